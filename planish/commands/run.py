@@ -135,10 +135,10 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
 def _keep_tokenizer(name: str, directory: Path) -> None:
     """Put a tokenizer where `transformers` looks for it on a machine without a network."""
     # Loaded here: the server brings torch, which this process does not need.
-    from planish.server.serve import asked_names, keep_tokenizer
+    from planish.server.serve import cache_tokenizer, hub_names
 
-    for asked in asked_names(name):
-        keep_tokenizer(asked, directory)
+    for asked in hub_names(name):
+        cache_tokenizer(asked, directory)
 
 
 def _directory(program: str, is_module: bool) -> Path:

@@ -18,7 +18,7 @@ from planish.files import cache_home, short_path
 from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem
 from planish.server.settings import ServerSettings
 
-LEAST_FREE_BYTES = 4 * ServerSettings.reserve_bytes
+LEAST_FREE_BYTES = 4 * ServerSettings.min_free_disk_bytes
 """Less free space than this needs attention: one more checkpoint of an 8B model's adapter would
 bring a server to the limit below which it accepts no work.
 """

@@ -1,10 +1,10 @@
-"""What a sample says, while it grows: the difference between two readings is what a stream sends.
+"""Parses a sample while it grows, and yields what is new and certain, for streaming.
 
-The tokens so far are read as a whole by the same function that reads them at the end, so a stream
-adds up to the answer that is not streamed. What is sent cannot be taken back. Therefore an
-unfinished reading holds back its end as long as that may become something else: blanks, half a
-character, calls, and the beginning of a stop string or of a mark. Reading from the start each time
-costs time that grows with the text, so in a long text it is done less often.
+The tokens so far are parsed as a whole by the function that parses the finished sample, so the
+pieces of a stream add up to the answer without a stream. A sent piece cannot be taken back.
+Therefore an unfinished sample holds back the end of its text as long as it may change: white space,
+half a character, tool calls, and the beginning of a stop string or of a mark. Parsing from the
+start each time takes time in proportion to the text, so a long text is parsed less often.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planish.renderers import Renderer
 from planish.renderers.codec import Codec
 
 _READINGS = 256
-"""In a text that doubles its length."""
+"""How often a text is parsed while its length doubles."""
 _HALF_CHARACTER = "\ufffd"
 _MARKS = ("<think>", "</think>", "<tool_call>")
 
@@ -29,12 +29,12 @@ class Reading:
     content: str
     reasoning: str = ""
     calls: tuple[dict[str, Any], ...] = ()
-    """Of tools, as renderers have them: {"function": {"name", "arguments"}}."""
+    """Tool calls in the form of the renderers: {"function": {"name", "arguments"}}."""
     spoiled: tuple[str, ...] = ()
-    """Calls that cannot be read, as they were written. One that is not closed yet is among them."""
+    """Tool calls that cannot be parsed, as written. An unfinished call is one of them."""
 
     def with_spoiled(self) -> Reading:
-        """Calls that are none are text, at its end."""
+        """Return the reading with the unparsed calls at the end of its text."""
         return Reading(
             "\n".join(filter(None, (self.content, *self.spoiled))), self.reasoning, self.calls
         )
@@ -44,7 +44,7 @@ Read = Callable[[Sequence[int]], Reading]
 
 
 def read_text(codec: Codec, end_ids: frozenset[int]) -> Read:
-    """Plain text; tokens that end a sequence are no part of it."""
+    """Return the parser of plain text, which leaves out tokens that end a sequence."""
 
     def read(tokens: Sequence[int]) -> Reading:
         ids = tokens[:-1] if tokens and tokens[-1] in end_ids else tokens
@@ -58,7 +58,7 @@ def read_text(codec: Codec, end_ids: frozenset[int]) -> Read:
 
 
 def read_message(renderer: Renderer) -> Read:
-    """The assistant's message, as the renderer parses it."""
+    """Return the parser of the assistant's message."""
 
     def read(tokens: Sequence[int]) -> Reading:
         message = renderer.parse_response(tokens).message
@@ -75,46 +75,47 @@ def read_message(renderer: Renderer) -> Read:
 
 
 def marks_of(renderer: Renderer) -> tuple[str, ...]:
-    """Strings by which the reading may change its mind about what comes before them."""
+    """Return the strings that may change how the text before them is parsed."""
     return (*_MARKS, *(stop for stop in renderer.get_stop_sequences() if isinstance(stop, str)))
 
 
 @dataclass
 class Growing:
-    """One sample whose tokens come one by one."""
+    """One sample whose tokens arrive one by one."""
 
     read: Read
     stops: tuple[str, ...]
-    """Strings at which the text ends; they are no part of it."""
+    """Strings at which the text ends. They are not part of it."""
     marks: tuple[str, ...] = ()
     tokens: list[int] = field(default_factory=list)
     _sent: Reading = field(default_factory=lambda: Reading(""))
     _next_reading: int = 1
 
     def add(self, token: int) -> None:
+        """Add a token."""
         self.tokens.append(token)
 
     @property
     def is_due(self) -> bool:
-        """Whether so much was added that it should be read again."""
+        """Whether enough tokens were added to parse the sample again."""
         return len(self.tokens) >= self._next_reading
 
     def delta(self) -> Reading:
-        """What is certain and was not sent yet."""
+        """Return what is certain and was not sent yet."""
         self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
         reading = self._cut(self.read(self.tokens))
         return self._new(Reading(self._certain(reading.content), self._certain(reading.reasoning)))
 
     def rest(self) -> Reading:
-        """What is left when the sample is whole, its calls included."""
+        """Return the rest of the finished sample, including its calls."""
         return self._new(self.whole())
 
     def whole(self) -> Reading:
-        """All of it."""
+        """Return the finished sample."""
         return self._cut(self.read(self.tokens).with_spoiled())
 
     def _cut(self, reading: Reading) -> Reading:
-        """Without what follows a stop."""
+        """Return the reading without what follows a stop string."""
         reasoning = _before(reading.reasoning, self.stops)
         if reasoning != reading.reasoning:
             return Reading("", reasoning)
@@ -139,15 +140,13 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def _after(text: str, sent: str) -> str:
-    """Nothing where a model wrote what nobody expects, and the reading changed its mind about what
-    was sent.
+    """Return the new part of a text. It is empty if the model wrote something unexpected, and the
+    parser changed its mind about what was sent.
     """
     return text.removeprefix(sent) if text.startswith(sent) else ""
 
 
 def _overlap(text: str, mark: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `mark`, and not the whole of
-    it.
-    """
+    """Return the length of the longest end of `text` that begins `mark` without being all of it."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

@@ -1,9 +1,9 @@
-"""What goes by itself: idle adapters from memory, aged results, sessions nobody hears of, and what
-takes more room than it may.
+"""Cleanup in the background: idle adapters leave memory, expired results and checkpoints are
+deleted, stale sessions end, and what exceeds its share of the disk goes.
 
-Nothing that a restart needs is removed: a request behind the last snapshot of its model stays as a
-row, without its result. Training runs are kept for good, as checkpoints name them; sessions and
-samplers go a while after their end.
+Nothing that a restart needs is removed: a request after the last snapshot of its model keeps its
+row, but not its result. Training runs are kept for good, because checkpoints name them. Sessions
+and samplers are deleted a week after their end.
 """
 
 from __future__ import annotations
@@ -15,99 +15,100 @@ from collections.abc import Awaitable, Callable
 
 from planish.errors import EngineClosedError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import CheckpointCatalog
-from planish.server.durable.store import Store, Transaction
-from planish.server.models.training import Training
+from planish.server.durable.store import Transaction
+from planish.server.models.model import ModelRegistry
 from planish.server.samplers import Samplers
-from planish.server.scheduling.adapter_cache import AdapterCache
-from planish.server.sessions import Sessions
-from planish.server.settings import ServerSettings
+from planish.server.services import Services
 
 _log = logging.getLogger(__name__)
 
 _TICK_SECONDS = 1.0
 _ROUND_SECONDS = 30.0
 _FRESH_SECONDS = 600.0
+"""No result younger than this is deleted to make room."""
 _ENDED_SECONDS = 7 * 86400.0
-"""A session that ended is known for so long, with its samplers."""
+"""How long ended sessions and their samplers stay in the database."""
 _BATCH = 5000
+"""Rows that one transaction deletes."""
 _PAGES = 1000
+"""Database pages that one transaction returns to the file system."""
 
 _NOT_NEEDED = (
-    "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner AND closed IS NULL"
+    "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner AND closed IS "
+    "NULL"
     " AND requests.seq > COALESCE(snapshot_seq, -1)))"
 )
+"""Requests that no replay needs."""
 
 
 class Cleanup:
-    def __init__(
-        self,
-        store: Store,
-        sessions: Sessions,
-        training: Training,
-        samplers: Samplers,
-        residency: AdapterCache,
-        catalog: CheckpointCatalog,
-        settings: ServerSettings,
-    ) -> None:
-        self._store = store
-        self._sessions = sessions
-        self._training = training
+    """Removes what has expired, in a background task."""
+
+    def __init__(self, services: Services, models: ModelRegistry, samplers: Samplers) -> None:
+        self._services = services
+        self._store = services.store
+        self._settings = services.settings
+        self._models = models
         self._samplers = samplers
-        self._residency = residency
-        self._catalog = catalog
-        self._settings = settings
 
     async def run(self) -> None:
-        """Until it is cancelled."""
+        """Clean up until the task is cancelled."""
         last = time.monotonic()
         while True:
-            await asyncio.sleep(min(_TICK_SECONDS, self._settings.gap_seconds / 4))
-            await self._guarded(self._training.expire_gaps)
-            await self._guarded(lambda: self._residency.unload_idle(self._settings.idle_seconds))
+            await asyncio.sleep(min(_TICK_SECONDS, self._settings.missing_request_timeout / 4))
+            await self._guarded(self._expire_missing_requests)
+            await self._guarded(
+                lambda: self._services.adapter_cache.unload_idle(self._settings.idle_seconds)
+            )
             if time.monotonic() - last >= _ROUND_SECONDS:
                 last = time.monotonic()
-                await self.round()
+                await self.clean()
 
-    async def round(self) -> None:
-        """What need not be done every second. Files go first: on a full disk, whatever writes waits
-        for space.
+    async def clean(self) -> None:
+        """Do what need not be done every second. Files are deleted first: on a full disk, every
+        write waits for space.
         """
-        await self._guarded(self._catalog.remove_expired)
-        await self._guarded(self._sessions.write_seen)
+        await self._guarded(self._services.checkpoints.remove_expired)
+        await self._guarded(self._services.sessions.write_seen)
         await self._guarded(self._end_stale_sessions)
         await self._guarded(self._close_samplers)
         await self._guarded(self._drop_results)
 
     async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
-        """One thing that cannot be removed must not keep the others."""
+        """Run one part of the cleanup. Its failure must not prevent the other parts."""
         try:
             await work()
         except EngineClosedError:
             return
         except Exception:
-            _log.exception("something could not be cleaned up; it is tried again")
+            _log.exception("cleaning up failed; it is tried again")
+
+    async def _expire_missing_requests(self) -> None:
+        for model in list(self._models.open.values()):
+            await model.expire_missing_request()
 
     async def _end_stale_sessions(self) -> None:
-        for session_id in self._sessions.stale(self._settings.session_seconds):
-            await self._sessions.end(session_id, "nothing was heard of it")
+        sessions = self._services.sessions
+        for session_id in sessions.stale(self._settings.session_timeout):
+            await sessions.end(session_id, "its client was not heard of for too long")
 
     async def _close_samplers(self) -> None:
-        """Of published samplers, those that were used least recently, while all take more room than
-        they may.
+        """Close the least recently used published samplers while all together exceed their limit on
+        disk.
         """
         published = [
             sampler for sampler in self._samplers.all() if sampler.row.model and sampler.row.source
         ]
         total = sum(sampler.row.bytes for sampler in published)
         for sampler in sorted(published, key=lambda sampler: sampler.used):
-            if total <= self._settings.ephemeral_bytes:
+            if total <= self._settings.unnamed_sampler_bytes:
                 return
             total -= sampler.row.bytes
             await self._samplers.close(
                 sampler,
-                "it was unused for the longest time when samplers without a name took more than "
-                f"{self._settings.ephemeral_bytes:,} bytes; save weights under a name to keep them",
+                "it was the least recently used one when unnamed samplers took more than "
+                f"{self._settings.unnamed_sampler_bytes:,} bytes; save weights under a name to "
+                "keep them",
             )
 
     async def _drop_results(self) -> None:
@@ -124,23 +125,25 @@ class Cleanup:
         await self._store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:
-        oldest = now - self._settings.result_seconds
+        oldest = now - self._settings.result_retention
         aged = "finished < ? AND result_bytes > 0"
         journal.drop_results(transaction, aged, [oldest])
         return journal.delete(
             transaction,
-            f"id IN (SELECT id FROM requests WHERE finished < ? AND {_NOT_NEEDED} ORDER BY finished LIMIT {_BATCH})",
+            f"id IN (SELECT id FROM requests WHERE finished < ? AND {_NOT_NEEDED} ORDER BY "
+            f"finished LIMIT {_BATCH})",
             [oldest],
         )
 
     def _drop_large(self, transaction: Transaction, now: float) -> None:
-        """The oldest results, while all take more room than they may."""
+        """Delete the oldest results while all together exceed their limit."""
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
         total = transaction.execute(query).fetchone()[0] or 0
         if total <= self._settings.result_bytes:
             return
         rows = transaction.execute(
-            "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER BY finished",
+            "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
+            "BY finished",
             [now - _FRESH_SECONDS],
         )
         for request_id, size in rows.fetchall():

@@ -1,4 +1,4 @@
-"""The engine from the event loop: whatever may take long runs in a thread, and answers are awaited."""
+"""The engine, called from the event loop: slow calls run in threads, and results are awaited."""
 
 from __future__ import annotations
 
@@ -37,65 +37,71 @@ _log = logging.getLogger(__name__)
 NOBODYS_SAMPLE = Sample(
     "nobody", ModelInput.from_ints([0]), 1, SamplingParams(max_tokens=1, stop="\n")
 )
-"""For its check, a base model and its tokenizer are loaded."""
+"""Checking this sample loads a base model and its tokenizer."""
 
 _QUICK_THREADS = 4
 _SLOW_THREADS = 8
 
 
 class EngineClient:
+    """Calls the engine from the event loop. Slow calls run in threads."""
+
     def __init__(self, service: HostedService, data_dir: Path) -> None:
-        """Errors name files as they lie in `data_dir`: where that is, is no business of clients,
-        whom most errors reach.
+        """Errors name files relative to `data_dir`: most errors reach clients, who need not know
+        where the directory is.
         """
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
-        # Whoever loads a model or waits for a disk must not keep others from submitting.
+        # Loading a model or waiting for a disk must not block submissions.
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
         self.fault: str | None = None
-        """Why the engine does nothing any more, if it ended by itself."""
+        """Why the engine does nothing any more, if it failed."""
         self._is_closed = False
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
-        """Queue an operation; its errors at submission are raised here, others come with the
-        future.
-        """
+        """Queue an operation. Errors of the submission are raised here, later errors by the future."""
         slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._call(
             self._slow if slow else self._quick, lambda: self._service.submit(operation)
         )
-        future.add_done_callback(self._look_at_error)
+        future.add_done_callback(self._note_error)
         return asyncio.wrap_future(future)
 
     async def perform(self, operation: Operation[R]) -> R:
-        """Queue an operation and wait for its result."""
+        """Queue an operation, and wait for its result."""
         return await (await self.submit(operation))
 
     def check_sample_now(self, base_model: str, operation: Sample) -> None:
-        """ValueError if no sampler of the base model could serve it. In this thread."""
+        """ValueError if no sampler of the base model could serve the request. Runs in this thread."""
         self._service.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
+        """The same as `check_sample_now`, in a thread. Loads the base model."""
         await self._in_thread(lambda: self._service.check_sample(base_model, operation))
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        """Return the memory that an adapter takes for training and for sampling."""
         return await self._in_thread(lambda: self._service.adapter_bytes(base_model, lora))
 
     async def tokenizer_directory(self, base_model: str) -> Path:
+        """Return the directory of a base model's tokenizer."""
         return await self._in_thread(lambda: self._service.tokenizer_directory(base_model))
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
+        """Return the engine's base models."""
         return self._service.capabilities()
 
     async def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return what a checkpoint holds."""
         return await self._in_thread(lambda: self._service.checkpoint_info(path))
 
     async def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
-        """All that are on disk, the server's own too."""
+        """Return all checkpoints on disk, private ones included."""
         return await self._in_thread(lambda: self._service.checkpoints(run_id))
 
     async def exists(self, path: str) -> bool:
+        """Return whether there is such a checkpoint."""
         try:
             await self.checkpoint_info(path)
         except CheckpointError:
@@ -105,22 +111,25 @@ class EngineClient:
     async def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None
     ) -> None:
-        """Onto whatever is at `destination`."""
+        """Copy a checkpoint; replaces what is at `destination`."""
         await self._in_thread(
             lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
 
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Set the time to live of a checkpoint."""
         await self._in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))
 
     async def checkpoint_files(self, path: str) -> Mapping[str, Path]:
+        """Return the files of a checkpoint by name."""
         return await self._in_thread(lambda: self._service.checkpoint_files(path))
 
     async def clear_leftovers(self) -> None:
+        """Delete files of interrupted writes."""
         await self._in_thread(self._service.clear_leftovers)
 
     async def delete_checkpoint(self, path: str) -> None:
-        """What is gone already is fine."""
+        """Delete a checkpoint, if it exists."""
 
         def delete() -> None:
             try:
@@ -131,19 +140,20 @@ class EngineClient:
         await self._in_thread(delete)
 
     async def close(self) -> None:
+        """Close the engine. Unfinished operations end with EngineClosedError."""
         self._is_closed = True
         await self._in_thread(lambda: self._service.close(finish=False))
         self._quick.shutdown(wait=False)
         self._slow.shutdown(wait=False)
 
-    def _look_at_error(self, future: Future[Any]) -> None:
+    def _note_error(self, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None:
             self._hide_directory(error)
         if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
             self.fault = str(error)
             _log.critical(
-                "nothing can be done any more until the server is started again: %s", error
+                "the engine failed, and nothing runs until the server is restarted: %s", error
             )
 
     async def _in_thread(self, work: Callable[[], R]) -> R:
@@ -154,7 +164,7 @@ class EngineClient:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
         except RuntimeError as error:
             if "shutdown" in str(error):
-                raise EngineClosedError("the server stops") from error
+                raise EngineClosedError("the server is stopping") from error
             raise
         except Exception as error:
             self._hide_directory(error)
@@ -174,18 +184,21 @@ class EngineClient:
 
 
 class DeviceClock:
-    """One device: what ends next has had it since what ended last, or since it was asked for."""
+    """Shares the time of one device among requests: a request that ends has used the device since
+    the previous one ended, or since it was submitted.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last = clock()
 
     def now(self) -> float:
+        """Return the current time."""
         return self._clock()
 
     def spent(self, submitted: float) -> float:
-        """Seconds that a request took which ends now. The parts of all requests add up to no more
-        than the time that passed.
+        """Return the seconds of a request that ends now. All requests together get no more than the
+        time that passed.
         """
         now = self._clock()
         spent = now - max(submitted, self._last)

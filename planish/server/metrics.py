@@ -1,8 +1,8 @@
-"""What the server counts about itself. Written by those who do the work, read by whoever watches;
-nothing here decides anything.
+"""What the server counts about itself. The parts that do the work write it; nothing here affects
+decisions.
 
-Counters only grow, from the start of the process; gauges are of now. Names of tenants are keys, as
-are kinds of requests (answers.Done).
+Counters only grow from the start of the process; gauges are current values. Keys are tenants' names
+and kinds of requests (results.Done).
 """
 
 from __future__ import annotations
@@ -14,40 +14,42 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Counters:
-    """What has happened. Belongs to the event loop."""
+    """Events since the start. Belongs to the event loop."""
 
     # By tenant.
     sampled_tokens: Counter[str] = field(default_factory=Counter)
     prompt_tokens: Counter[str] = field(default_factory=Counter)
-    """Of prompts that samples were drawn for."""
+    """Tokens of prompts that samples were made for."""
     cached_prompt_tokens: Counter[str] = field(default_factory=Counter)
-    """Those of them that the prefix cache knew."""
+    """Prompt tokens that the prefix cache had."""
     trained_tokens: Counter[str] = field(default_factory=Counter)
-    """Of data that went forward, or forward and backward."""
+    """Tokens of training data in forward and forward_backward."""
 
     accepted: Counter[str] = field(default_factory=Counter)
-    """RequestLog, by kind."""
+    """Requests, by kind."""
     answered: Counter[tuple[str, str]] = field(default_factory=Counter)
-    """RequestLog, by kind and state: done, failed or refused."""
-    draws: int = 0
-    """Sample requests given to the engine,"""
-    sequences_at_draws: int = 0
-    """and the sum of how many sequences it had then: their quotient is the mean batch."""
+    """Requests, by kind and state: done, failed or refused."""
+    samples: int = 0
+    """Sample requests given to the engine."""
+    sequences_at_samples: int = 0
+    """The sum, over those requests, of the sequences in the engine. Divided by `samples` it is the
+    mean batch.
+    """
     snapshots: int = 0
     replayed: int = 0
-    """RequestLog that were done again to bring a model back."""
+    """Requests that a replay ran again."""
     loads: int = 0
-    """Of adapters into memory."""
+    """Adapters loaded into memory."""
     unloads: int = 0
-    """Of adapters that were idle or in the way."""
+    """Adapters unloaded, because they were idle or others needed the room."""
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What the data directory holds beside checkpoints, in bytes."""
+    """What the data directory holds besides checkpoints, in bytes."""
 
     database: int
-    """With its log."""
+    """Including its log."""
     bodies: int
     """Files of large requests and results."""
     body_files: int
@@ -56,15 +58,17 @@ class Disk:
 
 @dataclass(frozen=True)
 class Metrics:
+    """The counters and the current gauges."""
+
     counters: Counters
 
     # Gauges.
     queued: Mapping[tuple[str, str], int]
-    """Accepted and not answered requests, by kind and tenant."""
+    """Unanswered requests, by kind and tenant."""
     sequences: int
-    """With the engine now,"""
+    """Sequences in the engine."""
     waiting_sequences: int
-    """and requests that wait for their turn."""
+    """Sample requests that wait for their turn."""
     training_operations: int
     waiting_training: int
     open_sessions: int
@@ -73,22 +77,22 @@ class Metrics:
     adapters_in_memory: int
     adapter_bytes: int
     request_bytes: int
-    """Of requests that are kept decoded."""
+    """Size of the requests that are kept decoded."""
     result_bytes: int
-    """Of results that are kept in memory."""
+    """Size of the results that are kept in memory."""
     resident_bytes: int
-    """Of the process."""
+    """Memory of the process."""
     models_with_snapshot: int
     checkpoint_bytes: Mapping[str, int]
-    """Of named checkpoints, by tenant."""
-    ephemeral_bytes: int
-    """Of samplers without a name, on disk."""
+    """Size of the named checkpoints, by tenant."""
+    unnamed_sampler_bytes: int
+    """Size on disk of samplers without a name."""
     disk: Disk
     disk_is_full: bool
 
 
 def resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell."""
+    """Return the memory of this process; 0 if the system does not tell."""
     try:
         with open("/proc/self/status") as status:
             for line in status:

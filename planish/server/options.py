@@ -1,8 +1,9 @@
-"""What `planish serve` can be told, each thing checked before anything is done."""
+"""The options of `planish serve`, each checked before anything is done."""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -12,7 +13,9 @@ from typing import Any
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.server.http.access import LEVELS, LogFormat
-from planish.server.settings import HttpSettings, ServerSettings, is_loopback
+from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings, is_loopback
+
+_log = logging.getLogger("planish.serve")
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _NUMBER = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(|[KMGT]iB)")
@@ -27,8 +30,8 @@ class ServeOptions:
     port: int = 8000
     data_dir: Path = Path("~/.local/share/planish/server")
     models: Mapping[str, str] = field(default_factory=dict)
-    """Names and their directories or .gguf files; the embedded model is served besides if it is on
-    this machine, or is all there is.
+    """Names and their directories or .gguf files. The embedded model is served too if it is on this
+    machine, or if there is no other.
     """
     api_key_file: Path | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)
@@ -36,7 +39,7 @@ class ServeOptions:
     hub_tokenizers: bool = False
     poll_seconds: float = HttpSettings.poll_seconds
     log_format: LogFormat | None = None
-    """None: text on a terminal, else JSON."""
+    """None: text on a terminal, JSON elsewhere."""
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -50,25 +53,29 @@ class ServeOptions:
             )
         if not is_loopback(self.host) and self.api_key_file is None:
             raise UserError(
-                f"--host {self.host} lets others than this machine in; give --api-key-file with a key for each of them"
+                f"--host {self.host} accepts connections from other machines; give --api-key-file "
+                "with a key for each user"
             )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of `planish serve`."""
+    """Add the options of `planish serve` to a parser."""
     default = ServeOptions
     parser.add_argument(
         "--host", default=default.host, help="address to listen on (%(default)s: this machine only)"
     )
     parser.add_argument(
-        "--port", type=int, default=default.port, help="0: any free one, which is told at the start"
+        "--port",
+        type=int,
+        default=default.port,
+        help="0: any free port, which is logged at the start",
     )
     parser.add_argument(
         "--data-dir",
         type=Path,
         default=default.data_dir,
         metavar="DIR",
-        help="checkpoints, journal and database; made if it is not there (%(default)s)",
+        help="checkpoints, journal and database; created if it does not exist (%(default)s)",
     )
     parser.add_argument(
         "--model",
@@ -78,7 +85,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a base model to serve: a Hugging Face directory or a .gguf file; may be repeated",
     )
     parser.add_argument(
-        "--api-key-file", type=Path, metavar="FILE", help="the keys of those who may use the server"
+        "--api-key-file", type=Path, metavar="FILE", help="the API keys that may use the server"
     )
     _add_engine_arguments(parser)
     parser.add_argument(
@@ -87,24 +94,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         dest="settings",
-        help="a limit, such as tokens_per_minute=100000 or storage_bytes=20GiB; may be repeated. One of "
+        help="a setting, such as tokens_per_minute=100000 or storage_bytes=20GiB; may be repeated. One of "
         + ", ".join(field.name for field in fields(ServerSettings)),
     )
     parser.add_argument(
-        "--log-format", choices=("text", "json"), help="by default text on a terminal, else json"
+        "--log-format",
+        choices=("text", "json"),
+        help="by default text on a terminal, json elsewhere",
     )
     parser.add_argument(
         "--log-level",
         choices=LEVELS,
         default=default.log_level,
-        help="the least that is logged (%(default)s)",
+        help="the lowest level that is logged (%(default)s)",
     )
     parser.add_argument(
         "--poll-seconds",
         type=float,
         default=default.poll_seconds,
         metavar="S",
-        help="how long a request for a result is held (%(default)s); less if a proxy in between is impatient",
+        help="how long a request for a result is held (%(default)s); lower it if a proxy closes connections earlier",
     )
     parser.add_argument(
         "--hub-tokenizers",
@@ -119,26 +128,28 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kv-cache-gib",
         type=float,
-        help="most memory for keys and values of running samples (4; of a GPU what is left)",
+        help="memory for keys and values of running samples (4; on a GPU all that is left)",
     )
     parser.add_argument(
         "--prefix-cache-gib",
         type=float,
-        help="most memory for known prefixes, 0 for none (1; of a GPU an eighth)",
+        help="memory for cached prefixes, 0 for none (1; on a GPU an eighth of it)",
     )
     parser.add_argument(
-        "--max-batch", type=int, help="most samples drawn at once (256; on a GPU up to 512)"
+        "--max-batch",
+        type=int,
+        help="maximum number of samples in a batch (256; on a GPU up to 512)",
     )
     parser.add_argument(
         "--micro-batch-tokens",
         type=int,
-        help="most tokens that are trained on at once (4096; on a GPU up to 16384)",
+        help="maximum number of training tokens in a micro-batch (4096; on a GPU up to 16384)",
     )
     parser.add_argument(
         "--deterministic",
         action="store_true",
         default=None,
-        help="a sample's bits are the same in any company, also where that costs something (on a GPU, and on CPUs whose products are a library's)",
+        help="samples are batch-invariant (bitwise reproducible), even where that costs speed (on a GPU, and on CPUs without our kernels)",
     )
     parser.add_argument(
         "--substitute-loss",
@@ -151,7 +162,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    """What was said on the command line. UserError names the option that cannot be right."""
+    """Return the parsed options. UserError names the option that is wrong."""
     return ServeOptions(
         host=arguments.host,
         port=arguments.port,
@@ -191,6 +202,7 @@ def _pairs(option: str, form: str, entries: Sequence[str]) -> dict[str, str]:
 
 
 def _settings(given: Mapping[str, str]) -> ServerSettings:
+    given = _renamed(given)
     whole = {field.name: field.type == "int" for field in fields(ServerSettings)}
     unknown = sorted(given.keys() - whole.keys())
     if unknown:
@@ -203,11 +215,25 @@ def _settings(given: Mapping[str, str]) -> ServerSettings:
     return ServerSettings(**values)
 
 
+def _renamed(given: Mapping[str, str]) -> dict[str, str]:
+    """Replace the old names of settings, and log a warning for each."""
+    settings: dict[str, str] = {}
+    for old, value in given.items():
+        name = RENAMED_SETTINGS.get(old, old)
+        if name != old:
+            _log.warning("--set %s: this setting is called %s now; the old name will go", old, name)
+        if name in settings:
+            raise UserError(f"--set names {name!r} twice, once by its old name; keep one")
+        settings[name] = value
+    return settings
+
+
 def _number(name: str, text: str, whole: bool) -> float:
     found = _NUMBER.fullmatch(text)
     if found is None or (found[2] and not name.endswith("_bytes")):
         raise UserError(
-            f"--set {name}={text}: give a number{', or one with KiB, MiB, GiB' * name.endswith('_gib_bytes')}"
+            f"--set {name}={text}: give a "
+            f"number{', or one with KiB, MiB, GiB' * name.endswith('_gib_bytes')}"
         )
     value = float(found[1]) * _UNITS[found[2]]
     if whole and not value.is_integer():
@@ -216,7 +242,7 @@ def _number(name: str, text: str, whole: bool) -> float:
 
 
 def _gib_bytes(option: str, gib: float | None, or_none: bool = False) -> int | None:
-    """`or_none`: 0 is a size too."""
+    """Convert GiB to bytes. With `or_none`, 0 is valid."""
     if gib is not None and not (0 < gib < 1 << 20 or (or_none and gib == 0)):
         raise UserError(f"{option} {gib}: give a number above 0{', or 0 for none' * or_none}")
     return None if gib is None else int(gib * _GIB)

@@ -1,8 +1,7 @@
-"""What an earlier process left: brought back from the database at a start, and the unfinished gone
-on with.
+"""Recovery at a start: what an earlier process left in the database is opened again, and unanswered
+requests resume.
 
-Models and samplers are only known again; they come into memory when they are used, or when one of
-their requests was not answered.
+Models and samplers are loaded when they are used, or when one of their requests is unanswered.
 """
 
 from __future__ import annotations
@@ -11,20 +10,14 @@ import logging
 from dataclasses import dataclass, replace
 
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.names import is_private, loading_seq
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
-from planish.server.durable.request_log import RequestLog
-from planish.server.durable.store import Store
-from planish.server.engine_client import EngineClient
-from planish.server.models.model import Item
-from planish.server.models.request_queue import RequestQueue
-from planish.server.models.training import Training, unloaded
+from planish.server.models.model import ModelRegistry, unloaded
+from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
-from planish.server.sampling import Sampling
-from planish.server.sessions import Sessions
+from planish.server.services import Services
 from planish.types import CheckpointPath
 
 _log = logging.getLogger(__name__)
@@ -32,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovered:
-    """How much was brought back."""
+    """How many things were recovered."""
 
     sessions: int
     models: int
@@ -41,82 +34,68 @@ class Recovered:
 
 
 class Recovery:
-    def __init__(
-        self,
-        engine: EngineClient,
-        store: Store,
-        sessions: Sessions,
-        requests: RequestLog,
-        training: Training,
-        samplers: Samplers,
-        sampling: Sampling,
-        catalog: CheckpointCatalog,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._sessions = sessions
-        self._requests = requests
-        self._training = training
+    """Opens what an earlier process left."""
+
+    def __init__(self, services: Services, models: ModelRegistry, samplers: Samplers) -> None:
+        self._services = services
+        self._models = models
         self._samplers = samplers
-        self._sampling = sampling
-        self._catalog = catalog
         self._loads: set[tuple[str, int]] = set()
-        """Models and numbers of the loads that would be done again."""
+        """Models and numbers of the loads that a replay would repeat."""
 
     async def recover(self) -> Recovered:
-        """Know again what is open, remove what nobody names, and start what was accepted and not
-        answered.
+        """Open sessions, models and samplers, delete what no row names, and resume the unanswered
+        requests.
         """
-        sessions = await self._store.read(lambda db: select(db, SessionRow, "ended IS NULL"))
-        models = await self._store.read(
-            lambda db: select(db, ModelRow, "closed IS NULL ORDER BY created")
-        )
-        samplers = await self._store.read(
-            lambda db: select(db, SamplerRow, "closed IS NULL ORDER BY created")
-        )
-        to_do = await self._store.read(journal.to_do)
-        for session in sessions:
-            self._sessions.add(session)
+        store, sessions = self._services.store, self._services.sessions
+        session_rows = await store.read(lambda db: select(db, SessionRow, "ended IS NULL"))
+        still_open = "closed IS NULL ORDER BY created"
+        models = await store.read(lambda db: select(db, ModelRow, still_open))
+        samplers = await store.read(lambda db: select(db, SamplerRow, still_open))
+        to_do = await store.read(journal.to_do)
+        for session in session_rows:
+            sessions.add(session)
         for model in models:
             await self._add_model(model)
         for sampler in samplers:
             await self._add_sampler(sampler)
-        await self._engine.clear_leftovers()
-        await self._catalog.reconcile()
-        await self._remove_unnamed()
+        await self._services.engine.clear_leftovers()
+        await self._services.checkpoints.reconcile()
+        await self._delete_unnamed()
         for row in to_do:
             self._resume(row)
-        for model in self._training.all():
-            self._training.wake(model)
-        for session_id in {
-            row.session for row in (*models, *samplers) if not self._sessions.is_open(row.session)
-        }:
-            self._sessions.clear(session_id)
-        return Recovered(len(sessions), len(models), len(samplers), len(to_do))
+        for model in list(self._models.open.values()):
+            model.wake()
+        owners = {row.session for row in (*models, *samplers)}
+        for session_id in owners:
+            sessions.clear_if_ended(session_id)
+        return Recovered(len(session_rows), len(models), len(samplers), len(to_do))
 
     async def _add_model(self, row: ModelRow) -> None:
-        begun = -1 if row.snapshot_seq is None else row.snapshot_seq
-        rows = await self._store.read(lambda db: journal.of_model(db, row.id, begun))
-        lane: RequestQueue[Item] = RequestQueue(begun + 1, row.passed)
+        snapshot_seq = -1 if row.snapshot_seq is None else row.snapshot_seq
+        rows = await self._services.store.read(
+            lambda db: journal.of_model(db, row.id, snapshot_seq)
+        )
+        queue: RequestQueue[QueueItem] = RequestQueue(snapshot_seq + 1, row.passed)
         unload_seq = None
-        # An older store may hold an unloading under the number of a request that came in the same
-        # moment.
+        # Older versions may have stored an unload request under the number of another request that
+        # arrived at the same moment.
         for found in sorted(rows, key=lambda row: row.kind == "unload_model"):
             if found.kind == "load_weights" and found.state in ("started", "done"):
                 self._loads.add((row.id, found.seq))
             if found.kind == "unload_model":
-                unload_seq = max(found.seq, lane.end)
+                unload_seq = max(found.seq, queue.end)
                 found = replace(found, seq=unload_seq)
-            lane.add(found.seq, self._requests.restore(found) if found.is_to_do else found)
-        # Those that were answered, up to the first that was not, are replayed when the model is
-        # loaded.
-        while isinstance(lane.peek(), RequestRow):
-            lane.take()
-        self._training.add(row, lane).unload_seq = unload_seq
+            is_open = found.is_to_do
+            queue.add(found.seq, self._services.request_log.restore(found) if is_open else found)
+        # Answered requests before the first unanswered one are replayed when the model is loaded.
+        while isinstance(queue.peek(), RequestRow):
+            queue.take()
+        self._models.add(row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
-        model = self._training.get(row.model) if row.model is not None else None
-        sampler = self._samplers.add(row, model.residence if model is not None else None)
+        model = self._models.open.get(row.model) if row.model is not None else None
+        sampler = self._samplers.add(row, model)
         if row.model is None or row.source is not None:
             sampler.ready.set()
         elif model is None:
@@ -124,49 +103,47 @@ class Recovery:
                 sampler, "its weights were not saved when its model was unloaded"
             )
         else:
-            await self._decide(sampler, f"{row.model}:{row.seq}")
+            await self._decide_published(sampler, f"{row.model}:{row.seq}")
 
-    async def _decide(self, sampler: Sampler, publishing: str) -> None:
-        """Whether a published sampler is there depends on the request that publishes it."""
-        row = await self._store.read(lambda db: journal.row(db, publishing))
+    async def _decide_published(self, sampler: Sampler, request_id: str) -> None:
+        """Open or close a published sampler, depending on the request that publishes it."""
+        row = await self._services.store.read(lambda db: journal.row(db, request_id))
         if row is not None and row.state == "done":
             sampler.ready.set()
         elif row is None or not row.is_to_do:
             await self._samplers.close(sampler, "the request that should have published it failed")
 
     def _resume(self, row: RequestRow) -> None:
-        """Models find theirs in their lanes."""
+        """Resume an unanswered request. Those of open models are in the models' queues already."""
+        request_log = self._services.request_log
         if row.kind == "sample":
-            sampler, request = self._samplers.get(row.owner), self._requests.restore(row)
+            sampler, request = self._samplers.get(row.owner), request_log.restore(row)
             if sampler is not None:
-                self._sampling.begin(sampler, request)
+                self._samplers.start(sampler, request)
             else:
-                self._requests.settle(
-                    request, Failed(f"sampling_session_id={row.owner!r} is closed", "user")
-                )
-        elif self._training.get(row.owner) is None:
-            request, closed = (
-                self._requests.restore(row),
-                Failed(f"model_id={row.owner!r} is closed", "user"),
-            )
-            if row.kind == "unload_model":  # it was, but the kill came before the answer
-                self._requests.settle(request, unloaded(row))
+                why = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
+                request_log.settle(request, why)
+        elif row.owner not in self._models.open:
+            request = request_log.restore(row)
+            if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
+                request_log.settle(request, unloaded(row))
             else:
-                self._requests.settle(request, closed, state="refused")
+                why = Failed(f"model_id={row.owner!r} is closed", "user")
+                request_log.settle(request, why, state="refused")
 
-    async def _remove_unnamed(self) -> None:
-        """Delete private checkpoints that no row names: a kill fell between their making and their
-        being recorded.
+    async def _delete_unnamed(self) -> None:
+        """Delete private checkpoints that no row names. A crash between making and recording a
+        private checkpoint leaves one.
         """
         sources = {sampler.row.source for sampler in self._samplers.all()}
-        for checkpoint in await self._engine.checkpoints():
+        for checkpoint in await self._services.engine.checkpoints():
             path = checkpoint.tinker_path
             if not is_private(path) or path in sources:
                 continue
-            model = self._training.get(CheckpointPath.parse(path).run_id)
+            model = self._models.open.get(CheckpointPath.parse(path).run_id)
             seq = loading_seq(path)
             is_loaded = model is not None and seq is not None and (model.id, seq) in self._loads
             if model is not None and (is_loaded or path == model.row.snapshot):
-                model.private.add(path)
+                model.keep_private(path)
             else:
-                await self._engine.delete_checkpoint(path)
+                await self._services.engine.delete_checkpoint(path)

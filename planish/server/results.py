@@ -1,4 +1,18 @@
-"""What the server takes and answers: plain values, which the routes turn into bodies."""
+"""What the server takes and returns, and the errors that it raises, each with its HTTP status.
+
+    ServerError          status, message, and after how many seconds a retry may succeed
+    |- BadRequest 400    the request is wrong
+    |- Unauthorized 401  no key, or an unknown one
+    |- NotFound 404      there is no such thing, or it is another tenant's; the two look alike.
+    |                    NoSuchCheckpoint and NoSuchBaseModel are subclasses
+    |- Conflict 409      publishing twice. The SDK retries a 409, so nothing else raises it
+    |- Gone 410          it existed: a session that ended, a result that expired
+    |- Abandoned 422     the request crashed the server again and again (crash_guard.py)
+    |- TooManyRequests 429   a limit of the key; the SDK retries later
+    `- Unavailable 503   no disk space, stopping, or overloaded; the SDK retries later
+
+Any other ValueError, UserError included, is 400 too; `status_of` knows every error.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +40,14 @@ Category = Literal["user", "server", "unknown"]
 
 @dataclass(frozen=True)
 class Tenant:
-    """Whoever holds one key."""
+    """The owner of one or more API keys with the same name."""
 
     name: str
 
 
 @dataclass(frozen=True)
 class Accepted:
-    """A request that will be answered, whatever happens to this process."""
+    """A request that will be answered even if the process crashes."""
 
     request_id: str
     model_id: str | None = None
@@ -42,7 +56,7 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Done:
-    """The result, as the wire has it: protobuf (ForwardBackwardOutput, SampleResponse) or a JSON
+    """A result as the wire has it: protobuf (ForwardBackwardOutput, SampleResponse) or a JSON
     object, by `media`.
     """
 
@@ -56,17 +70,17 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed by itself; others go on."""
+    """The request failed. Others are not affected."""
 
     message: str
     category: Category
     error_class: str | None = None
-    """As planish/wire/client_errors.py names it."""
+    """The name of the error in planish/wire/client_errors.py."""
 
 
 @dataclass(frozen=True)
 class TryAgain:
-    """Not done yet."""
+    """There is no answer yet."""
 
 
 Outcome = Done | Failed | TryAgain
@@ -74,7 +88,7 @@ Outcome = Done | Failed | TryAgain
 
 @dataclass(frozen=True)
 class Page(Generic[T]):
-    """A part of a list: `items` are those from `offset` on, at most `limit`, of `total`."""
+    """A part of a list: at most `limit` of `total` items, from `offset` on."""
 
     items: Sequence[T]
     offset: int
@@ -84,7 +98,7 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a client says of itself when it begins a session."""
+    """What a client says about itself when it creates a session."""
 
     tags: Sequence[str] = ()
     user_metadata: Mapping[str, str] = field(default_factory=dict)
@@ -94,6 +108,8 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class SessionRecord:
+    """A session as clients see it."""
+
     session_id: str
     spec: SessionSpec
     training_run_ids: Sequence[str]
@@ -104,7 +120,7 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One model, in memory or not."""
+    """One model, in memory or not, open or closed."""
 
     training_run_id: str
     base_model: str
@@ -120,78 +136,98 @@ _STOPPING_SECONDS = 5.0
 
 
 class ServerError(PlanishError):
-    """The request was refused and nothing was changed."""
+    """The request was rejected, and nothing changed."""
 
     status = 500
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
         super().__init__(message)
         self.retry_after = retry_after
-        """Seconds; for the header of that name."""
+        """Seconds, for the header Retry-After."""
 
 
 class BadRequest(ServerError, UserError):
+    """The request is wrong."""
+
     status = 400
 
 
 class Unauthorized(ServerError):
+    """The key is missing or unknown."""
+
     status = 401
 
 
 class NotFound(ServerError):
+    """There is no such thing for this tenant."""
+
     status = 404
 
 
 class NoSuchCheckpoint(NotFound, CheckpointError):
+    """There is no such checkpoint for this tenant."""
+
     pass
 
 
 class NoSuchBaseModel(NotFound, UnknownModelError):
+    """The base model is not served."""
+
     pass
 
 
 class Conflict(ServerError):
+    """The change was made before."""
+
     status = 409
 
 
 class Gone(ServerError):
+    """It existed, and has ended or expired."""
+
     status = 410
 
 
 class Abandoned(ServerError):
+    """The request crashed the server repeatedly, and is not run again."""
+
     status = 422
 
 
 class TooManyRequests(ServerError):
+    """The key has reached one of its limits."""
+
     status = 429
 
 
 class Unavailable(ServerError):
+    """The server cannot take the request now."""
+
     status = 503
 
 
 def stopping() -> Unavailable:
-    """For what is asked of a server that stops."""
+    """Return the error for requests to a server that is stopping."""
     return Unavailable(
-        "the server is stopping; it goes on with what it accepted at its next start",
+        "the server is stopping; it resumes accepted requests at its next start",
         _STOPPING_SECONDS,
     )
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:
-    """Those of an answer with this error: when to ask again, if that is known."""
+    """Return the Retry-After header for an error, if it has one."""
     wait = error.retry_after if isinstance(error, ServerError) else None
     return {} if wait is None else {"Retry-After": f"{wait:g}"}
 
 
 def status_of(error: BaseException) -> int:
-    """The HTTP status that says what `error` says."""
+    """Return the HTTP status of an error."""
     match error:
         case ServerError():
             return error.status
         case BodyTooLargeError():
             return 413
-        case ValueError():  # also plain ones, as the constructors of planish.types raise
+        case ValueError():  # including those that the constructors of planish.types raise
             return 400
         case StorageError() | EngineClosedError():
             return 503

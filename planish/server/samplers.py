@@ -1,9 +1,13 @@
-"""Samplers: of base models, of checkpoints, and published ones, in memory or not.
+"""Samplers of base models, of checkpoints and of a model's current weights, and their samples.
 
-A sampler of a checkpoint has a private copy of its files, so that it stays as it is when the
-checkpoint is deleted or replaced, and after a restart. A published one is saved in the background.
-Until that is done it cannot leave memory, and after a crash it comes back by replaying what its
-model did.
+A sampler of a checkpoint has a private copy of the files, so that it does not change when the
+checkpoint is deleted or replaced, and survives a restart. A sampler that a model published is saved
+in the background. Until that is done it cannot leave memory, and after a crash it comes back when
+its model is replayed.
+
+Each sample request is a task. It waits for its sampler, for its tenant's turn and for room in
+memory, and then for the engine. Samples have no order. After a crash, unanswered requests run again
+with the seeds that were journaled.
 """
 
 from __future__ import annotations
@@ -11,118 +15,152 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from weakref import WeakValueDictionary
 
-from planish.errors import CheckpointError, DamagedFileError, UserError
+from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
+from planish.server.durable.checkpoints import check_source
 from planish.server.durable.crash_guard import CrashGuard
-from planish.server.durable.records import SamplerRow, change, select
-from planish.server.durable.store import Store, crash_point
+from planish.server.durable.journal import JournalEntry, encode_request, result_of
+from planish.server.durable.names import source_path
+from planish.server.durable.records import SamplerRow, change, put, select
+from planish.server.durable.request_log import QueuedRequest, failure, new_row, run_uncancelled
+from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
-from planish.server.results import NotFound, Tenant
-from planish.server.scheduling.adapter_cache import AdapterCache, CachedAdapter
-from planish.service import CreateSampler, ReleaseSampler
+from planish.server.results import (
+    Abandoned,
+    Accepted,
+    BadRequest,
+    Done,
+    Failed,
+    Gone,
+    NotFound,
+    Tenant,
+)
+from planish.server.scheduling.adapter_cache import CachedAdapter
+from planish.server.services import Services
+from planish.service import CreateSampler, DrawnToken, ReleaseSampler, Sample, SamplerInfo
+from planish.types import SampleResponse
+from planish.wire.models import session_of
 
 _log = logging.getLogger(__name__)
 
+_INLINE_TOKENS = 4096
+"""Longer prompts are checked in a thread."""
 
-class _Residence:
-    """How a sampler comes into memory and leaves it."""
 
-    def __init__(self, row: SamplerRow, engine: EngineClient, under_way: CrashGuard) -> None:
+class Sampler:
+    """One sampler, in memory or not. The adapter cache calls `load` and `unload`."""
+
+    def __init__(
+        self,
+        row: SamplerRow,
+        engine: EngineClient,
+        crash_guard: CrashGuard,
+        origin: CachedAdapter | None,
+    ) -> None:
         self.row = row
+        self.origin = origin
+        """The model that publishes the sampler."""
         self.failure: str | None = None
+        """Why the sampler cannot be used: its creation failed, or it is closed."""
+        self.ready = asyncio.Event()
+        """Set once the weights are known: the sampler was made or published, or that failed."""
+        self.used = time.time()
         self._engine = engine
-        self._under_way = under_way
+        self._crash_guard = crash_guard
+
+    @property
+    def id(self) -> str:
+        """The id of the sampling session."""
+        return self.row.id
 
     @property
     def key(self) -> str:
+        """Its name in the adapter cache."""
         return self.row.id
 
     @property
     def memory_bytes(self) -> int:
+        """Its size in memory; 0 for a sampler of a base model."""
         return self.row.memory_bytes
 
     @property
     def is_evictable(self) -> bool:
+        """Whether its weights are on disk."""
         return self.row.source is not None
 
+    def check(self) -> None:
+        """UserError if the sampler cannot be used."""
+        if self.failure is not None:
+            raise UserError(f"sampling_session_id={self.id!r}: {self.failure}")
+
     async def load(self) -> None:
-        async with self._under_way.doing(self.row.id):
+        """Create the sampler in the engine. UserError if it was closed meanwhile."""
+        async with self._crash_guard.running(self.id):
             try:
                 await self._engine.perform(await self._creation())
             except (DamagedFileError, CheckpointError) as error:
-                _log.error("%s cannot come into memory: %s", self.row.id, error)
+                _log.error("%s cannot be loaded: %s", self.id, error)
                 raise
-        if self.failure is not None:  # it was closed meanwhile
-            await self._engine.perform(ReleaseSampler(self.row.id))
-            raise UserError(f"sampling_session_id={self.row.id!r}: {self.failure}")
+        if self.failure is not None:
+            await self._engine.perform(ReleaseSampler(self.id))
+            self.check()
 
     async def unload(self) -> None:
-        with suppress(UserError):  # it was closed in this moment, and let go of by that
-            await self._engine.perform(ReleaseSampler(self.row.id))
+        """Remove the sampler from the engine."""
+        with suppress(UserError):  # closing it may have removed it at this very moment
+            await self._engine.perform(ReleaseSampler(self.id))
 
     async def _creation(self) -> CreateSampler:
         row = self.row
         if row.source is None:
-            assert row.model is None, f"{row.id} can come back by its model only"
+            assert row.model is None, f"{row.id} can only come back through its model"
             return CreateSampler(row.id, row.base_model)
         made_for = (await self._engine.checkpoint_info(row.source)).base_model
-        # Naming the base model allows one with other weights than the checkpoint's, as it was asked
-        # for.
+        # Naming the base model allows one with other weights than the checkpoint's, which is what
+        # the client asked for.
         return CreateSampler(
             row.id, row.base_model if row.base_model != made_for else None, row.source
         )
 
 
-@dataclass(eq=False)
-class Sampler:
-    row: SamplerRow
-    residence: _Residence
-    origin: CachedAdapter | None = None
-    """The model that published it."""
-    ready: asyncio.Event = field(default_factory=asyncio.Event)
-    """Its weights are decided: it was made, or published, or that failed."""
-    used: float = field(default_factory=time.time)
-
-    @property
-    def id(self) -> str:
-        return self.row.id
-
-    @property
-    def failure(self) -> str | None:
-        """Why it cannot be used: it could not be made, or is closed."""
-        return self.residence.failure
-
-
 class Samplers:
-    def __init__(
-        self, engine: EngineClient, store: Store, residency: AdapterCache, under_way: CrashGuard
-    ) -> None:
-        self._engine = engine
-        self._under_way = under_way
-        self._store = store
-        self._residency = residency
+    """The open samplers of a server, and the samples that run on them."""
+
+    def __init__(self, services: Services, check_base_model: Callable[[str], None]) -> None:
+        """`check_base_model` raises UnknownModelError for a base model that is not served."""
+        self._services = services
+        self._check_base_model = check_base_model
         self._samplers: dict[str, Sampler] = {}
         self._published: dict[tuple[str, int], Sampler] = {}
-        """By the request that publishes it."""
+        """By model and number of the request that publishes it."""
+        self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Held while a sampler is created, by its id."""
+        self._checked_models: set[str] = set()
+        """Base models whose first check, which loads them, is over."""
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        """The unanswered samples, by request id."""
+        self._in_engine: set[str] = set()
+        """The unanswered samples that the engine has, by request id."""
+        self._postponed: set[asyncio.Task[None]] = set()
+        """Tasks that were cancelled by a stop. The next start runs their requests."""
 
-    def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:
-        """`origin`: the model that publishes it."""
-        sampler = Sampler(row, _Residence(row, self._engine, self._under_way), origin)
-        self._samplers[row.id] = sampler
-        if row.model is not None and row.seq is not None:
-            self._published[row.model, row.seq] = sampler
-        return sampler
+    # Finding.
 
     def get(self, sampler_id: str) -> Sampler | None:
-        """One that is open."""
+        """Return an open sampler."""
         return self._samplers.get(sampler_id)
 
+    def all(self) -> list[Sampler]:
+        """Return the open samplers."""
+        return list(self._samplers.values())
+
     async def row(self, tenant: Tenant, sampler_id: str) -> SamplerRow:
-        """Of any sampler that the tenant ever made. NotFound if there is none."""
-        rows = await self._store.read(
+        """Return the row of any sampler that the tenant ever made. NotFound if there is none."""
+        rows = await self._services.store.read(
             lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
         )
         if not rows:
@@ -131,77 +169,309 @@ class Samplers:
             )
         return rows[0]
 
-    def all(self) -> list[Sampler]:
-        return list(self._samplers.values())
+    async def info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
+        """Return what a client may know of its sampler. NotFound if there is none."""
+        row = await self.row(tenant, sampler_id)
+        return SamplerInfo(sampler_id, row.base_model, row.model_path)
 
-    @asynccontextmanager
-    async def held(self, sampler: Sampler) -> AsyncIterator[None]:
-        """Have it in memory for the block. Raises what keeps it from being there."""
-        await sampler.ready.wait()
-        if sampler.failure is not None:
-            raise UserError(f"sampling_session_id={sampler.id!r}: {sampler.failure}")
-        sampler.used = time.time()
-        if (
-            sampler.row.source is None
-            and sampler.origin is not None
-            and not self._residency.is_loaded(sampler.residence)
-        ):
-            async with self._residency.held(sampler.origin):
-                pass  # loading the model again publishes it again
+    # Creating and closing.
+
+    async def create(self, tenant: Tenant, operation: CreateSampler) -> str:
+        """Return the sampler's id once it is ready to sample. A repeated request waits for the same
+        sampler; a different request with the same id is a BadRequest.
+        """
+        await self._services.sessions.touch(tenant, session_of(operation.sampler_id))
+        lock = self._creating.setdefault(operation.sampler_id, asyncio.Lock())
+        async with lock:
+            if not await self._exists(tenant, operation):
+                await self._create(tenant, operation)
+        return operation.sampler_id
+
+    async def _exists(self, tenant: Tenant, operation: CreateSampler) -> bool:
+        rows = await self._services.store.read(
+            lambda db: select(db, SamplerRow, "id = ?", [operation.sampler_id])
+        )
+        if not rows:
+            return False
+        row = rows[0]
+        same_base = operation.base_model in (None, row.base_model)
+        if row.tenant != tenant.name or row.model_path != operation.model_path or not same_base:
+            raise BadRequest(
+                f"sampling_session_id={row.id!r} is already used by another sampler; continue with "
+                "the next sequence number"
+            )
+        if row.closed is not None:
+            raise Gone(f"sampling_session_id={row.id!r} is closed: {row.closed}")
+        return True
+
+    async def _create(self, tenant: Tenant, operation: CreateSampler) -> None:
+        self._services.request_log.check_room(tenant.name, 0)
+        row = await self._new_row(tenant, operation)
+        crash_point("pinned before recording")
+        await self._services.store.write(lambda transaction: put(transaction, row))
+        sampler = self.add(row)
+        sampler.ready.set()
+        self._services.sessions.clear_if_ended(row.session)
         try:
-            async with self._residency.held(sampler.residence):
-                yield
-        finally:
-            if sampler.failure is not None:  # it was closed while it was loaded, or used
-                await self.release(sampler)
+            async with self.pinned(sampler):
+                pass
+        except Exception as error:
+            await self.close(sampler, f"it could not be created ({error})")
+            raise
+
+    async def _new_row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:
+        base_model, source, memory_bytes = operation.base_model, None, 0
+        if operation.model_path is not None:
+            check_source(operation.model_path)
+            info = await self._services.checkpoints.info(tenant, operation.model_path)
+            base_model = base_model or info.base_model
+            self._check_base_model(base_model)
+            size = await self._services.engine.adapter_bytes(base_model, info.lora)
+            memory_bytes = size.sampling
+            source = source_path(operation.sampler_id)
+            await self._services.engine.copy_checkpoint(info.checkpoint.tinker_path, source)
+        if base_model is None:
+            raise BadRequest("base_model and model_path are both missing; give one of them")
+        self._check_base_model(base_model)
+        now = time.time()
+        return SamplerRow(
+            id=operation.sampler_id,
+            tenant=tenant.name,
+            session=session_of(operation.sampler_id),
+            base_model=base_model,
+            model_path=operation.model_path,
+            model=None,
+            seq=None,
+            source=source,
+            memory_bytes=memory_bytes,
+            created=now,
+            used=now,
+        )
+
+    def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:
+        """Open a sampler. `origin` is the model that publishes it."""
+        sampler = Sampler(row, self._services.engine, self._services.crash_guard, origin)
+        self._samplers[row.id] = sampler
+        if row.model is not None and row.seq is not None:
+            self._published[row.model, row.seq] = sampler
+        return sampler
 
     async def published(self, sampler: Sampler) -> None:
-        """It is in memory now. If it was closed meanwhile, it goes again."""
+        """Note that the engine has published a sampler. A sampler closed meanwhile is released."""
         if sampler.failure is not None:
-            await self._engine.perform(ReleaseSampler(sampler.id))
+            await self._services.engine.perform(ReleaseSampler(sampler.id))
             return
-        self._residency.adopt(sampler.residence)
+        self._services.adapter_cache.insert_loaded(sampler)
         sampler.ready.set()
 
     def not_published(self, model_id: str, seq: int, message: str) -> None:
-        """The request that should have published a sampler, if it is one, failed."""
+        """Note that request `seq` of a model failed, in case it should have published a sampler."""
         sampler = self._published.get((model_id, seq))
         if sampler is not None:
             self._fail(sampler, message)
 
     async def saved(self, sampler: Sampler, source: str, size: int) -> None:
-        """Its weights are in a private checkpoint."""
+        """Record the private checkpoint that holds a published sampler's weights."""
         sampler.row = replace(sampler.row, source=source, bytes=size)
-        sampler.residence.row = sampler.row
-        await self._store.keep(
+        await self._services.store.keep(
             lambda transaction: change(
                 transaction, SamplerRow, sampler.id, source=source, bytes=size
             )
         )
 
     async def release(self, sampler: Sampler) -> None:
-        """Let the engine forget it, for good or before it is published again."""
-        if self._residency.is_loaded(sampler.residence):
-            self._residency.forget(sampler.residence)
-            with suppress(UserError):  # it is leaving memory at this moment
-                await self._engine.perform(ReleaseSampler(sampler.id))
+        """Remove a sampler from memory, for good or before it is published again."""
+        if self._services.adapter_cache.is_loaded(sampler):
+            self._services.adapter_cache.discard(sampler)
+            await sampler.unload()
 
     async def close(self, sampler: Sampler, reason: str) -> None:
-        """Let it go, with its files; what runs on it is finished."""
+        """Close a sampler and delete its files. Samples that run on it are finished."""
         if self._samplers.pop(sampler.id, None) is None:
             return
         if sampler.row.model is not None and sampler.row.seq is not None:
             self._published.pop((sampler.row.model, sampler.row.seq), None)
         self._fail(sampler, reason)
-        await self._store.keep(
+        await self._services.store.keep(
             lambda transaction: change(transaction, SamplerRow, sampler.id, closed=reason)
         )
         crash_point("sampler closed before cleaning")
         await self.release(sampler)
         if sampler.row.source is not None:
-            await self._engine.delete_checkpoint(sampler.row.source)
+            await self._services.engine.delete_checkpoint(sampler.row.source)
 
     def _fail(self, sampler: Sampler, message: str) -> None:
-        """It is not to be used, or not any more."""
-        sampler.residence.failure = message
+        sampler.failure = message
         sampler.ready.set()
+
+    @asynccontextmanager
+    async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
+        """Keep a sampler in memory for the block. Raises what prevents it from being loaded."""
+        await sampler.ready.wait()
+        sampler.check()
+        sampler.used = time.time()
+        cache = self._services.adapter_cache
+        if (
+            sampler.row.source is None
+            and sampler.origin is not None
+            and not cache.is_loaded(sampler)
+        ):
+            async with cache.pinned(sampler.origin):
+                pass  # loading the model publishes the sampler again
+        try:
+            async with cache.pinned(sampler):
+                yield
+        finally:
+            if sampler.failure is not None:  # it was closed while it was loaded or used
+                await self.release(sampler)
+
+    # Samples.
+
+    async def check(self, base_model: str, operation: Sample) -> None:
+        """ValueError if no sampler of the base model could ever serve the request."""
+        stop = operation.sampling_params.stop
+        has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
+        is_long = operation.prompt.length > _INLINE_TOKENS
+        if has_text or is_long or base_model not in self._checked_models:
+            await self._services.engine.check_sample(base_model, operation)
+            self._checked_models.add(base_model)
+        else:
+            self._services.engine.check_sample_now(base_model, operation)
+
+    async def submit(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
+        """Journal a sample request and start it. A repeated request returns the same request id; a
+        different request with the same number is a BadRequest.
+        """
+        sampler = self.get(operation.sampler_id)
+        if sampler is None or sampler.row.tenant != tenant.name:
+            row = await self.row(tenant, operation.sampler_id)
+            raise Gone(f"sampling_session_id={row.id!r} is closed: {row.closed}")
+        await self._services.sessions.touch(tenant, sampler.row.session)
+        await self.check(sampler.row.base_model, operation)
+        entry = await self._services.request_log.encode(operation, seq_id)
+        await run_uncancelled(self._journal(tenant, sampler, seq_id, entry))
+        request_id = f"{sampler.id}:{seq_id}"
+        sequence_ids = [f"{request_id}:{index}" for index in range(operation.num_samples)]
+        return Accepted(request_id, sample_sequence_ids=sequence_ids)
+
+    async def _journal(
+        self, tenant: Tenant, sampler: Sampler, seq_id: int, entry: JournalEntry
+    ) -> None:
+        row = new_row(tenant, sampler.id, seq_id, entry)
+        request = await self._services.request_log.accept(row, entry)
+        if request is not None:
+            self.start(sampler, request)
+
+    def start(self, sampler: Sampler, request: QueuedRequest) -> None:
+        """Run a journaled sample request in a task of its own."""
+        task = asyncio.create_task(self._run(sampler, request), name=f"sample {request.id}")
+        self._tasks[request.id] = task
+        task.add_done_callback(lambda ended: self._ended(request, ended))
+
+    def cancel(self, tenant: Tenant, request_id: str) -> None:
+        """Cancel a sample that has no answer yet. Other requests and answered ones do not change."""
+        request = self._services.request_log.active(request_id)
+        if request is not None and request.row.tenant == tenant.name and request_id in self._tasks:
+            self._tasks[request_id].cancel()
+
+    async def sample(self, tenant: Tenant, operation: Sample) -> SampleResponse:
+        """Sample in the tenant's turn without a journal, for a client that holds a connection.
+        Cancelling this cancels the sample. Gone if the sampler was closed.
+        """
+        sampler = self.get(operation.sampler_id)
+        if sampler is None:
+            raise Gone("the model was released at this moment; send the request again")
+        guard = self._services.crash_guard
+        key = "" if guard.is_calm else await asyncio.to_thread(_guard_key, tenant.name, operation)
+        async with (
+            self._turn(tenant.name, operation.num_samples, operation.prompt.length),
+            self.pinned(sampler),
+            guard.running(key),
+        ):
+            return await self._sample(tenant.name, operation)
+
+    async def stop(self, seconds: float) -> None:
+        """Let the engine finish the samples that it has, for up to `seconds`. Samples that wait for
+        their turn, and unfinished ones, run after the next start.
+        """
+        await self._postpone(self._tasks.keys() - self._in_engine)
+        if self._tasks:
+            await asyncio.wait(list(self._tasks.values()), timeout=seconds)
+        await self._postpone(self._tasks)
+
+    async def _postpone(self, request_ids: Iterable[str]) -> None:
+        tasks = [self._tasks[request_id] for request_id in request_ids]
+        self._postponed.update(tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _ended(self, request: QueuedRequest, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(request.id, None)
+        self._in_engine.discard(request.id)
+        if task.cancelled() and task not in self._postponed:
+            self._services.request_log.settle(request, Failed("it was cancelled", "user"))
+
+    async def _run(self, sampler: Sampler, request: QueuedRequest) -> None:
+        try:
+            answer = await self._answer(sampler, request)
+        except EngineClosedError:
+            return
+        except Exception as error:
+            if not isinstance(error, (ValueError, Abandoned)):
+                _log.exception("%s failed", request.id)
+            answer = failure(error)
+        self._services.request_log.settle(request, answer)
+
+    async def _answer(self, sampler: Sampler, request: QueuedRequest) -> Done:
+        """Sample when the turn of the request has come. Only then is the operation read from the
+        journal, so that waiting requests need no memory.
+        """
+        request_log, tenant = self._services.request_log, request.row.tenant
+        await sampler.ready.wait()
+        if not request.sequences:  # the request is of an earlier process
+            request.measure(await request_log.operation(request))
+        async with self._turn(tenant, request.sequences, request.tokens):
+            operation = await request_log.operation(request)
+            assert isinstance(operation, Sample)
+            async with self.pinned(sampler), self._services.crash_guard.running(request.id):
+                self._in_engine.add(request.id)
+                response = await self._sample(tenant, operation)
+                return result_of(request.row.kind, operation, response)
+
+    @asynccontextmanager
+    async def _turn(self, tenant: str, sequences: int, tokens: int) -> AsyncIterator[None]:
+        turn = await self._services.sampling_queue.turn(tenant, max(1, sequences), tokens)
+        try:
+            yield
+        finally:
+            turn.give_back()
+
+    async def _sample(self, tenant: str, operation: Sample) -> SampleResponse:
+        counters, queue = self._services.counters, self._services.sampling_queue
+        sampled = 0
+
+        def on_token(token: DrawnToken) -> None:
+            nonlocal sampled
+            sampled += 1
+            if operation.on_token is not None:
+                operation.on_token(token)
+
+        try:
+            crash_point("before running")
+            counters.samples += 1
+            counters.sequences_at_samples += queue.used
+            response = await self._services.engine.perform(replace(operation, on_token=on_token))
+        finally:  # a cancelled request pays for the tokens that were sampled for it
+            queue.charge(tenant, sampled)
+            self._services.limits.use(tenant, sampled)
+            counters.sampled_tokens[tenant] += sampled
+        counters.prompt_tokens[tenant] += operation.prompt.length
+        counters.cached_prompt_tokens[tenant] += response.prompt_cache_hit_tokens
+        return response
+
+
+def _guard_key(tenant: str, operation: Sample) -> str:
+    """Return a name for a sample that is not journaled; a repeated request gets the same name."""
+    entry = encode_request(replace(operation, sampler_id="", on_token=None), 0)
+    return f"a draw of {tenant} ({entry.digest.hex()})"

@@ -1,11 +1,13 @@
 """`planish serve`: the process. It builds the engine, the server and the application, and runs them
 on one socket.
 
-Loopback only, unless told otherwise, and then only with keys. Everything that can be wrong is found
-before requests are taken: models that cannot be loaded, a data directory that another server holds,
-keys that cannot be read. SIGINT or SIGTERM stops the server gracefully: clients are told to come
-again, what runs is finished or kept in the journal, and the status is 0. A second signal ends the
-process at once, by that signal; what was acknowledged is in the journal even then.
+By default it listens on the loopback interface; another address requires keys. Everything that can
+be wrong is found before requests are taken: models that cannot be loaded, a data directory in use,
+an unreadable key file. SIGINT or SIGTERM stops the server gracefully: clients are told to retry,
+running requests are finished or kept in the journal, and the exit status is 0. A second signal ends
+the process at once with that signal; acknowledged requests are in the journal even then.
+
+The module also estimates the memory of the server, and puts tokenizers into the hub's cache.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
 from planish.server.engine_client import NOBODYS_SAMPLE
 from planish.server.http import routes_sampling
-from planish.server.http.access import Access, RequestMetrics, set_up
+from planish.server.http.access import Access, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
 from planish.server.http.context import ALL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import metrics_route
@@ -54,7 +56,7 @@ from planish.server.substituted_losses import SubstitutedLosses
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
 _KEEP_ALIVE_SECONDS = 120
-"""Of a connection without a request: longer than clients keep theirs, or one would send on a
+"""For idle connections. Longer than clients keep theirs, which might otherwise send a request on a
 connection that is being closed.
 """
 _BACKLOG = 2048
@@ -64,7 +66,7 @@ _log = logging.getLogger("planish.serve")
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What was found to be right before anything was started."""
+    """What was checked before anything was started."""
 
     options: ServeOptions
     models: Mapping[str, Path]
@@ -75,21 +77,21 @@ class _Prepared:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal comes; 0 if the server stopped in order."""
+    """Serve until a signal arrives. Returns 0 if the server stopped gracefully."""
     return serve(options_of(arguments))
 
 
 def serve(options: ServeOptions) -> int:
-    """Run the server; returns its exit status when it has stopped."""
-    set_up(options.log_format, options.log_level)
+    """Run the server, and return its exit status."""
+    set_up_logging(options.log_format, options.log_level)
     prepared = _prepared(options)
     _raise_file_limit()
     with _listener(options.host, options.port) as listener:
-        _tell_plan(prepared)
+        _log_plan(prepared)
         if options.hub_tokenizers:
             for name, path in prepared.models.items():
-                for asked in asked_names(name):
-                    keep_tokenizer(asked, path)
+                for asked in hub_names(name):
+                    cache_tokenizer(asked, path)
         directories = {name: str(path) for name, path in prepared.models.items()}
         engine = Engine(directories, prepared.data_dir, options.engine, prepared.memory)
         server = _Server(_application(engine, prepared), engine, prepared)
@@ -105,7 +107,7 @@ def _prepared(options: ServeOptions) -> _Prepared:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise UserError(
-            f"--data-dir {directory}: it cannot be made ({error}); give another"
+            f"--data-dir {directory}: it cannot be created ({error}); give another directory"
         ) from error
     memory = device_memory(models, options.engine, options.settings)
     plan = memory_plan(models, memory, options.settings)
@@ -131,8 +133,8 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it is ready, loads the models then, and sends those away who wait for results as
-    soon as it is to stop.
+    """Logs when it is ready, loads the models then, and ends waiting polls as soon as it has to
+    stop.
     """
 
     def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
@@ -158,16 +160,16 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.was_ready = self.started
         if self.started and self.should_exit:
-            # a signal came meanwhile, after which uvicorn would leave all as it is
+            # A signal came meanwhile. uvicorn would not shut down by itself.
             await self.shutdown(sockets)
         elif self.started and sockets:
-            _tell_ready(_url(sockets[0]), self._prepared)
+            _log_ready(_url(sockets[0]), self._prepared)
             self._http.is_loading = True
             Thread(target=self._load, name="planish-load").start()
 
     def _load(self) -> None:
-        """Have each base model in memory before somebody waits for it. One that cannot be loaded
-        refuses its own requests only.
+        """Load each base model before a client waits for it. A model that cannot be loaded fails
+        only its own requests.
         """
         for name in self._prepared.models:
             begun = time.monotonic()
@@ -182,21 +184,24 @@ class _Server(uvicorn.Server):
         self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Unlike the method that it replaces, does not let the signal end the process once all is
-        in order.
+        """Like the method that it replaces, but lets the process end with status 0 after a graceful
+        stop.
         """
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
             signal.raise_signal(sig)
-        _log.info("stopping; what runs is finished or kept. Another signal ends it at once")
+        _log.info(
+            "stopping; running requests are finished or kept in the journal. Another signal ends "
+            "the process at once"
+        )
         self.should_exit = True
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._http.stopping.set)
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
-    """Directories of all base models, by name. The embedded one is fetched only if there is no
-    other.
+    """Return the directories of all base models, by name. The embedded model is fetched only if
+    there is no other.
     """
     models = {name: resolve_model(name, mapping) for name in mapping}
     if DEFAULT_MODEL in models:
@@ -212,43 +217,46 @@ def _listener(host: str, port: int) -> socket.socket:
         return socket.create_server((host, port), family=family, backlog=_BACKLOG)
     except OSError as error:
         raise UserError(
-            f"cannot listen on --host {host} --port {port} ({error}); give another, or port 0"
+            f"cannot listen on --host {host} --port {port} ({error}); give another address, or "
+            "port 0"
         ) from error
 
 
 def _url(listener: socket.socket) -> str:
-    """Where clients find the server; by this machine's name if it listens on every address."""
+    """Return the server's URL, with this machine's name if it listens on every address."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
-def _tell_plan(prepared: _Prepared) -> None:
+def _log_plan(prepared: _Prepared) -> None:
     for name, path in prepared.models.items():
         _log.info("base model %s from %s", name, path)
     _log.info("%s", prepared.plan)
     _log.info("data in %s", prepared.data_dir)
 
 
-def _tell_ready(url: str, prepared: _Prepared) -> None:
+def _log_ready(url: str, prepared: _Prepared) -> None:
     file = prepared.options.api_key_file
     key = "tml-any" if file is None else "KEY"
-    whose = (
-        "; without keys, for programs of this machine only"
+    access_note = (
+        "; it has no keys, and serves programs on this machine only"
         if file is None
-        else f", with a KEY of {file}"
+        else f", with a KEY from {file}"
     )
     _log.info("ready at %s", url)
     _log.info(
-        "the tinker SDK comes here with TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, whose
+        "use it with the tinker SDK: TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, access_note
     )
 
 
 def _raise_file_limit() -> None:
-    """Each waiting request is a connection, and each connection a file."""
+    """Raise the limit of open files: each waiting request is a connection, and each connection a
+    file.
+    """
     with suppress(ImportError, OSError, ValueError):
-        import resource  # not on every system
+        import resource  # not available on every system
 
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         if soft != hard:
@@ -257,28 +265,30 @@ def _raise_file_limit() -> None:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Of the whole server."""
+    """An upper bound of the memory that a server may use. It is no measurement: it consists of what
+    each base model takes of its device (engine/memory.py), and of what the server holds of
+    adapters, requests and results. On a CPU, weights that are used in the dtype of their files are
+    mapped, so the operating system may drop and reread them.
+    """
 
     device: str
-    """Where models and adapters are: "cpu", or the name of a GPU, whose memory is then another than
-    that of the rest.
-    """
+    """Where models and adapters are: "cpu", or the name of a GPU, which has memory of its own."""
     models: Mapping[str, ModelMemory]
-    """By name; two names of one directory share what it has."""
+    """By name. Two names of one directory share its memory."""
     adapters: int
     requests: int
-    """RequestLog and results."""
+    """Requests and results."""
 
     @property
     def computing(self) -> int:
-        """On the device."""
+        """Memory on the device."""
         return (
             sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
         )
 
     @property
     def serving(self) -> int:
-        """Besides, always in main memory."""
+        """Memory that is always main memory."""
         return RUNTIME_BYTES + self.requests
 
     def __str__(self) -> str:
@@ -287,12 +297,14 @@ class MemoryPlan:
         else:
             first = f"memory: up to {gib(self.computing)} of {self.device}, and {gib(self.serving)} of main memory"
         lines = [
-            f"  {name}: weights {gib(model.weights)}, keys and values up to {gib(model.keys_values)}, "
+            f"  {name}: weights {gib(model.weights)}, keys and values up to "
+            f"{gib(model.keys_values)}, "
             f"a sampling step {gib(model.sampling)}, a training step {gib(model.training)}"
             for name, model in self.models.items()
         ]
         lines.append(
-            f"  adapters up to {gib(self.adapters)}, requests and results up to {gib(self.requests)}"
+            f"  adapters up to {gib(self.adapters)}, requests and results up to "
+            f"{gib(self.requests)}"
         )
         return "\n".join([first, *lines])
 
@@ -300,15 +312,15 @@ class MemoryPlan:
 def device_memory(
     models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings
 ) -> DeviceMemory:
-    """Of a server of `models`, directories by name."""
+    """Return the device memory of a server. `models` are directories by name."""
     return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
 
 
 def memory_plan(
     models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
 ) -> MemoryPlan:
-    """UserError if one of the models has too little; UnknownModelError and its kin if one cannot be
-    served.
+    """Return the memory plan. UserError if a model has too little memory; UnknownModelError or a
+    relative if one cannot be served.
     """
     for path in models.values():
         weight_files(path)
@@ -326,20 +338,24 @@ _log = logging.getLogger("planish.server")
 _LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
-def asked_names(name: str) -> tuple[str, ...]:
-    """The repositories in which clients look for the tokenizer of `name`: for Llama 3, whose own
-    are gated, the SDK asks one for all of them.
+def hub_names(name: str) -> tuple[str, ...]:
+    """Return the repositories in which clients look for the tokenizer of `name`. Llama 3's own
+    repositories are gated, so the SDK uses one for all of them.
     """
     return (name, _LLAMA_3) if name.startswith("meta-llama/Llama-3") else (name,)
 
 
-def keep_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
-    """Put the tokenizer of `directory` into the hub's cache as that of `name`; the directory it is
-    in, or None if the cache knows the name.
+def cache_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
+    """Put the tokenizer of `directory` into the hub's cache under `name`, and return where; None if
+    the cache has the name already.
+
+    `SamplingClient.get_tokenizer()` of the official SDK knows only the base model's name, and asks
+    the hub for it; a training client is told a directory (routes_training.get_info). The files get
+    a revision of their own, without weights. A program with a network still gets the hub's files.
     """
     if not HUB_NAME.fullmatch(name):
         _log.info(
-            "%s is no name of the hub, so its tokenizer is not put into the hub's cache", name
+            "%s is not a name of the hub, so its tokenizer is not put into the hub's cache", name
         )
         return None
     repository = (cache or Path(constants.HF_HUB_CACHE)) / repo_folder_name(

@@ -1,84 +1,90 @@
-"""The server without HTTP: sessions, models, samplers, requests and their results, durable and
-apart by tenant.
+"""The server without HTTP: sessions, models, samplers, requests and their results.
 
-    submission -> journal -> training (a lane and a worker for each model) -> engine
-                          -> sampling (a task for each request)
-    replay, snapshots, recovery     what makes a kill a pause
-    under_way                       which request killed, if it was one
-    residency, fair_gate, limits    who may use the device and its memory
-    retention                       what goes by itself
+Everything is durable and belongs to one tenant. The parts:
 
-All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id):
-another tenant's id raises NotFound. Errors are those of errors.py and UserError; `status_of` has
-their HTTP status. Operations are planish.service's, with ids that name session and number: model
-`{session}:train:{n}`, sampler `{session}:sample:{n}`.
+    models/       a training model is an actor with one ordered queue
+    samplers      each sample request is a task
+    durable/      the journal of requests, their answers, checkpoints, and the crash guard
+    scheduling/   whose turn it is, and which adapters are in memory
+    recovery      what an earlier process left; cleanup removes what has expired
+
+All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id), and
+the id of another tenant raises NotFound. Errors are those of results.py and UserError; `status_of`
+gives their HTTP status. A model's id is `{session}:train:{n}`, a sampler's `{session}:sample:{n}`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
+from planish.errors import UnknownModelError, UserError
 from planish.server.cleanup import Cleanup
-from planish.server.durable.checkpoints import CheckpointCatalog, CheckpointFiles
+from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
-from planish.server.durable.records import ModelRow, count
-from planish.server.durable.request_log import RequestLog, TenantLimits
-from planish.server.durable.store import Store
+from planish.server.durable.journal import JournalEntry
+from planish.server.durable.records import (
+    ModelRow,
+    count,
+    moment,
+    put,
+    put_checkpoint,
+    select,
+    text_of,
+)
+from planish.server.durable.request_log import RequestLog, TenantLimits, new_row, run_uncancelled
+from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import NOBODYS_SAMPLE, EngineClient
 from planish.server.metrics import Counters, Metrics, resident_bytes
-from planish.server.models.publishing import Publishing
-from planish.server.models.replay import Replay
-from planish.server.models.snapshots import Snapshots
-from planish.server.models.steps import TrainingSteps
-from planish.server.models.training import Training
+from planish.server.models.model import Model, ModelRegistry
+from planish.server.models.request_queue import RequestQueue
 from planish.server.recovery import Recovery
 from planish.server.results import (
     Accepted,
+    BadRequest,
+    Failed,
     Gone,
-    Outcome,
+    NotFound,
     Page,
-    SessionRecord,
-    SessionSpec,
     Tenant,
     TrainingRun,
     stopping,
 )
-from planish.server.sampler_creation import SamplerCreation
 from planish.server.samplers import Samplers
-from planish.server.sampling import Sampling
 from planish.server.scheduling.adapter_cache import AdapterCache
 from planish.server.scheduling.fair_queue import FairQueue
-from planish.server.sessions import Sessions
+from planish.server.services import Services
+from planish.server.sessions import ENDED, Sessions
 from planish.server.settings import ServerSettings
-from planish.server.submission import Submission
-from planish.server.training_runs import TrainingRuns
-from planish.service import (
-    CheckpointInfo,
-    CreateModel,
-    CreateSampler,
-    HostedService,
-    Operation,
-    Sample,
-    SamplerInfo,
+from planish.service import CreateModel, HostedService, UnloadModel
+from planish.types import (
+    Checkpoint,
+    CheckpointPath,
+    GetInfoResponse,
+    GetServerCapabilitiesResponse,
+    ModelData,
 )
-from planish.types import Checkpoint, GetInfoResponse, GetServerCapabilitiesResponse, SampleResponse
-from planish.wire.models import SessionPlace
+from planish.wire.models import SessionPlace, session_of
 
 _log = logging.getLogger(__name__)
 
 _LONG_TOKENS = 4096
-"""Data of a training request that take the engine more than a turn or two, which others would wait
-for.
-"""
+"""A training request with more tokens than this takes the engine more than a turn or two."""
+_CREATION_SECONDS = 40.0
+"""How long a request for a model's information waits for the model's creation."""
 
 
 class Server:
+    """One server: its parts, and the operations that need several of them."""
+
     def __init__(
         self,
         service: HostedService,
@@ -86,92 +92,65 @@ class Server:
         base_models: Sequence[str],
         settings: ServerSettings | None = None,
     ) -> None:
-        """`service` is an Engine as it is; names outside of `base_models` are refused here, with
-        the list, before it hears of them.
-
-        `data_dir`: for database, journal and bodies; UserError if another process holds it. `keys`
-        maps each key to its tenant's name (tenancy.read_keys reads a file of them); None: no key is
-        asked for. The service is closed by `stop`.
+        """`service` is an Engine, which `stop` closes. A base model outside of `base_models` is
+        rejected before the engine sees its name. `data_dir` holds the database, the journal and the
+        bodies; UserError if another process uses it.
         """
         settings = settings or ServerSettings()
         self._base_models = tuple(base_models)
-        self._engine = engine = EngineClient(service, data_dir)
-        self._store = store = Store(data_dir)
-        self._counters = counters = Counters()
+        self.engine = engine = EngineClient(service, data_dir)
+        self.store = store = Store(data_dir)
+        self.counters = counters = Counters()
         self.limits = TenantLimits(settings)
-        self._under_way = under_way = CrashGuard(store, self._load_base_models)
-        self.requests = requests = RequestLog(store, settings, self.limits, counters, under_way)
-        self.residency = AdapterCache(settings.adapter_memory_bytes, counters)
-        self._catalog = catalog = CheckpointCatalog(engine, store, settings)
-        self.samplers = samplers = Samplers(engine, store, self.residency, under_way)
-        self.training_gate = FairQueue(
+        self.crash_guard = CrashGuard(store, self._load_base_models)
+        self.request_log = RequestLog(store, settings, self.limits, counters, self.crash_guard)
+        self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, counters)
+        self.checkpoints = CheckpointCatalog(engine, store, settings)
+        self.training_queue = FairQueue(
             settings.training_slots,
-            settings.training_share,
+            settings.max_training_slots_per_tenant,
             long_capacity=max(1, settings.training_slots - 1),
             long_tokens=_LONG_TOKENS,
         )
-        self.sampling_gate = FairQueue(settings.sampling_slots, settings.sampling_share)
-        publishing, snapshots = (
-            Publishing(engine, samplers),
-            Snapshots(engine, store, settings, counters),
+        self.sampling_queue = FairQueue(
+            settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
-        steps = TrainingSteps(
-            engine,
-            requests,
-            under_way,
-            self.training_gate,
-            catalog,
-            samplers,
-            publishing,
-            snapshots,
-            counters,
+        self.sessions = Sessions(store, self._closings)
+        services = Services(
+            settings=settings,
+            engine=engine,
+            store=store,
+            request_log=self.request_log,
+            crash_guard=self.crash_guard,
+            limits=self.limits,
+            adapter_cache=self.adapter_cache,
+            training_queue=self.training_queue,
+            sampling_queue=self.sampling_queue,
+            checkpoints=self.checkpoints,
+            sessions=self.sessions,
+            counters=counters,
         )
-        replay = Replay(engine, store, requests, under_way, publishing, counters)
-        self.training = training = Training(
-            store, self.residency, replay, snapshots, steps, settings
-        )
-        self._sampling = sampling = Sampling(
-            engine, requests, under_way, samplers, self.sampling_gate, self.limits, counters
-        )
-        self._sessions = sessions = Sessions(store, training, samplers)
-        self._submission = Submission(
-            base_models,
-            engine,
-            store,
-            sessions,
-            requests,
-            training,
-            sampling,
-            samplers,
-            catalog,
-            settings,
-        )
-        self._sampler_creation = SamplerCreation(
-            engine, store, sessions, requests, samplers, catalog, self._submission
-        )
-        self._runs = TrainingRuns(engine, store, requests, catalog, self._submission)
-        self._recovery = Recovery(
-            engine, store, sessions, requests, training, samplers, sampling, catalog
-        )
-        self.retention = Cleanup(
-            store, sessions, training, samplers, self.residency, catalog, settings
-        )
+        self.samplers = Samplers(services, self._check_base_model)
+        self.models = ModelRegistry(services, self.samplers)
+        self.cleanup = Cleanup(services, self.models, self.samplers)
+        self._recovery = Recovery(services, self.models, self.samplers)
         self._cleaning: asyncio.Task[None] | None = None
         self._is_open = False
 
     # Life of the process.
 
     async def start(self) -> None:
-        """Know again what an earlier process left, and go on with it in the background. RequestLog
-        are taken when this returns.
+        """Recover what an earlier process left, and resume it in the background. The server takes
+        requests when this returns.
         """
         begun = time.monotonic()
-        await self._under_way.begin()
+        await self.crash_guard.begin()
         recovered = await self._recovery.recover()
-        self._cleaning = asyncio.create_task(self.retention.run(), name="retention")
+        self._cleaning = asyncio.create_task(self.cleanup.run(), name="cleanup")
         self._is_open = True
         _log.info(
-            "ready in %.1f s, with %d sessions, %d models, %d samplers and %d unanswered requests of before",
+            "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
+            "from before",
             time.monotonic() - begun,
             recovered.sessions,
             recovered.models,
@@ -180,110 +159,113 @@ class Server:
         )
 
     async def stop(self, seconds: float) -> None:
-        """Refuse new requests, finish for up to `seconds` what the engine has, take snapshots,
-        close. The journal keeps the rest.
+        """Reject new requests, let the engine finish what it has for up to `seconds`, take
+        snapshots, and close. Everything else stays in the journal.
         """
         self._is_open = False
         if self._cleaning is not None:
             self._cleaning.cancel()
             await asyncio.wait([self._cleaning])
-        until = time.monotonic() + seconds
-        await asyncio.gather(self._sampling.stop(seconds), self.training.stop(seconds))
-        await self._sessions.stop()
-        await self._engine.close()
-        if self._engine.fault is None:
-            await self._under_way.end()
-        _log.info("stopped, %.1f s before it had to", until - time.monotonic())
-        await asyncio.to_thread(self._store.close)
+        deadline = time.monotonic() + seconds
+        await asyncio.gather(self.samplers.stop(seconds), self.models.stop(seconds))
+        await self.sessions.stop()
+        await self.engine.close()
+        if self.engine.fault is None:
+            await self.crash_guard.end()
+        _log.info("stopped, %.1f s before the deadline", deadline - time.monotonic())
+        await asyncio.to_thread(self.store.close)
 
     async def _load_base_models(self) -> None:
         for name in self._base_models:
-            with suppress(Exception):  # one that cannot be loaded refuses its own requests
-                await self._engine.check_sample(name, NOBODYS_SAMPLE)
+            with suppress(Exception):  # a base model that cannot be loaded fails its own requests
+                await self.engine.check_sample(name, NOBODYS_SAMPLE)
 
-    def healthy(self) -> bool:
-        """Whether requests are accepted."""
-        return self._is_open and self._engine.fault is None
+    def is_healthy(self) -> bool:
+        """Return whether requests are accepted."""
+        return self._is_open and self.engine.fault is None
 
-    def disk_is_full(self) -> bool:
-        """Whether new work is refused for want of space, or because the disk refuses what is
-        written. Reads the disk: for a thread.
-        """
-        return self.requests.disk_is_full()
+    def check_open(self) -> None:
+        """Unavailable if the server takes no new work."""
+        if not self.is_healthy():
+            raise stopping()
 
     async def metrics(self) -> Metrics:
-        """What was done since the start, and how much of everything there is now."""
-        residency, requests = self.residency, self.requests
-        snapshots = await self._store.read(lambda db: count(db, ModelRow, "snapshot IS NOT NULL"))
+        """Return what was counted since the start, and the current gauges."""
+        cache, request_log = self.adapter_cache, self.request_log
+        snapshots = await self.store.read(lambda db: count(db, ModelRow, "snapshot IS NOT NULL"))
         return Metrics(
-            counters=deepcopy(self._counters),
-            queued=requests.queued(),
-            sequences=self.sampling_gate.used,
-            waiting_sequences=self.sampling_gate.waiting,
-            training_operations=self.training_gate.used,
-            waiting_training=self.training_gate.waiting,
-            open_sessions=self._sessions.open_count,
-            open_models=len(self.training.all()),
+            counters=deepcopy(self.counters),
+            queued=request_log.queued(),
+            sequences=self.sampling_queue.used,
+            waiting_sequences=self.sampling_queue.waiting,
+            training_operations=self.training_queue.used,
+            waiting_training=self.training_queue.waiting,
+            open_sessions=self.sessions.open_count,
+            open_models=len(self.models.open),
             open_samplers=len(self.samplers.all()),
-            adapters_in_memory=sum(resident.memory_bytes > 0 for resident in residency.loaded()),
-            adapter_bytes=residency.used_bytes,
-            request_bytes=requests.operation_bytes,
-            result_bytes=requests.recent_bytes,
+            adapters_in_memory=sum(adapter.memory_bytes > 0 for adapter in cache.loaded()),
+            adapter_bytes=cache.used_bytes,
+            request_bytes=request_log.operation_bytes,
+            result_bytes=request_log.recent_bytes,
             resident_bytes=resident_bytes(),
             models_with_snapshot=snapshots,
-            checkpoint_bytes=await self._catalog.bytes_by_tenant(),
-            ephemeral_bytes=sum(sampler.row.bytes for sampler in self.samplers.all()),
-            disk=await asyncio.to_thread(self._store.disk),
-            disk_is_full=requests.disk_is_full(),
+            checkpoint_bytes=await self.checkpoints.bytes_by_tenant(),
+            unnamed_sampler_bytes=sum(sampler.row.bytes for sampler in self.samplers.all()),
+            disk=await asyncio.to_thread(self.store.disk),
+            disk_is_full=request_log.disk_is_full(),
         )
 
-    # Sessions.
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        """Return the base models that are served."""
+        models = self.engine.capabilities().supported_models
+        return GetServerCapabilitiesResponse(
+            [model for model in models if model.model_name in self._base_models]
+        )
 
-    async def create_session(self, tenant: Tenant, spec: SessionSpec) -> str:
-        """A new session's id."""
-        self._check_open()
-        return await self._sessions.create(tenant, spec)
+    def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
+        """Return what closes each model and sampler of a session."""
+        models = [m for m in self.models.open.values() if m.row.session == session_id]
+        samplers = [s for s in self.samplers.all() if s.row.session == session_id]
+        return [
+            *(partial(_close_idle, model) for model in models),
+            *(partial(self.samplers.close, sampler, ENDED) for sampler in samplers),
+        ]
 
-    async def heartbeat(self, tenant: Tenant, session_id: str) -> None:
-        """Gone when the session has ended."""
-        await self._sessions.touch(tenant, session_id)
-
-    async def finish_session(
-        self, tenant: Tenant, session_id: str, reason: str, detail: str | None
-    ) -> None:
-        """`reason`: success, errored or interrupted. Finishing twice is fine."""
-        try:
-            await self._sessions.touch(tenant, session_id)
-        except Gone:
-            return
-        await self._sessions.end(session_id, f"{reason}: {detail}" if detail else reason)
-
-    async def sessions(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
-        """Newest first."""
-        return await self._sessions.page(tenant, limit, offset)
-
-    async def session(self, tenant: Tenant, session_id: str) -> SessionRecord:
-        return await self._sessions.record(tenant, session_id)
-
-    # RequestLog.
+    # Models.
 
     async def create_model(self, tenant: Tenant, operation: CreateModel) -> Accepted:
-        """Fresh or from a checkpoint. The model id names session and number; a repetition gets the
-        same request id.
+        """Create a model, fresh or from a checkpoint. A repeated request returns the same request
+        id; a different request with the same id is a BadRequest.
         """
-        self._check_open()
-        return await self._submission.create_model(tenant, operation)
+        self.check_open()
+        model_id = operation.model_id
+        await self.sessions.touch(tenant, session_of(model_id))
+        accepted = Accepted(f"{model_id}:0", model_id)
+        entry = await self.request_log.encode(operation, 0)
+        # The models are read before the requests: if the same request is journaled in between,
+        # `repeats` or `accept` still finds it.
+        is_used = bool(await self.store.read(lambda db: select(db, ModelRow, "id = ?", [model_id])))
+        if await self.request_log.repeats(accepted.request_id, entry.digest):
+            return accepted
+        if is_used:
+            raise BadRequest(
+                f"model_seq_id: {model_id!r} has already been used; continue with the next "
+                "sequence number"
+            )
+        row = await self._new_row(tenant, operation)
+        await run_uncancelled(self._journal_creation(row, entry))
+        return accepted
 
-    async def submit_training(
-        self, tenant: Tenant, seq_id: int, operation: Operation[object]
-    ) -> Accepted:
-        """An operation of a model that exists, which runs once all lower numbers have.
-
-        The same number with the same operation gets the same request id, with another one
-        BadRequest. An operation that is refused (BadRequest, NotFound) has used up its number.
-        """
-        self._check_open()
-        return await self._submission.submit_training(tenant, seq_id, operation)
+    async def open_model(self, tenant: Tenant, model_id: str) -> Model:
+        """Return the tenant's model if it takes requests. NotFound; Gone if it is closed."""
+        model = self.models.open.get(model_id)
+        if model is not None and model.row.tenant == tenant.name:
+            return model
+        row = await self._model_row(tenant, model_id)
+        raise Gone(
+            f"model_id={model_id!r} takes no more requests: {row.closed}; create another model "
+            "from one of its checkpoints"
+        )
 
     async def reject(
         self,
@@ -293,104 +275,118 @@ class Server:
         error: Exception,
         kind: str = "forward_backward",
     ) -> None:
-        """The body of this number could not be read: it is used up, and an optimizer step behind a
-        missing forward_backward fails.
-
-        `kind` as in `Done`. The caller raises `error` after it.
-        """
-        self._check_open()
-        await self._submission.reject(tenant, model_id, seq_id, error, kind)
+        """Use up the number of a request whose body could not be read, if the model exists."""
+        with suppress(NotFound, Gone):
+            model = await self.open_model(tenant, model_id)
+            await model.intake.reject(seq_id, error, kind)
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
-        """After what was accepted before; the model takes no more operations. Its checkpoints and
-        samplers stay.
+        """Unload a model after everything that was accepted before. The model takes no more
+        requests; its checkpoints and samplers stay.
         """
-        self._check_open()
-        return await self._submission.unload_model(tenant, model_id)
-
-    async def create_sampler(self, tenant: Tenant, operation: CreateSampler) -> str:
-        """Answers the sampler's id when it is ready to sample; a repetition finds it there."""
-        self._check_open()
-        return await self._sampler_creation.create(tenant, operation)
-
-    async def submit_sample(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
-        """As submit_training, without an order. `operation.sampler_id` is the sampling session."""
-        self._check_open()
-        return await self._submission.submit_sample(tenant, seq_id, operation)
-
-    async def cancel(self, tenant: Tenant, request_id: str) -> None:
-        """Gives up a sample that is not done; other requests, and what is done, stay as they are."""
-        request = self.requests.active(request_id)
-        if request is not None and request.row.tenant == tenant.name:
-            self._sampling.cancel(request_id)
-
-    async def result(self, tenant: Tenant, request_id: str, wait_seconds: float) -> Outcome:
-        """Wait for at most `wait_seconds`. NotFound, or Gone when the result has aged. Results can
-        be read many times.
-        """
-        return await self.requests.outcome(tenant.name, request_id, wait_seconds)
-
-    # What there is.
-
-    def capabilities(self) -> GetServerCapabilitiesResponse:
-        models = self._engine.capabilities().supported_models
-        return GetServerCapabilitiesResponse(
-            [model for model in models if model.model_name in self._base_models]
-        )
+        self.check_open()
+        accepted = Accepted(f"{model_id}:unload", model_id)
+        entry = await self.request_log.encode(UnloadModel(model_id), 0)
+        try:
+            model = await self.open_model(tenant, model_id)
+        except Gone:
+            if await self.request_log.repeats(accepted.request_id, entry.digest):
+                return accepted
+            raise
+        await model.intake.unload(accepted.request_id, entry)
+        return accepted
 
     async def model_info(self, tenant: Tenant, model_id: str) -> GetInfoResponse:
-        """Waits for the model's creation if that is under way."""
-        return await self._runs.info(tenant, model_id)
+        """Return a model's information; waits for its creation. UserError if that failed."""
+        row = await self._model_row(tenant, model_id)
+        if row.arch is None:
+            outcome = await self.request_log.outcome(tenant, f"{model_id}:0", _CREATION_SECONDS)
+            if isinstance(outcome, Failed):
+                raise UserError(f"model_id={model_id!r} could not be created: {outcome.message}")
+            row = (await self.open_model(tenant, model_id)).row
+        directory = await self.engine.tokenizer_directory(row.base_model)
+        data = ModelData(row.arch or "", row.base_model, str(directory))
+        return GetInfoResponse(model_id, data, True, row.rank)
 
-    async def check_sample(self, base_model: str, operation: Sample) -> None:
-        """ValueError if no sampler of the base model could ever serve it."""
-        await self._sampling.check(base_model, operation)
-
-    async def draw(self, tenant: Tenant, operation: Sample) -> SampleResponse:
-        """A sample that is not journaled, for whoever holds a connection. Gone if its sampler was
-        let go.
+    def _check_base_model(self, name: str) -> None:
+        """UnknownModelError for a base model that is not served: the name a client sends must not
+        start a download.
         """
-        self._check_open()
-        sampler = self.samplers.get(operation.sampler_id)
-        if sampler is None:
-            raise Gone("the model was let go in this moment; ask again")
-        return await self._sampling.draw(tenant.name, sampler, operation)
+        if name not in self._base_models:
+            raise UnknownModelError(
+                f"base_model={name[:200]!r} is not served here; this server has "
+                f"{', '.join(self._base_models)}"
+            )
 
-    async def sampler_info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
-        row = await self.samplers.row(tenant, sampler_id)
-        return SamplerInfo(sampler_id, row.base_model, row.model_path)
+    async def _model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
+        """Return the row of any model that the tenant ever made. NotFound if there is none."""
+        rows = await self.store.read(
+            lambda db: select(db, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name])
+        )
+        if not rows:
+            raise NotFound(f"model_id={model_id[:200]!r}: there is no such model")
+        return rows[0]
+
+    async def _new_row(self, tenant: Tenant, operation: CreateModel) -> ModelRow:
+        base_model, lora = operation.base_model, operation.lora
+        if operation.from_path is not None:
+            check_source(operation.from_path)
+            info = await self.checkpoints.info(tenant, operation.from_path)
+            base_model, lora = base_model or info.base_model, info.lora
+        if base_model is None:
+            raise BadRequest("base_model is missing; name one")
+        self._check_base_model(base_model)
+        size, now = await self.engine.adapter_bytes(base_model, lora), time.time()
+        return ModelRow(
+            id=operation.model_id,
+            tenant=tenant.name,
+            session=session_of(operation.model_id),
+            base_model=base_model,
+            lora=text_of(lora),
+            user_metadata=text_of(operation.user_metadata),
+            training_bytes=size.training,
+            sampling_bytes=size.sampling,
+            created=now,
+            used=now,
+        )
+
+    async def _journal_creation(self, row: ModelRow, entry: JournalEntry) -> None:
+        creation = new_row(Tenant(row.tenant), row.id, 0, entry)
+        request = await self.request_log.accept(
+            creation, entry, lambda transaction: put(transaction, row)
+        )
+        if request is not None:
+            self.models.add(row, RequestQueue(0)).enqueue(request)
+            self.sessions.clear_if_ended(row.session)
+
+    # Training runs: every model that a tenant made, in memory or not, open or closed.
 
     async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
-        """Newest first."""
-        return await self._runs.page(tenant, limit, offset)
+        """Return a page of the tenant's runs, newest first."""
+        newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
+        found, total = await self.store.read(
+            lambda db: (
+                _with_last_request(db, newest_first, [tenant.name, limit, offset]),
+                count(db, ModelRow, "tenant = ?", [tenant.name]),
+            )
+        )
+        return Page([await self._run_of(item) for item in found], offset, limit, total)
 
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
-        return await self._runs.run(tenant, run_id)
+        """Return one run. NotFound if the tenant has none with this id."""
+        row = await self._model_row(tenant, run_id)
+        [found] = await self.store.read(lambda db: _with_last_request(db, "id = ?", [row.id]))
+        return await self._run_of(found)
 
-    # Checkpoints: one's own, and for reading those that their owner published. `path` is
-    # tinker://RUN/KIND/NAME.
-
-    async def checkpoints(
+    async def list_checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> Page[Checkpoint]:
-        """Newest first. NotFound for a run that is not the tenant's."""
+        """Return a page of the tenant's checkpoints, newest first. NotFound for a run that is not
+        the tenant's.
+        """
         if run_id is not None:
-            await self._submission.model_row(tenant, run_id)
-        return await self._catalog.page(tenant, run_id, limit, offset)
-
-    async def checkpoint_info(self, tenant: Tenant, path: str) -> CheckpointInfo:
-        return await self._catalog.info(tenant, path)
-
-    async def delete_checkpoint(self, tenant: Tenant, path: str) -> None:
-        await self._catalog.delete(tenant, path)
-
-    async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
-        """Conflict if it is so already."""
-        await self._catalog.set_public(tenant, path, public)
-
-    async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
-        """From now on; None: keep it."""
-        await self._catalog.set_ttl(tenant, path, ttl_seconds)
+            await self._model_row(tenant, run_id)
+        return await self.checkpoints.page(tenant, run_id, limit, offset)
 
     async def copy_checkpoint(
         self,
@@ -400,29 +396,83 @@ class Server:
         model_seq_id: int,
         ttl_seconds: int | None,
     ) -> str:
-        """A copy that belongs to the run `{session}:train:{n}`; answers its path. A repetition
-        finds the copy there.
+        """Copy a checkpoint into the run `{session}:train:{n}`, which has no model, and return the
+        path of the copy. A repeated request finds the copy.
         """
-        self._check_open()
-        await self._sessions.touch(tenant, session_id)
-        return await self._runs.copy_checkpoint(
-            tenant, source, SessionPlace(session_id, model_seq_id), ttl_seconds
+        self.check_open()
+        await self.sessions.touch(tenant, session_id)
+        place = SessionPlace(session_id, model_seq_id)
+        row = await self.checkpoints.readable(tenant, source)
+        named = CheckpointPath.parse(row.path)
+        path = str(CheckpointPath(place.model_id, named.checkpoint_type, named.name))
+        why_closed = f"it holds a copy of {row.path}"
+        if await self._is_copied(place.model_id, why_closed):
+            return path
+        await self.checkpoints.check_quota(tenant)
+        self.request_log.check_room(tenant.name, 0)
+        info = await self.engine.checkpoint_info(row.path)
+        await self.engine.copy_checkpoint(row.path, path, ttl_seconds)
+        copied = await self.checkpoints.saved(tenant, path)
+        run = ModelRow(
+            id=place.model_id,
+            tenant=tenant.name,
+            session=place.session_id,
+            base_model=info.base_model,
+            lora=text_of(info.lora),
+            user_metadata=text_of(info.checkpoint.user_metadata or {}),
+            training_bytes=0,
+            sampling_bytes=0,
+            created=copied.made,
+            used=copied.made,
+            closed=why_closed,
         )
 
-    async def checkpoint_files(self, tenant: Tenant, path: str) -> CheckpointFiles:
-        """The files of a checkpoint, for a download."""
-        return await self._catalog.files(tenant, path)
+        def record(transaction: Transaction) -> None:
+            put(transaction, run)
+            put_checkpoint(transaction, copied)
 
-    def download_token(self, tenant: Tenant, path: str, seconds: int) -> str:
-        """Lets whoever holds it read one checkpoint's files for a while, as `tenant` may, without a
-        key.
-        """
-        return self._catalog.token(tenant, path, seconds)
+        await self.store.write(record)
+        return path
 
-    async def files_of_token(self, token: str) -> CheckpointFiles:
-        """NotFound for a token that is false or old."""
-        return await self._catalog.files_of_token(token)
+    async def _is_copied(self, run_id: str, why_closed: str) -> bool:
+        """Return whether the run holds this copy. UserError if it is used by another model."""
+        runs = await self.store.read(lambda db: select(db, ModelRow, "id = ?", [run_id]))
+        if runs and runs[0].closed != why_closed:
+            raise UserError(
+                f"model_seq_id: {run_id!r} is already used by another model; continue with the "
+                "next sequence number"
+            )
+        return bool(runs)
 
-    def _check_open(self) -> None:
-        if not self.healthy():
-            raise stopping()
+    async def _run_of(self, found: _FoundRun) -> TrainingRun:
+        row, newest = found.row, await self.checkpoints.newest(found.row.id)
+        return TrainingRun(
+            training_run_id=row.id,
+            base_model=row.base_model,
+            model_owner=row.tenant,
+            lora_rank=row.rank,
+            last_request_time=moment(max(row.used, found.last_request or 0)),
+            user_metadata=row.metadata,
+            last_checkpoint=newest.get("training"),
+            last_sampler_checkpoint=newest.get("sampler"),
+        )
+
+
+@dataclass(frozen=True)
+class _FoundRun:
+    row: ModelRow
+    last_request: float | None
+
+
+def _with_last_request(db: sqlite3.Connection, where: str, values: list[object]) -> list[_FoundRun]:
+    last = "SELECT MAX(accepted) FROM requests WHERE owner = ?"
+    return [
+        _FoundRun(row, db.execute(last, [row.id]).fetchone()[0])
+        for row in select(db, ModelRow, where, values)
+    ]
+
+
+async def _close_idle(model: Model) -> None:
+    """Close a model of an ended session, once everything accepted before has run."""
+    await model.idle()
+    await model.close(ENDED)

@@ -1,7 +1,7 @@
-"""Sessions: everything that one client made belongs to one, and goes with it, apart from
-checkpoints that have a name.
+"""Sessions: everything that one client made belongs to its session and is closed with it, except
+named checkpoints.
 
-A session ends when its client says so, or when nothing was heard of it for a long time.
+A session ends when its client says so, or when the client was not heard of for a long time.
 """
 
 from __future__ import annotations
@@ -11,10 +11,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 
 from planish.errors import EngineClosedError, StorageError
 from planish.server.durable.records import (
@@ -30,38 +29,41 @@ from planish.server.durable.records import (
     text_of,
 )
 from planish.server.durable.store import Store, Transaction, crash_point
-from planish.server.models.model import Model
-from planish.server.models.training import Training
 from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
-from planish.server.samplers import Samplers
 
 ENDED = "its session ended"
 
 _AWAY_SECONDS = 300.0
-"""Between two looks at who is stale, which are half a minute apart: after more, the server or its
-machine was stopped meanwhile.
+"""Stale sessions are looked for every 30 seconds. After a longer pause than this, the server or its
+machine was suspended.
 """
 _RETURN_SECONDS = 600.0
-"""For clients to be heard of again, after a time in which they could not be."""
+"""How long clients may take to return after a time in which the server could not hear them."""
 
 _log = logging.getLogger(__name__)
 
 
 class Sessions:
-    def __init__(self, store: Store, training: Training, samplers: Samplers) -> None:
+    """The open sessions of a server."""
+
+    def __init__(
+        self, store: Store, closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]]
+    ) -> None:
+        """`closings` returns what closes each model and sampler of a session."""
         self._store = store
-        self._training = training
-        self._samplers = samplers
+        self._closings = closings
         self._open: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
-        """When each was heard of last, as far as it is not written down."""
+        """When a client was last heard of, per session, as far as it is not on disk."""
         self._clearing: set[asyncio.Task[None]] = set()
         self._looked = self._returned = time.time()
 
     def add(self, row: SessionRow) -> None:
-        self._open[row.id] = replace(row, spec="")  # which only the database has to know
+        """Add an open session."""
+        self._open[row.id] = replace(row, spec="")  # only the database needs it
 
     async def create(self, tenant: Tenant, spec: SessionSpec) -> str:
+        """Create a session, and return its id."""
         now = time.time()
         row = SessionRow(secrets.token_hex(8), tenant.name, text_of(spec), now, now)
         await self._store.write(lambda transaction: put(transaction, row))
@@ -69,7 +71,9 @@ class Sessions:
         return row.id
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
-        """The open session, of which something was heard now. NotFound; Gone if it has ended."""
+        """Note that a client was heard of, and return its open session. NotFound; Gone if the
+        session has ended.
+        """
         row = self._open.get(session_id)
         if row is None:
             row = await self._row(tenant, session_id)
@@ -81,8 +85,20 @@ class Sessions:
         self._seen[session_id] = time.time()
         return row
 
+    async def finish(
+        self, tenant: Tenant, session_id: str, reason: str, detail: str | None
+    ) -> None:
+        """End a session at its client's request. `reason` is success, errored or interrupted.
+        Finishing a session twice is fine.
+        """
+        try:
+            await self.touch(tenant, session_id)
+        except Gone:
+            return
+        await self.end(session_id, f"{reason}: {detail}" if detail else reason)
+
     async def end(self, session_id: str, reason: str) -> None:
-        """Take nothing more for it."""
+        """End a session: its client can send nothing more."""
         if self._open.pop(session_id, None) is None:
             return
         now = time.time()
@@ -95,64 +111,55 @@ class Sessions:
         self.clear(session_id)
 
     def clear_if_ended(self, session_id: str) -> None:
-        """After something was made for a session, which may have ended in that moment."""
+        """Clear a session if it ended while something was being made for it."""
         if session_id not in self._open:
             self.clear(session_id)
 
     def clear(self, session_id: str) -> None:
-        """In the background: do what was accepted for a session that has ended, and remove what
-        belongs to it.
+        """In the background, finish what was accepted for an ended session, and close its models
+        and samplers.
         """
         task = asyncio.create_task(self._clear(session_id), name=f"end of session {session_id}")
         self._clearing.add(task)
         task.add_done_callback(self._clearing.discard)
 
     async def cleared(self) -> None:
-        """Wait until that is done for all."""
+        """Wait until all ended sessions are cleared."""
         await asyncio.gather(*self._clearing)
 
     async def stop(self) -> None:
-        """Leave it to the next start."""
+        """Leave the clearing to the next start."""
         for task in self._clearing:
             task.cancel()
         await asyncio.gather(*self._clearing, return_exceptions=True)
-        with suppress(StorageError):  # a full disk is not waited for
+        with suppress(StorageError):  # do not wait for a full disk
             await self._store.write(self._take_seen())
 
     async def _clear(self, session_id: str) -> None:
-        models = [model for model in self._training.all() if model.row.session == session_id]
-        samplers = [
-            sampler for sampler in self._samplers.all() if sampler.row.session == session_id
-        ]
-        closings = [
-            *(partial(self._close_model, model) for model in models),
-            *(partial(self._samplers.close, sampler, ENDED) for sampler in samplers),
-        ]
-        for close in closings:
+        for close in self._closings(session_id):
             try:
                 await close()
             except EngineClosedError:
                 return
             except Exception:
                 _log.exception(
-                    "a part of session %s could not be removed; it is tried again at the next start",
+                    "a part of session %s could not be removed; the next start tries again",
                     session_id,
                 )
 
-    async def _close_model(self, model: Model) -> None:
-        while model.worker is not None:
-            await asyncio.wait([model.worker])
-        await self._training.close(model, ENDED)
-
     @property
     def open_count(self) -> int:
+        """The number of open sessions."""
         return len(self._open)
 
     def is_open(self, session_id: str) -> bool:
+        """Return whether a session is open."""
         return session_id in self._open
 
     def stale(self, seconds: float) -> list[str]:
-        """Those of which nothing was heard for so long, while they could be."""
+        """Return the sessions whose clients were not heard of for `seconds`, although the server
+        could have heard them.
+        """
         now = time.time()
         if now - self._looked > _AWAY_SECONDS:
             self._returned = now
@@ -167,7 +174,7 @@ class Sessions:
         ]
 
     async def write_seen(self) -> None:
-        """When each was heard of last, for the next start."""
+        """Write down when each client was last heard of, for the next start."""
         await self._store.keep(self._take_seen())
 
     def _take_seen(self) -> Callable[[Transaction], None]:
@@ -179,6 +186,7 @@ class Sessions:
         return lambda transaction: change_each(transaction, SessionRow, "seen", pairs)
 
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
+        """Return a page of the tenant's session ids, newest first."""
         where = "tenant = ?"
         rows, total = await self._store.read(
             lambda db: (
@@ -194,6 +202,7 @@ class Sessions:
         return Page([row.id for row in rows], offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        """Return a session, open or ended. NotFound if the tenant has none with this id."""
         row = await self._row(tenant, session_id)
         models, samplers = await self._store.read(
             lambda db: (

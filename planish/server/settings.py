@@ -1,4 +1,4 @@
-"""What a server allows and keeps, and for how long. Every value is checked when it is made."""
+"""The settings of a server. Every value is checked when the settings are made."""
 
 from __future__ import annotations
 
@@ -14,72 +14,73 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Bytes, seconds and counts; all above 0."""
+    """Limits of a server, in bytes, seconds and counts. Every value is above 0."""
 
     # Memory.
     adapter_memory_bytes: int = 4 * _GIB
-    """Of adapters, for training and sampling, that are in memory at once; others wait on disk. One
-    adapter is always let in.
+    """Adapters in memory at once, for training and sampling; others wait on disk. One adapter is
+    always loaded.
     """
     idle_seconds: float = 900
-    """An adapter that was not used for so long leaves memory."""
+    """An adapter leaves memory when it was not used for this long."""
     request_memory_bytes: int = 256 * _MIB
-    """Of accepted requests that are kept decoded; others are read from the journal when their turn
+    """Accepted requests that are kept decoded; others are read from the journal when their turn
     comes.
     """
     result_memory_bytes: int = 64 * _MIB
-    """Of results that are kept in memory besides on disk."""
+    """Results that are kept in memory as well as on disk."""
 
-    # What runs at once.
+    # Concurrency.
     training_slots: int = 4
-    """Training operations that are with the engine, which works on them by turns. The last place is
-    for those of few tokens, which go between the others' micro-batches.
+    """Training operations in the engine at once. The last slot is for operations of few tokens,
+    which run between the micro-batches of the others.
     """
-    training_share: int = 2
-    """Those of one tenant while others are about."""
+    max_training_slots_per_tenant: int = 2
+    """Training slots of one tenant while others are active."""
     sampling_slots: int = 320
-    """Sequences that are with the engine: those that it draws at once, and some to go on with."""
-    sampling_share: int = 224
-    """Those of one tenant while others are about: less than the engine draws at once, so that who
-    comes is not behind all of them.
+    """Sequences in the engine at once: its batch, and some more to follow."""
+    max_sampling_slots_per_tenant: int = 224
+    """Sequences of one tenant while others are active. Less than a batch, so that newcomers do not
+    wait behind all of them.
     """
 
     # TenantLimits of one key.
     max_queued_requests: int = 20_000
     max_queued_bytes: int = 2 * _GIB
     tokens_per_minute: int = 1 << 40
-    """In prompts and training data, and drawn."""
+    """Tokens in prompts and training data, and sampled tokens."""
     storage_bytes: int = 1 << 50
-    """Of checkpoints that the key's owner saved."""
+    """Size of the named checkpoints."""
 
     # Time.
-    gap_seconds: float = 600
-    """A number that is missing is waited for so long; then the requests that wait behind it fail.
-    Clients repeat a request for 5 minutes.
+    missing_request_timeout: float = 600
+    """How long a missing sequence number is waited for, in seconds; then the requests behind it
+    fail. Clients retry a request for 5 minutes.
     """
-    session_seconds: float = 24 * 3600
-    """A session ends when nothing was heard of it for so long."""
-    result_seconds: float = 6 * 3600
-    """A result can be read for so long after it was made."""
+    session_timeout: float = 24 * 3600
+    """A session ends when its client was not heard of for this long, in seconds."""
+    result_retention: float = 6 * 3600
+    """How long a result can be read, in seconds."""
 
     # Disk.
     result_bytes: int = 4 * _GIB
-    """Of results; the oldest go first, but none within its first ten minutes."""
-    ephemeral_bytes: int = 16 * _GIB
-    """Of weights of samplers without a name; those that were used least recently go first."""
-    reserve_bytes: int = 512 * _MIB
-    """With less free space than this, nothing new is taken."""
+    """Size of all results on disk. The oldest are deleted first, but none in its first ten minutes.
+    """
+    unnamed_sampler_bytes: int = 16 * _GIB
+    """Size on disk of samplers without a name. The least recently used are deleted first."""
+    min_free_disk_bytes: int = 512 * _MIB
+    """With less free space than this, no new work is accepted."""
 
-    # How much is done again after a crash, at most about this.
+    # About how much may have to be replayed after a crash.
     replay_seconds: float = 30
-    """Of computing."""
+    """Device time."""
     replay_bytes: int = 64 * _MIB
-    """Of requests."""
+    """Size of the requests."""
     replay_requests: int = 20_000
-    """Of any kind: each has a row in the database until a snapshot is behind it."""
+    """Requests of any kind. Each has a row in the database until a snapshot covers it."""
     journal_bytes: int = 8 * _GIB
-    """Of data in one gradient, which cannot be in a snapshot: with more, a forward_backward is
-    refused until an optim_step.
+    """Data of one gradient, which no snapshot can hold. A forward_backward beyond it is rejected
+    until the next optim_step.
     """
 
     def __post_init__(self) -> None:
@@ -96,16 +97,28 @@ class ServerSettings:
                 )
 
 
+RENAMED_SETTINGS = {
+    "gap_seconds": "missing_request_timeout",
+    "session_seconds": "session_timeout",
+    "result_seconds": "result_retention",
+    "reserve_bytes": "min_free_disk_bytes",
+    "training_share": "max_training_slots_per_tenant",
+    "sampling_share": "max_sampling_slots_per_tenant",
+    "ephemeral_bytes": "unnamed_sampler_bytes",
+}
+"""Old names of settings, which `planish serve --set` accepts for one more release."""
+
+
 @dataclass(frozen=True)
 class HttpSettings:
     """How the routes behave."""
 
     poll_seconds: float = 22.0
-    """How long a request for a result is held. Clients give up at 45 s, and ask again at once after
-    a shorter wait.
+    """How long a request for a result is held. Clients give up after 45 seconds, and ask again at
+    once after a shorter wait.
     """
     tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
-    """Where the tokenizer of each base model is, by the model's name."""
+    """The directory of each base model's tokenizer, by the model's name."""
     keys: Mapping[str, str] | None = None
     """Maps each API key to the name of its tenant. None: the server asks for no key and serves
     programs of its own machine only, never a web page.
@@ -113,7 +126,7 @@ class HttpSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or a name of the URL, is this machine's own."""
+    """Return whether an address, or a host name in a URL, is this machine itself."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,6 @@
-"""Compressed request bodies, opened under a cap: a small body that swells must not fill the memory."""
+"""Decompression of request bodies with a size limit: a small body that expands must not fill the
+memory.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +10,27 @@ import zstandard
 
 from planish.errors import UserError
 
-# A frame's window; the largest that zstd's own command opens without being asked.
+# The window of a frame: the largest that the zstd command accepts by default.
 _MAX_WINDOW = 1 << 27
-# Of a compressed body at a time: it can hold 512 blocks of 128 KiB, so no more than 64 MiB come out
-# before the size is looked at.
+# Compressed bytes per step. They contain at most 512 blocks of 128 KiB, so at most 64 MiB are
+# decompressed before the size is checked.
 _SLICE = 1 << 11
 
 
 class BodyTooLargeError(UserError):
-    """The body is larger than the server takes."""
+    """The body is larger than the server accepts."""
 
 
 def too_large(limit: int) -> BodyTooLargeError:
+    """Return the error for a body above `limit` bytes."""
     return BodyTooLargeError(
-        f"the body is larger than {limit // (1 << 20)} MiB; send fewer data in one call (fwdbwd_max_chunk_bytes_count)"
+        f"the body is larger than {limit // (1 << 20)} MiB; send fewer data in one call "
+        "(fwdbwd_max_chunk_bytes_count)"
     )
 
 
 def open_body(body: bytes, encoding: str, limit: int) -> bytes:
-    """The body as it was before `Content-Encoding: encoding`; BodyTooLargeError above `limit`
-    bytes.
-    """
+    """Return the body without its `Content-Encoding`. BodyTooLargeError above `limit` bytes."""
     match encoding.strip().lower():
         case "" | "identity":
             opened = body
@@ -38,7 +40,7 @@ def open_body(body: bytes, encoding: str, limit: int) -> bytes:
             opened = _open_gzip(body, limit)
         case other:
             raise UserError(
-                f"Content-Encoding {other[:40]!r} is not taken; send zstd, gzip, or none"
+                f"Content-Encoding {other[:40]!r} is not supported; send zstd, gzip, or none"
             )
     if len(opened) > limit:
         raise too_large(limit)
@@ -58,10 +60,10 @@ def _open_zstd(body: bytes, limit: int) -> bytes:
                 raise too_large(limit)
     except zstandard.ZstdError as error:
         raise UserError(
-            f"Content-Encoding is zstd, but the body cannot be opened ({error})"
+            f"Content-Encoding is zstd, but the body cannot be decompressed ({error})"
         ) from None
     if not reader.eof or reader.unused_data or start < len(body):
-        raise UserError("Content-Encoding is zstd, but the body is no whole zstd frame")
+        raise UserError("Content-Encoding is zstd, but the body is not one complete zstd frame")
     return b"".join(pieces)
 
 
@@ -71,10 +73,10 @@ def _open_gzip(body: bytes, limit: int) -> bytes:
         opened = reader.decompress(body, limit + 1)
     except zlib.error as error:
         raise UserError(
-            f"Content-Encoding is gzip, but the body cannot be opened ({error})"
+            f"Content-Encoding is gzip, but the body cannot be decompressed ({error})"
         ) from None
     if len(opened) > limit:
         raise too_large(limit)
     if not reader.eof or reader.unused_data:
-        raise UserError("Content-Encoding is gzip, but the body is no whole gzip stream")
+        raise UserError("Content-Encoding is gzip, but the body is not one complete gzip stream")
     return opened

@@ -1,8 +1,8 @@
-"""Many answers in one body, each as soon as it is there: a JSON header and bytes, with the lengths
-of both before them.
+"""Frames: many answers in one body, each sent as soon as it is there. A frame is the lengths of a
+JSON header and of a content, followed by both.
 
-planish's own addition to the protocol: a client draws by one request for many samples (POST
-/planish/draw), where the public SDK makes two for each.
+This is an addition of planish to the protocol: its client gets many samples with one request (POST
+/planish/draw), where the public SDK needs two requests per sample.
 """
 
 from __future__ import annotations
@@ -23,21 +23,25 @@ _MAX_HEADER = 1 << 24
 
 @dataclass(frozen=True)
 class Frame:
+    """A JSON header and bytes."""
+
     header: Mapping[str, Any]
     content: bytes = b""
 
     def to_bytes(self) -> bytes:
+        """Encode the frame."""
         header = orjson.dumps(dict(self.header))
         return _LENGTHS.pack(len(header), len(self.content)) + header + self.content
 
 
 @dataclass
 class FrameReader:
-    """Takes bytes as they come, and gives frames as they are whole."""
+    """Takes bytes as they arrive, and returns complete frames."""
 
     _rest: bytearray = field(default_factory=bytearray)
 
     def feed(self, data: bytes) -> list[Frame]:
+        """Add bytes, and return the frames that they complete."""
         self._rest += data
         frames = []
         start = 0
@@ -55,12 +59,12 @@ class FrameReader:
         return frames
 
     def _end(self, start: int) -> int | None:
-        """Where the frame that begins at `start` ends; None if it is not whole."""
+        """Return where the frame that begins at `start` ends; None if it is incomplete."""
         if len(self._rest) - start < _LENGTHS.size:
             return None
         header_size, content_size = _LENGTHS.unpack_from(self._rest, start)
         if header_size > _MAX_HEADER:
-            raise UserError("the answer is no sequence of frames")
+            raise UserError("the answer is not a sequence of frames")
         end = start + _LENGTHS.size + header_size + content_size
         return end if end <= len(self._rest) else None
 
@@ -71,5 +75,5 @@ def _header(data: bytes) -> Mapping[str, Any]:
     except orjson.JSONDecodeError as error:
         raise UserError(f"the header of a frame is not JSON: {error}") from None
     if not isinstance(header, dict):
-        raise UserError("the header of a frame is no object")
+        raise UserError("the header of a frame is not an object")
     return header

@@ -1,8 +1,8 @@
-"""The client's side of the protocol: where each operation is posted, as what body, and how its
-result reads.
+"""The client's side of the protocol: the path and body of each operation, and how its result is
+read.
 
 Ids of operations are the server's: model `{session}:train:{n}`, sampler `{session}:sample:{n}`. A
-body that is posted again is the same request, so it is made once.
+body is built once, because a repeated request must be the same.
 """
 
 from __future__ import annotations
@@ -53,16 +53,18 @@ class Posted:
     """A request as it is sent."""
 
     path: str
-    """After /api/v1."""
+    """The path after /api/v1."""
     content: bytes
     media: str = JSON
 
     @classmethod
     def json(cls, path: str, fields: dict[str, Any]) -> Posted:
+        """Return a request with a JSON body."""
         return cls(path, orjson.dumps(fields))
 
 
 def create_model_request(operation: CreateModel) -> Posted:
+    """Return the request that creates a model, fresh or from a checkpoint."""
     place = place_of(operation.model_id)
     if operation.from_path is None:
         return Posted.json("/create_model", create_model_to_json(operation, place))
@@ -70,6 +72,7 @@ def create_model_request(operation: CreateModel) -> Posted:
 
 
 def create_sampler_request(operation: CreateSampler) -> Posted:
+    """Return the request that creates a sampler."""
     return Posted.json(
         "/create_sampling_session",
         create_sampler_to_json(operation, place_of(operation.sampler_id)),
@@ -77,12 +80,13 @@ def create_sampler_request(operation: CreateSampler) -> Posted:
 
 
 def sample_request(operation: Sample, seq_id: int) -> Posted:
+    """Return a sample request."""
     return Posted.json("/asample", sample_request_to_json(SampleRequest(seq_id, operation)))
 
 
 def training_request(operation: Operation[Any], seq_id: int) -> Posted:
-    """The request for an operation of a model that exists; `seq_id` is its place among them,
-    counted from 1.
+    """Return the request for an operation of a model. `seq_id` is its number in the model, starting
+    at 1.
     """
     match operation:
         case ForwardBackward():
@@ -106,11 +110,11 @@ def training_request(operation: Operation[Any], seq_id: int) -> Posted:
             return Posted.json(
                 "/unload_model", {"model_id": operation.model_id, "type": "unload_model"}
             )
-    raise TypeError(f"{type(operation).__name__} is no operation of a model")
+    raise TypeError(f"{type(operation).__name__} is not an operation of a model")
 
 
 def training_result(operation: Operation[Any], content: bytes) -> Any:
-    """The result of an operation, from the body that came back; UserError if it is none."""
+    """Read the result of an operation from the body of the answer. UserError if it is invalid."""
     match operation:
         case ForwardBackward():
             return output_from_message(content)
@@ -126,4 +130,4 @@ def training_result(operation: Operation[Any], content: bytes) -> Any:
             return LoadWeightsResponse(operation.path)
         case UnloadModel() | CreateModel():
             return None
-    raise TypeError(f"{type(operation).__name__} is no operation of a model")
+    raise TypeError(f"{type(operation).__name__} is not an operation of a model")

@@ -1,9 +1,9 @@
-"""Reading a JSON object field by field: every field has a kind, and an error names it by its path
+"""Reading a JSON object field by field: every field has a type, and an error names it by its path
 in the body.
 
-`with Fields.of(body) as fields` ends with a check that nothing is left that nobody read. A field
-that is left is refused, unless it is empty (null, false, 0, "", [] or {}): a client may send the
-defaults of options that we do not know, but an option that is set must not be ignored.
+`with Fields.of(body) as fields` ends with a check that every field was read. An unread field is
+rejected, unless it is empty (null, false, 0, "", [] or {}): a client may send the defaults of
+options that we do not know, but an option that is set must not be ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
 _MAX_TEXT = 100_000
 _MAX_SHOWN = 80
 _MAX_CONTAINERS = 1 << 20
-"""Objects and lists of a body: as Python's they take up to 40 times their bytes."""
+"""Limit of objects and lists in a body. As Python objects they take up to 40 times their bytes."""
 
 
 class Fields:
@@ -39,10 +39,11 @@ class Fields:
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
-        """The body of a request, which must be one JSON object."""
+        """Parse the body of a request, which must be one JSON object."""
         if body.count(b"{") + body.count(b"[") > _MAX_CONTAINERS:
             raise UserError(
-                f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one call"
+                f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one "
+                "call"
             )
         try:
             value = orjson.loads(body)
@@ -65,27 +66,28 @@ class Fields:
             self.refuse_others()
 
     def refuse_others(self) -> None:
-        """UserError for a field that is set and that nobody read."""
+        """UserError for a field that is set and was not read."""
         for name, value in self._values.items():
             if name not in self._read and value not in (None, False, 0, "", [], {}):
                 raise UserError(
-                    f"{self.path(name)}={shown(value)} is not known here, and nothing is ignored; leave it out"
+                    f"{self.path(name)}={shown(value)} is unknown, and unknown fields are not "
+                    "ignored; leave it out"
                 )
 
     def __iter__(self) -> Iterator[str]:
-        """The names of the fields."""
+        """Iterate over the names of the fields."""
         return iter(self._values)
 
     def path(self, name: str) -> str:
-        """How errors name a field."""
+        """Return how errors name a field."""
         return f"{self._where}.{name}" if self._where else name
 
     def has(self, name: str) -> bool:
-        """Whether the field is there and not null."""
+        """Return whether the field is present and not null."""
         return self._values.get(name) is not None
 
     def skip(self, *names: str) -> None:
-        """These carry nothing that matters here."""
+        """Mark fields as read that do not matter here."""
         self._read.update(names)
 
     @overload
@@ -98,30 +100,33 @@ class Fields:
         return read(name) if self.has(name) else default
 
     def text(self, name: str) -> str:
+        """Read a string."""
         value = self._get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
         if len(value) > _MAX_TEXT:
             raise UserError(
-                f"{self.path(name)} has {len(value)} characters; at most {_MAX_TEXT} are taken"
+                f"{self.path(name)} has {len(value)} characters; at most {_MAX_TEXT} are allowed"
             )
         return value
 
     def identifier(self, name: str) -> str:
-        """An id as this server gives them; it can be part of a URL and of a path."""
+        """Read an id, which can be a part of a URL or a path."""
         value = self.text(name)
         check_identifier(self.path(name), value)
         return value
 
     def integer(self, name: str, low: int = -(2**63), high: int = 2**63 - 1) -> int:
+        """Read an integer from `low` to `high`."""
         value = self._get(name)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            value = int(value)  # how a client without integers writes them
+            value = int(value)  # a client without integers writes them so
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._wrong(name, f"a whole number from {low} to {high}")
         return value
 
     def number(self, name: str) -> float:
+        """Read a finite number."""
         value = self._get(name)
         if (
             isinstance(value, bool)
@@ -132,38 +137,41 @@ class Fields:
         return value
 
     def boolean(self, name: str) -> bool:
+        """Read true or false."""
         value = self._get(name)
         if not isinstance(value, bool):
             raise self._wrong(name, "true or false")
         return value
 
     def alone(self) -> Fields:
-        """The object as a body of its own: errors do not tell where it stood."""
+        """Return the object as a body of its own, so that errors do not name its position."""
         return Fields(self._values)
 
     def array(self, name: str) -> list[Any]:
+        """Read a list."""
         value = self._get(name)
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
         return value
 
     def object(self, name: str) -> Fields:
+        """Read an object."""
         return self._object(name, self._get(name))
 
     def objects(self, name: str) -> Iterator[Fields]:
-        """A list of objects."""
+        """Read a list of objects."""
         for index, value in enumerate(self.array(name)):
             yield self._object(f"{name}[{index}]", value)
 
     def mapping(self, name: str) -> dict[str, Any]:
-        """An object as it is."""
+        """Read an object as a dict."""
         value = self._get(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
         return value
 
     def strings(self, name: str) -> dict[str, str]:
-        """An object of strings, such as user_metadata."""
+        """Read an object of strings, such as user_metadata."""
         value = self.mapping(name)
         for key, item in value.items():
             if not isinstance(item, str):
@@ -171,7 +179,7 @@ class Fields:
         return value
 
     def raw(self, name: str) -> Any:
-        """The value, whatever it is; None if it is absent."""
+        """Return the value of any type; None if it is absent."""
         self._read.add(name)
         return self._values.get(name)
 
@@ -193,11 +201,13 @@ class Fields:
 def check_identifier(name: str, value: str) -> None:
     """UserError unless `value` can be an id."""
     if not _ID.fullmatch(value):
-        raise UserError(f"{name}={shown(value)} is no id: up to 256 letters, digits and _ . : -")
+        raise UserError(
+            f"{name}={shown(value)} is not an id: give up to 256 letters, digits and _ . : -"
+        )
 
 
 def shown(value: Any) -> str:
-    """`value` in an error, cut short."""
+    """Return how an error shows a value; long values are shortened."""
     match value:
         case list():
             return "[...]"

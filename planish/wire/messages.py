@@ -1,8 +1,7 @@
-"""The protobuf messages of the protocol, built from this table when the module is loaded.
+"""The protobuf messages of the protocol, built from a table when the module is loaded.
 
-The wire knows field numbers and types, not names of packages or files, so these messages are the
-SDK's. A generated module would be tied to the releases of the runtime it was made for; a table is
-not.
+The wire has field numbers and types, but no names of packages or files, so these messages are the
+SDK's. A generated module would be tied to certain releases of the protobuf runtime; a table is not.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ _PACKAGE = "planish.wire"
 # map from strings to T, and `T|group f` a member of a oneof.
 _MESSAGES = {
     "SampleResponse": "SampledSequence* sequences = 1; bytes? prompt_logprobs = 2; TopkLogprobs? topk_prompt_logprobs = 3; "
-    "int32 prompt_cache_hit_tokens = 4; Tensor? target_prompt_logprobs = 5; PromptAltTokens? prompt_alt_tokens = 6",
+    "int32 prompt_cache_hit_tokens = 4; Tensor? target_prompt_logprobs = 5; PromptAltTokens? "
+    "prompt_alt_tokens = 6",
     "PromptAltTokens": "Tensor tokens = 1; Tensor logprobs = 2",
     "SampledSequence": "StopReason stop_reason = 1; bytes tokens = 2; bytes? logprobs = 3; TopkLogprobs? topk_sampled_logprobs = 4",
     "TopkLogprobs": "bytes token_ids = 1; bytes logprobs = 2; uint32 k = 3; uint32 length = 4",
@@ -120,7 +120,7 @@ _POOL = _build()
 
 
 def message_class(name: str) -> Any:
-    """The class of a message of the table. Its attributes are unknown to type checkers."""
+    """Return the class of a message in the table. Type checkers do not know its attributes."""
     return GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
 
 

@@ -1,7 +1,7 @@
-"""Requests that make, save and load models and samplers. All of them are JSON.
+"""Requests that create, save and load models and samplers. All of them are JSON.
 
-Ids are made of those before them, because clients compute them too: model `{session}:train:{n}`,
-sampler `{session}:sample:{n}`.
+Ids are made of the session and a number, because clients compute them too: model
+`{session}:train:{n}`, sampler `{session}:sample:{n}`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _LORA_SWITCHES = ("train_unembed", "train_mlp", "train_attn")
 
 @dataclass(frozen=True)
 class SessionPlace:
-    """Where a request stands among those of its session that make something: models and samplers
-    are counted apart, each from 0.
+    """The number of a model or sampler in its session. Models and samplers are numbered separately,
+    from 0.
     """
 
     session_id: str
@@ -36,35 +36,40 @@ class SessionPlace:
 
     @property
     def model_id(self) -> str:
+        """The id of the model with this number."""
         return f"{self.session_id}:train:{self.seq_id}"
 
     @property
     def sampler_id(self) -> str:
+        """The id of the sampler with this number."""
         return f"{self.session_id}:sample:{self.seq_id}"
 
 
 def place_of(server_id: str) -> SessionPlace:
-    """The session and number that are in an id of a model or a sampler."""
+    """Return the session and number in the id of a model or a sampler."""
     session_id, _, number = server_id.split(":")
     return SessionPlace(session_id, int(number))
 
 
 def session_of(model_id: str) -> str:
-    """The session in which a model was made."""
+    """Return the session in the id of a model or a sampler."""
     return model_id.partition(":")[0]
 
 
 def model_place_from_json(fields: Fields) -> SessionPlace:
+    """Read the session and number of a model."""
     return SessionPlace(fields.identifier("session_id"), fields.integer("model_seq_id", low=0))
 
 
 def sampler_place_from_json(fields: Fields) -> SessionPlace:
+    """Read the session and number of a sampler."""
     return SessionPlace(
         fields.identifier("session_id"), fields.integer("sampling_session_seq_id", low=0)
     )
 
 
 def create_model_from_json(fields: Fields) -> CreateModel:
+    """Read a request for a fresh model."""
     with fields:
         fields.skip("type")
         place = model_place_from_json(fields)
@@ -79,7 +84,7 @@ def create_model_from_json(fields: Fields) -> CreateModel:
 
 
 def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
-    """For a model that begins at random; one from a checkpoint is made by load_weights."""
+    """Write a request for a fresh model. A model from a checkpoint is created by load_weights."""
     lora = {
         "rank": operation.lora.rank,
         **{name: getattr(operation.lora, name) for name in _LORA_SWITCHES},
@@ -98,8 +103,8 @@ def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[st
 
 
 def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
-    """With `model_id`, into a model that exists; with `session_id`, a new model from the
-    checkpoint.
+    """Read a load_weights: with `model_id`, into an existing model; with `session_id`, into a new
+    model.
     """
     with fields:
         fields.skip("type")
@@ -121,16 +126,18 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
 
 
 def refuse_access_token(fields: Fields, header: str | None = None) -> None:
-    """UnsupportedError for a token that would open another key's checkpoint, in the body or in the
-    header that some calls have it in.
+    """UnsupportedError for a token that would open another key's checkpoint, in the body or in a
+    header.
     """
     if fields.optional(fields.text, "weights_access_token") or header:
         raise UnsupportedError(
-            "weights_access_token: checkpoints of another key are read once they are published; leave it out"
+            "weights_access_token: checkpoints of another key can be read once they are public; "
+            "leave it out"
         )
 
 
 def load_weights_to_json(operation: LoadWeights, seq_id: int) -> dict[str, Any]:
+    """Write a request to load a checkpoint into an existing model."""
     return {
         "type": "load_weights",
         "model_id": operation.model_id,
@@ -141,6 +148,7 @@ def load_weights_to_json(operation: LoadWeights, seq_id: int) -> dict[str, Any]:
 
 
 def create_from_weights_to_json(operation: CreateModel, place: SessionPlace) -> dict[str, Any]:
+    """Write a request for a new model from a checkpoint."""
     fields = {
         "type": "load_weights",
         "session_id": place.session_id,
@@ -155,6 +163,7 @@ def create_from_weights_to_json(operation: CreateModel, place: SessionPlace) -> 
 
 
 def save_weights_from_json(fields: Fields) -> SaveWeights:
+    """Read a save_weights."""
     with fields:
         place = place_from_json(fields)
         fields.skip("type")
@@ -168,11 +177,11 @@ def save_weights_from_json(fields: Fields) -> SaveWeights:
 
 
 def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler | PublishSampler:
-    """With `path`, a checkpoint of that name; with `sampling_session_seq_id`, a sampler that no
-    file is written for.
+    """Read a save_weights_for_sampler: with `path`, a checkpoint with that name; with
+    `sampling_session_seq_id`, a sampler without a named checkpoint.
 
-    A sampler of kind "inflight" may follow the weights while they train, or stay as it is; here it
-    stays. `overwrite` is planish's own.
+    In the protocol, a sampler of kind "inflight" may follow the weights as they are trained, or
+    stay as it is. Here it stays. `overwrite` is an addition of planish.
     """
     with fields:
         place = place_from_json(fields)
@@ -189,7 +198,8 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
             )
         if fields.optional(fields.text, "path") is not None:
             raise UserError(
-                "path and sampling_session_seq_id are both given; a save has a name, or makes a sampler"
+                "path and sampling_session_seq_id are both given; give path to save under a name, "
+                "or sampling_session_seq_id to make a sampler"
             )
         number = fields.integer("sampling_session_seq_id", low=0)
         return PublishSampler(
@@ -198,7 +208,7 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
 
 
 def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) -> dict[str, Any]:
-    """The body of save_weights or of save_weights_for_sampler."""
+    """Write the body of save_weights or save_weights_for_sampler."""
     fields: dict[str, Any] = {
         "model_id": operation.model_id,
         "seq_id": seq_id,
@@ -214,6 +224,7 @@ def save_to_json(operation: SaveWeights | SaveWeightsForSampler, seq_id: int) ->
 
 
 def publish_to_json(operation: PublishSampler, sampler_number: int, seq_id: int) -> dict[str, Any]:
+    """Write a request that publishes a sampler."""
     return {
         "type": "save_weights_for_sampler",
         "model_id": operation.model_id,
@@ -224,6 +235,7 @@ def publish_to_json(operation: PublishSampler, sampler_number: int, seq_id: int)
 
 
 def create_sampler_from_json(fields: Fields) -> CreateSampler:
+    """Read a request for a sampler."""
     with fields:
         fields.skip("type")
         place = sampler_place_from_json(fields)
@@ -235,6 +247,7 @@ def create_sampler_from_json(fields: Fields) -> CreateSampler:
 
 
 def create_sampler_to_json(operation: CreateSampler, place: SessionPlace) -> dict[str, Any]:
+    """Write a request for a sampler."""
     fields = {"base_model": operation.base_model, "model_path": operation.model_path}
     return {
         "type": "create_sampling_session",
@@ -245,6 +258,7 @@ def create_sampler_to_json(operation: CreateSampler, place: SessionPlace) -> dic
 
 
 def info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, Any]:
+    """Write a model's information."""
     data = {"arch": info.model_data.arch, "model_name": info.model_name}
     return {
         "type": "get_info",
@@ -258,6 +272,7 @@ def info_to_json(info: GetInfoResponse, tokenizer_id: str | None) -> dict[str, A
 
 
 def info_from_json(fields: Fields) -> GetInfoResponse:
+    """Read a model's information."""
     data = fields.object("model_data")
     return GetInfoResponse(
         fields.text("model_id"),
@@ -289,11 +304,14 @@ def _check_optimizer(fields: Fields) -> None:
         config.skip("version")
         if kind != "adamw":
             raise UnsupportedError(
-                f"optimizer_config.type={kind[:40]!r} is not offered: AdamW is the one optimizer here, and the update rule of "
+                f"optimizer_config.type={kind[:40]!r} is not supported: AdamW is the only "
+                "optimizer here, and the update rule of "
                 "Dimuon is not public; leave optimizer_config out"
             )
 
 
 def _name(fields: Fields, seq_id: int) -> str:
-    """The name of a checkpoint; by default the number of the request, which a repetition has too."""
+    """Read the name of a checkpoint. The default is the number of the request, which a repeated
+    request has too.
+    """
     return fields.optional(fields.text, "path", f"{seq_id:06d}")

@@ -1,5 +1,5 @@
-"""What the server tells of checkpoints, base models and samplers. All of it is JSON; times are ISO
-8601 with their zone.
+"""How checkpoints, base models and samplers are described, in JSON. Times are ISO 8601 with a time
+zone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _CHECKPOINT_TYPES: dict[str, CheckpointType] = {
 
 
 def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Write a checkpoint."""
     return {
         "checkpoint_id": checkpoint.checkpoint_id,
         "checkpoint_type": checkpoint.checkpoint_type,
@@ -39,8 +40,8 @@ def checkpoint_to_json(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def checkpoint_from_json(fields: Fields) -> Checkpoint:
-    """External weights are a sampler's, saved for other programs; planish's own types know no third
-    kind.
+    """Read a checkpoint. External weights become a sampler checkpoint: planish's own types have no
+    third kind.
     """
     kind = fields.text("checkpoint_type")
     if kind not in _CHECKPOINT_TYPES:
@@ -58,6 +59,7 @@ def checkpoint_from_json(fields: Fields) -> Checkpoint:
 
 
 def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
+    """Write what a checkpoint holds."""
     return {
         "base_model": info.base_model,
         "is_lora": True,
@@ -71,7 +73,7 @@ def weights_info_to_json(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def lora_from_weights_info(fields: Fields) -> LoraConfig:
-    """The shape of a checkpoint's adapter."""
+    """Read the LoRA configuration of a checkpoint's adapter."""
     switches = {
         name: fields.optional(fields.boolean, name, True)
         for name in ("train_unembed", "train_mlp", "train_attn")
@@ -80,6 +82,7 @@ def lora_from_weights_info(fields: Fields) -> LoraConfig:
 
 
 def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[str, Any]:
+    """Write the base models of a server."""
     models = []
     for model in capabilities.supported_models:
         fields = {
@@ -92,6 +95,7 @@ def capabilities_to_json(capabilities: GetServerCapabilitiesResponse) -> dict[st
 
 
 def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:
+    """Read the base models of a server."""
     return GetServerCapabilitiesResponse(
         [
             SupportedModel(
@@ -106,11 +110,13 @@ def capabilities_from_json(fields: Fields) -> GetServerCapabilitiesResponse:
 
 
 def sampler_info_to_json(info: SamplerInfo) -> dict[str, Any]:
+    """Write a sampler's information."""
     fields = {"sampler_id": info.sampler_id, "base_model": info.base_model}
     return fields if info.model_path is None else {**fields, "model_path": info.model_path}
 
 
 def sampler_info_from_json(fields: Fields) -> SamplerInfo:
+    """Read a sampler's information."""
     return SamplerInfo(
         fields.text("sampler_id"),
         fields.text("base_model"),
@@ -119,11 +125,14 @@ def sampler_info_from_json(fields: Fields) -> SamplerInfo:
 
 
 def time_from_json(fields: Fields, name: str) -> datetime:
+    """Read a time with a time zone."""
     text = fields.text(name)
     try:
         time = datetime.fromisoformat(text)
     except ValueError:
         time = None
     if time is None or time.tzinfo is None:
-        raise UserError(f"{fields.path(name)}={text[:40]!r} is no time in ISO 8601 with its zone")
+        raise UserError(
+            f"{fields.path(name)}={text[:40]!r} is not a time in ISO 8601 with a time zone"
+        )
     return time

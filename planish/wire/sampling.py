@@ -1,8 +1,7 @@
-"""asample: its request, and its answer in both wires.
+"""asample: its request, and its answer in both encodings.
 
-Undefined logprobs are NaN in planish's arrays. On the wire a prompt logprob that is undefined is
-NaN in protobuf and null in JSON, and a row of likeliest tokens that is undefined is token 0 at
--99999.
+Undefined logprobs are NaN in planish's arrays. On the wire, an undefined prompt logprob is NaN in
+protobuf and null in JSON, and an undefined row of top tokens is token 0 at -99999.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ from planish.wire.tensors import (
 
 UNDEFINED_LOGPROB = -99999.0
 _MAX_TARGETS = 1 << 22
-"""Of a CSR tensor of targets, which is journaled filled up."""
+"""Limit of elements in a CSR tensor of targets, which is journaled in dense form."""
 
 _STOP_REASONS: dict[StopReason, int] = {"stop": STOP, "length": LENGTH}
 _STOP_NAMES: dict[int, StopReason] = {number: name for name, number in _STOP_REASONS.items()}
@@ -50,22 +49,23 @@ _STOP_NAMES: dict[int, StopReason] = {number: name for name, number in _STOP_REA
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """An asample body."""
+    """The body of asample."""
 
     seq_id: int
-    """Names the request within its sampling session; copies of one client count from far apart
-    numbers.
+    """Identifies the request in its sampling session. Copies of one client use ranges that are far
+    apart.
     """
     operation: Sample
 
 
 def sample_request_from_json(fields: Fields) -> SampleRequest:
-    """Also takes `prompt_only` and `sampling_params.min_p`, which are planish's own."""
+    """Read a sample request. `prompt_only` and `sampling_params.min_p` are additions of planish."""
     with fields:
         fields.skip("type")
         if not fields.has("sampling_session_id"):
             raise UserError(
-                "sampling_session_id is missing; create a sampling session of base_model or model_path first"
+                "sampling_session_id is missing; create a sampling session of base_model or "
+                "model_path first"
             )
         targets = fields.optional(fields.object, "target_prompt_logprobs")
         operation = Sample(
@@ -90,6 +90,7 @@ def sample_request_from_json(fields: Fields) -> SampleRequest:
 
 
 def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
+    """Write a sample request."""
     op = request.operation
     fields = {
         "type": "sample",
@@ -114,12 +115,13 @@ def sample_request_to_json(request: SampleRequest) -> dict[str, Any]:
 
 
 def targets_of(operation: Sample) -> int:
-    """How many logprobs `target_prompt_logprobs` asks for."""
+    """Return the number of logprobs that `target_prompt_logprobs` asks for."""
     targets = operation.target_prompt_logprobs
     return 0 if targets is None else math.prod(targets.shape or ())
 
 
 def sample_response_to_message(response: SampleResponse) -> bytes:
+    """Write a response as protobuf."""
     message = SampleResponseMessage(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     for sequence in response.sequences:
         to = message.sequences.add(stop_reason=_STOP_REASONS[sequence.stop_reason])
@@ -146,14 +148,14 @@ def sample_response_to_message(response: SampleResponse) -> bytes:
 def sample_response_from_message(
     body: bytes, sequence_ids: Sequence[str] | None = None
 ) -> SampleResponse:
-    """`sequence_ids` came with the acceptance of the request; without them, the sequences have
-    empty ids.
+    """Read a response. `sequence_ids` came with the acceptance of the request; without them, the
+    sequences have empty ids.
     """
     message = SampleResponseMessage()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise UserError(f"the body is no SampleResponse in protobuf: {error}") from None
+        raise UserError(f"the body is not a SampleResponse in protobuf: {error}") from None
     ids = [""] * len(message.sequences) if sequence_ids is None else sequence_ids
     if len(message.sequences) != len(ids):
         raise UserError(
@@ -184,6 +186,7 @@ def sample_response_from_message(
 
 
 def sample_response_to_json(response: SampleResponse) -> dict[str, Any]:
+    """Write a response as JSON."""
     fields: dict[str, Any] = {
         "type": "sample",
         "sequences": [
@@ -222,7 +225,8 @@ def _stop_from_json(fields: Fields) -> Any:
     stop = fields.raw("stop")
     if stop is not None and not isinstance(stop, (str, list)):
         raise UserError(
-            f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of token ids"
+            f"{fields.path('stop')}={shown(stop)}: give a string, a list of strings or a list of "
+            "token ids"
         )
     return stop
 
@@ -250,7 +254,9 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def _targets(tensor: TensorData) -> TensorData:
-    """Dense: what a CSR tensor does not list is not asked for, which is -1 in a dense one."""
+    """Return the targets in dense form. Entries that a CSR tensor does not list are -1, which asks
+    for nothing.
+    """
     if tensor.sparse_crow_indices is None:
         return tensor
     check_filled("target_prompt_logprobs", filled(tensor), _MAX_TARGETS)
@@ -288,7 +294,8 @@ def _topk(message: Any, name: str) -> TopkLogprobs | None:
     logprobs = _floats(topk.logprobs)
     if ids.size != topk.length * topk.k or logprobs.size != ids.size:
         raise UserError(
-            f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x {topk.k}"
+            f"{name}: {ids.size} token ids and {logprobs.size} logprobs are not {topk.length} x "
+            f"{topk.k}"
         )
     logprobs[logprobs == UNDEFINED_LOGPROB] = np.nan
     shape = (topk.length, topk.k)

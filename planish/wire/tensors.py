@@ -1,9 +1,10 @@
 """TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers
 in JSON.
 
-A CSR tensor stays one; whoever reads it fills it up. Its shape is only a claim, so what all of a
-body would fill is counted against `MAX_DENSE_ELEMENTS` before anything is allocated. What is small
-and many is counted too. Text is the one kind of chunk that planish reads.
+A CSR tensor stays sparse; its reader makes it dense. Its shape is only a claim, so the elements of
+all tensors of a body in dense form are counted against `MAX_DENSE_ELEMENTS` before anything is
+allocated. The number of small parts is limited too. Text is the only kind of chunk that planish
+reads.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from planish.wire.fields import Fields
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
-"""Of all CSR tensors of one body, filled up."""
+"""Limit for all CSR tensors of one body, in dense form."""
 MAX_PARTS = 1 << 17
-"""Datums, chunks and tensors of one body: each takes memory and time, however little it holds."""
+"""Limit of datums, chunks and tensors in one body: each takes memory and time, however small it is.
+"""
 
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
@@ -37,17 +39,18 @@ _OTHER_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "au
 
 
 def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
-    """Bytes as numbers, not copied."""
+    """Return bytes as numbers, without a copy."""
     item = np.dtype(dtype)
     if len(data) % item.itemsize:
         raise UserError(
-            f"{where} has {len(data)} bytes, which is no multiple of the {item.itemsize} of {item.name}"
+            f"{where} has {len(data)} bytes, which is not a multiple of the {item.itemsize} of "
+            f"{item.name}"
         )
     return np.frombuffer(data, dtype=item)
 
 
 def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, TensorDtype]:
-    """The bytes of a tensor as int64 or float32, whatever of the wire's four types they are."""
+    """Return the bytes of a tensor as int64 or float32, from any of the wire's four types."""
     if dtype not in _STORED:
         raise UserError(f"{where}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")
     item, name = _STORED[dtype]
@@ -58,6 +61,7 @@ def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, Ten
 
 
 def tensor_from_message(message: Any, where: str) -> TensorData:
+    """Read a tensor from protobuf."""
     match message.WhichOneof("encoding"):
         case "dense":
             values, dtype = stored_numbers(message.dense, message.dtype, where)
@@ -68,10 +72,11 @@ def tensor_from_message(message: Any, where: str) -> TensorData:
             crow = numbers(csr.crow_indices, "<i8", f"{where}.crow_indices").tolist()
             col = numbers(csr.col_indices, "<i8", f"{where}.col_indices").tolist()
             return _sparse(where, values, dtype, list(message.shape), crow, col)
-    raise UserError(f"{where} holds no values: give dense or sparse_csr")
+    raise UserError(f"{where} has no values: give dense or sparse_csr")
 
 
 def tensor_to_message(tensor: TensorData) -> Any:
+    """Write a tensor as protobuf."""
     message = TensorMessage(dtype=PROTO_DTYPES[tensor.dtype], shape=tensor.shape)
     item = _NUMPY[tensor.dtype]
     if tensor.sparse_crow_indices is None:
@@ -88,6 +93,7 @@ def tensor_to_message(tensor: TensorData) -> Any:
 
 
 def tensor_from_json(fields: Fields) -> TensorData:
+    """Read a tensor from JSON."""
     with fields:
         where = fields.path("data")
         dtype = fields.text("dtype")
@@ -111,6 +117,7 @@ def tensor_from_json(fields: Fields) -> TensorData:
 
 
 def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
+    """Write a tensor as JSON."""
     fields: dict[str, Any] = {"data": tensor.data, "dtype": tensor.dtype, "shape": tensor.shape}
     if tensor.sparse_crow_indices is not None:
         fields |= {
@@ -121,6 +128,7 @@ def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
 
 
 def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
+    """Read a model input from protobuf chunks."""
     check_parts(where, len(chunks))
     found = []
     for index, chunk in enumerate(chunks):
@@ -142,11 +150,12 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
             chunks.add().encoded_text.tokens = np.asarray(chunk.tokens, dtype="<i4").tobytes()
         except OverflowError:
             raise UserError(
-                "a prompt or model_input holds a token id that no vocabulary has"
+                "a prompt or model_input contains a token id that no vocabulary has"
             ) from None
 
 
 def model_input_from_json(fields: Fields) -> ModelInput:
+    """Read a model input from JSON."""
     found = []
     with fields:
         check_parts(fields.path("chunks"), len(fields.array("chunks")))
@@ -162,6 +171,7 @@ def model_input_from_json(fields: Fields) -> ModelInput:
 
 
 def model_input_to_json(model_input: ModelInput) -> dict[str, Any]:
+    """Write a model input as JSON."""
     return {
         "chunks": [{"type": "encoded_text", "tokens": chunk.tokens} for chunk in model_input.chunks]
     }
@@ -194,28 +204,29 @@ def _sparse(
 
 
 def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
-    """UserError if so many elements of CSR tensors, filled up, are too many."""
+    """UserError if CSR tensors have too many elements in dense form."""
     if elements > most:
         raise UserError(
-            f"{where}: CSR tensors of {elements:,} elements when they are filled up; give at most {most:,}"
+            f"{where}: CSR tensors have {elements:,} elements in dense form; give at most {most:,}"
         )
 
 
 def check_parts(where: str, parts: int) -> None:
-    """UserError if so many datums, chunks and tensors are too many."""
+    """UserError for too many datums, chunks and tensors."""
     if parts > MAX_PARTS:
         raise UserError(
-            f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer in one call"
+            f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer "
+            "in one call"
         )
 
 
 def filled(tensor: TensorData) -> int:
-    """The elements that a CSR tensor has when it is filled up; 0 for a dense one."""
+    """Return the number of elements of a CSR tensor in dense form; 0 for a dense tensor."""
     return 0 if tensor.sparse_crow_indices is None else math.prod(tensor.shape or ())
 
 
 def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
-    """A given shape, checked against the number of values; none, which is one dimension, as None."""
+    """Check a shape against the number of values. An empty shape means one dimension, and is None."""
     if not shape:
         return None
     if min(shape) < 0 or math.prod(shape) != size:
@@ -242,17 +253,18 @@ def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
             raise UserError(f"{where} holds {str(value)[:40]!r}; give one flat list of numbers")
     if dtype == "float32":
         with np.errstate(over="ignore"):
-            # what overflows is not finite, and named where finiteness counts
+            # An overflow becomes infinite, and is reported where values must be finite.
             return np.asarray(values, dtype=np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):
-            raise UserError(f"{where} holds {value!r}, which is no int64; give whole numbers")
+            raise UserError(f"{where} holds {value!r}, which is not an int64; give whole numbers")
     return np.asarray([int(value) for value in values], dtype=np.int64)
 
 
 def _unsupported_chunk(where: str, kind: str | None) -> UserError:
     if kind in _OTHER_CHUNKS:
         return UnsupportedError(
-            f"{where} is {_OTHER_CHUNKS[kind]}: the models of this server read text; send encoded_text chunks"
+            f"{where} is {_OTHER_CHUNKS[kind]}: the models of this server read text; send "
+            "encoded_text chunks"
         )
-    return UserError(f"{where} is no chunk of tokens; send encoded_text chunks")
+    return UserError(f"{where} is not a chunk of tokens; send encoded_text chunks")

@@ -1,8 +1,8 @@
-"""forward_backward, forward and optim_step, in both wires.
+"""forward_backward, forward and optim_step, in both encodings.
 
-The SDK of 0.38 sends and reads forward_backward as protobuf, and says in the body whether it is
-forward only; that of 0.21 sends JSON, to another path for forward only. Spans that say which
-sampler a datum's tokens come from matter to no loss served here, and are not read.
+The SDK 0.38 uses protobuf for forward_backward, and says in the body whether it is forward only.
+The SDK 0.21 sends JSON, and uses another path for forward only. Spans that tell which sampler a
+datum's tokens come from matter to no loss here, and are not read.
 """
 
 from __future__ import annotations
@@ -42,26 +42,28 @@ from planish.wire.tensors import (
 _REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
 _MAX_FIELDS = 1 << 19
-"""Of one body, and of its datums, in all: as objects, empty ones take 30 times their bytes, so they
-are counted before.
+"""Limit of fields in one body and its datums together. They are counted before parsing, because
+empty ones take 30 times their bytes as objects.
 """
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request stands among those of its model."""
+    """A request of a model."""
 
     model_id: str
     seq_id: int
-    """Counted from 1."""
+    """Its number, starting at 1."""
 
 
 def place_from_json(fields: Fields) -> Place:
+    """Read the model and number of a request from JSON."""
     return Place(fields.identifier("model_id"), fields.integer("seq_id", low=1))
 
 
 def place_from_message(message: Any) -> Place:
+    """Read the model and number of a request from protobuf."""
     check_identifier("model_id", message.model_id)
     if message.seq_id < 1:
         raise UserError(f"seq_id={message.seq_id}: give a whole number of at least 1")
@@ -69,18 +71,14 @@ def place_from_message(message: Any) -> Place:
 
 
 def parse_forward_backward_head(body: bytes) -> Any:
-    """The protobuf message of a request's body, without its data and what comes behind too many of
-    them.
-    """
+    """Parse a protobuf body without its data, and without anything behind too many fields."""
     fields = islice(_fields_of(body, 0, len(body)), _MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
     return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """The protobuf message of a request's body. UserError before it is parsed if it is of more
-    parts than any that is taken.
-    """
+    """Parse a protobuf body. UserError before parsing if it has too many parts."""
     count = 0
     for number, _, begin, end in _fields_of(body, 0, len(body)):
         inside = _fields_of(body, begin, end) if number == _DATA_FIELD else ()
@@ -88,12 +86,14 @@ def parse_forward_backward(body: bytes) -> Any:
             count += 1
             if count > _MAX_FIELDS:
                 raise UserError(
-                    f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one call"
+                    f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one "
+                    "call"
                 )
     return _parsed(ForwardBackwardRequestMessage(), body)
 
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
+    """Read an operation from a parsed message."""
     check_parts("data", len(message.data))
     data = _within_bounds(
         _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
@@ -104,7 +104,7 @@ def forward_backward_from_message(message: Any) -> ForwardBackward:
 
 
 def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> bytes:
-    """The same operation has the same bytes."""
+    """Write an operation as protobuf. The same operation always has the same bytes."""
     message = ForwardBackwardRequestMessage(
         model_id=operation.model_id,
         seq_id=seq_id,
@@ -125,7 +125,7 @@ def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> byte
 
 
 def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBackward:
-    """The body of /forward_backward, or with `forward_only` that of /forward."""
+    """Read the body of /forward_backward, or with `forward_only` that of /forward."""
     with fields:
         place = place_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
@@ -142,6 +142,7 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
 
 
 def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[str, Any]:
+    """Write an operation as JSON."""
     given = {
         "data": [_datum_to_json(datum) for datum in operation.data],
         "loss_fn": operation.loss_fn,
@@ -152,7 +153,9 @@ def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[st
 
 
 def output_to_message(output: ForwardBackwardOutput) -> bytes:
-    """Datums in a row with the same fields, dtypes and trailing shapes share one record."""
+    """Write an output as protobuf. Consecutive datums with the same fields, dtypes and trailing
+    shapes share a record.
+    """
     message = ForwardBackwardOutputMessage(
         loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics
     )
@@ -167,13 +170,15 @@ def output_to_message(output: ForwardBackwardOutput) -> bytes:
 
 
 def output_from_message(body: bytes) -> ForwardBackwardOutput:
+    """Read an output from protobuf."""
     message = _parsed(ForwardBackwardOutputMessage(), body)
     outputs: list[dict[str, TensorData]] = []
     for record in message.loss_fn_outputs:
         columns = {name: _read_batch(batch, name) for name, batch in record.fields.items()}
         if any(len(column) != record.num_datums for column in columns.values()):
             raise UserError(
-                f"loss_fn_outputs: a field has not one tensor for each of {record.num_datums} datums"
+                "loss_fn_outputs: a field does not have one tensor for each of "
+                f"{record.num_datums} datums"
             )
         outputs += [
             {name: column[i] for name, column in columns.items()} for i in range(record.num_datums)
@@ -182,6 +187,7 @@ def output_from_message(body: bytes) -> ForwardBackwardOutput:
 
 
 def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
+    """Write an output as JSON."""
     return {
         "loss_fn_output_type": output.loss_fn_output_type,
         "loss_fn_outputs": [
@@ -192,12 +198,14 @@ def output_to_json(output: ForwardBackwardOutput) -> dict[str, Any]:
 
 
 def optim_step_from_json(fields: Fields) -> OptimStep:
+    """Read an optim_step."""
     with fields:
         place = place_from_json(fields)
         fields.skip("type")
         if fields.has("optimizer_params"):
             raise UnsupportedError(
-                "optimizer_params: the update rule of Dimuon is not public, and AdamW is the one optimizer here; "
+                "optimizer_params: the update rule of Dimuon is not public, and AdamW is the only "
+                "optimizer here; "
                 "give adam_params"
             )
         with fields.object("adam_params") as given:
@@ -206,6 +214,7 @@ def optim_step_from_json(fields: Fields) -> OptimStep:
 
 
 def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
+    """Write an optim_step."""
     params = {name: getattr(operation.adam_params, name) for name in _ADAM_FIELDS}
     return {
         "model_id": operation.model_id,
@@ -216,13 +225,14 @@ def optim_step_to_json(operation: OptimStep, seq_id: int) -> dict[str, Any]:
 
 
 def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
+    """Read the result of an optim_step."""
     metrics = fields.object("metrics")
     return OptimStepResponse({name: metrics.number(name) for name in metrics})
 
 
 def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """The fields of the message at `begin` to `end`: number, where it begins, where its content
-    does, and the end. UserError if it is none.
+    """Yield the fields of the message between `begin` and `end`: number, where the field begins,
+    where its content begins, and where it ends. UserError if it is not a message.
     """
     while begin < end:
         tag, content = _varint(body, begin, end)
@@ -237,15 +247,15 @@ def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, in
                 size, content = _varint(body, content, end)
                 after = content + size
             case _:
-                raise UserError(f"the body is no {_REQUEST} in protobuf: it has groups")
+                raise UserError(f"the body is not a {_REQUEST} in protobuf: it has groups")
         if after > end:
-            raise UserError(f"the body is no {_REQUEST} in protobuf: it is cut off")
+            raise UserError(f"the body is not a {_REQUEST} in protobuf: it is cut off")
         yield tag >> 3, begin, content, after
         begin = after
 
 
 def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
-    """The number that begins there, and where it ends."""
+    """Return the number that begins at `begin`, and where it ends."""
     value = shift = 0
     while begin < end and shift < 70:
         byte = body[begin]
@@ -254,20 +264,22 @@ def _varint(body: bytes, begin: int, end: int) -> tuple[int, int]:
         if byte < 128:
             return value, begin
         shift += 7
-    raise UserError(f"the body is no {_REQUEST} in protobuf: it is cut off")
+    raise UserError(f"the body is not a {_REQUEST} in protobuf: it is cut off")
 
 
 def _parsed(message: Any, body: bytes) -> Any:
     try:
         message.ParseFromString(body)
     except DecodeError as error:
-        raise UserError(f"the body is no {message.DESCRIPTOR.name} in protobuf: {error}") from None
+        raise UserError(
+            f"the body is not a {message.DESCRIPTOR.name} in protobuf: {error}"
+        ) from None
     return message
 
 
 def _config(message: Any) -> Mapping[str, float]:
-    """The config of a loss. Clients write numbers twice; strings are only in the newer map, and the
-    loss refuses them by name.
+    """Read the config of a loss. Clients write numbers twice; strings are only in the newer map,
+    and the loss rejects them by name.
     """
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
@@ -316,7 +328,9 @@ def _datum_to_json(datum: Datum) -> dict[str, Any]:
 
 
 def _layout(datum: Mapping[str, TensorData]) -> list[tuple[str, str, list[int]]]:
-    """What datums of one record have in common: names, dtypes and trailing shapes of their tensors."""
+    """Return what the datums of one record have in common: names, dtypes and trailing shapes of
+    their tensors.
+    """
     return sorted((name, tensor.dtype, (tensor.shape or [])[1:]) for name, tensor in datum.items())
 
 

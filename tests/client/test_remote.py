@@ -370,7 +370,7 @@ def test_a_missing_key_is_told_once(model_dir, tmp_path, monkeypatch):
     ):
         ServiceClient(base_url=server.url)
     assert str(refused.value) == (
-        "a key is needed here; give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key "
+        "this server needs a key; give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key "
         "of this server"
     )
 

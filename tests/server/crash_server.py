@@ -25,10 +25,8 @@ from typing import Any, TypeVar
 import uvicorn
 from server_client import make_core
 
-import planish.server.durable.crash_guard as under_way
-import planish.server.durable.store as crash_points
-import planish.server.durable.store as store
 from planish.engine.engine import Engine
+from planish.server.durable import crash_guard, store
 from planish.server.http.app import create_app
 from planish.server.settings import HttpSettings, ServerSettings
 from planish.service import ForwardBackward, Operation, Sample
@@ -111,7 +109,7 @@ def _serve(start: Start) -> None:
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
     if start.crash_at is not None:
-        crash_points.arm_crash_point(start.crash_at)
+        store.arm_crash_point(start.crash_at)
     if start.crash_after is not None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
@@ -119,7 +117,7 @@ def _serve(start: Start) -> None:
     if start.has_poison:
         _be_poisoned()
     else:  # or one of so many kills in a row might be taken for the doing of a request
-        under_way._ENDS_ALONE = 20
+        crash_guard._ENDS_ALONE = 20
     server = make_core(start.model_dir, start.data_dir, start.settings)
     app = create_app(server, HttpSettings(_POLL_SECONDS, keys=start.keys))
     config = uvicorn.Config(

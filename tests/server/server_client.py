@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.server.results import Done, Failed, SessionSpec, Tenant, TryAgain
+from planish.server.results import Accepted, Done, Failed, SessionSpec, Tenant, TryAgain
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
 from planish.service import (
@@ -66,6 +66,13 @@ async def running(
         await server.stop(20)
 
 
+async def submit_training(
+    server: Server, tenant: Tenant, seq_id: int, operation: Operation[Any]
+) -> Accepted:
+    model = await server.open_model(tenant, operation.model_id)  # type: ignore[attr-defined]
+    return await model.submit(seq_id, operation)
+
+
 @dataclass
 class Client:
     """One session of one tenant."""
@@ -79,12 +86,13 @@ class Client:
     @classmethod
     async def start(cls, server: Server, tenant: Tenant = TENANT) -> Client:
         return cls(
-            server, await server.create_session(tenant, SessionSpec(sdk_version="test")), tenant
+            server, await server.sessions.create(tenant, SessionSpec(sdk_version="test")), tenant
         )
 
     async def answer(self, request_id: str) -> Done | Failed:
         while isinstance(
-            outcome := await self.server.result(self.tenant, request_id, POLL_SECONDS), TryAgain
+            outcome := await self.server.request_log.outcome(self.tenant, request_id, POLL_SECONDS),
+            TryAgain,
         ):
             pass
         return outcome
@@ -108,7 +116,7 @@ class Client:
 
     async def sampler(self, base_model: str | None = BASE, model_path: str | None = None) -> str:
         sampler_id = self.new_sampler_id()
-        return await self.server.create_sampler(
+        return await self.server.samplers.create(
             self.tenant, CreateSampler(sampler_id, base_model, model_path)
         )
 
@@ -117,7 +125,7 @@ class Client:
         return f"{self.session_id}:sample:{self.samplers - 1}"
 
     async def sample(self, sampler_id: str, seq_id: int = 0, **options: Any) -> SampleResponse:
-        accepted = await self.server.submit_sample(
+        accepted = await self.server.samplers.submit(
             self.tenant, seq_id, sample(sampler_id, **options)
         )
         return sample_response_from_message(
@@ -138,7 +146,7 @@ class Model:
         if seq is None:
             self.seq += 1
             seq = self.seq
-        accepted = await self.client.server.submit_training(self.client.tenant, seq, operation)
+        accepted = await submit_training(self.client.server, self.client.tenant, seq, operation)
         return accepted.request_id
 
     async def run(self, operation: Operation[Any]) -> bytes:

@@ -46,9 +46,9 @@ SETTINGS = ServerSettings(
     replay_seconds=1.0,
     idle_seconds=5.0,
     adapter_memory_bytes=4_000_000,
-    result_seconds=30.0,
+    result_retention=30.0,
     result_memory_bytes=1 << 20,
-    ephemeral_bytes=4_000_000,
+    unnamed_sampler_bytes=4_000_000,
 )
 _EVERY_SECONDS = 5.0
 _STEPS = 4

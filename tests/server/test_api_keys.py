@@ -38,7 +38,7 @@ def test_a_key_twice_and_no_file_are_refused(tmp_path):
     file.write_text("a tml-12345678\nb tml-12345678\n")
     with pytest.raises(UserError, match="line 2.*twice"):
         read_keys(file)
-    with pytest.raises(UserError, match="one key a line"):
+    with pytest.raises(UserError, match="one key per line"):
         read_keys(tmp_path / "none")
 
 

@@ -264,7 +264,7 @@ def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
     assert "another method" in alice.get("/create_session", 405)["detail"]
     message = client.get("/elsewhere").json()["error"]["message"]  # as OpenAI's clients read it
     assert "/elsewhere" in message
-    assert "below /v1" in message
+    assert "start with /v1" in message
 
 
 @pytest.mark.parametrize(
@@ -310,13 +310,13 @@ def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
             "/create_session", zstandard.compress(large), 413, {"content-encoding": "zstd"}
         )["detail"]
     )
-    assert client.app.state.http.room.used == 0  # type: ignore[attr-defined]
+    assert client.app.state.http.body_budget.used == 0  # type: ignore[attr-defined]
 
 
 def test_when_all_bodies_are_too_large_together_it_says_come_again(
     alice: Caller, client: TestClient, monkeypatch
 ):
-    room = client.app.state.http.room  # type: ignore[attr-defined]
+    room = client.app.state.http.body_budget  # type: ignore[attr-defined]
     monkeypatch.setattr(room, "limit", 10)
     answer = alice.post("/session_heartbeat", {"session_id": "s" * 70_000}, 503)
     assert "when others are done" in answer["detail"]
@@ -326,11 +326,11 @@ def test_when_all_bodies_are_too_large_together_it_says_come_again(
 
 def test_one_tenant_has_half_of_the_room_for_bodies():
     room, (one, other) = context.BodyBudget(100), (Tenant("one"), Tenant("other"))
-    room.take(one, 50)
+    room.reserve(one, 50)
     with pytest.raises(Unavailable):
-        room.take(one, 1)
-    room.take(other, 50)
-    room.give_back(one, 50)
+        room.reserve(one, 1)
+    room.reserve(other, 50)
+    room.release(one, 50)
     assert room.used == 50
 
 
@@ -377,14 +377,14 @@ def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
 
     async def scenario() -> None:
         request = Request({"type": "http", "method": "POST", "headers": []}, receive)
-        with pytest.raises(Unavailable, match="send it again"):
+        with pytest.raises(Unavailable, match="send the request again"):
             async with context.RequestContext(request, state, Tenant("alice")).body(
                 context.SMALL_BODY
             ):
                 pass
 
     asyncio.run(scenario())
-    assert state.room.used == 0
+    assert state.body_budget.used == 0
 
 
 @pytest.mark.parametrize(
@@ -660,7 +660,7 @@ def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Call
     ]
     assert "MiB" in problems[0]
     assert all("at most 272" in problem for problem in problems[1:17])  # the vocabulary
-    assert "filled up" in problems[17]  # which is of the whole body
+    assert "in dense form" in problems[17]  # which is of the whole body
 
 
 def test_cancel(alice: Caller):
@@ -738,9 +738,9 @@ def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
         assert "no projects" in alice.get(f"{path}?project_id=p", 400)["detail"]
     copy = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "p"}
     header = {"x-tinker-weights-access-token": "secret"}
-    assert "published" in alice.post("/copy_weights", copy, 400, header)["detail"]
+    assert "are public" in alice.post("/copy_weights", copy, 400, header)["detail"]
     assert (
-        "published"
+        "are public"
         in alice.post("/copy_weights", {**copy, "weights_access_token": "secret"}, 400)["detail"]
     )
     load = {
@@ -750,7 +750,7 @@ def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
         "optimizer": True,
     }
     assert (
-        "published"
+        "are public"
         in alice.post("/load_weights", {**load, "weights_access_token": "secret"}, 400)["detail"]
     )
 
@@ -980,7 +980,7 @@ def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
             waiting.set()
             await asyncio.Event().wait()
 
-        monkeypatch.setattr(state.server.residency, "_load", no_room)
+        monkeypatch.setattr(state.server.adapter_cache, "_load", no_room)
         model = caller.post(
             "/create_model",
             {
@@ -1017,7 +1017,7 @@ def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(
     assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
     session = alice.session(user_metadata={"b": "c"})
     server = client.app.state.http.server  # type: ignore[attr-defined]
-    assert server._sessions._open[session].spec == ""
+    assert server.sessions._open[session].spec == ""
     assert alice.get(f"/sessions/{session}")["user_metadata"] == {"b": "c"}
 
 

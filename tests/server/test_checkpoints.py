@@ -22,10 +22,10 @@ def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
             paths = [await first.save(name, user_metadata={"name": name}) for name in "ab"]
             await first.run(SaveWeightsForSampler(first.model_id, "s", 3600))
             paths += [f"tinker://{first.model_id}/sampler_weights/s", await second.save("c")]
-            page = await server.checkpoints(TENANT)
+            page = await server.list_checkpoints(TENANT)
             assert [item.tinker_path for item in page.items] == paths[::-1]
-            assert (await server.checkpoints(TENANT, first.model_id)).total == 3
-            part = await server.checkpoints(TENANT, limit=2, offset=1)
+            assert (await server.list_checkpoints(TENANT, first.model_id)).total == 3
+            part = await server.list_checkpoints(TENANT, limit=2, offset=1)
             assert [item.tinker_path for item in part.items] == paths[2:0:-1]
             assert (part.total, part.offset, part.limit) == (4, 1, 2)
             assert page.items[3].user_metadata == {"task": "a", "name": "a"}
@@ -46,7 +46,7 @@ def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
             assert seen.last_checkpoint.tinker_path == paths[1]
             assert seen.last_sampler_checkpoint is not None
             with pytest.raises(NotFound):
-                await server.checkpoints(TENANT, "no:train:0")
+                await server.list_checkpoints(TENANT, "no:train:0")
 
     run(scenario())
 
@@ -56,20 +56,20 @@ def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
             path = await model.save("a", ttl_seconds=3600)
-            info = await server.checkpoint_info(TENANT, path)
+            info = await server.checkpoints.info(TENANT, path)
             assert (info.base_model, info.lora.rank) == (BASE, RANK)
-            await server.set_ttl(TENANT, path, None)
-            assert (await server.checkpoint_info(TENANT, path)).checkpoint.expires_at is None
-            await server.set_ttl(TENANT, path, 7200)
-            expires = (await server.checkpoint_info(TENANT, path)).checkpoint.expires_at
+            await server.checkpoints.set_ttl(TENANT, path, None)
+            assert (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at is None
+            await server.checkpoints.set_ttl(TENANT, path, 7200)
+            expires = (await server.checkpoints.info(TENANT, path)).checkpoint.expires_at
             assert expires is not None
             assert abs(expires.timestamp() - time.time() - 7200) < 30
             with pytest.raises(ValueError, match="ttl_seconds"):
-                await server.set_ttl(TENANT, path, -1)
-            await server.delete_checkpoint(TENANT, path)
+                await server.checkpoints.set_ttl(TENANT, path, -1)
+            await server.checkpoints.delete(TENANT, path)
             for call in (
-                server.delete_checkpoint(TENANT, path),
-                server.checkpoint_info(TENANT, path),
+                server.checkpoints.delete(TENANT, path),
+                server.checkpoints.info(TENANT, path),
             ):
                 with pytest.raises(NotFound):
                     await call
@@ -93,9 +93,9 @@ def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             with pytest.raises((ValueError, NotFound)):
-                await server.checkpoint_info(TENANT, path)
+                await server.checkpoints.info(TENANT, path)
             with pytest.raises((ValueError, NotFound)):
-                await server.delete_checkpoint(TENANT, path)
+                await server.checkpoints.delete(TENANT, path)
 
     run(scenario())
 
@@ -109,9 +109,11 @@ def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
             kept = await model.save("b")
             time.sleep(1.1)
             with pytest.raises(NotFound):
-                await server.checkpoint_info(TENANT, path)
-            assert [item.tinker_path for item in (await server.checkpoints(TENANT)).items] == [kept]
-            await server.retention.round()
+                await server.checkpoints.info(TENANT, path)
+            assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
+                kept
+            ]
+            await server.cleanup.clean()
             assert not (data_dir / "checkpoints" / model.model_id / "weights" / "a").exists()
 
     run(scenario())
@@ -126,7 +128,7 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
                 await model.save(name, ttl_seconds=1)
             time.sleep(1.1)
             delete, deleting, saved = (
-                server._engine.delete_checkpoint,
+                server.engine.delete_checkpoint,
                 asyncio.Event(),
                 asyncio.Event(),
             )
@@ -136,8 +138,8 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
                 await saved.wait()
                 await delete(path)
 
-            server._engine.delete_checkpoint = slow
-            cleaning = asyncio.create_task(server.retention.round())
+            server.engine.delete_checkpoint = slow
+            cleaning = asyncio.create_task(server.cleanup.clean())
             await deleting.wait()
             path = await model.save("b", overwrite=True)
             # its files are being deleted
@@ -147,8 +149,8 @@ def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
             await client.done(saving)
             await cleaning
             for kept in (path, path[:-1] + "a"):
-                assert (await server.checkpoint_info(TENANT, kept)).checkpoint.expires_at is None
-                assert (await server.checkpoint_files(TENANT, kept)).names
+                assert (await server.checkpoints.info(TENANT, kept)).checkpoint.expires_at is None
+                assert (await server.checkpoints.files(TENANT, kept)).names
 
     run(scenario())
 
@@ -164,23 +166,23 @@ def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
         content = manifest.read_bytes()
         manifest.write_bytes(b"{" + content)
         async with running(model_dir, data_dir) as server:
-            assert {item.tinker_path for item in (await server.checkpoints(TENANT)).items} == {
+            assert {item.tinker_path for item in (await server.list_checkpoints(TENANT)).items} == {
                 path,
                 other,
             }
             with pytest.raises(DamagedFileError, match=r"planish\.json") as refused:
-                await server.checkpoint_info(TENANT, path)
+                await server.checkpoints.info(TENANT, path)
             assert str(refused.value).startswith(
                 f"checkpoints/{model.model_id}/weights/a/planish.json cannot be used"
             )
-            await server.delete_checkpoint(TENANT, other)
+            await server.checkpoints.delete(TENANT, other)
         assert f"{path} cannot be read" in caplog.text
         manifest.write_bytes(content)
         async with running(model_dir, data_dir) as server:
-            assert (await server.checkpoint_info(TENANT, path)).checkpoint.tinker_path == path
+            assert (await server.checkpoints.info(TENANT, path)).checkpoint.tinker_path == path
             manifest.write_bytes(b"")
-            await server.delete_checkpoint(TENANT, path)
-            assert not (await server.checkpoints(TENANT)).items
+            await server.checkpoints.delete(TENANT, path)
+            assert not (await server.list_checkpoints(TENANT)).items
 
     run(scenario())
 
@@ -194,7 +196,7 @@ def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir)
             weights = data_dir / "checkpoints" / model.model_id / "weights"
             (weights / "a" / "planish.json").write_bytes(b"")
             time.sleep(1.1)
-            await server.retention.round()
+            await server.cleanup.clean()
             assert not weights.exists() or not list(weights.iterdir())
 
     run(scenario())
@@ -211,7 +213,7 @@ def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
             assert copy == f"tinker://{client.session_id}:train:8/weights/a"
             assert await server.copy_checkpoint(TENANT, path, client.session_id, 8, None) == copy
             before = state(data_dir, path)
-            await server.delete_checkpoint(TENANT, path)
+            await server.checkpoints.delete(TENANT, path)
             assert state(data_dir, copy) == before
             twin = await client.model(base_model=None, from_path=copy, with_optimizer=True)
             assert (await twin.step())["adam_step"] == 2
@@ -222,9 +224,9 @@ def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
                 {"renderer": "x"},
             )
             other = await model.save("b")
-            with pytest.raises(ValueError, match="in use"):
+            with pytest.raises(ValueError, match="already used by another"):
                 await server.copy_checkpoint(TENANT, other, client.session_id, 8, None)
-            with pytest.raises(ValueError, match="in use"):
+            with pytest.raises(ValueError, match="already used by another"):
                 await server.copy_checkpoint(TENANT, other, client.session_id, 0, None)
 
     run(scenario())
@@ -235,11 +237,11 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
             path = await model.save("a")
-            token = server.download_token(TENANT, path, 60)
-            files = await server.files_of_token(token)
+            token = server.checkpoints.token(TENANT, path, 60)
+            files = await server.checkpoints.files_of_token(token)
             assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
             assert all(file.is_file() for file in files.paths.values())
-            old = server.download_token(TENANT, path, -1)
+            old = server.checkpoints.token(TENANT, path, -1)
             for false in (
                 old,
                 token[:-1],
@@ -250,10 +252,10 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
                 "\udc80",
             ):
                 with pytest.raises(NotFound):
-                    await server.files_of_token(false)
-            await server.delete_checkpoint(TENANT, path)
+                    await server.checkpoints.files_of_token(false)
+            await server.checkpoints.delete(TENANT, path)
             with pytest.raises(NotFound):
-                await server.files_of_token(token)
+                await server.checkpoints.files_of_token(token)
 
     run(scenario())
 
@@ -265,51 +267,53 @@ def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, d
             model = await client.model()
             await model.step()
             path, sampler = await model.save("a"), await model.publish()
-            record = await server.session(TENANT, client.session_id)
+            record = await server.sessions.record(TENANT, client.session_id)
             assert (record.training_run_ids, record.sampler_ids) == ([model.model_id], [sampler])
             assert record.ended is None
             last = [
                 await model.submit(op) for op in (gradient(model.model_id, 9), adam(model.model_id))
             ]
-            await server.finish_session(TENANT, client.session_id, "success", None)
-            await server.finish_session(TENANT, client.session_id, "success", None)
-            await server._sessions.cleared()
+            await server.sessions.finish(TENANT, client.session_id, "success", None)
+            await server.sessions.finish(TENANT, client.session_id, "success", None)
+            await server.sessions.cleared()
             for request_id in last:
                 assert (await client.done(request_id)) is not None
             for call in (
-                server.heartbeat(TENANT, client.session_id),
+                server.sessions.touch(TENANT, client.session_id),
                 client.sample(sampler),
                 client.model(),
                 model.publish(),
             ):
                 with pytest.raises(Gone):
                     await call
-            assert (await server.session(TENANT, client.session_id)).ended is not None
-            assert [item.tinker_path for item in (await server.checkpoints(TENANT)).items] == [path]
+            assert (await server.sessions.record(TENANT, client.session_id)).ended is not None
+            assert [item.tinker_path for item in (await server.list_checkpoints(TENANT)).items] == [
+                path
+            ]
             left = {file.name for file in (data_dir / "checkpoints").glob("*/*/*")}
             assert left == {"a"}
-            assert server.residency.loaded() == []
-            await server.heartbeat(TENANT, other.session_id)
-            assert (await server.sessions(TENANT, 10, 0)).items == [
+            assert server.adapter_cache.loaded() == []
+            await server.sessions.touch(TENANT, other.session_id)
+            assert (await server.sessions.page(TENANT, 10, 0)).items == [
                 other.session_id,
                 client.session_id,
             ]
             with pytest.raises(NotFound):
-                await server.session(TENANT, "nothing")
+                await server.sessions.record(TENANT, "nothing")
 
     run(scenario())
 
 
 def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(session_seconds=0.5)) as server:
+        async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
             silent, heard = await Client.start(server), await Client.start(server)
             time.sleep(0.6)
-            await server.heartbeat(TENANT, heard.session_id)
-            await server.retention.round()
-            with pytest.raises(Gone, match="nothing was heard"):
-                await server.heartbeat(TENANT, silent.session_id)
-            await server.heartbeat(TENANT, heard.session_id)
+            await server.sessions.touch(TENANT, heard.session_id)
+            await server.cleanup.clean()
+            with pytest.raises(Gone, match="not heard of"):
+                await server.sessions.touch(TENANT, silent.session_id)
+            await server.sessions.touch(TENANT, heard.session_id)
 
     run(scenario())
 
@@ -326,14 +330,14 @@ def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(
         async with running(model_dir, data_dir) as server:
             silent, heard = await Client.start(server), await Client.start(server)
             waited = 3 * 86400.0
-            await server.retention.round()
-            await server.heartbeat(TENANT, heard.session_id)
+            await server.cleanup.clean()
+            await server.sessions.touch(TENANT, heard.session_id)
             for _ in range(7):
                 waited += 100
-                await server.retention.round()
-            with pytest.raises(Gone, match="nothing was heard"):
-                await server.heartbeat(TENANT, silent.session_id)
-            await server.heartbeat(TENANT, heard.session_id)
+                await server.cleanup.clean()
+            with pytest.raises(Gone, match="not heard of"):
+                await server.sessions.touch(TENANT, silent.session_id)
+            await server.sessions.touch(TENANT, heard.session_id)
 
     run(scenario())
 
@@ -341,7 +345,7 @@ def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(
 def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(
-            result_seconds=0.3, ephemeral_bytes=100_000, result_memory_bytes=1
+            result_retention=0.3, unnamed_sampler_bytes=100_000, result_memory_bytes=1
         )
         async with running(model_dir, data_dir, settings) as server:
             client = await Client.start(server)
@@ -352,7 +356,7 @@ def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_di
             await client.answer(request)
             await model.save("wait")  # behind the writing of the samplers
             time.sleep(0.4)
-            await server.retention.round()
+            await server.cleanup.clean()
             with pytest.raises(Gone):
                 await client.answer(request)
             with pytest.raises(Gone):

@@ -11,8 +11,7 @@ import pytest
 from server_client import run
 
 from planish.errors import EngineClosedError
-from planish.server.durable import crash_guard as under_way
-from planish.server.durable import journal
+from planish.server.durable import crash_guard, journal
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.store import Store
 from planish.server.results import Abandoned
@@ -24,7 +23,7 @@ class Life:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.prepared = 0
-        self.under_way = CrashGuard(store, self._prepare)
+        self.guard = CrashGuard(store, self._prepare)
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     async def _prepare(self) -> None:
@@ -34,7 +33,7 @@ class Life:
     async def ask(self, *keys: str) -> None:
         """For each to be under way, as far as it goes by itself."""
         for key in keys:
-            self.tasks[key] = asyncio.create_task(self.under_way.enter(key))
+            self.tasks[key] = asyncio.create_task(self.guard.enter(key))
         await self.rest()
 
     async def rest(self) -> None:
@@ -61,10 +60,10 @@ def _is_in(task: asyncio.Task[None]) -> bool:
 async def life(directory: Path, in_order: bool = False) -> AsyncIterator[Life]:
     """Ends as by a kill, or in order."""
     lived = Life(Store(directory))
-    await lived.under_way.begin()
+    await lived.guard.begin()
     yield lived
     if in_order:
-        await lived.under_way.end()
+        await lived.guard.end()
     for task in lived.tasks.values():
         task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     lived.store.close()
@@ -83,14 +82,14 @@ def test_nothing_is_written_down_until_a_server_ended_without_a_stop(tmp_path):
             async with life(tmp_path, in_order=True) as lived:
                 await lived.ask("a", "b")
                 assert lived.entered == {"a", "b"}
-                assert lived.under_way.is_calm
+                assert lived.guard.is_calm
                 assert await lived.marked() == set()
         await ended_with(tmp_path, "a")
         async with life(tmp_path) as lived:
             await lived.ask("a", "b")
             assert await lived.marked() == lived.entered == {"a", "b"}
-            lived.under_way.leave("a")
-            lived.under_way.pause("b")
+            lived.guard.leave("a")
+            lived.guard.pause("b")
             await lived.rest()
             assert await lived.marked() == set()
             assert not lived.prepared
@@ -101,7 +100,7 @@ def test_nothing_is_written_down_until_a_server_ended_without_a_stop(tmp_path):
 def test_it_watches_for_a_while_only(tmp_path, monkeypatch):
     async def scenario() -> None:
         await ended_with(tmp_path)
-        monkeypatch.setattr(under_way, "_WATCH_SECONDS", 0.0)
+        monkeypatch.setattr(crash_guard, "_WATCH_SECONDS", 0.0)
         async with life(tmp_path) as lived:
             await lived.ask("a")
             assert await lived.marked() == set()
@@ -109,7 +108,7 @@ def test_it_watches_for_a_while_only(tmp_path, monkeypatch):
     run(scenario())
 
 
-def test_one_that_is_alone_under_way_at_three_ends_is_given_up(tmp_path):
+def test_one_that_is_alone_under_way_at_three_ends_is_abandoned(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path, "bad", "good")  # not marked
         await ended_with(tmp_path, "bad", "good")
@@ -120,12 +119,14 @@ def test_one_that_is_alone_under_way_at_three_ends_is_given_up(tmp_path):
                 assert lived.entered == await lived.marked() == {"bad"}
                 assert lived.prepared == 1
         async with life(tmp_path) as lived:
-            with pytest.raises(Abandoned, match="ended 3 times while it did bad and nothing else"):
-                await lived.under_way.enter("bad")
+            with pytest.raises(
+                Abandoned, match="crashed 3 times while it ran bad and nothing else"
+            ):
+                await lived.guard.enter("bad")
             await lived.ask("good")
             await lived.ask("new")
             assert lived.entered == {"good"}
-            lived.under_way.leave("good")
+            lived.guard.leave("good")
             await lived.rest()
             assert lived.entered == {"good", "new"}
 
@@ -140,8 +141,8 @@ def test_ends_that_it_shared_or_at_which_nobody_suspected_it_blame_nothing(tmp_p
             await ended_with(tmp_path, "a")  # the two ends that count
         await ended_with(tmp_path, "b", "c", "d")
         async with life(tmp_path) as lived:
-            assert not lived.under_way._given_up
-            assert lived.under_way._suspects == {"a": 3, "b": 1, "c": 1, "d": 1}
+            assert not lived.guard._abandoned
+            assert lived.guard._suspects == {"a": 3, "b": 1, "c": 1, "d": 1}
 
     run(scenario())
 
@@ -154,12 +155,12 @@ def test_an_answer_or_a_stop_in_order_makes_it_begin_anew(tmp_path, forgive):
         async with life(tmp_path, in_order=forgive == "stopped") as lived:
             await lived.ask("slow")
             if forgive == "answered":
-                lived.under_way.leave("slow")
+                lived.guard.leave("slow")
                 await lived.rest()
         await ended_with(tmp_path, "slow")
         await ended_with(tmp_path, "slow")
         async with life(tmp_path) as lived:
-            assert not lived.under_way._given_up
+            assert not lived.guard._abandoned
 
     run(scenario())
 
@@ -168,28 +169,28 @@ def test_what_was_read_and_not_under_way_at_the_end_is_no_suspect(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         async with life(tmp_path) as lived:
-            async with lived.under_way.reading("read"):
+            async with lived.guard.reading("read"):
                 pass
             await lived.ask("a")
         async with life(tmp_path) as lived:
-            assert lived.under_way._suspects == {"a": 1}
+            assert lived.guard._suspects == {"a": 1}
 
     run(scenario())
 
 
-def test_what_was_given_up_has_one_try_after_a_stop(tmp_path):
+def test_what_was_abandoned_has_one_try_after_a_stop(tmp_path):
     async def scenario() -> None:
         for _ in range(5):
             await ended_with(tmp_path, "model")
         async with life(tmp_path, in_order=True) as lived:
             with pytest.raises(Abandoned):
-                await lived.under_way.enter("model")
+                await lived.guard.enter("model")
         async with life(tmp_path) as lived:
             await lived.ask("model")
             assert lived.entered == await lived.marked() == {"model"}
         async with life(tmp_path) as lived:
             with pytest.raises(Abandoned):
-                await lived.under_way.enter("model")
+                await lived.guard.enter("model")
 
     run(scenario())
 
@@ -207,7 +208,7 @@ def test_many_are_halved_and_halved_again_by_eighths(tmp_path):
                 assert "r0" in lived.entered
         assert widths == [40, 5, 1, 1, 1]
         async with life(tmp_path) as lived:
-            assert lived.under_way._given_up == {"r0"}
+            assert lived.guard._abandoned == {"r0"}
 
     run(scenario())
 
@@ -224,7 +225,7 @@ def test_suspects_and_others_take_turns_in_their_order(tmp_path):
                 before = set(lived.tasks) - lived.entered
                 for key in group:
                     assert set(lived.tasks) - lived.entered == before
-                    lived.under_way.leave(key)
+                    lived.guard.leave(key)
                 await lived.rest()
             assert lived.entered == set(lived.tasks)
 
@@ -242,10 +243,10 @@ def test_who_gives_up_waiting_or_in_that_moment_leaves_room(tmp_path):
             lived.tasks["s"].cancel()
             await lived.rest()
             assert lived.entered == {"a", "b"}
-            lived.under_way.leave("a")
-            late = asyncio.create_task(lived.under_way.enter("s"))
+            lived.guard.leave("a")
+            late = asyncio.create_task(lived.guard.enter("s"))
             await lived.rest()
-            lived.under_way.leave("b")
+            lived.guard.leave("b")
             late.cancel()
             await lived.rest()
             await lived.ask("c")
@@ -265,11 +266,11 @@ def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
             ]
             for key, error in zip(("failed", "fault"), errors, strict=True):
                 with pytest.raises(Exception):  # noqa: B017
-                    async with lived.under_way.doing(key):
+                    async with lived.guard.running(key):
                         raise error()
-            async with lived.under_way.doing("done"):
+            async with lived.guard.running("done"):
                 pass
-            async with lived.under_way.reading("read"):
+            async with lived.guard.reading("read"):
                 pass
             await lived.rest()
             assert await lived.marked() == {"fault"}
@@ -277,7 +278,7 @@ def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
     run(scenario())
 
 
-def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_made_is_closed(
+def test_a_request_that_was_abandoned_has_failed_and_a_model_that_could_not_be_made_is_closed(
     tmp_path,
 ):
     async def scenario() -> None:
@@ -304,7 +305,7 @@ def test_a_request_that_was_given_up_has_failed_and_a_model_that_could_not_be_ma
             assert row is not None
             assert (row.state, row.category) == ("failed", "server")
             assert row.message is not None
-            assert "ended 3 times while it did m:0 and nothing else" in row.message
+            assert "crashed 3 times while it ran m:0 and nothing else" in row.message
             closed = await lived.store.read(
                 lambda db: db.execute("SELECT closed FROM models").fetchone()[0]
             )

@@ -133,7 +133,7 @@ def test_a_turn_that_was_granted_to_one_who_left_is_not_lost():
 def test_one_tenant_does_not_take_all_places_while_others_are_about():
     async def scenario() -> None:
         now = 0.0
-        gate = FairQueue(10, share=6, clock=lambda: now)
+        gate = FairQueue(10, max_per_tenant=6, clock=lambda: now)
         alone = [await gate.turn("long", 2, 1000) for _ in range(5)]
         assert gate.used == 10
         other = asyncio.create_task(gate.turn("other", 4, 1))
@@ -190,7 +190,7 @@ def test_long_requests_do_not_take_all_places():
 
 def test_a_first_turn_may_be_larger_than_the_share():
     async def scenario() -> None:
-        gate = FairQueue(10, share=2)
+        gate = FairQueue(10, max_per_tenant=2)
         (await gate.turn("other", 1, 1)).give_back()
         async with asyncio.timeout(1):
             turn = await gate.turn("large", 100, 1)
@@ -208,7 +208,7 @@ def test_tokens_are_shared_evenly_with_a_tenant_of_long_jobs():
     sizes, piece = {"long": 5000, "short": 50, "middling": 400}, 50
 
     async def scenario() -> dict[str, int]:
-        gate, device = FairQueue(3, share=2), asyncio.Lock()
+        gate, device = FairQueue(3, max_per_tenant=2), asyncio.Lock()
         served, is_over = dict.fromkeys(sizes, 0), False
 
         async def work(tenant: str) -> None:

@@ -13,14 +13,14 @@ from planish.server.settings import ServerSettings
 
 def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch, caplog):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(reserve_bytes=1000)) as server:
+        async with running(model_dir, data_dir, ServerSettings(min_free_disk_bytes=1000)) as server:
             client = await Client.start(server)
             model, sampler = await client.model(), await client.sampler()
             before = await model.submit(gradient(model.model_id))
-            monkeypatch.setattr(server._store, "free_bytes", lambda: 999)
+            monkeypatch.setattr(server.store, "free_bytes", lambda: 999)
             calls = [
                 model.submit(gradient(model.model_id), 2),
-                server.submit_sample(TENANT, 0, sample(sampler)),
+                server.samplers.submit(TENANT, 0, sample(sampler)),
                 client.model(),
                 client.sampler(),
             ]
@@ -32,7 +32,7 @@ def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch
             assert [
                 record.getMessage() for record in caplog.records if record.levelname == "ERROR"
             ] == [
-                f"nothing new is taken until there is space: 999 bytes are free in {data_dir}, of which 1,000 are left alone (reserve_bytes)"
+                f"no new work is accepted until there is space: 999 bytes are free in {data_dir}, and the server keeps 1,000 bytes free (min_free_disk_bytes)"
             ]
             assert isinstance(await client.answer(before), Done)
             monkeypatch.undo()
@@ -52,7 +52,7 @@ def test_a_directory_that_is_moved_away_and_back_loses_nothing(model_dir, data_d
             away = data_dir.rename(data_dir.with_name("away"))
             with pytest.raises(Unavailable):
                 await model.submit(gradient(model.model_id), 3)
-            assert "not there any more" in caplog.text
+            assert "the directory is missing" in caplog.text
             assert (await server.metrics()).disk_is_full
             away.rename(data_dir)
             await client.done(await model.submit(gradient(model.model_id), 3))
@@ -81,7 +81,7 @@ def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypa
                 with pytest.raises(Unavailable):
                     await model.submit(gradient(model.model_id), 2)
                 refusing = False
-                while server._store.is_refused:
+                while server.store.is_refused:
                     await asyncio.sleep(0.05)
             await model.step(1)
             return state(data_dir, await model.save("last"))
@@ -103,8 +103,8 @@ def test_what_has_expired_goes_from_a_disk_that_is_full(model_dir, data_dir, mon
                     raise OSError(28, "No space left on device")
 
             monkeypatch.setattr("planish.server.durable.store.crash_point", refuse)
-            await server.heartbeat(TENANT, model.client.session_id)
-            await asyncio.wait_for(server.retention.round(), 10)
+            await server.sessions.touch(TENANT, model.client.session_id)
+            await asyncio.wait_for(server.cleanup.clean(), 10)
             monkeypatch.undo()
             assert not any((weights / name).exists() for name in "ab")
 
@@ -122,9 +122,9 @@ def test_a_full_disk_does_not_keep_a_server_from_stopping(model_dir, data_dir, m
 
         with monkeypatch.context() as full:
             full.setattr("planish.server.durable.store.crash_point", refuse)
-            await server.heartbeat(TENANT, client.session_id)
+            await server.sessions.touch(TENANT, client.session_id)
             await asyncio.wait_for(server.stop(1), 10)
         async with running(model_dir, data_dir) as server:
-            await server.heartbeat(TENANT, client.session_id)
+            await server.sessions.touch(TENANT, client.session_id)
 
     run(scenario())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from server_client import adam, gradient, sample
 
-from planish.server.durable.journal import entry, operation_of
+from planish.server.durable.journal import encode_request, operation_of
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -43,7 +43,7 @@ OPERATIONS = [
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: type(operation).__name__)
 def test_an_operation_comes_back(operation):
-    journaled = entry(operation, 7)
+    journaled = encode_request(operation, 7)
     assert journaled.operation is operation
     assert operation_of(journaled.kind, journaled.body) == operation
 
@@ -53,7 +53,7 @@ def test_training_data_come_back(forward_only):
     operation = replace(
         gradient(MODEL, 1, forward_only), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9}
     )
-    journaled = entry(operation, 2**40)
+    journaled = encode_request(operation, 2**40)
     assert journaled.kind == ("forward" if forward_only else "forward_backward")
     back = operation_of(journaled.kind, journaled.body)
     assert isinstance(back, ForwardBackward)
@@ -81,7 +81,7 @@ def test_questions_about_a_prompt_come_back():
         5,
         True,
     )
-    journaled = entry(operation, 0)
+    journaled = encode_request(operation, 0)
     back = operation_of(journaled.kind, journaled.body)
     assert isinstance(back, Sample)
     assert back.target_prompt_logprobs is not None
@@ -92,18 +92,18 @@ def test_questions_about_a_prompt_come_back():
 
 
 def test_the_digest_is_of_what_was_asked_and_not_of_the_seed_that_was_chosen():
-    first, second = (entry(sample(SAMPLER), 3) for _ in range(2))
+    first, second = (encode_request(sample(SAMPLER), 3) for _ in range(2))
     assert first.digest == second.digest
     assert first.operation != second.operation
     assert operation_of("sample", first.body) == first.operation
-    created = [entry(CreateModel(MODEL, "base", LoraConfig(4)), 0) for _ in range(2)]
+    created = [encode_request(CreateModel(MODEL, "base", LoraConfig(4)), 0) for _ in range(2)]
     assert created[0].digest == created[1].digest
     assert created[0].body != created[1].body
 
 
 def test_the_digest_tells_requests_apart():
     digests = {
-        entry(operation, 7).digest
+        encode_request(operation, 7).digest
         for operation in [*OPERATIONS, gradient(MODEL, 1), gradient(MODEL, 2)]
     }
     assert len(digests) == len(OPERATIONS) + 2
@@ -112,12 +112,18 @@ def test_the_digest_tells_requests_apart():
 def test_both_wires_have_one_digest():
     operation = gradient(MODEL, 1)
     told = Fields(forward_backward_to_json(operation, 5))
-    assert entry(forward_backward_from_json(told, False), 5).digest == entry(operation, 5).digest
+    assert (
+        encode_request(forward_backward_from_json(told, False), 5).digest
+        == encode_request(operation, 5).digest
+    )
     shuffled = [
         replace_inputs(datum, dict(reversed(list(datum.loss_fn_inputs.items()))))
         for datum in operation.data
     ]
-    assert entry(replace(operation, data=shuffled), 5).digest == entry(operation, 5).digest
+    assert (
+        encode_request(replace(operation, data=shuffled), 5).digest
+        == encode_request(operation, 5).digest
+    )
 
 
 def replace_inputs(datum, inputs):

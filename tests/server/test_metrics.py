@@ -29,7 +29,7 @@ def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir)
                 "sample": 1,
             }
             assert counted.answered == {(kind, "done"): 1 for kind in counted.accepted}
-            assert (counted.draws, counted.sequences_at_draws) == (1, 2)
+            assert (counted.samples, counted.sequences_at_samples) == (1, 2)
             assert (
                 found.queued,
                 found.sequences,
@@ -42,14 +42,14 @@ def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir)
             assert found.resident_bytes > 0
             assert found.disk.database > 0
             assert not found.disk_is_full
-            assert (found.checkpoint_bytes, found.ephemeral_bytes) == ({}, 0)
+            assert (found.checkpoint_bytes, found.unnamed_sampler_bytes) == ({}, 0)
             path = await model.save("a")
             await model.publish()
             found = await server.metrics()
             assert found.checkpoint_bytes == {
-                "everybody": (await server.checkpoint_info(TENANT, path)).checkpoint.size_bytes
+                "everybody": (await server.checkpoints.info(TENANT, path)).checkpoint.size_bytes
             }
-            while not (await server.metrics()).ephemeral_bytes:
+            while not (await server.metrics()).unnamed_sampler_bytes:
                 await asyncio.sleep(0.02)
 
     run(scenario())

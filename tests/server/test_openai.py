@@ -95,7 +95,7 @@ class Served:
         )
 
     def is_idle(self) -> bool:
-        return self.server.sampling_gate.used == 0 and not self.server.limits.queued()
+        return self.server.sampling_queue.used == 0 and not self.server.limits.queued()
 
 
 @pytest.fixture(scope="module")
@@ -380,7 +380,7 @@ def test_an_endpoint_that_is_not_there_is_named(served, client):
         openai.OpenAI(base_url=served.url, api_key="tml-first", max_retries=0) as client_without_v1,
         pytest.raises(
             openai.NotFoundError,
-            match="POST /chat/completions; those for OpenAI's clients are below /v1",
+            match="POST /chat/completions; the endpoints for OpenAI's clients start with /v1",
         ),
     ):
         client_without_v1.chat.completions.create(model=BASE, messages=HELLO)
@@ -582,11 +582,11 @@ def test_an_error_in_the_middle_of_a_stream_is_told(served, client):
 def test_a_fault_of_the_server_is_told(served, client):
     with served.engine.saying("Some", served.tokenizer, error=KeyError("secret")):
         with pytest.raises(
-            openai.InternalServerError, match="fault of the server.*KeyError"
+            openai.InternalServerError, match="internal error of the server.*KeyError"
         ) as error:
             client.chat.completions.create(model=CHAT, messages=HELLO)
         assert error.value.type == "server_error"
-        with pytest.raises(openai.APIError, match="fault of the server.*KeyError"):
+        with pytest.raises(openai.APIError, match="internal error of the server.*KeyError"):
             list(client.completions.create(model=BASE, prompt="x", stream=True))
     assert served.is_idle()
 
@@ -655,9 +655,9 @@ def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir
                 found = await models.find(TENANT, orjson.loads(await model.run(saving))["path"])
                 return await models.sampler(TENANT, found, [operation])
 
-            turn = await server.sampling_gate.turn("somebody", 1, 0)
+            turn = await server.sampling_queue.turn("somebody", 1, 0)
             old = await saved()
-            waiting = [asyncio.create_task(models.draw(TENANT, old, operation)) for _ in range(2)]
+            waiting = [asyncio.create_task(models.sample(TENANT, old, operation)) for _ in range(2)]
             await asyncio.sleep(0)
             new = await saved()
             turn.give_back()
@@ -675,7 +675,7 @@ def test_a_model_that_is_loaded_leaves_threads_to_others(model_dir, data_dir, mo
             operation = Sample("", ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1))
             is_loaded = threading.Event()
             monkeypatch.setattr(
-                server._engine._service, "check_sample", lambda *_: is_loaded.wait(20)
+                server.engine._service, "check_sample", lambda *_: is_loaded.wait(20)
             )
             asked = [
                 asyncio.create_task(models.sampler(TENANT, served, [operation])) for _ in range(50)

@@ -7,15 +7,24 @@ from typing import Any
 
 import orjson
 import pytest
-from server_client import BASE, RANK, TENANT, Client, adam, gradient, run, running, sample
+from server_client import (
+    BASE,
+    RANK,
+    TENANT,
+    Client,
+    adam,
+    gradient,
+    run,
+    running,
+    sample,
+    submit_training,
+)
 
 from planish.server.durable.checkpoints import CheckpointCatalog
-from planish.server.durable.request_log import Request, failure
-from planish.server.models.replay import Replay
-from planish.server.models.steps import TrainingSteps
+from planish.server.durable.request_log import QueuedRequest, failure
+from planish.server.models.model import Model
 from planish.server.results import BadRequest, Done, Failed, Gone, TryAgain, Unavailable
-from planish.server.samplers import Sampler
-from planish.server.sampling import Sampling
+from planish.server.samplers import Sampler, Samplers
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, ForwardBackward, LoadWeights, SaveWeights
 from planish.types import Datum, LoraConfig, ModelInput
@@ -32,20 +41,20 @@ def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir
             client = await Client.start(server)
             model, sampler = await client.model(), await client.sampler()
             calls = [
-                server.submit_training(TENANT, 1, gradient(model.model_id)),
-                server.submit_sample(TENANT, 0, sample(sampler)),
+                submit_training(server, TENANT, 1, gradient(model.model_id)),
+                server.samplers.submit(TENANT, 0, sample(sampler)),
                 server.create_model(
                     TENANT, CreateModel(f"{client.session_id}:train:7", BASE, LoraConfig(RANK))
                 ),
             ]
             for call in calls:
                 task = asyncio.create_task(call)
-                while not server.requests.unanswered and not task.done():
+                while not server.request_log.unanswered and not task.done():
                     await asyncio.sleep(0)
                 assert task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
-                while server.requests.unanswered:
+                while server.request_log.unanswered:
                     await asyncio.sleep(0.01)
             for request_id in (
                 f"{model.model_id}:1",
@@ -58,18 +67,18 @@ def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir
 
 
 def test_a_sample_can_be_given_up_before_anything_of_it_was_done(model_dir, data_dir, monkeypatch):
-    begin = Sampling.begin
+    start = Samplers.start
 
-    def begin_in_vain(sampling: Sampling, sampler: Sampler, request: Request) -> None:
-        begin(sampling, sampler, request)
-        sampling.cancel(request.id)  # before its task had a step
+    def start_and_cancel(samplers: Samplers, sampler: Sampler, request: QueuedRequest) -> None:
+        start(samplers, sampler, request)
+        samplers.cancel(TENANT, request.id)  # before its task had a step
 
-    monkeypatch.setattr(Sampling, "begin", begin_in_vain)
+    monkeypatch.setattr(Samplers, "start", start_and_cancel)
 
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
-            accepted = await server.submit_sample(TENANT, 0, sample(await client.sampler()))
+            accepted = await server.samplers.submit(TENANT, 0, sample(await client.sampler()))
             assert await client.answer(accepted.request_id) == Failed("it was cancelled", "user")
 
     run(scenario())
@@ -92,14 +101,16 @@ def test_a_failure_is_told_when_it_is_on_disk(model_dir, data_dir, monkeypatch):
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
             model = await client.model()
-            server.training.is_stopping = True  # until both are on disk
+            stopping = server.models.services.stopping
+            stopping.set()  # until both are on disk
             bad, step = (
                 await model.submit(bad_gradient(model.model_id)),
                 await model.submit(adam(model.model_id)),
             )
-            server.training.is_stopping, is_full = False, True
-            server.training.wake(server.training.all()[0])
-            assert isinstance(await server.result(TENANT, bad, 0.3), TryAgain)
+            is_full = True
+            stopping.clear()
+            next(iter(server.models.open.values())).wake()
+            assert isinstance(await server.request_log.outcome(TENANT, bad, 0.3), TryAgain)
             is_full = False
             for request_id in (bad, step):
                 assert isinstance(await client.answer(request_id), Failed)
@@ -119,10 +130,10 @@ def test_bodies_go_that_no_replay_needs(model_dir, data_dir):
                 await client.answer(await model.submit(bad_gradient(model.model_id))), Failed
             )
             await client.sample(await client.sampler())
-            while server.requests.queued():
+            while server.request_log.queued():
                 await asyncio.sleep(0.01)
-            await server._store.write(lambda transaction: None)  # behind all answers
-            rows = await server._store.read(
+            await server.store.write(lambda transaction: None)  # behind all answers
+            rows = await server.store.read(
                 lambda db: db.execute(
                     "SELECT kind, state FROM requests WHERE body IS NOT NULL ORDER BY seq"
                 ).fetchall()
@@ -140,9 +151,9 @@ def test_requests_that_change_nothing_end_in_a_snapshot_too(model_dir, data_dir)
             model = await (await Client.start(server)).model()
             for _ in range(6):
                 await model.run(gradient(model.model_id, forward_only=True))
-            while server.training.all()[0].is_snapshotting:
+            while next(iter(server.models.open.values())).is_snapshotting:
                 await asyncio.sleep(0.01)
-            assert server.training.all()[0].snapshot_seq >= 5
+            assert next(iter(server.models.open.values())).snapshot_seq >= 5
 
     run(scenario())
 
@@ -153,12 +164,14 @@ def test_data_of_one_gradient_are_bounded(model_dir, data_dir):
         async with running(model_dir, data_dir, settings) as server:
             client = await Client.start(server)
             model = await client.model()
-            while server.training.all()[0].progress.bytes <= settings.journal_bytes:
+            while (
+                next(iter(server.models.open.values())).adapter.cost.bytes <= settings.journal_bytes
+            ):
                 await model.run(gradient(model.model_id))
             with pytest.raises(BadRequest, match="the data of one gradient"):
                 await model.submit(gradient(model.model_id))
             assert isinstance(await client.answer(await model.submit(adam(model.model_id))), Failed)
-            while (held := server.training.all()[0]).is_snapshotting or held.worker:
+            while (held := next(iter(server.models.open.values()))).is_snapshotting or held.worker:
                 await asyncio.sleep(0.01)
             await model.run(gradient(model.model_id, forward_only=True))
 
@@ -167,7 +180,9 @@ def test_data_of_one_gradient_are_bounded(model_dir, data_dir):
 
 def test_numbers_that_the_database_could_not_count_on_from_are_refused(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.1)) as server:
+        async with running(
+            model_dir, data_dir, ServerSettings(missing_request_timeout=0.1)
+        ) as server:
             client = await Client.start(server)
             model = await client.model()
             for seq in (2**62 + 1, 2**63 - 1, 2**63, 2**70):
@@ -177,7 +192,7 @@ def test_numbers_that_the_database_could_not_count_on_from_are_refused(model_dir
             last = await model.submit(gradient(model.model_id), 2**62)
             answer = await client.answer(last)
             assert isinstance(answer, Failed)
-            assert "did not come" in answer.message
+            assert "did not arrive" in answer.message
 
     run(scenario())
 
@@ -189,11 +204,11 @@ def test_a_number_is_of_one_model_for_good(model_dir, data_dir):
             model = await client.model()
             path = await model.save("a")
             copied = await server.copy_checkpoint(TENANT, path, client.session_id, 5, None)
-            with pytest.raises(BadRequest, match="used before"):
+            with pytest.raises(BadRequest, match="already been used"):
                 await server.create_model(
                     TENANT, CreateModel(f"{client.session_id}:train:5", BASE, LoraConfig(RANK))
                 )
-            assert (await server.checkpoint_info(TENANT, copied)).base_model == BASE
+            assert (await server.checkpoints.info(TENANT, copied)).base_model == BASE
 
     run(scenario())
 
@@ -208,8 +223,8 @@ def test_a_model_that_is_to_be_unloaded_knows_that_after_a_restart(model_dir, da
         async with running(model_dir, data_dir) as server:
             client.server = server
             assert await server.unload_model(TENANT, model.model_id) == unloading
-            with pytest.raises(Gone, match="to be unloaded"):
-                await server.submit_training(TENANT, 3, gradient(model.model_id))
+            with pytest.raises(Gone, match="being unloaded"):
+                await submit_training(server, TENANT, 3, gradient(model.model_id))
             await model.submit(gradient(model.model_id), 1)
             assert orjson.loads(await client.done(unloading.request_id))["type"] == "unload_model"
 
@@ -222,16 +237,16 @@ def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
             old, new = await Client.start(server), await Client.start(server)
             for client in (old, new):
                 await (await client.model()).publish()
-                await server.finish_session(TENANT, client.session_id, "success", None)
-            await server._sessions.cleared()
+                await server.sessions.finish(TENANT, client.session_id, "success", None)
+            await server.sessions.cleared()
             long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
-            await server._store.write(
+            await server.store.write(
                 lambda transaction: transaction.execute(long_ago, [old.session_id]).rowcount
             )
-            await server.retention.round()
-            assert list((await server.sessions(TENANT, 10, 0)).items) == [new.session_id]
+            await server.cleanup.clean()
+            assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
             assert (await server.training_runs(TENANT, 10, 0)).total == 2
-            left = await server._store.read(
+            left = await server.store.read(
                 lambda db: db.execute("SELECT session FROM samplers").fetchall()
             )
             assert [row[0] for row in left] == [new.session_id]
@@ -245,20 +260,20 @@ def test_what_waits_for_a_sampler_that_is_closed_fails_and_leaves_nothing(model_
             client = await Client.start(server)
             sampler = await client.sampler()
             drawing, waiting = [
-                await server.submit_sample(
+                await server.samplers.submit(
                     TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
                 )
                 for seq in range(2)
             ]
-            while not server.sampling_gate.used:
+            while not server.sampling_queue.used:
                 await asyncio.sleep(0.01)
-            await server.finish_session(TENANT, client.session_id, "success", None)
-            await server._sessions.cleared()
-            await server.cancel(TENANT, drawing.request_id)
+            await server.sessions.finish(TENANT, client.session_id, "success", None)
+            await server.sessions.cleared()
+            server.samplers.cancel(TENANT, drawing.request_id)
             answer = await client.answer(waiting.request_id)
             assert isinstance(answer, Failed)
             assert "its session ended" in answer.message
-            assert server.residency.loaded() == []
+            assert server.adapter_cache.loaded() == []
 
     run(scenario())
 
@@ -272,8 +287,8 @@ def test_a_request_has_an_answer_whatever_breaks(model_dir, data_dir, monkeypatc
             client = await Client.start(server)
             model = await client.model()
             with monkeypatch.context() as patch:
-                patch.setattr(TrainingSteps, "start", broken)
-                patch.setattr(Replay, "refuse", broken)
+                patch.setattr(Model, "_start", broken)
+                patch.setattr(Model, "_repeat_failure", broken)
                 requests = [
                     await model.submit(gradient(model.model_id)),
                     await model.submit(adam(model.model_id)),
@@ -290,7 +305,7 @@ def test_an_unloading_that_was_refused_leaves_the_model_as_it_was(model_dir, dat
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
             with monkeypatch.context() as patch:
-                patch.setattr(server._store, "free_bytes", lambda: 0)
+                patch.setattr(server.store, "free_bytes", lambda: 0)
                 with pytest.raises(Unavailable):
                     await server.unload_model(TENANT, model.model_id)
             await model.step()
@@ -317,7 +332,7 @@ def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_d
                 asyncio.create_task(model.submit(LoadWeights(model.model_id, path), 2))
                 for _ in range(2)
             ]
-            while not server.training.all()[0].arriving:
+            while not next(iter(server.models.open.values())).intake.arriving:
                 await asyncio.sleep(0)
             unloading = await server.unload_model(TENANT, model.model_id)
             await server.reject(TENANT, model.model_id, 2, BadRequest("it is taken"))
@@ -326,7 +341,7 @@ def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_d
             assert first == again
             assert isinstance(await client.answer(first), Done)
             assert isinstance(await client.answer(unloading.request_id), Done)
-            rows = await server._store.read(
+            rows = await server.store.read(
                 lambda db: db.execute("SELECT id, seq FROM requests WHERE seq > 1").fetchall()
             )
             assert sorted(tuple(row) for row in rows) == [(first, 2), (unloading.request_id, 3)]
@@ -336,7 +351,9 @@ def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_d
 
 def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.2)) as server:
+        async with running(
+            model_dir, data_dir, ServerSettings(missing_request_timeout=0.2)
+        ) as server:
             client = await Client.start(server)
             model = await client.model()
             with pytest.raises(ValueError, match="checkpoint path"):

@@ -61,15 +61,15 @@ def test_a_repetition_is_the_same_request_even_without_a_seed(model_dir, data_di
             client = await Client.start(server)
             sampler = await client.sampler()
             accepted = await asyncio.gather(
-                *[server.submit_sample(TENANT, 5, sample(sampler)) for _ in range(3)]
+                *[server.samplers.submit(TENANT, 5, sample(sampler)) for _ in range(3)]
             )
             assert len({one.request_id for one in accepted}) == 1
             await client.done(accepted[0].request_id)
-            again = await server.submit_sample(TENANT, 5, sample(sampler))
+            again = await server.samplers.submit(TENANT, 5, sample(sampler))
             assert again == accepted[0]
-            with pytest.raises(BadRequest, match="another request"):
-                await server.submit_sample(TENANT, 5, sample(sampler, n=3))
-            large = await server.submit_sample(TENANT, 2**63 - 1, sample(sampler))
+            with pytest.raises(BadRequest, match="a different request"):
+                await server.samplers.submit(TENANT, 5, sample(sampler, n=3))
+            large = await server.samplers.submit(TENANT, 2**63 - 1, sample(sampler))
             assert isinstance(await client.answer(large.request_id), Done)
 
     run(scenario())
@@ -85,10 +85,10 @@ def test_a_request_that_could_never_be_served_is_refused_at_once(model_dir, data
                 sample(sampler, max_tokens=5000),
             ):
                 with pytest.raises(ValueError, match=r"99999|5000"):
-                    await server.submit_sample(TENANT, 0, bad)
+                    await server.samplers.submit(TENANT, 0, bad)
             await client.sample(sampler, 0, stop=["text"])
             with pytest.raises(NotFound):
-                await server.submit_sample(TENANT, 0, sample(f"{client.session_id}:sample:77"))
+                await server.samplers.submit(TENANT, 0, sample(f"{client.session_id}:sample:77"))
 
     run(scenario())
 
@@ -99,33 +99,33 @@ def test_samplers_are_made_once(model_dir, data_dir):
             client = await Client.start(server)
             operation = CreateSampler(f"{client.session_id}:sample:0", BASE)
             ids = await asyncio.gather(
-                *[server.create_sampler(TENANT, operation) for _ in range(3)]
+                *[server.samplers.create(TENANT, operation) for _ in range(3)]
             )
             assert set(ids) == {operation.sampler_id}
             for other in (
                 CreateSampler(operation.sampler_id, None, "tinker://a/weights/b"),
                 CreateSampler(operation.sampler_id, "other"),
             ):
-                with pytest.raises(BadRequest, match="in use"):
-                    await server.create_sampler(TENANT, other)
+                with pytest.raises(BadRequest, match="already used by another"):
+                    await server.samplers.create(TENANT, other)
             with pytest.raises(UnknownModelError):
-                await server.create_sampler(
+                await server.samplers.create(
                     TENANT, CreateSampler(f"{client.session_id}:sample:1", "some/model")
                 )
             with pytest.raises(NotFound):
-                await server.create_sampler(
+                await server.samplers.create(
                     TENANT,
                     CreateSampler(f"{client.session_id}:sample:1", None, "tinker://a/weights/b"),
                 )
             with pytest.raises(NotFound):
-                await server.create_sampler(TENANT, CreateSampler("other:sample:1", BASE))
-            info = await server.sampler_info(TENANT, operation.sampler_id)
+                await server.samplers.create(TENANT, CreateSampler("other:sample:1", BASE))
+            info = await server.samplers.info(TENANT, operation.sampler_id)
             assert (info.base_model, info.model_path) == (BASE, None)
             with pytest.raises(NotFound):
-                await server.sampler_info(TENANT, "nothing")
+                await server.samplers.info(TENANT, "nothing")
             model, (made,) = await client.model(), server.samplers.all()
             for _ in range(2):
-                with pytest.raises(BadRequest, match="used before"):
+                with pytest.raises(BadRequest, match="already been used"):
                     await model.submit(PublishSampler(model.model_id, operation.sampler_id))
                 # A closed one's number stays taken, since answers to its samples are known by it.
                 await server.samplers.close(made, "it was released")
@@ -160,7 +160,7 @@ def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
             path = await model.save("now")
             sampler = await client.sampler(None, path)
             first = drawn(await client.sample(sampler, 0, seed=1))
-            await server.delete_checkpoint(TENANT, path)
+            await server.checkpoints.delete(TENANT, path)
             await model.step()
             assert drawn(await client.sample(sampler, 1, seed=1)) == first
             with pytest.raises(NotFound):
@@ -178,7 +178,7 @@ def test_many_requests_at_once(model_dir, data_dir):
             sampler = await client.sampler()
             accepted = await asyncio.gather(
                 *[
-                    server.submit_sample(
+                    server.samplers.submit(
                         TENANT, seq, sample(sampler, n=1, max_tokens=2, seed=seq % 5)
                     )
                     for seq in range(500)
@@ -186,7 +186,7 @@ def test_many_requests_at_once(model_dir, data_dir):
             )
             answers = await asyncio.gather(*[client.done(one.request_id) for one in accepted])
             assert len(set(answers)) <= 5 * 3  # prompt_cache_hit_tokens may differ, tokens not
-            assert server.requests.unanswered == 0
+            assert server.request_log.unanswered == 0
 
     run(scenario())
 
@@ -200,14 +200,16 @@ def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, 
             # done.
             long = await asyncio.gather(
                 *(
-                    server.submit_sample(
+                    server.samplers.submit(
                         anna.tenant, seq, sample(samplers[0], n=2, max_tokens=60, stop=[])
                     )
                     for seq in range(12)
                 )
             )
             await ben.sample(samplers[1], 0, n=1, max_tokens=2)
-            states = [await server.result(anna.tenant, one.request_id, 0) for one in long]
+            states = [
+                await server.request_log.outcome(anna.tenant, one.request_id, 0) for one in long
+            ]
             assert sum(isinstance(state, TryAgain) for state in states) >= 4
 
     run(scenario())
@@ -219,19 +221,19 @@ def test_a_request_is_given_up_on_demand(model_dir, data_dir):
             client = await Client.start(server)
             sampler = await client.sampler()
             running_one, waiting = [
-                await server.submit_sample(
+                await server.samplers.submit(
                     TENANT, seq, sample(sampler, n=1, max_tokens=1500, stop=[])
                 )
                 for seq in range(2)
             ]
             await asyncio.sleep(0.1)
             for one in (waiting, running_one):
-                await server.cancel(TENANT, one.request_id)
+                server.samplers.cancel(TENANT, one.request_id)
                 answer = await client.answer(one.request_id)
                 assert answer == Failed("it was cancelled", "user")
-            await server.cancel(TENANT, "nothing")
+            server.samplers.cancel(TENANT, "nothing")
             response = await client.sample(sampler, 3)
-            await server.cancel(TENANT, f"{sampler}:3")
+            server.samplers.cancel(TENANT, f"{sampler}:3")
             assert len(response.sequences) == 2
 
     run(scenario())
@@ -254,7 +256,7 @@ def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
                 prompt_logprobs=True,
                 prompt_only=True,
             )
-            accepted = await server.submit_sample(TENANT, 0, question)
+            accepted = await server.samplers.submit(TENANT, 0, question)
             assert len(await client.done(accepted.request_id)) >= 3 * np.dtype(np.float32).itemsize
 
     run(scenario())
@@ -269,9 +271,9 @@ def test_a_sampler_that_is_closed_while_it_comes_into_memory_leaves_it(model_dir
             path = orjson.loads(await model.run(saving))["path"]
             sampler = server.samplers.get(await client.sampler(None, path))
             assert sampler is not None
-            await server.residency.unload_idle(0)
-            loads = server._counters.loads
-            perform, loading, closed = server._engine.perform, asyncio.Event(), asyncio.Event()
+            await server.adapter_cache.unload_idle(0)
+            loads = server.counters.loads
+            perform, loading, closed = server.engine.perform, asyncio.Event(), asyncio.Event()
 
             async def slow(operation: Any) -> Any:
                 result = await perform(operation)
@@ -280,18 +282,18 @@ def test_a_sampler_that_is_closed_while_it_comes_into_memory_leaves_it(model_dir
                     await closed.wait()
                 return result
 
-            server._engine.perform = slow
-            accepted = await server.submit_sample(TENANT, 0, sample(sampler.id))
+            server.engine.perform = slow
+            accepted = await server.samplers.submit(TENANT, 0, sample(sampler.id))
             await loading.wait()
             await server.samplers.close(sampler, "it was released")
             closed.set()
             answer = await client.answer(accepted.request_id)
             assert isinstance(answer, Failed)
             assert "it was released" in answer.message
-            assert server.residency.loaded() == []
-            assert server._counters.loads == loads
+            assert server.adapter_cache.loaded() == []
+            assert server.counters.loads == loads
             # The engine does not have it any more.
-            await server._engine.perform(CreateSampler(sampler.id, BASE))
+            await server.engine.perform(CreateSampler(sampler.id, BASE))
 
     run(scenario())
 
@@ -304,7 +306,7 @@ def test_a_sampler_that_is_closed_while_it_leaves_memory_is_no_error(model_dir, 
             path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "a")))["path"]
             sampler = server.samplers.get(await client.sampler(None, path))
             assert sampler is not None
-            perform, leaving, closed = server._engine.perform, asyncio.Event(), asyncio.Event()
+            perform, leaving, closed = server.engine.perform, asyncio.Event(), asyncio.Event()
 
             async def slow(operation: Any) -> Any:
                 if isinstance(operation, ReleaseSampler) and not leaving.is_set():
@@ -312,13 +314,13 @@ def test_a_sampler_that_is_closed_while_it_leaves_memory_is_no_error(model_dir, 
                     await closed.wait()
                 return await perform(operation)
 
-            server._engine.perform = slow
-            unloading = asyncio.create_task(server.residency.unload_idle(0))
+            server.engine.perform = slow
+            unloading = asyncio.create_task(server.adapter_cache.unload_idle(0))
             await leaving.wait()
             await server.samplers.close(sampler, "it was released")
             closed.set()
             await unloading
-            assert not server.residency.is_loaded(sampler.residence)
+            assert not server.adapter_cache.is_loaded(sampler)
 
     run(scenario())
     assert "could not leave memory" not in caplog.text
@@ -329,18 +331,18 @@ def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
             model = await client.model()
-            await server.residency.unload_idle(0)
+            await server.adapter_cache.unload_idle(0)
             sampler_id = client.new_sampler_id()
             publishing = await model.submit(PublishSampler(model.model_id, sampler_id))
-            while 1 not in server.training.all()[0].running:
+            while 1 not in next(iter(server.models.open.values())).in_flight.running:
                 await asyncio.sleep(0)
             sampler = server.samplers.get(sampler_id)
             assert sampler is not None
             closing = asyncio.create_task(server.samplers.close(sampler, "it was released"))
             await client.answer(publishing)
             await closing
-            assert [resident.key for resident in server.residency.loaded()] == [model.model_id]
-            await server._engine.perform(CreateSampler(sampler_id, BASE))
+            assert [resident.key for resident in server.adapter_cache.loaded()] == [model.model_id]
+            await server.engine.perform(CreateSampler(sampler_id, BASE))
 
     run(scenario())
 
@@ -360,11 +362,11 @@ def test_what_was_drawn_is_paid_for_although_it_was_given_up(model_dir, data_dir
             operation = replace(
                 sample(await client.sampler(), n=1, max_tokens=2000, stop=[]), on_token=on_token
             )
-            drawing = asyncio.create_task(server.draw(TENANT, operation))
+            drawing = asyncio.create_task(server.samplers.sample(TENANT, operation))
             await enough.wait()
             drawing.cancel()
             await asyncio.wait([drawing])
-            assert server._counters.sampled_tokens[TENANT.name] >= 100
+            assert server.counters.sampled_tokens[TENANT.name] >= 100
             with pytest.raises(TooManyRequests):
                 server.limits.check(TENANT.name, 0)
 
@@ -377,18 +379,18 @@ def test_what_waits_for_its_turn_is_read_when_that_comes(model_dir, data_dir):
         async with running(model_dir, data_dir, settings) as server:
             client = await Client.start(server)
             sampler = await client.sampler()
-            turn = await server.sampling_gate.turn("somebody", 1, 0)
-            read, journaled = [], server.requests.journaled_operation
+            turn = await server.sampling_queue.turn("somebody", 1, 0)
+            read, journaled = [], server.request_log.journaled_operation
 
             async def reading(row: RequestRow) -> Any:
                 read.append(row.id)
                 return await journaled(row)
 
-            server.requests.journaled_operation = reading
+            server.request_log.journaled_operation = reading
             accepted = [
-                await server.submit_sample(TENANT, seq, sample(sampler)) for seq in range(3)
+                await server.samplers.submit(TENANT, seq, sample(sampler)) for seq in range(3)
             ]
-            while server.sampling_gate.waiting < 3:
+            while server.sampling_queue.waiting < 3:
                 await asyncio.sleep(0.01)
             assert not read
             turn.give_back()
@@ -403,17 +405,17 @@ def test_a_sampler_of_a_session_that_ended_meanwhile_is_not_left(model_dir, data
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
-            writing, write = asyncio.Event(), server._store.write
+            writing, write = asyncio.Event(), server.store.write
 
             async def slow(change: Any) -> Any:
                 writing.set()
-                await server.finish_session(TENANT, client.session_id, "success", None)
+                await server.sessions.finish(TENANT, client.session_id, "success", None)
                 return await write(change)
 
-            server._store.write = slow
+            server.store.write = slow
             with pytest.raises(ValueError, match="its session ended"):
                 await client.sampler()
-            await server._sessions.cleared()
+            await server.sessions.cleared()
             assert server.samplers.all() == []
 
     run(scenario())
@@ -424,7 +426,7 @@ def test_a_draw_that_ended_the_server_is_known_by_what_it_draws(model_dir, data_
         async with running(model_dir, data_dir) as server:
             sampler = await (await Client.start(server)).sampler()
             killing = sample(sampler, b"kills", seed=1)
-            await server.draw(TENANT, killing)
+            await server.samplers.sample(TENANT, killing)
         connection = sqlite3.connect(data_dir / "server.db")
         with connection:
             connection.execute("INSERT INTO meta VALUES ('running', x'')")
@@ -443,18 +445,20 @@ def test_a_draw_that_ended_the_server_is_known_by_what_it_draws(model_dir, data_
             repeated = replace(killing, sampler_id=another, on_token=lambda token: None)
             if end == 4:
                 with pytest.raises(
-                    Abandoned, match="ended 3 times while it did a draw of everybody"
+                    Abandoned, match="crashed 3 times while it ran a draw of everybody"
                 ):
-                    await server.draw(TENANT, repeated)
-                assert (await server.draw(TENANT, sample(another, b"kills", seed=2))).sequences
-                assert (await server.draw(Tenant("another"), repeated)).sequences
+                    await server.samplers.sample(TENANT, repeated)
+                assert (
+                    await server.samplers.sample(TENANT, sample(another, b"kills", seed=2))
+                ).sequences
+                assert (await server.samplers.sample(Tenant("another"), repeated)).sequences
                 await server.stop(5)
             else:
                 with monkeypatch.context() as patched:
-                    patched.setattr(server._engine, "perform", begins)
+                    patched.setattr(server.engine, "perform", begins)
                     with pytest.raises(EngineClosedError):
-                        await server.draw(TENANT, repeated)
-                monkeypatch.setattr(server._under_way, "end", nothing)  # it does not stop in order
+                        await server.samplers.sample(TENANT, repeated)
+                monkeypatch.setattr(server.crash_guard, "end", nothing)  # it does not stop in order
                 await server.stop(5)
 
     run(scenario())

@@ -23,7 +23,7 @@ from server_process import BASE_MODEL, ServerProcess, running_server
 from starlette.applications import Starlette
 
 from planish.server import serve
-from planish.server.http import access as logs
+from planish.server.http import access
 
 ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
 
@@ -261,10 +261,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):
 
 def test_connections_that_find_no_file_left_are_told_of_once_a_minute():
     stream = io.StringIO()
-    kept = [logging.getLogger(name) for name in ("", "planish", *logs._LIBRARIES)]
+    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARIES)]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
     try:
-        logs.set_up("json", "info", stream)
+        access.set_up_logging("json", "info", stream)
         for _ in range(3):
             logging.getLogger("asyncio").error(
                 "socket.accept() out of system resource\nsocket: %s", 1

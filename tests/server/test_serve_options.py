@@ -14,8 +14,8 @@ from planish.errors import UnknownModelError, UserError
 from planish.server import serve
 from planish.server.http.context import is_loopback
 from planish.server.options import ServeOptions, options_of
-from planish.server.serve import MemoryPlan, device_memory, keep_tokenizer, memory_plan
-from planish.server.settings import ServerSettings
+from planish.server.serve import MemoryPlan, cache_tokenizer, device_memory, memory_plan
+from planish.server.settings import RENAMED_SETTINGS, ServerSettings
 from planish.testing import tiny_model
 
 
@@ -159,26 +159,40 @@ def test_limits_are_given_by_name():
     assert settings == ServerSettings(storage_bytes=3 << 29, idle_seconds=2.5, training_slots=10)
 
 
+def test_old_names_of_settings_work_with_a_warning(caplog):
+    settings = options_of(parsed("--set", "gap_seconds=5", "--set", "reserve_bytes=1GiB")).settings
+    assert settings == ServerSettings(missing_request_timeout=5, min_free_disk_bytes=1 << 30)
+    assert "gap_seconds: this setting is called missing_request_timeout now" in caplog.text
+    with pytest.raises(UserError, match="twice"):
+        options_of(parsed("--set", "gap_seconds=5", "--set", "missing_request_timeout=6"))
+
+
+def test_every_old_name_stands_for_a_setting_that_exists():
+    names = {field.name for field in fields(ServerSettings)}
+    assert set(RENAMED_SETTINGS.values()) <= names
+    assert not set(RENAMED_SETTINGS) & names
+
+
 def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(
     model: Path, tmp_path: Path, monkeypatch
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    kept = keep_tokenizer("planish/some-model", model, tmp_path)
+    kept = cache_tokenizer("planish/some-model", model, tmp_path)
     assert kept is not None
     tokenizer = AutoTokenizer.from_pretrained(
         "planish/some-model", cache_dir=tmp_path, local_files_only=True
     )
     assert tokenizer.encode("hello") == AutoTokenizer.from_pretrained(model).encode("hello")
-    assert keep_tokenizer("planish/some-model", model, tmp_path) is None
+    assert cache_tokenizer("planish/some-model", model, tmp_path) is None
 
 
 def test_the_hubs_cache_keeps_what_it_knows(model: Path, tmp_path: Path):
     reference = tmp_path / "models--org--model" / "refs" / "main"
     reference.parent.mkdir(parents=True)
     reference.write_text("abc")
-    assert keep_tokenizer("org/model", model, tmp_path) is None
+    assert cache_tokenizer("org/model", model, tmp_path) is None
     assert reference.read_text() == "abc"
-    assert keep_tokenizer("no-name-of-the-hub", model, tmp_path) is None
+    assert cache_tokenizer("no-name-of-the-hub", model, tmp_path) is None
 
 
 def test_the_guide_names_every_setting_and_option():

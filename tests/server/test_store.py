@@ -163,7 +163,7 @@ def test_a_disk_that_cannot_be_written_stays_refused_until_it_can(tmp_path, capl
         store = Store(tmp_path)
         # as on a file system that became read-only
         store._connection.execute("PRAGMA query_only = 1")
-        with pytest.raises(StorageError, match="disk is full or refuses"):
+        with pytest.raises(StorageError, match="disk is full or cannot"):
             await store.write(put("a"))
         await asyncio.sleep(1.5)
         assert store.is_refused
@@ -289,7 +289,7 @@ def test_a_database_of_a_later_version_is_left_alone(tmp_path):
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute("PRAGMA user_version = 99")
     connection.close()
-    with pytest.raises(UserError, match="later planish"):
+    with pytest.raises(UserError, match="newer planish"):
         Store(tmp_path)
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute(f"PRAGMA user_version = {VERSION}")

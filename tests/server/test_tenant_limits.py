@@ -38,7 +38,7 @@ def test_tokens_come_back_with_time():
     now = 0.0
     limits = TenantLimits(ServerSettings(tokens_per_minute=600), clock=lambda: now)
     limits.use("a", 650)
-    with pytest.raises(TooManyRequests, match="600 tokens a minute") as refused:
+    with pytest.raises(TooManyRequests, match="600 tokens per minute") as refused:
         limits.check("a", 1)
     assert refused.value.retry_after == pytest.approx(5.0)
     limits.check("b", 1)

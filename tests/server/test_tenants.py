@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from server_client import Client, adam, gradient, run, running, sample
+from server_client import Client, adam, gradient, run, running, sample, submit_training
 
 from planish.server.results import Conflict, Failed, NotFound, Tenant, TooManyRequests
 from planish.server.settings import ServerSettings
@@ -31,44 +31,44 @@ def test_what_is_anothers_is_not_there(model_dir, data_dir):
             await anna.sample(sampler)
             run_id = model.model_id
             theirs = [
-                server.heartbeat(ben.tenant, anna.session_id),
-                server.finish_session(ben.tenant, anna.session_id, "success", None),
-                server.session(ben.tenant, anna.session_id),
+                server.sessions.touch(ben.tenant, anna.session_id),
+                server.sessions.finish(ben.tenant, anna.session_id, "success", None),
+                server.sessions.record(ben.tenant, anna.session_id),
                 server.create_model(ben.tenant, CreateModel(f"{anna.session_id}:train:5", "tiny")),
                 server.create_model(
                     ben.tenant, CreateModel(f"{ben.session_id}:train:5", from_path=path)
                 ),
-                server.submit_training(ben.tenant, 5, adam(run_id)),
+                submit_training(server, ben.tenant, 5, adam(run_id)),
                 server.unload_model(ben.tenant, run_id),
-                server.create_sampler(
+                server.samplers.create(
                     ben.tenant, CreateSampler(f"{anna.session_id}:sample:5", "tiny")
                 ),
-                server.create_sampler(
+                server.samplers.create(
                     ben.tenant, CreateSampler(f"{ben.session_id}:sample:5", None, path)
                 ),
-                server.submit_sample(ben.tenant, 5, sample(sampler)),
-                server.result(ben.tenant, request_id, 0),
-                server.result(ben.tenant, f"{sampler}:0", 0),
+                server.samplers.submit(ben.tenant, 5, sample(sampler)),
+                server.request_log.outcome(ben.tenant, request_id, 0),
+                server.request_log.outcome(ben.tenant, f"{sampler}:0", 0),
                 server.model_info(ben.tenant, run_id),
-                server.sampler_info(ben.tenant, sampler),
+                server.samplers.info(ben.tenant, sampler),
                 server.training_run(ben.tenant, run_id),
-                server.checkpoints(ben.tenant, run_id),
-                server.checkpoint_info(ben.tenant, path),
-                server.delete_checkpoint(ben.tenant, path),
-                server.set_public(ben.tenant, path, True),
-                server.set_ttl(ben.tenant, path, 3600),
+                server.list_checkpoints(ben.tenant, run_id),
+                server.checkpoints.info(ben.tenant, path),
+                server.checkpoints.delete(ben.tenant, path),
+                server.checkpoints.set_public(ben.tenant, path, True),
+                server.checkpoints.set_ttl(ben.tenant, path, 3600),
                 server.copy_checkpoint(ben.tenant, path, ben.session_id, 7, None),
                 server.copy_checkpoint(anna.tenant, path, ben.session_id, 7, None),
-                server.checkpoint_files(ben.tenant, path),
+                server.checkpoints.files(ben.tenant, path),
             ]
             for call in theirs:
                 with pytest.raises(NotFound):
                     await call
-            await server.cancel(ben.tenant, f"{sampler}:0")
+            server.samplers.cancel(ben.tenant, f"{sampler}:0")
             await server.reject(ben.tenant, run_id, 20, ValueError("no"))
-            assert (await server.sessions(ben.tenant, 10, 0)).items == [ben.session_id]
+            assert (await server.sessions.page(ben.tenant, 10, 0)).items == [ben.session_id]
             assert (await server.training_runs(ben.tenant, 10, 0)).total == 0
-            assert (await server.checkpoints(ben.tenant)).total == 0
+            assert (await server.list_checkpoints(ben.tenant)).total == 0
             assert (await model.step(3))["adam_step"] == 2
 
     run(scenario())
@@ -81,29 +81,29 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
             model = await anna.model()
             await model.step()
             path = await model.save("a")
-            await server.set_public(anna.tenant, path, True)
+            await server.checkpoints.set_public(anna.tenant, path, True)
             with pytest.raises(Conflict):
-                await server.set_public(anna.tenant, path, True)
+                await server.checkpoints.set_public(anna.tenant, path, True)
             twin = await ben.model(base_model=None, from_path=path, with_optimizer=True)
             assert (await twin.step(1))["adam_step"] == 2
             await twin.run(LoadWeights(twin.model_id, path))
             await ben.sample(await ben.sampler(None, path))
-            assert (await server.checkpoint_info(ben.tenant, path)).checkpoint.public
+            assert (await server.checkpoints.info(ben.tenant, path)).checkpoint.public
             assert (
                 "adapter_model.safetensors"
-                in (await server.checkpoint_files(ben.tenant, path)).names
+                in (await server.checkpoints.files(ben.tenant, path)).names
             )
             for call in (
-                server.delete_checkpoint(ben.tenant, path),
-                server.set_public(ben.tenant, path, False),
+                server.checkpoints.delete(ben.tenant, path),
+                server.checkpoints.set_public(ben.tenant, path, False),
             ):
                 with pytest.raises(NotFound):
                     await call
-            await server.set_public(anna.tenant, path, False)
+            await server.checkpoints.set_public(anna.tenant, path, False)
             with pytest.raises(Conflict):
-                await server.set_public(anna.tenant, path, False)
+                await server.checkpoints.set_public(anna.tenant, path, False)
             with pytest.raises(NotFound):
-                await server.checkpoint_info(ben.tenant, path)
+                await server.checkpoints.info(ben.tenant, path)
             assert (await twin.step(2))["adam_step"] == 1  # the optimizer was not loaded
 
     run(scenario())
@@ -116,16 +116,16 @@ def test_a_limit_of_one_tenant_is_not_anothers(model_dir, data_dir):
             anna, ben = await two(server)
             sampler, other = await anna.sampler(), await ben.sampler()
             accepted = [
-                await server.submit_sample(
+                await server.samplers.submit(
                     anna.tenant, seq, sample(sampler, n=1, max_tokens=200, stop=[])
                 )
                 for seq in range(3)
             ]
             with pytest.raises(TooManyRequests) as refused:
-                await server.submit_sample(anna.tenant, 3, sample(sampler))
+                await server.samplers.submit(anna.tenant, 3, sample(sampler))
             assert refused.value.retry_after is not None
             assert (
-                await server.submit_sample(
+                await server.samplers.submit(
                     anna.tenant, 1, sample(sampler, n=1, max_tokens=200, stop=[])
                 )
                 == accepted[1]
@@ -170,7 +170,7 @@ def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
             assert answer.category == "user"
             assert "delete some" in answer.message
             await other.save("a")
-            await server.delete_checkpoint(anna.tenant, f"tinker://{model.model_id}/weights/a")
+            await server.checkpoints.delete(anna.tenant, f"tinker://{model.model_id}/weights/a")
             await model.save("c")
 
     run(scenario())
@@ -185,16 +185,16 @@ def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_f
     lengths, wanted = {"long": 400, "middling": 100, "short": 20}, 4000
 
     async def scenario() -> dict[str, int]:
-        settings = ServerSettings(sampling_slots=4, sampling_share=2)
+        settings = ServerSettings(sampling_slots=4, max_sampling_slots_per_tenant=2)
         async with running(model_dir, data_dir, settings) as server:
-            drawn = server._counters.sampled_tokens = HalfTime(int(1.5 * wanted))
+            drawn = server.counters.sampled_tokens = HalfTime(int(1.5 * wanted))
             submissions = []
             for name, length in lengths.items():
                 client = await Client.start(server, Tenant(name))
                 sampler = await client.sampler()
                 for seq in range(wanted // length):
                     asked = sample(sampler, b"x", n=1, max_tokens=length, stop=[])
-                    submissions.append(server.submit_sample(client.tenant, seq, asked))
+                    submissions.append(server.samplers.submit(client.tenant, seq, asked))
             await asyncio.gather(
                 *submissions
             )  # they share a few writes to the disk: all are there before half are drawn
@@ -224,10 +224,10 @@ def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir
                     await model.submit(ForwardBackward(model.model_id, data, "cross_entropy"))
                 )
                 await model.submit(adam(model.model_id))
-            while server.training_gate.used < 3:
+            while server.training_queue.used < 3:
                 await asyncio.sleep(0.005)
             await models[3].step()
-            answers = [server.requests.active(request_id) for request_id in under_way]
+            answers = [server.request_log.active(request_id) for request_id in under_way]
             assert all(answer is not None and not answer.answer.done() for answer in answers)
 
     run(scenario())

@@ -8,13 +8,25 @@ from typing import Any
 import numpy as np
 import orjson
 import pytest
-from server_client import BASE, RANK, TENANT, Client, Model, adam, gradient, run, running, state
+from server_client import (
+    BASE,
+    RANK,
+    TENANT,
+    Client,
+    Model,
+    adam,
+    gradient,
+    run,
+    running,
+    state,
+    submit_training,
+)
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import UnknownModelError
 from planish.server.durable.records import ModelRow, select
-from planish.server.models.training import Training
+from planish.server.models.model import Model as TrainingModel
 from planish.server.results import BadRequest, Done, Failed, Gone, NotFound, TryAgain
 from planish.server.settings import ServerSettings
 from planish.service import (
@@ -78,7 +90,7 @@ def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
             ids = {}
             for seq in (4, 2, 3):
                 ids[seq] = await model.submit(operations[seq - 1], seq)
-            assert isinstance(await server.result(TENANT, ids[2], 0.2), TryAgain)
+            assert isinstance(await server.request_log.outcome(TENANT, ids[2], 0.2), TryAgain)
             ids[1] = await model.submit(operations[0], 1)
             steps = [
                 orjson.loads(await model.client.done(ids[seq]))["metrics"]["adam_step"]
@@ -98,7 +110,7 @@ def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, 
             assert len({accepted.request_id for accepted in both}) == 1
             await client.done(both[0].request_id)
             assert await server.create_model(TENANT, create) == both[0]
-            with pytest.raises(BadRequest, match="another request"):
+            with pytest.raises(BadRequest, match="a different request"):
                 await server.create_model(
                     TENANT, CreateModel(create.model_id, BASE, LoraConfig(RANK + 1))
                 )
@@ -107,7 +119,7 @@ def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, 
                 *[model.submit(gradient(create.model_id), 1) for _ in range(3)]
             )
             assert len(set(ids)) == 1
-            with pytest.raises(BadRequest, match="another request"):
+            with pytest.raises(BadRequest, match="a different request"):
                 await model.submit(gradient(create.model_id, 5), 1)
             await client.done(ids[0])
             assert await model.submit(gradient(create.model_id), 1) == ids[0]
@@ -170,7 +182,9 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
 
 def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(gap_seconds=0.4)) as server:
+        async with running(
+            model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)
+        ) as server:
             client = await Client.start(server)
             model, other = await client.model(), await client.model()
             await model.run(gradient(model.model_id))
@@ -196,7 +210,9 @@ def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
 
 def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir, ServerSettings(gap_seconds=1.2)) as server:
+        async with running(
+            model_dir, data_dir, ServerSettings(missing_request_timeout=1.2)
+        ) as server:
             client = await Client.start(server)
             model = await client.model()
             second = await model.submit(gradient(model.model_id, forward_only=True), 2)
@@ -204,7 +220,7 @@ def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
             fourth = await model.submit(gradient(model.model_id, forward_only=True), 4)
             await model.submit(gradient(model.model_id, forward_only=True), 1)
             assert isinstance(await client.answer(second), Done)
-            assert isinstance(await server.result(TENANT, fourth, 0.9), TryAgain)
+            assert isinstance(await server.request_log.outcome(TENANT, fourth, 0.9), TryAgain)
             assert isinstance(await client.answer(fourth), Failed)
 
     run(scenario())
@@ -215,10 +231,10 @@ def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, 
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
             model = await client.model()
-            with pytest.raises(BadRequest, match="counted from 1"):
+            with pytest.raises(BadRequest, match="numbered from 1"):
                 await model.submit(gradient(model.model_id), 0)
             with pytest.raises(NotFound):
-                await server.submit_training(TENANT, 1, adam(f"{client.session_id}:train:7"))
+                await submit_training(server, TENANT, 1, adam(f"{client.session_id}:train:7"))
             with pytest.raises(NotFound):
                 await server.create_model(TENANT, CreateModel("other:train:0", BASE))
             with pytest.raises(UnknownModelError, match="this server has tiny"):
@@ -226,7 +242,7 @@ def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, 
                     TENANT, CreateModel(f"{client.session_id}:train:8", "some/hub-model")
                 )
             with pytest.raises(NotFound):
-                await server.result(TENANT, "nothing", 0)
+                await server.request_log.outcome(TENANT, "nothing", 0)
             with pytest.raises(NotFound):
                 await server.model_info(TENANT, "nothing")
             assert (await server.model_info(TENANT, model.model_id)).lora_rank == RANK
@@ -248,7 +264,7 @@ def test_names_of_checkpoints_are_taken_once(model_dir, data_dir):
             assert state(data_dir, path) == first
             await model.save("a", overwrite=True)
             assert state(data_dir, path) != first
-            with pytest.raises(ValueError, match="server's own"):
+            with pytest.raises(ValueError, match="reserved for the server"):
                 await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
             for _ in range(2):  # equal weights may be saved again
                 await model.run(SaveWeightsForSampler(model.model_id, "s"))
@@ -303,7 +319,7 @@ def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
             with pytest.raises(Gone):
                 await model.submit(gradient(model.model_id))
             assert await server.unload_model(TENANT, model.model_id) == unload
-            assert server.residency.loaded() == []
+            assert server.adapter_cache.loaded() == []
             assert (await server.training_run(TENANT, model.model_id)).base_model == BASE
 
     run(scenario())
@@ -318,28 +334,32 @@ def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_
         async with running(model_dir, data_dir) as server:
             used = await (await Client.start(server)).model()
             await used.step()
-            model, submit, saving = server.training.all()[0], server._engine.submit, asyncio.Event()
+            model, submit, saving = (
+                next(iter(server.models.open.values())),
+                server.engine.submit,
+                asyncio.Event(),
+            )
 
             async def slow(operation: Operation[Any]) -> asyncio.Future[Any]:
                 if isinstance(operation, SaveWeights):
                     await saving.wait()
                 return await submit(operation)
 
-            server._engine.submit = slow  # type: ignore[method-assign]
-            snapshot = asyncio.create_task(server.training._snapshots.begin(model))
+            server.engine.submit = slow  # type: ignore[method-assign]
+            snapshot = asyncio.create_task(model.begin_snapshot())
             await asyncio.sleep(0)
             assert model.is_snapshotting
             # what was with the engine when it began is counted when it is answered
-            model.progress.changes = 1
-            closing = asyncio.create_task(server.training.close(model, "it was unloaded"))
+            model.adapter.cost.changes = 1
+            closing = asyncio.create_task(model.close("it was unloaded"))
             await asyncio.sleep(0)
-            leaving = asyncio.create_task(server.residency.unload_idle(0))
+            leaving = asyncio.create_task(server.adapter_cache.unload_idle(0))
             await asyncio.sleep(0.01)
             saving.set()
             await asyncio.gather(snapshot, closing, leaving)
             while model.is_snapshotting:
                 await asyncio.sleep(0.01)
-            rows = await server._store.read(lambda db: select(db, ModelRow, "1"))
+            rows = await server.store.read(lambda db: select(db, ModelRow, "1"))
             assert [(row.closed, row.snapshot) for row in rows] == [("it was unloaded", None)]
         assert not (data_dir / "checkpoints" / model.id).exists()
 
@@ -362,7 +382,7 @@ def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
             assert isinstance(answer, Failed)
             assert "optimizer" in answer.message
             with pytest.raises(Gone, match="could not be created"):
-                await server.submit_training(TENANT, 1, adam(bad.model_id))
+                await submit_training(server, TENANT, 1, adam(bad.model_id))
             with pytest.raises(ValueError, match="could not be created"):
                 await server.model_info(TENANT, bad.model_id)
             await client.model(base_model=None, from_path=sampler_path)
@@ -377,7 +397,7 @@ def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
             create = CreateModel(f"{client.session_id}:train:0", BASE, LoraConfig(RANK))
-            repeats = server.requests.repeats
+            repeats = server.request_log.repeats
 
             async def then_the_first_is_written(request_id: str, digest: bytes) -> bool:
                 found = await repeats(request_id, digest)
@@ -385,7 +405,7 @@ def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
                 await server.create_model(TENANT, create)
                 return found
 
-            monkeypatch.setattr(server.requests, "repeats", then_the_first_is_written)
+            monkeypatch.setattr(server.request_log, "repeats", then_the_first_is_written)
             accepted = await server.create_model(TENANT, create)
             assert isinstance(await client.answer(accepted.request_id), Done)
 
@@ -396,13 +416,13 @@ def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed
     model_dir, data_dir, monkeypatch
 ):
     loaded = []
-    load = Training.load
+    load = TrainingModel.load
 
-    async def loading(training: Training, model_id: str) -> None:
-        loaded.append(model_id)
-        await load(training, model_id)
+    async def loading(model: TrainingModel) -> None:
+        loaded.append(model.id)
+        await load(model)
 
-    monkeypatch.setattr(Training, "load", loading)
+    monkeypatch.setattr(TrainingModel, "load", loading)
 
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
@@ -411,7 +431,7 @@ def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed
             path = orjson.loads(await model.run(SaveWeightsForSampler(model.model_id, "s")))["path"]
             bad = CreateModel(f"{client.session_id}:train:9", from_path=path, with_optimizer=True)
             created = await server.create_model(TENANT, bad)
-            behind = await server.submit_training(TENANT, 1, adam(bad.model_id))
+            behind = await submit_training(server, TENANT, 1, adam(bad.model_id))
             for accepted in (created, behind):
                 assert isinstance(await client.answer(accepted.request_id), Failed)
             await model.step()

@@ -79,7 +79,7 @@ def test_a_nested_field_is_named_by_its_path():
 
 def test_a_field_that_is_set_and_unknown_is_refused():
     with (
-        pytest.raises(UserError, match="new_option='fast' is not known"),
+        pytest.raises(UserError, match="new_option='fast' is unknown"),
         of(a=1, new_option="fast") as fields,
     ):
         fields.integer("a")

@@ -117,7 +117,7 @@ def test_an_access_token_is_refused_with_the_remedy():
     theirs = LoadWeightsRequest(
         session_id="s", model_seq_id=0, path=PATH, optimizer=False, weights_access_token="t"
     )
-    with pytest.raises(UnsupportedError, match="published"):
+    with pytest.raises(UnsupportedError, match="are public"):
         models.load_weights_from_json(dumped(theirs))
 
 

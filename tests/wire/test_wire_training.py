@@ -208,14 +208,14 @@ def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
     message = training.parse_forward_backward(
         training.forward_backward_to_message(ForwardBackward("m", data, "cross_entropy"), 1)
     )
-    with pytest.raises(UserError, match="elements when they are filled up"):
+    with pytest.raises(UserError, match="elements in dense form"):
         training.forward_backward_from_message(message)
     del message.data[2]
     assert len(training.forward_backward_from_message(message).data) == 2
     body = orjson.dumps(
         training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1)
     )
-    with pytest.raises(UserError, match="elements when they are filled up"):
+    with pytest.raises(UserError, match="elements in dense form"):
         training.forward_backward_from_json(Fields.of(body), False)
 
 

@@ -1,8 +1,14 @@
-"""Checkpoints that clients saved: whose they are, who may read them, how long they stay.
+"""Checkpoints that clients saved: who owns them, who may read them, when they expire, and how they
+are downloaded.
 
-A tenant sees its own, and reads others' once they are published. The files know their time to live
-themselves, and are refused when it is over even before they are removed. The server's own
-checkpoints (private_names.py) are none of these.
+A tenant sees its own checkpoints, and can read public ones of others. The files know their own time
+to live, and are rejected after it even before they are deleted. Private checkpoints of the server
+(names.py) are not in the catalog.
+
+A client that saves external weights may name recipients, whose keys alone can read the download:
+the files are encrypted with age (age-encryption.org) as they are sent. The recipients are stored in
+the checkpoint's metadata. On the server's own disk the files are plain, because a reader of that
+disk has the model's state too.
 """
 
 from __future__ import annotations
@@ -40,16 +46,18 @@ _ALIVE = "(expires IS NULL OR expires > ?)"
 
 
 class CheckpointCatalog:
+    """The named checkpoints of all tenants."""
+
     def __init__(self, engine: EngineClient, store: Store, settings: ServerSettings) -> None:
         self._engine = engine
         self._store = store
         self._settings = settings
         self._secret = secrets.token_bytes(32)
-        """Of download tokens; they end with the process."""
+        """Signs download tokens, which become invalid when the process ends."""
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """The checkpoint, if it is the tenant's or published. NotFound otherwise, or when it has
+        """Return a checkpoint that is the tenant's or public. NotFound otherwise, or if it has
         expired.
         """
         row = await self._row(path)
@@ -58,7 +66,7 @@ class CheckpointCatalog:
         return row
 
     async def owned(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """The checkpoint, if it is the tenant's."""
+        """Return a checkpoint of the tenant. NotFound otherwise, or if it has expired."""
         row = await self._row(path)
         if row.tenant != tenant.name:
             raise _not_found(path)
@@ -67,7 +75,7 @@ class CheckpointCatalog:
     async def page(
         self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int
     ) -> Page[Checkpoint]:
-        """The tenant's, or those of one of its runs; newest first."""
+        """Return a page of the tenant's checkpoints, or of one of its runs, newest first."""
         where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
         if run_id is not None:
             where, values = f"{where} AND run = ?", [*values, run_id]
@@ -88,8 +96,8 @@ class CheckpointCatalog:
         )
 
     async def newest(self, run_id: str) -> dict[str, Checkpoint]:
-        """The last checkpoint of each kind of a run. External weights are of none: no sampler is
-        made of them.
+        """Return the last checkpoint of each kind of a run. External weights are left out, because
+        no sampler is made of them.
         """
         where = f"run = ? AND {_ALIVE} ORDER BY made"
         rows = await self._store.read(
@@ -102,36 +110,41 @@ class CheckpointCatalog:
         }
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
+        """Return what a readable checkpoint holds."""
         row = await self.readable(tenant, path)
         info = await self._engine.checkpoint_info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
     async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
+        """Return the files of a readable checkpoint, for a download."""
         row = await self.readable(tenant, path)
         recipients = recipients_of(row.checkpoint.user_metadata or {})
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
     def changing(self, path: str) -> asyncio.Lock:
-        """Held by whoever makes, changes or deletes the files of a checkpoint, until its row is on
-        the way to the database.
+        """Return the lock for making, changing or deleting a checkpoint. It is held until the row
+        is being written.
         """
         return self._changing.setdefault(path, asyncio.Lock())
 
     async def delete(self, tenant: Tenant, path: str) -> None:
+        """Delete one of the tenant's checkpoints."""
         row = await self.owned(tenant, path)
         async with self.changing(row.path):
             removed = await self._remove(row)
         await removed
 
     async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
+        """Publish or unpublish a checkpoint. Conflict if it is so already."""
         row = await self.owned(tenant, path)
         if bool(row.public) == public:
-            raise Conflict(f"{path} is {'published already' if public else 'not published'}")
+            raise Conflict(f"{path} is {'already public' if public else 'not public'}")
         await self._store.write(
             lambda transaction: change(transaction, CheckpointRow, row.path, public=int(public))
         )
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
+        """Let a checkpoint expire `ttl_seconds` from now; None: never."""
         row = await self.owned(tenant, path)
         async with self.changing(row.path):
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
@@ -141,13 +154,13 @@ class CheckpointCatalog:
             )
 
     async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """The row of a checkpoint that was just saved."""
+        """Return the row of a checkpoint that was just saved."""
         return CheckpointRow.made_of(
             (await self._engine.checkpoint_info(path)).checkpoint, tenant.name
         )
 
     async def check_quota(self, tenant: Tenant) -> None:
-        """UserError if the tenant keeps as many bytes as it may."""
+        """UserError if the tenant's checkpoints take as many bytes as they may."""
         used = await self._store.read(
             lambda db: db.execute(
                 "SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]
@@ -155,31 +168,35 @@ class CheckpointCatalog:
         )
         if (used or 0) >= self._settings.storage_bytes:
             raise UserError(
-                f"the checkpoints of this key have {used:,} bytes, and may have {self._settings.storage_bytes:,}; "
+                f"the checkpoints of this key have {used:,} bytes, and may have "
+                f"{self._settings.storage_bytes:,}; "
                 "delete some, or give ttl_seconds when you save"
             )
 
     async def bytes_by_tenant(self) -> dict[str, int]:
-        """What named checkpoints take, for each tenant that has any."""
+        """Return the size of the named checkpoints of each tenant."""
         query = "SELECT tenant, SUM(bytes) FROM checkpoints GROUP BY tenant"
         return await self._store.read(lambda db: dict(db.execute(query)))
 
     async def remove_expired(self) -> None:
+        """Delete expired checkpoints."""
         expired = await self._store.read(
             lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()])
         )
         removed = []
         for row in expired:
             async with self.changing(row.path):
-                if not await self._is_alive(row.path):  # it was not saved again meanwhile
+                if not await self._is_alive(row.path):  # nobody saved it again meanwhile
                     removed.append(await self._remove(row))
-        await asyncio.gather(*removed)  # behind all, since a full disk may need the space first
+        await asyncio.gather(
+            *removed
+        )  # after all deletions, since a full disk may need the space first
 
     async def reconcile(self) -> None:
-        """At a start: believe the disk about what is there and when it expires, as a kill in the
-        middle of a change leaves it.
+        """Correct the rows at a start by what is on disk, because a crash may have interrupted a
+        change.
 
-        What is there and cannot be read stays its tenant's: the file may be put back.
+        A checkpoint that exists but cannot be read stays in the catalog: its file may be restored.
         """
         on_disk = {
             checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()
@@ -200,36 +217,40 @@ class CheckpointCatalog:
         changed = [row.path for row in rows if row.path in found and row.expires != found[row.path]]
         for path, error in damaged.items():
             _log.error(
-                "%s cannot be read: %s. Put the file back from a backup, or delete the checkpoint",
+                "%s cannot be read: %s. Restore the file from a backup, or delete the checkpoint",
                 path,
                 error,
             )
         for row in missing:
             if row.path in lost and (row.expires is None or row.expires > now):
-                _log.warning("%s of %s is not on disk any more", row.path, row.tenant)
+                _log.warning("%s of %s is no longer on disk", row.path, row.tenant)
 
-        def believe(transaction: Transaction) -> None:
+        def record(transaction: Transaction) -> None:
             for path in lost:
                 remove(transaction, CheckpointRow, path)
             for path in changed:
                 change(transaction, CheckpointRow, path, expires=found[path])
 
-        await self._store.write(believe)
+        await self._store.write(record)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
-        """Lets its holder read the files of one checkpoint for a while, if `tenant` may."""
+        """Return a token that lets its holder read the files of one checkpoint for some seconds, as
+        the tenant may.
+        """
         content = orjson.dumps([path, tenant.name, int(time.time() + seconds)]).hex()
         return f"{content}.{self._signature(content)}"
 
     async def files_of_token(self, token: str) -> CheckpointFiles:
+        """Return the files that a token is for. NotFound if it is invalid or has expired."""
         content, _, signature = token.partition(".")
         if not hmac.compare_digest(_encode(signature), _encode(self._signature(content))):
             raise NotFound(
-                "this link is none of this server's, or it was made before its last start; ask for a new one"
+                "this link is not from this server, or it was made before the last start; ask for "
+                "a new link"
             )
         path, tenant, until = orjson.loads(bytes.fromhex(content))
         if until < time.time():
-            raise NotFound("this link is not valid any more; ask for a new one")
+            raise NotFound("this link has expired; ask for a new one")
         return await self.files(Tenant(tenant), path)
 
     def _signature(self, content: str) -> str:
@@ -245,7 +266,7 @@ class CheckpointCatalog:
         return rows[0]
 
     async def _damage(self, path: str) -> Exception | None:
-        """What is wrong with a checkpoint that is there and cannot be read."""
+        """Return what is wrong with a checkpoint that exists but cannot be read."""
         try:
             await self._engine.exists(path)
         except (DamagedFileError, OSError) as error:
@@ -253,14 +274,14 @@ class CheckpointCatalog:
         return None
 
     async def _is_alive(self, path: str) -> bool:
-        """Whether there is a checkpoint that can be read and has not expired."""
+        """Return whether the checkpoint can be read and has not expired."""
         try:
             return await self._engine.exists(path)
         except DamagedFileError:
             return False
 
     async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
-        """Delete the files; what is answered ends when the row is gone too."""
+        """Delete the files. The returned future ends when the row is deleted too."""
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
         return self._store.keep(lambda transaction: remove(transaction, CheckpointRow, row.path))
@@ -272,13 +293,15 @@ def _encode(text: str) -> bytes:
 
 def _not_found(path: str) -> NoSuchCheckpoint:
     return NoSuchCheckpoint(
-        f"there is no checkpoint {path[:300]!r} that this key may read; wait for the result of the save that makes it, "
-        "name another if it has expired, or ask its owner to publish it (`planish checkpoints publish`)"
+        f"there is no checkpoint {path[:300]!r} that this key may read; wait for the result of the "
+        "save that makes it, "
+        "name another checkpoint if it has expired, or ask its owner to publish it (`planish "
+        "checkpoints publish`)"
     )
 
 
 def check_source(path: str) -> None:
-    """CheckpointError for a path that clients cannot know of."""
+    """CheckpointError for the path of a private checkpoint, which clients cannot know."""
     if is_private(path):
         raise CheckpointError(f"there is no checkpoint {path[:300]!r}")
 
@@ -290,20 +313,20 @@ _MAX_RECIPIENTS = 10
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """What a download of a checkpoint is made of."""
+    """The files of a checkpoint download."""
 
     paths: Mapping[str, Path]
     recipients: tuple[str, ...]
-    """Those who can read what is sent; empty: everybody."""
+    """Keys that can read the download; empty: it is not encrypted."""
 
     @property
     def names(self) -> list[str]:
-        """Of the files that are sent."""
+        """The names of the files that are sent."""
         return [name + SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
-        """One of `names`, to be read from its beginning. KeyError for another name,
-        FileNotFoundError when it was deleted.
+        """Open one of `names` for reading. KeyError for another name, FileNotFoundError if the
+        checkpoint was deleted.
         """
         if not self.recipients:
             return open(self.paths[name], "rb")
@@ -311,11 +334,10 @@ class CheckpointFiles:
 
 
 def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
-    """What a checkpoint's metadata say of its recipients: age1... keys or public keys of SSH, at
-    most ten.
+    """Return the metadata for a checkpoint's recipients: age1... keys or SSH public keys, at most
+    ten.
 
-    UserError for what is no such key, UnsupportedError where the package that encrypts is not
-    installed.
+    UserError for anything else, UnsupportedError if the package for encryption is not installed.
     """
     if not recipients:
         return {}
@@ -326,21 +348,22 @@ def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
     for index, recipient in enumerate(recipients):
         if not isinstance(recipient, str) or "\n" in recipient:
             raise UserError(
-                f"{_RECIPIENTS}[{index}] is no text of one line; give an age1... key or a public key of SSH"
+                f"{_RECIPIENTS}[{index}] is not a single-line string; give an age1... key or an "
+                "SSH public key"
             )
         _recipient(recipient, f"{_RECIPIENTS}[{index}]")
     return {_RECIPIENTS: "\n".join(recipients)}
 
 
 def recipients_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """The inverse of `metadata_of`."""
+    """Return the recipients in the metadata of a checkpoint."""
     return tuple(metadata.get(_RECIPIENTS, "").splitlines())
 
 
 def encrypted(path: Path, recipients: Sequence[str]) -> BinaryIO:
-    """The encrypted content, at its beginning; it is gone when it is closed."""
+    """Return a temporary file with the encrypted content. Closing it deletes it."""
     keys = [_recipient(recipient, _RECIPIENTS) for recipient in recipients]
-    sealed = tempfile.TemporaryFile()  # noqa: SIM115  (closed when it is sent)
+    sealed = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
     try:
         with open(path, "rb") as plain:
             _pyrage().encrypt_io(plain, sealed, keys)
@@ -358,13 +381,13 @@ def _recipient(text: str, name: str) -> Any:
         return kind.Recipient.from_str(text)
     except pyrage.RecipientError as error:
         raise UserError(
-            f"{name}={text[:100]!r}: {error}; give an age1... key or a public key of SSH"
+            f"{name}={text[:100]!r}: {error}; give an age1... key or an SSH public key"
         ) from None
 
 
 def _pyrage() -> Any:
     if find_spec("pyrage") is None:
         raise UnsupportedError(
-            f"{_RECIPIENTS}: this server has no pyrage to encrypt with; install planish[age] there"
+            f"{_RECIPIENTS}: this server lacks the package pyrage; install planish[age] on it"
         )
-    return importlib.import_module("pyrage")  # it has no types
+    return importlib.import_module("pyrage")  # the package has no type hints

@@ -1,27 +1,27 @@
-"""What was under way when the server ended: how a request that ends it is found, and given up, so
-that all others go on.
+"""The crash guard: it finds a request that crashes the server again and again, and abandons it, so
+that all others continue.
 
-A request that takes all memory, or crashes the process, was answered by nobody, and so is done
-again at each start. Nothing is asked of a server that ends in order. One that comes up after
-another end watches for a while:
+A request that exhausts the memory or crashes the process has no answer, and therefore runs again at
+each start. Nothing is recorded while the server shuts down cleanly. A server that starts after a
+crash watches for an hour:
 
-    mark      before the engine gets a request, that it is under way is written down; its answer
-              takes that back
-    suspect   was marked when the server ended. Suspects are done apart from all else, an eighth of
-              those that ended together at a time,
-              at last one by one, and after all base models are in memory, so that loading them is no request's fault
-    given up  was a suspect, and the only one under way, at `_ENDS_ALONE` ends. A request that was
-              not answered fails. What can only be
-              done again, a model that comes back or an adapter that is loaded, is refused from then on
+    marked     before the engine gets a request, the database records that it is running; the answer
+               removes the mark
+    suspect    a request that was marked when the server crashed. Suspects run apart from everything
+               else, at first an eighth of those that crashed together, at last one by one. All base
+               models are loaded before, so that loading them is no request's fault
+    abandoned  a suspect that was the only request running at `_ENDS_ALONE` crashes. An unanswered
+               request fails. A replay or the loading of an adapter is rejected from then on
 
-So a request is given up after two ends more than those: the first, at which nothing was marked, and
-the one that made it a suspect. An end at random hits the same request each time only if the server
-lives shorter than that request takes. A request that is answered is no suspect any more, and a stop
-in order forgets everything but what was given up, which has one try then: there may be more memory.
+So a request is abandoned after two more crashes than those: the first, when nothing was marked, and
+the one that made it a suspect. Random crashes hit the same request each time only if the server
+lives for less time than the request takes. A request that is answered is no longer a suspect. A
+clean shutdown forgets everything but the abandoned keys, which have one more try: there may be more
+memory.
 
-Beside journaled requests, these are under way by a key: a request that is done again by its own, a
-model's snapshot by the model's id, a sampler's weights by the sampler's, a draw that is not
-journaled by what is drawn.
+Besides journaled requests, these have a key: a replayed request (its own id), a model's snapshot
+(the model's id), a sampler's weights (the sampler's id), and a sample that is not journaled (its
+content).
 """
 
 from __future__ import annotations
@@ -42,12 +42,14 @@ from planish.server.durable.store import Store, Transaction
 from planish.server.results import Abandoned, Failed
 
 _ENDS_ALONE = 3
+"""Crashes with no other request running, after which a suspect is abandoned."""
 _GROUPS = 8
+"""Of the suspects that crashed together, one in this many runs at once."""
 _WATCH_SECONDS = 3600.0
-"""Of the life of a server that came up after another one did not stop in order."""
+"""How long a server watches after a crash."""
 
 _RUNNING = "running"
-"""The key in `meta` that is there while a server runs."""
+"""The key in the table `meta` that exists while a server runs."""
 
 _log = logging.getLogger(__name__)
 
@@ -58,50 +60,52 @@ class _LookBack:
 
     was_stopped: bool
     marked: list[str] = field(default_factory=list)
-    """Under way at its end."""
+    """Keys that were running when it ended."""
     suspects: dict[str, int] = field(default_factory=dict)
-    """With the number of ends that each was under way at."""
-    given_up: set[str] = field(default_factory=set)
-    """Those that can still be asked for."""
+    """Suspects, with the number of crashes that each was running at."""
+    abandoned: set[str] = field(default_factory=set)
+    """Abandoned keys that can still be asked for."""
     failed: list[str] = field(default_factory=list)
-    """RequestLog that were given up now."""
+    """Requests that were abandoned at this start."""
 
 
 class CrashGuard:
+    """Finds the request that crashes the server, and abandons it."""
+
     def __init__(self, store: Store, prepare: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`prepare` is awaited before the first suspect is done: what every request needs."""
+        """`prepare` is awaited before the first suspect runs. It loads what every request needs."""
         self._store = store
         self._prepare = prepare
         self._preparing: asyncio.Task[None] | None = None
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
         self._widths: dict[int, int] = {}
-        """How many suspects of so many ends are done at once."""
-        self._given_up: set[str] = set()
-        self._running: Counter[str] = Counter()
+        """How many suspects with this number of crashes run at once."""
+        self._abandoned: set[str] = set()
+        self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
         self._level = 0
-        """Of those that run: their number of ends, which is the same for all."""
+        """The number of crashes of the running keys, which is the same for all."""
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
     @property
     def is_calm(self) -> bool:
-        """Whether no key means anything."""
-        return not (self._suspects or self._given_up or self._is_watching)
+        """Whether there is nothing to watch, so that keys have no effect."""
+        return not (self._suspects or self._abandoned or self._is_watching)
 
     @property
     def _is_watching(self) -> bool:
         return time.monotonic() < self._watched_until
 
     async def begin(self) -> None:
-        """Before anything is read or done: look at how the last process ended, and fail the request
-        that ended it.
+        """Look at how the last process ended, before anything is read or run, and fail the request
+        that crashed it.
         """
         try:
             found = await self._store.write(_look_back)
         except StorageError:
             return  # nothing can be marked either while the disk is full
-        self._suspects, self._given_up = found.suspects, found.given_up
+        self._suspects, self._abandoned = found.suspects, found.abandoned
         self._widths = {
             ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
         }
@@ -109,31 +113,33 @@ class CrashGuard:
             return
         self._watched_until = time.monotonic() + _WATCH_SECONDS
         _log.warning(
-            "the server before this one did not stop in order; %s",
-            f"under way were {_listed(found.marked)}"
+            "the previous server process did not shut down cleanly; %s",
+            f"it was running {_listed(found.marked)}"
             if found.marked
-            else "what was under way is not known, and is written down from now on",
+            else "what it was running is unknown; running requests are recorded from now on",
         )
         for request_id in found.failed:
             _log.error(
-                "%s was given up: it was alone under way when the server ended, %d times",
+                "%s was abandoned: it was the only request running when the server crashed, %d "
+                "times",
                 request_id,
                 _ENDS_ALONE,
             )
 
     async def end(self) -> None:
-        """The server stops in order."""
+        """Record a clean shutdown."""
         with suppress(StorageError):
             await self._store.write(_stopped)
 
     async def enter(self, key: str) -> None:
-        """Wait until it may be under way beside what is, and write down that it is. Abandoned if it
-        was given up.
+        """Wait until the key may run beside the running ones, and mark it. Abandoned if it was
+        abandoned.
         """
-        if key in self._given_up:
+        if key in self._abandoned:
             raise Abandoned(
-                f"{_ended(key)}, and is not tried again: the server's memory, or what else it needs, does not suffice. Go on with a new client "
-                "from a checkpoint, or ask whoever runs the server to start it with more"
+                f"{_ended(key)}, and is not tried again: the server's memory or another resource "
+                "does not suffice. Continue with a new client "
+                "from a checkpoint, or ask the server's operator for more memory"
             )
         if key in self._suspects:
             self._preparing = self._preparing or asyncio.create_task(self._prepare())
@@ -145,7 +151,9 @@ class CrashGuard:
             await admitted
             if self._is_watching or key in self._suspects:
                 self._marked.add(key)
-                with suppress(StorageError):  # a full disk keeps nothing from being done
+                with suppress(
+                    StorageError
+                ):  # a full disk must not prevent the request from running
                     await self._store.write(lambda transaction: _mark(transaction, key))
         except BaseException:
             if admitted.done() and not admitted.cancelled():
@@ -154,21 +162,21 @@ class CrashGuard:
             raise
 
     def leave(self, key: str) -> None:
-        """It was answered. Nothing, if it is not under way."""
+        """Note that a key was answered. Does nothing if it is not running."""
         if self._left(key):
             self._suspects.pop(key, None)
             self._written(self._store.keep(lambda transaction: _forget(transaction, key)))
         self._admit()
 
     def pause(self, key: str) -> None:
-        """It is not under way now, and will be again."""
+        """Note that a key does not run now, but will again."""
         if self._left(key):
             self._written(self._store.keep(lambda transaction: _unmark(transaction, key)))
         self._admit()
 
     @asynccontextmanager
-    async def doing(self, key: str) -> AsyncIterator[None]:
-        """`enter`, and `leave` unless the engine ended, which may be its doing."""
+    async def running(self, key: str) -> AsyncIterator[None]:
+        """`enter`, and `leave` unless the engine ended, which the key may have caused."""
         await self.enter(key)
         try:
             yield
@@ -181,7 +189,7 @@ class CrashGuard:
 
     @asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
-        """A part of doing it, after which it is not answered."""
+        """`enter` and `pause`: a part of a request, after which it is not answered."""
         await self.enter(key)
         try:
             yield
@@ -189,41 +197,41 @@ class CrashGuard:
             self.pause(key)
 
     def _left(self, key: str) -> bool:
-        """Take it from those that run; whether its mark is to go."""
-        if key not in self._running:
+        """Remove a key from the running ones. Returns whether its mark must be removed."""
+        if key not in self._active:
             return False
-        self._running[key] -= 1
-        if self._running[key]:
+        self._active[key] -= 1
+        if self._active[key]:
             return False
-        del self._running[key]
+        del self._active[key]
         is_marked = key in self._marked
         self._marked.discard(key)
         return is_marked
 
     def _admit(self) -> None:
-        """In the order in which they came, so that nobody waits for ever."""
+        """Admit keys in the order of their arrival, so that none waits for ever."""
         while self._waiting:
             key, admitted = self._waiting[0]
             if not admitted.done():
-                if not self._has_room(key):
+                if not self._may_run(key):
                     return
                 self._level = self._suspects.get(key, 0)
-                self._running[key] += 1
+                self._active[key] += 1
                 admitted.set_result(None)
             self._waiting.popleft()
 
-    def _has_room(self, key: str) -> bool:
+    def _may_run(self, key: str) -> bool:
         level = self._suspects.get(key, 0)
-        if not self._running:
+        if not self._active:
             return True
-        return level == self._level and (not level or self._running.total() < self._widths[level])
+        return level == self._level and (not level or self._active.total() < self._widths[level])
 
     def _written(self, change: asyncio.Future[None]) -> None:
-        # the end of the process
+        # At the end of the process the change fails, and its error may stay unread.
         change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
-# Changes of the table.
+# Transactions.
 
 
 def _look_back(transaction: Transaction) -> _LookBack:
@@ -234,7 +242,8 @@ def _look_back(transaction: Transaction) -> _LookBack:
         row[0] for row in transaction.execute("SELECT id FROM under_way WHERE is_marked")
     ]
     transaction.execute(
-        "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 AND ?) WHERE is_marked",
+        "UPDATE under_way SET is_marked = 0, ends = ends + 1, ends_alone = ends_alone + (ends > 0 "
+        "AND ?) WHERE is_marked",
         (len(found.marked) == 1,),
     )
     transaction.execute("DELETE FROM under_way WHERE ends = 0")
@@ -247,18 +256,19 @@ def _look_back(transaction: Transaction) -> _LookBack:
             found.failed.append(key)
             _forget(transaction, key)
         else:
-            found.given_up.add(key)
+            found.abandoned.add(key)
     return found
 
 
 def _fail(transaction: Transaction, request_id: str) -> bool:
-    """Answer a request that was given up; False if it was answered before, or is none."""
+    """Answer an abandoned request. Returns False if it was answered before, or is not a request."""
     row = journal.row(transaction, request_id)
     if row is None or not row.is_to_do:
         return False
     message = (
-        f"{_ended(request_id)}: it took all of the server's memory, or crashed it. It was not done. Send less data in one request (fewer or "
-        "shorter sequences), or ask whoever runs the server for more memory"
+        f"{_ended(request_id)}: it took all of the server's memory, or crashed it. It was not run. "
+        "Send less data in one request (fewer or "
+        "shorter sequences), or ask the server's operator for more memory"
     )
     now = time.time()
     journal.finish(transaction, row.with_state("failed"), Failed(message, "server"), now)
@@ -290,7 +300,7 @@ def _stopped(transaction: Transaction) -> None:
 
 
 def _ended(key: str) -> str:
-    return f"the server ended {_ENDS_ALONE} times while it did {key} and nothing else"
+    return f"the server crashed {_ENDS_ALONE} times while it ran {key} and nothing else"
 
 
 def _listed(keys: list[str]) -> str:

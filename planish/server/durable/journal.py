@@ -1,5 +1,8 @@
-"""The rows of requests: what may be asked of them, and what is written. Each function belongs into
-a transaction or a read.
+"""The journal: the rows of requests, and how operations and results are encoded.
+
+The functions on rows run within a transaction or a read. Operations and results are stored as the
+bodies of the wire. An operation has one encoding, however it arrived, so that a repeated request
+has the same digest. Seeds that the server chose are part of the stored body, but not of the digest.
 """
 
 from __future__ import annotations
@@ -61,7 +64,7 @@ _COLUMNS = "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, m
 
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
-"""Kinds of requests that change a model or what comes of it: done again to bring it back."""
+"""Kinds of requests that change a model or publish its weights. A replay runs them again."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ class RequestRow:
     tenant: str
     kind: str
     owner: str
-    """The model or sampler that it is about."""
+    """The id of its model or sampler."""
     seq: int
     state: str
     digest: bytes | None
-    """None: it was refused before its body was understood."""
+    """None: it was rejected before its body was understood."""
     accepted: float
     body_bytes: int = 0
     message: str | None = None
@@ -85,18 +88,21 @@ class RequestRow:
 
     @classmethod
     def of(cls, found: sqlite3.Row) -> Self:
+        """Return the row of a query result."""
         return cls(*found)
 
     @property
     def is_to_do(self) -> bool:
+        """Whether it has no answer."""
         return self.state in ("accepted", "started")
 
     @property
     def is_replayed(self) -> bool:
-        """Whether it is done again, from its body, to bring a model back."""
+        """Whether a replay of its model runs it again."""
         return self.state == "done" and self.kind in _REPLAYED
 
     def with_state(self, state: str) -> Self:
+        """Return the row with another state."""
         return replace(self, state=state)
 
 
@@ -106,8 +112,8 @@ def insert(
     content: bytes,
     also: Callable[[Transaction], None] | None = None,
 ) -> RequestRow | None:
-    """Journal a request. If its id is taken, nothing is written, and the answer is the row that has
-    it.
+    """Journal a request. If its id is taken, nothing is written, and the row with this id is
+    returned.
     """
     found = row(transaction, new.id)
     if found is not None:
@@ -138,6 +144,7 @@ def insert(
 
 
 def mark(transaction: Transaction, request_id: str, state: str) -> None:
+    """Set the state of a request."""
     transaction.execute("UPDATE requests SET state = ? WHERE id = ?", (state, request_id))
 
 
@@ -148,17 +155,19 @@ def finish(
     now: float,
     also: Callable[[Transaction], None] | None = None,
 ) -> None:
-    """Write an answer down. The body goes, unless it may be needed to bring a model back."""
+    """Write an answer. The body is dropped, unless a replay may need it."""
     match answer:
         case Done(content=content):
             stored = transaction.store(content)
             transaction.execute(
-                "UPDATE requests SET state = ?, finished = ?, result = ?, result_file = ?, result_bytes = ? WHERE id = ?",
+                "UPDATE requests SET state = ?, finished = ?, result = ?, result_file = ?, "
+                "result_bytes = ? WHERE id = ?",
                 (done.state, now, stored.inline, stored.file, len(content), done.id),
             )
         case Failed():
             transaction.execute(
-                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ?, error_class = ? WHERE id = ?",
+                "UPDATE requests SET state = ?, finished = ?, message = ?, category = ?, "
+                "error_class = ? WHERE id = ?",
                 (done.state, now, answer.message, answer.category, answer.error_class, done.id),
             )
     if not done.is_replayed:
@@ -168,6 +177,7 @@ def finish(
 
 
 def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow | None:
+    """Return the row of a request; None if there is none."""
     found = source.execute(
         f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)
     ).fetchone()
@@ -175,12 +185,13 @@ def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow
 
 
 def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
-    """Whether the tenant ever had a model or a sampler of this id."""
+    """Return whether the tenant ever had a model or a sampler with this id."""
     query = "SELECT EXISTS (SELECT 1 FROM models WHERE id = ?1 AND tenant = ?2 UNION SELECT 1 FROM samplers WHERE id = ?1 AND tenant = ?2)"
     return bool(connection.execute(query, (owner, tenant)).fetchone()[0])
 
 
 def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
+    """Return where the body of a request is stored."""
     return StoredBody(
         *connection.execute(
             "SELECT body, body_file FROM requests WHERE id = ?", (request_id,)
@@ -189,7 +200,7 @@ def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
 
 
 def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
-    """None: it was removed."""
+    """Return where the result of a request is stored; None if it was removed."""
     found = connection.execute(
         "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
     ).fetchone()
@@ -197,18 +208,19 @@ def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None
 
 
 def of_model(connection: sqlite3.Connection, model_id: str, after: int) -> list[RequestRow]:
-    """The requests with higher numbers, in order."""
+    """Return a model's requests with numbers above `after`, in order."""
     query = f"SELECT {_COLUMNS} FROM requests WHERE owner = ? AND seq > ? ORDER BY seq"
     return [RequestRow.of(found) for found in connection.execute(query, (model_id, after))]
 
 
 def to_do(connection: sqlite3.Connection) -> list[RequestRow]:
-    """What was accepted and not answered, in the order in which it came."""
+    """Return the unanswered requests in the order of their arrival."""
     query = f"SELECT {_COLUMNS} FROM requests WHERE finished IS NULL ORDER BY accepted, seq"
     return [RequestRow.of(found) for found in connection.execute(query)]
 
 
 def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+    """Remove the bodies of the selected requests."""
     where = f"{where} AND (body IS NOT NULL OR body_file IS NOT NULL)"
     for found in transaction.execute(
         f"SELECT body_file FROM requests WHERE {where}", values
@@ -218,7 +230,7 @@ def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> 
 
 
 def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
-    """Remove rows with all that they hold; answers how many."""
+    """Delete the selected rows with their bodies and results. Returns how many there were."""
     for found in transaction.execute(
         f"SELECT body_file, result_file FROM requests WHERE {where}", values
     ).fetchall():
@@ -228,6 +240,7 @@ def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
 
 
 def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+    """Remove the results of the selected requests."""
     for found in transaction.execute(
         f"SELECT result_file FROM requests WHERE {where}", values
     ).fetchall():
@@ -240,22 +253,22 @@ def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) ->
 
 _SEED_BITS = 62
 _SEEDED = ("create_model", "sample")
-"""Kinds whose bodies may have a seed that their digests have not."""
+"""Kinds whose stored bodies may have a seed that their digests do not cover."""
 
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """One request as it goes into the journal."""
+    """One request, encoded for the journal."""
 
     kind: str
     body: bytes
     digest: bytes
     operation: Operation[Any]
-    """With the seed that it will run with."""
+    """The operation with the seed that it will run with."""
 
 
-def entry(operation: Operation[Any], seq_id: int) -> JournalEntry:
-    """Encode a request. Takes time in proportion to its size; for a thread if it is large."""
+def encode_request(operation: Operation[Any], seq_id: int) -> JournalEntry:
+    """Encode a request. Takes time in proportion to its size; run it in a thread if it is large."""
     kind, body = kind_of(operation), _encoded(operation, seq_id)
     digest = _digest(kind, body)
     seeded = _seeded(operation)
@@ -265,8 +278,8 @@ def entry(operation: Operation[Any], seq_id: int) -> JournalEntry:
 
 
 def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
-    """Whether a body is the one whose `entry` had this digest. Of those that may have been given a
-    seed that is not known.
+    """Return whether a body has the digest that it was journaled with. Bodies that may have been
+    given a seed cannot be checked, and count as unchanged.
     """
     return kind in _SEEDED or digest is None or _digest(kind, body) == digest
 
@@ -276,7 +289,7 @@ def _digest(kind: str, body: bytes) -> bytes:
 
 
 def kind_of(operation: Operation[Any]) -> str:
-    """The kind of its row."""
+    """Return the kind of an operation, as its row has it."""
     match operation:
         case ForwardBackward(forward_only=True):
             return "forward"
@@ -288,12 +301,14 @@ def kind_of(operation: Operation[Any]) -> str:
 
 
 def operation_of(kind: str, body: bytes) -> Operation[Any]:
-    """What `entry` encoded."""
+    """Decode what `encode_request` encoded."""
     return _DECODERS[kind](body)
 
 
 def _seeded(operation: Operation[Any]) -> Operation[Any]:
-    """With a seed, if it draws: what is drawn again after a crash must be the same."""
+    """Return the operation with a seed, if it needs one: a repetition after a crash must sample the
+    same.
+    """
     match operation:
         case Sample(sampling_params=params) if params.seed is None:
             return replace(
@@ -356,12 +371,12 @@ _DECODERS: dict[str, Callable[[bytes], Operation[Any]]] = {
 
 
 def result_of(kind: str, operation: Operation[Any], result: Any) -> Done:
-    """The answer of a request that was done."""
+    """Encode the result of an operation."""
     return done_of(kind, _result_body(operation, result))
 
 
 def done_of(kind: str, content: bytes) -> Done:
-    """The same, of a journal's `kind` and what is stored."""
+    """Return the result that is stored for a request of this kind."""
     media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
     return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)
 

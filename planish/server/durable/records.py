@@ -18,22 +18,27 @@ Source = Transaction | sqlite3.Connection
 
 @dataclass(frozen=True)
 class Record:
-    """One row; fields are columns. Mappings and configs are JSON there."""
+    """One row. The fields are the columns; mappings and configs are stored as JSON."""
 
     @classmethod
     def columns(cls) -> str:
+        """Return the names of the columns, separated by commas."""
         return ", ".join(field.name for field in fields(cls))
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Self:
+        """Return the record of a query result."""
         return cls(**{key: row[key] for key in row.keys()})  # noqa: SIM118  (a RequestRow iterates over values)
 
     def values(self) -> list[Any]:
+        """Return the values in the order of the columns."""
         return [getattr(self, field.name) for field in fields(self)]
 
 
 @dataclass(frozen=True)
 class SessionRow(Record):
+    """A session."""
+
     id: str
     tenant: str
     spec: str
@@ -45,6 +50,8 @@ class SessionRow(Record):
 
 @dataclass(frozen=True)
 class ModelRow(Record):
+    """A training model, or a run that only holds copied checkpoints."""
+
     id: str
     tenant: str
     session: str
@@ -52,60 +59,67 @@ class ModelRow(Record):
     lora: str
     user_metadata: str
     training_bytes: int
-    """In memory: the adapter with what trains it,"""
+    """Memory of the adapter with its optimizer state."""
     sampling_bytes: int
-    """and one version of its weights."""
+    """Memory of one version of its weights."""
     created: float
     used: float
     passed: int = 0
-    """Missing numbers below this are not waited for."""
+    """Missing numbers below this one are skipped."""
     snapshot_seq: int | None = None
-    """The snapshot is of the weights after this request."""
+    """The request after which the snapshot was taken."""
     snapshot: str | None = None
-    """Its path."""
+    """The path of the snapshot."""
     arch: str | None = None
-    """Known once the model was created."""
+    """The architecture, which is known once the model was created."""
     closed: str | None = None
-    """Why it takes no more requests."""
+    """Why the model takes no more requests; None while it is open."""
 
     @property
     def rank(self) -> int:
+        """The LoRA rank."""
         return self.lora_config.rank
 
     @property
     def lora_config(self) -> LoraConfig:
+        """The LoRA configuration."""
         return LoraConfig(**json.loads(self.lora))
 
     @property
     def metadata(self) -> dict[str, str]:
+        """The client's metadata."""
         return json.loads(self.user_metadata)
 
 
 @dataclass(frozen=True)
 class SamplerRow(Record):
+    """A sampler."""
+
     id: str
     tenant: str
     session: str
     base_model: str
     model_path: str | None
-    """The checkpoint that it was asked for by."""
+    """The checkpoint that the client asked for."""
     model: str | None
-    """The model whose weights it has, if it was published without a name,"""
+    """The model that published the sampler without a name."""
     seq: int | None
-    """by the request of this number."""
+    """The request of `model` that published it."""
     source: str | None
-    """A private checkpoint of its weights. None: it has none, or they are not saved yet."""
+    """The private checkpoint of its weights. None: it has none, or they are not saved yet."""
     memory_bytes: int
     """0 for a sampler of a base model, which is in memory anyway."""
     created: float
     used: float
     bytes: int = 0
-    """On disk, of a published one."""
+    """Size on disk of a published sampler."""
     closed: str | None = None
 
 
 @dataclass(frozen=True)
 class CheckpointRow(Record):
+    """A named checkpoint."""
+
     path: str
     tenant: str
     run: str
@@ -117,6 +131,7 @@ class CheckpointRow(Record):
 
     @classmethod
     def made_of(cls, checkpoint: Checkpoint, tenant: str) -> Self:
+        """Return the row of a tenant's checkpoint."""
         run = CheckpointPath.parse(checkpoint.tinker_path).run_id
         expires = checkpoint.expires_at.timestamp() if checkpoint.expires_at else None
         metadata = json.dumps(checkpoint.user_metadata or {})
@@ -127,6 +142,7 @@ class CheckpointRow(Record):
 
     @property
     def checkpoint(self) -> Checkpoint:
+        """The checkpoint as clients know it."""
         path = CheckpointPath.parse(self.path)
         return Checkpoint(
             checkpoint_id=path.checkpoint_id,
@@ -151,16 +167,17 @@ _TABLES: dict[type[Record], str] = {
 
 
 def moment(seconds: float) -> datetime:
+    """Return the UTC time of seconds since 1970."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
 def text_of(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
-    """The JSON of a column."""
+    """Return the JSON of a column."""
     return json.dumps(dict(value) if isinstance(value, Mapping) else asdict(value))
 
 
 def put(transaction: Transaction, record: Record) -> None:
-    """Insert a row, or replace the one of its key."""
+    """Insert a row, or replace the row with the same key."""
     places = ", ".join("?" * len(fields(record)))
     table = _TABLES[type(record)]
     transaction.execute(
@@ -169,12 +186,13 @@ def put(transaction: Transaction, record: Record) -> None:
 
 
 def put_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
-    """One that takes the place of another stays published if that was."""
+    """Insert the row of a checkpoint. A replaced checkpoint that was public stays public."""
     before = select(transaction, CheckpointRow, "path = ?", [row.path])
     put(transaction, replace(row, public=before[0].public) if before else row)
 
 
 def change(transaction: Transaction, kind: type[Record], key: str, **columns: Any) -> None:
+    """Set columns of one row."""
     names = ", ".join(f"{name} = ?" for name in columns)
     transaction.execute(
         f"UPDATE {_TABLES[kind]} SET {names} WHERE {_key(kind)} = ?", [*columns.values(), key]
@@ -184,24 +202,26 @@ def change(transaction: Transaction, kind: type[Record], key: str, **columns: An
 def change_each(
     transaction: Transaction, kind: type[Record], column: str, values: Iterable[tuple[float, str]]
 ) -> None:
-    """Set one column of many rows; `values` are (value, key)."""
+    """Set one column of many rows. `values` are pairs (value, key)."""
     for pair in values:
         transaction.execute(f"UPDATE {_TABLES[kind]} SET {column} = ? WHERE {_key(kind)} = ?", pair)
 
 
 def remove(transaction: Transaction, kind: type[Record], key: str) -> None:
+    """Delete one row."""
     transaction.execute(f"DELETE FROM {_TABLES[kind]} WHERE {_key(kind)} = ?", (key,))
 
 
 def select(
     source: Source, kind: type[RecordT], where: str, values: Sequence[Any] = ()
 ) -> list[RecordT]:
-    """`where` may end with an order and a limit."""
+    """Return the selected records. `where` may end with an order and a limit."""
     found = source.execute(f"SELECT {kind.columns()} FROM {_TABLES[kind]} WHERE {where}", values)
     return [kind.of(row) for row in found]
 
 
 def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:
+    """Return the number of selected records."""
     return source.execute(f"SELECT COUNT(*) FROM {_TABLES[kind]} WHERE {where}", values).fetchone()[
         0
     ]

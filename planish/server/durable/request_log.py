@@ -1,10 +1,10 @@
-"""Accepted requests: journaled before they are acknowledged, answered once, and readable until they
-have aged.
+"""Accepted requests: journaled before they are acknowledged, answered once, and readable until
+their results expire.
 
-A request that is not answered is in memory, with its operation as long as there is room for it;
-otherwise the operation is read from the journal when its turn comes. A result is given out when it
-is there and written down behind that: after a crash the request is done again, with the same
-result. A failure is written down first, since what failed once may not fail again.
+An unanswered request is in memory, together with its operation as long as memory suffices;
+otherwise the operation is read from the journal when its turn comes. A successful result is sent to
+the client before it is on disk, because a replay after a crash reproduces it. A failure is on disk
+first, because a retry might succeed and contradict what the client was told.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import logging
 import sqlite3
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from planish.errors import DamagedFileError, StorageError
 from planish.server.durable import journal
@@ -25,7 +25,7 @@ from planish.server.durable.journal import (
     JournalEntry,
     RequestRow,
     done_of,
-    entry,
+    encode_request,
     is_as_written,
     operation_of,
 )
@@ -39,6 +39,7 @@ from planish.server.results import (
     Gone,
     NotFound,
     Outcome,
+    Tenant,
     TooManyRequests,
     TryAgain,
     Unavailable,
@@ -48,23 +49,27 @@ from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
 from planish.wire.sampling import targets_of
 
+R = TypeVar("R")
+
 _INLINE_TOKENS = 4096
+"""Longer requests are encoded in a thread."""
 _RETRY_SECONDS = 10.0
 _UNKNOWN_SECONDS = 0.5
-"""A client waits so long for what this process has not heard of yet."""
+"""How long a client waits for the result of a request that is not in memory yet."""
 _ANSWER_BYTES = 500
-"""That an answer takes in memory beside its content."""
+"""Memory of an answer beside its content."""
+
 
 _log = logging.getLogger(__name__)
 
-Also = Callable[[Transaction], None]
-"""What is written in the same transaction."""
+AlsoWrite = Callable[[Transaction], None]
+"""Writes more in the same transaction."""
 SettledState = Literal["done", "failed", "refused"]
 
 
 @dataclass(eq=False)
-class Request:
-    """One request that is not answered yet, or whose answer is not on disk yet."""
+class QueuedRequest:
+    """A request that is unanswered, or whose answer is not on disk yet."""
 
     row: RequestRow
     operation: Operation[Any] | None
@@ -72,25 +77,30 @@ class Request:
     acknowledged: asyncio.Future[None]
     tokens: int = 0
     sequences: int = 0
-    """That a sample draws; 0 for what an earlier process took, until it is read."""
+    """Sequences that a sample request samples; 0 for a request of an earlier process, until its
+    operation is read.
+    """
     written: asyncio.Future[None] | None = None
-    """Its answer is on disk."""
+    """Done when the answer is on disk."""
 
     @property
     def id(self) -> str:
+        """The id of the request."""
         return self.row.id
 
     @property
     def seq(self) -> int:
+        """Its sequence number."""
         return self.row.seq
 
     def measure(self, operation: Operation[Any]) -> None:
+        """Note the size of the operation."""
         self.tokens = token_count(operation)
         self.sequences = operation.num_samples if isinstance(operation, Sample) else 0
 
 
 def token_count(operation: Operation[Any]) -> int:
-    """Tokens that are known to be computed for an operation."""
+    """Return how many tokens an operation is known to compute."""
     match operation:
         case ForwardBackward():
             return sum(datum.model_input.length for datum in operation.data)
@@ -100,55 +110,59 @@ def token_count(operation: Operation[Any]) -> int:
 
 
 class RequestLog:
+    """The requests that are unanswered, or whose answers were given out recently."""
+
     def __init__(
         self,
         store: Store,
         settings: ServerSettings,
         limits: TenantLimits,
         counters: Counters,
-        under_way: CrashGuard,
+        crash_guard: CrashGuard,
     ) -> None:
         self._store = store
-        self._under_way = under_way
+        self._crash_guard = crash_guard
         self._settings = settings
         self._limits = limits
         self._counters = counters
-        self._active: dict[str, Request] = {}
+        self._active: dict[str, QueuedRequest] = {}
         self._operation_bytes = 0
         self._recent: OrderedDict[str, tuple[str, Done | Failed]] = OrderedDict()
-        """Answers on disk that were given last, with their tenants."""
+        """The answers that were given last, with their tenants. All of them are on disk."""
         self._recent_bytes = 0
         self._was_full = False
-        """Whether the last request was refused for want of space."""
+        """Whether the last request was rejected for lack of disk space."""
 
     @property
     def unanswered(self) -> int:
+        """The number of unanswered requests."""
         return sum(not request.answer.done() for request in self._active.values())
 
     def queued(self) -> Counter[tuple[str, str]]:
-        """RequestLog that are not answered, by kind and tenant."""
+        """Return the number of unanswered requests, by kind and tenant."""
         open_rows = [request.row for request in self._active.values() if request.written is None]
         return Counter((row.kind, row.tenant) for row in open_rows)
 
     @property
     def operation_bytes(self) -> int:
-        """Of requests that are kept decoded."""
+        """The size of the requests that are kept decoded."""
         return self._operation_bytes
 
     @property
     def recent_bytes(self) -> int:
-        """Of answers that are kept in memory."""
+        """The size of the answers that are kept in memory."""
         return self._recent_bytes
 
-    async def encoded(self, operation: Operation[Any], seq: int) -> JournalEntry:
-        asked = targets_of(operation) if isinstance(operation, Sample) else 0
-        if token_count(operation) + asked <= _INLINE_TOKENS:
-            return entry(operation, seq)
-        return await asyncio.to_thread(entry, operation, seq)
+    async def encode(self, operation: Operation[Any], seq: int) -> JournalEntry:
+        """Encode an operation for the journal. ValueError if it cannot be right."""
+        scored = targets_of(operation) if isinstance(operation, Sample) else 0
+        if token_count(operation) + scored <= _INLINE_TOKENS:
+            return encode_request(operation, seq)
+        return await asyncio.to_thread(encode_request, operation, seq)
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
-        """Whether this very request came before, and is not forgotten. BadRequest if it was another
-        one, or was refused.
+        """Return whether this very request was accepted before. BadRequest if a different request
+        had its id, or if it was rejected.
         """
         active = self._active.get(request_id)
         if active is not None:
@@ -161,12 +175,10 @@ class RequestLog:
         return row is not None
 
     async def accept(
-        self, row: RequestRow, journaled: JournalEntry, also: Also | None = None
-    ) -> Request | None:
-        """Journal a request; None if its id was there already, for the same request (BadRequest:
-        for another).
-
-        Raises TooManyRequests and Unavailable before anything is written.
+        self, row: RequestRow, journaled: JournalEntry, also: AlsoWrite | None = None
+    ) -> QueuedRequest | None:
+        """Journal a request. Returns None if the same request was journaled before; BadRequest if a
+        different one was. Raises TooManyRequests and Unavailable before anything is written.
         """
         known = self._active.get(row.id)
         if known is not None:
@@ -175,7 +187,9 @@ class RequestLog:
             return None
         self.check_room(row.tenant, len(journaled.body))
         loop = asyncio.get_running_loop()
-        request = Request(row, journaled.operation, loop.create_future(), loop.create_future())
+        request = QueuedRequest(
+            row, journaled.operation, loop.create_future(), loop.create_future()
+        )
         request.measure(journaled.operation)
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
@@ -188,9 +202,9 @@ class RequestLog:
             request.acknowledged.set_exception(
                 error
                 if isinstance(error, Exception)
-                else Unavailable("it was given up; send it again")
+                else Unavailable("the request was cancelled; send it again")
             )
-            request.acknowledged.exception()  # nobody has to ask for it
+            request.acknowledged.exception()  # its exception may stay unread
             raise
         if found is not None:
             self._drop(request)
@@ -204,24 +218,24 @@ class RequestLog:
         crash_point("before acknowledging")
         return request
 
-    def restore(self, row: RequestRow) -> Request:
-        """An unanswered request of an earlier process."""
+    def restore(self, row: RequestRow) -> QueuedRequest:
+        """Return an unanswered request of an earlier process."""
         loop = asyncio.get_running_loop()
-        request = Request(row, None, loop.create_future(), loop.create_future())
+        request = QueuedRequest(row, None, loop.create_future(), loop.create_future())
         request.acknowledged.set_result(None)
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
         return request
 
-    async def operation(self, request: Request) -> Operation[Any]:
-        """What is to be done, from memory or from the journal."""
+    async def operation(self, request: QueuedRequest) -> Operation[Any]:
+        """Return the operation of a request, from memory or from the journal."""
         if request.operation is not None:
             return request.operation
-        async with self._under_way.reading(request.id):
+        async with self._crash_guard.reading(request.id):
             return await self.journaled_operation(request.row)
 
     async def journaled_operation(self, row: RequestRow) -> Operation[Any]:
-        """What a row asks for. DamagedFileError if that is not what was written."""
+        """Read the operation of a row from the journal. DamagedFileError if it was altered."""
 
         def read(connection: sqlite3.Connection) -> Operation[Any]:
             stored = journal.body(connection, row.id)
@@ -231,34 +245,34 @@ class RequestLog:
             except FileNotFoundError:
                 raise _damaged_request(row, place, "is missing") from None
             if not is_as_written(row.kind, content, row.digest):
-                raise _damaged_request(row, place, "is not what was written")
+                raise _damaged_request(row, place, "was altered")
             return operation_of(row.kind, content)
 
         return await self._store.read(read)
 
-    def release_operation(self, request: Request) -> None:
-        """It is with the engine now."""
+    def release_operation(self, request: QueuedRequest) -> None:
+        """Free the memory of an operation that the engine has."""
         if request.operation is not None:
             self._operation_bytes -= request.row.body_bytes
             request.operation = None
 
-    async def mark(self, request: Request, state: str) -> None:
-        """Write down how far it is, before what comes next is done."""
+    async def mark(self, request: QueuedRequest, state: str) -> None:
+        """Write down how far a request is, before its next action."""
         await self._store.keep(lambda transaction: journal.mark(transaction, request.id, state))
         request.row = request.row.with_state(state)
 
     def settle(
         self,
-        request: Request,
+        request: QueuedRequest,
         answer: Done | Failed,
-        also: Also | None = None,
+        also: AlsoWrite | None = None,
         state: SettledState | None = None,
     ) -> asyncio.Future[None]:
-        """Give the answer out, and write it down as soon as the disk takes it, which ends the
-        future. The first answer counts.
+        """Answer a request, and write the answer to disk. The returned future ends when it is
+        there. Only the first answer counts.
 
-        A failure, and with `also` what the answer names, is in the database first. `state`: "done"
-        or "failed" by default.
+        A failure is on disk before it is sent; so is an answer with `also`, which writes what the
+        answer names. `state` is "done" or "failed" by default.
         """
         if request.written is not None:
             return request.written
@@ -278,27 +292,28 @@ class RequestLog:
         request.written = asyncio.ensure_future(self._written(request, answer, written))
         return request.written
 
-    async def outcome(self, tenant: str, request_id: str, seconds: float) -> Outcome:
-        """Wait for the answer. NotFound if there is no such request; Gone if it was answered so
-        long ago that it is forgotten.
+    async def outcome(self, tenant: Tenant, request_id: str, seconds: float) -> Outcome:
+        """Wait up to `seconds` for the answer. NotFound if there is no such request; Gone if its
+        result has expired.
         """
         request = self._active.get(request_id)
-        if request is not None and request.row.tenant == tenant:
+        if request is not None and request.row.tenant == tenant.name:
             if not request.answer.done():
                 await asyncio.wait([request.answer], timeout=seconds)
             return request.answer.result() if request.answer.done() else TryAgain()
         found = self._recent.get(request_id)
-        if found is not None and found[0] == tenant:
+        if found is not None and found[0] == tenant.name:
             self._recent.move_to_end(request_id)
             return found[1]
         stored = await self._store.read(
-            lambda connection: self._stored_answer(connection, tenant, request_id)
+            lambda connection: self._stored_answer(connection, tenant.name, request_id)
         )
         if isinstance(stored, TryAgain):
             await asyncio.sleep(min(seconds, _UNKNOWN_SECONDS))
         return stored
 
-    def active(self, request_id: str) -> Request | None:
+    def active(self, request_id: str) -> QueuedRequest | None:
+        """Return a request that is in memory."""
         return self._active.get(request_id)
 
     def _stored_answer(
@@ -316,18 +331,18 @@ class RequestLog:
                     raise _aged(request_id)
                 try:
                     return done_of(row.kind, self._store.body(result))
-                except FileNotFoundError:  # it aged between the two looks
+                except FileNotFoundError:  # it expired after the row was read
                     raise _aged(request_id) from None
             case "failed" | "refused":
                 return Failed(row.message or "", row.category or "unknown", row.error_class)
-        return TryAgain()  # between the journal and memory, at a start
+        return TryAgain()  # recovery has not put it into memory yet
 
     async def _written(
-        self, request: Request, answer: Done | Failed, written: asyncio.Future[None]
+        self, request: QueuedRequest, answer: Done | Failed, written: asyncio.Future[None]
     ) -> None:
         try:
             await written
-        except StorageError:  # at the end of the process: it is done again at the next start
+        except StorageError:  # the process ends, and the next start runs the request again
             _log.warning("the answer of %s is not on disk", request.id)
             return
         if not request.answer.done():
@@ -341,67 +356,94 @@ class RequestLog:
             self._recent_bytes -= _answer_bytes(old)
 
     def check_room(self, tenant: str, size: int) -> None:
-        """TooManyRequests or Unavailable if nothing more can be taken now."""
+        """TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted now."""
         self._limits.check(tenant, size)
         is_full = self.disk_is_full(size)
         if is_full and not self._was_full and not self._store.is_refused:
             free, directory = self._store.free_bytes(), self._store.directory
             _log.error(
-                "nothing new is taken until there is space: %s bytes are free in %s%s, of which %s are left alone (reserve_bytes)",
+                "no new work is accepted until there is space: %s bytes are free in %s%s, and the "
+                "server keeps %s bytes free (min_free_disk_bytes)",
                 f"{free:,}",
                 directory,
-                "" if directory.is_dir() else " (which is not there any more; put it back)",
-                f"{self._settings.reserve_bytes:,}",
+                "" if directory.is_dir() else " (the directory is missing; restore it)",
+                f"{self._settings.min_free_disk_bytes:,}",
             )
         self._was_full = is_full
         if is_full:
             raise Unavailable(
-                "the server's disk is full or refuses to be written, and no new work is taken until it does again; what was accepted is kept",
+                "the server's disk is full or cannot be written to, and no new work is accepted "
+                "until it can; accepted requests are kept",
                 _RETRY_SECONDS,
             )
 
     def disk_is_full(self, size: int = 0) -> bool:
-        """Whether a request of so many bytes is refused for want of space."""
+        """Return whether a request of `size` bytes is rejected because the disk is full or refuses
+        writes. Reads the disk.
+        """
         return (
-            self._store.is_refused or self._store.free_bytes() < self._settings.reserve_bytes + size
+            self._store.is_refused
+            or self._store.free_bytes() < self._settings.min_free_disk_bytes + size
         )
 
-    def _keep_operation(self, request: Request) -> None:
+    def _keep_operation(self, request: QueuedRequest) -> None:
         if self._operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
             request.operation = None
         else:
             self._operation_bytes += request.row.body_bytes
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: QueuedRequest) -> None:
         del self._active[request.id]
         self._limits.leave(request.row.tenant, request.row.body_bytes)
 
 
 def _check_same(row: RequestRow, digest: bytes | None) -> None:
     if row.state == "refused" and row.digest is None:
-        raise BadRequest(row.message or "this number was refused")
+        raise BadRequest(row.message or "the request with this number was rejected")
     if row.digest != digest:
         raise BadRequest(
-            f"seq_id={row.seq}: another request of {row.owner!r} had this number; count on, and use each number once"
+            f"seq_id={row.seq} has already been used by a different request of {row.owner!r}; "
+            "continue with the next sequence number"
         )
 
 
 def _damaged_request(row: RequestRow, place: str, how: str) -> DamagedFileError:
     return DamagedFileError(
-        f"the data of request {row.id} {how} ({place} in the server's data directory, which a backup may have)"
+        f"the data of request {row.id} {how} ({place} in the server's data directory; a backup may "
+        "have it)"
     )
 
 
 def _aged(request_id: str) -> Gone:
-    return Gone(f"request_id={request_id!r}: its result has aged and was removed")
+    return Gone(f"request_id={request_id!r}: its result has expired and was removed")
 
 
 def _answer_bytes(answer: Done | Failed) -> int:
     return _ANSWER_BYTES + len(answer.content if isinstance(answer, Done) else answer.message)
 
 
+def new_row(tenant: Tenant, owner: str, seq: int, entry: JournalEntry) -> RequestRow:
+    """Return the row of a request that is about to be journaled."""
+    return RequestRow(
+        id=f"{owner}:{seq}",
+        tenant=tenant.name,
+        kind=entry.kind,
+        owner=owner,
+        seq=seq,
+        state="accepted",
+        digest=entry.digest,
+        accepted=time.time(),
+        body_bytes=len(entry.body),
+    )
+
+
+async def run_uncancelled(work: Coroutine[Any, Any, R]) -> R:
+    """Run `work` to its end even if the caller is cancelled: a journaled request must be queued."""
+    return await asyncio.shield(asyncio.create_task(work))
+
+
 def failure(error: Exception) -> Failed:
-    """What a client is told of an error."""
+    """Return what a client is told of an error."""
     category: Category = "user" if isinstance(error, ValueError) else "server"
     said = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     return Failed(said, category, name_of(error))
@@ -413,14 +455,18 @@ _BUSY_SECONDS = 1.0
 
 @dataclass
 class _Account:
+    """What one tenant uses."""
+
     requests: int = 0
     bytes: int = 0
     tokens: float = 0.0
-    """That may be used now; below 0, a debt."""
+    """Tokens that may be used now; negative after more were used than the limit allows."""
     filled: float = 0.0
 
 
 class TenantLimits:
+    """Limits the unanswered requests, their bytes, and the tokens per minute of each tenant."""
+
     def __init__(
         self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -429,43 +475,45 @@ class TenantLimits:
         self._accounts: dict[str, _Account] = {}
 
     def check(self, tenant: str, size: int) -> None:
-        """TooManyRequests if a request of `size` bytes cannot be taken now."""
+        """TooManyRequests if a request of `size` bytes cannot be accepted now."""
         account, settings = self._account(tenant), self._settings
         if account.requests >= settings.max_queued_requests:
             raise TooManyRequests(
-                f"{account.requests} requests of this key are not done yet, and no more may be; wait for some of them",
+                f"{account.requests} requests of this key are unanswered, which is the limit; wait "
+                "for some of them",
                 _BUSY_SECONDS,
             )
         if account.requests and account.bytes + size > settings.max_queued_bytes:
             raise TooManyRequests(
-                f"requests of this key that are not done yet have {account.bytes:,} bytes; wait for some of them",
+                f"the unanswered requests of this key have {account.bytes:,} bytes; wait for some "
+                "of them",
                 _BUSY_SECONDS,
             )
         if account.tokens < 0:
             rate = settings.tokens_per_minute
             raise TooManyRequests(
-                f"this key may use {rate:,} tokens a minute, and has used more; wait",
+                f"this key may use {rate:,} tokens per minute, and has used more; wait",
                 _MINUTE * -account.tokens / rate,
             )
 
     def enter(self, tenant: str, size: int) -> None:
-        """A request was accepted."""
+        """Count an accepted request."""
         account = self._account(tenant)
         account.requests += 1
         account.bytes += size
 
     def leave(self, tenant: str, size: int) -> None:
-        """It is done."""
+        """Count a request as answered."""
         account = self._account(tenant)
         account.requests -= 1
         account.bytes -= size
 
     def use(self, tenant: str, tokens: int) -> None:
-        """Tokens were computed for the tenant."""
+        """Charge tokens to the tenant."""
         self._account(tenant).tokens -= tokens
 
     def queued(self) -> dict[str, int]:
-        """RequestLog that are not done, by tenant."""
+        """Return the number of unanswered requests, by tenant."""
         return {
             tenant: account.requests
             for tenant, account in self._accounts.items()

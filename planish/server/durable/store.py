@@ -1,17 +1,33 @@
-"""What the server writes down: an SQLite database, and beside it a file for each large body.
+"""The data directory: an SQLite database, and a file for each large body beside it.
 
-One thread writes. It takes all changes that wait, makes them in one transaction and syncs once, so
-that many requests that come at the same time cost one sync. A change is a function of the
-transaction and is made whole or not at all; if it raises, the others go on.
+One thread writes. It takes all waiting changes, makes them in one transaction and syncs once, so
+that many requests that arrive together cost one sync. A change is a function of the transaction. It
+is made completely or not at all; if it raises, the other changes are still made.
 
-Bodies from a quarter of a MiB on are files of their own, synced before the transaction that names
-them (a row of that size is written twice by SQLite, to its log and then to its place). A file that
-no row names is removed at the next start.
+A body of a quarter of a MiB or more is a file of its own, synced before the transaction that names
+it: SQLite would write a row of that size twice, to its log and then to the database. The next start
+removes files that no row names.
 
-A disk that is full refuses `write` with StorageError. What must not be lost, `keep` tries again
-until it works. A database that is damaged refuses everything that meets the damage, in the same
-way: nothing is written on top of it. One that is missing, where other files of a server are, is not
-begun anew: what no row names is removed at a start, and that would be all.
+If the disk is full, `write` raises StorageError, and `keep` retries until it succeeds. A damaged
+database rejects everything that touches the damage in the same way, and nothing is written on top
+of it. If the database is missing but other files of a server exist, it is not created anew: the
+start would then remove all files, because no row would name them.
+
+The module also holds the tables and the crash points of the tests. Times are seconds since 1970.
+Rows of ended sessions and closed samplers expire (cleanup.py); rows of models are kept for good.
+
+A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is
+number 0), `{sampler}:{seq_id}` for sampling. Its state:
+
+    accepted   on disk, and to be run
+    started    a save whose name was free when it began, or a load whose checkpoint was copied: a replay does
+               not check again
+    done       has a result
+    failed     ran, and has a message
+    refused    never ran, and has a message: its body could not be read, or an earlier number never arrived
+
+The body of a training request stays until a snapshot of its model covers it. Bodies and results are
+the last columns, so that a query for other columns need not read past them.
 """
 
 from __future__ import annotations
@@ -52,7 +68,7 @@ _READERS = 2
 
 @dataclass(frozen=True)
 class StoredBody:
-    """Where a body is: in its row, or in a file."""
+    """Where a body is stored: in its row, or in a file."""
 
     inline: bytes | None
     file: str | None = None
@@ -68,9 +84,11 @@ class Transaction:
         self.dropped: list[str] = []
 
     def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:
+        """Run one SQL statement."""
         return self._connection.execute(sql, values)
 
     def store(self, body: bytes) -> StoredBody:
+        """Store a body, in a synced file if it is large."""
         if len(body) < _INLINE_BYTES:
             return StoredBody(body)
         name = secrets.token_hex(16)
@@ -82,18 +100,19 @@ class Transaction:
         return StoredBody(None, name)
 
     def drop(self, file: str | None) -> None:
-        """Remove a body's file once the row that named it is changed for good."""
+        """Remove the file of a body after the transaction is committed."""
         if file is not None:
             self.dropped.append(file)
 
     def reclaim(self, pages: int) -> None:
-        """Give pages of the database that are free back to the disk."""
+        """Return up to `pages` free pages of the database to the file system."""
         free = self._connection.execute("PRAGMA freelist_count").fetchone()[0]
         for _ in range(min(pages, free)):
-            # a step of the statement frees one page
+            # Each step of the statement frees one page.
             self._connection.execute("PRAGMA incremental_vacuum(1)")
 
     def remove_files(self, names: list[str]) -> None:
+        """Delete files of bodies."""
         for name in names:
             (self._bodies / name).unlink(missing_ok=True)
 
@@ -108,12 +127,12 @@ class _Change(Generic[R]):
 
 
 class Store:
-    """One data directory, held by this process until `close`."""
+    """One data directory, locked by this process until `close`."""
 
     def __init__(self, directory: Path) -> None:
-        """UserError if another process holds the directory, or if its database is of a later
-        version; DamagedFileError if it is damaged, or missing beside what it should name;
-        StorageError if the disk refuses.
+        """UserError if another process uses the directory, or if its database is of a newer
+        version; DamagedFileError if it is damaged, or missing beside files that it should name;
+        StorageError if the disk refuses access.
         """
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
@@ -122,101 +141,100 @@ class Store:
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(
-                f"data_dir={directory}: another server is using it; stop that one, or give another directory"
+                f"data_dir={directory}: another server is using it; stop that server, or give "
+                "another directory"
             ) from error
         except OSError as error:
             raise StorageError(
                 f"data_dir={directory}: {error}; give a directory that can be written to"
             ) from error
         self._connections: list[sqlite3.Connection] = []
-        """To be closed: one that writes, and one of each thread that reads."""
+        """To be closed: the connection that writes, and one per thread that reads."""
         try:
-            self._check_there()
+            self._check_complete()
             self._connection = self._opened()
             self._remove_orphans()
             sync_directory(directory)
         except (OSError, sqlite3.DatabaseError) as error:
-            self._let_go()
-            raise self._refusal(error) from error
+            self._release()
+            raise self._described(error) from error
         except BaseException:
-            self._let_go()
+            self._release()
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
         self._local = threading.local()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         self.is_refused = False
-        """Whether the disk refused the last transaction. While it does, each one writes something,
-        however little is asked for.
+        """Whether the last transaction failed because of the disk. While it is set, each
+        transaction writes something, even if no change does.
         """
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
     async def write(self, change: Callable[[Transaction], R]) -> R:
-        """Make a change; returns when it is on disk. StorageError: the disk refused it, nothing was
-        changed.
+        """Make a change, and return when it is on disk. StorageError: the disk refused it, and
+        nothing changed.
         """
         return await asyncio.wrap_future(self._put(change, patient=False))
 
     def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
-        """`write` that is tried until the disk takes it. Changes are made in the order of their
-        calls.
-        """
+        """`write`, retried until the disk accepts it. Changes are made in the order of the calls."""
         return asyncio.wrap_future(self._put(change, patient=True))
 
     async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
-        """Look something up in what is written."""
+        """Run a query in a thread, on what is committed."""
 
         def look() -> R:
             try:
                 return query(self._reader())
             except sqlite3.DatabaseError as error:
-                if not _is_of_the_disk(error):
+                if not _is_disk_error(error):
                     raise
-                refusal = self._refusal(error)
-                _log.error("something could not be looked up: %s", refusal)
-                raise _told(refusal) from error
+                refusal = self._described(error)
+                _log.error("a read failed: %s", refusal)
+                raise _client_error(refusal) from error
 
         return await asyncio.get_running_loop().run_in_executor(self._readers, look)
 
     def body(self, stored: StoredBody) -> bytes:
-        """Reads the disk: for `read`, or a thread."""
+        """Return a stored body. Reads the disk: call it within `read` or in a thread."""
         if stored.file is None:
             assert stored.inline is not None
             return stored.inline
         return (self.directory / BODIES / stored.file).read_bytes()
 
     def disk(self) -> Disk:
-        """How much room it takes. Reads the disk: for a thread."""
+        """Return how much space the directory takes. Reads the disk: call it in a thread."""
         database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
         sizes: list[int] = []
-        with suppress(FileNotFoundError):  # somebody moved the directory away
+        with suppress(FileNotFoundError):  # the directory was moved away
             for entry in os.scandir(self.directory / BODIES):
-                with suppress(FileNotFoundError):  # it was removed meanwhile
+                with suppress(FileNotFoundError):  # the file was removed meanwhile
                     sizes.append(entry.stat().st_size)
         return Disk(database, sum(sizes), len(sizes), self.free_bytes())
 
     def free_bytes(self) -> int:
-        """0 if the directory was moved away."""
+        """Return the free space of the disk; 0 if the directory was moved away."""
         try:
             return shutil.disk_usage(self.directory).free
         except FileNotFoundError:
             return 0
 
     def close(self) -> None:
-        """Write what waits, and let go of the directory."""
+        """Write all waiting changes, and release the directory."""
         self._queue.put(None)
         self._thread.join()
         self._readers.shutdown()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         for connection in self._connections:
             connection.close()
         self._lock.release()
 
-    def _check_there(self) -> None:
-        """To be called before SQLite is: it makes a database where there is none, and removes the
-        log of one that is empty.
+    def _check_complete(self) -> None:
+        """Check that no file of a server is there without its database. Must run before SQLite
+        opens the database: SQLite creates a missing one, and removes the log of an empty one.
         """
         database = self.directory / DATABASE
         if database.is_file() and database.stat().st_size:
@@ -228,20 +246,25 @@ class Store:
         ]
         if others or (log.is_file() and log.stat().st_size):
             raise DamagedFileError(
-                f"data_dir={self.directory}: {DATABASE} is {'empty' if database.is_file() else 'missing'}, but other files of a server are "
-                f"there{f', such as {others[0].relative_to(self.directory)}' if others else ''}; put the whole directory back from a backup, "
-                "or begin with another one (`planish checkpoints --data-dir` still finds the checkpoints in this one)"
+                f"data_dir={self.directory}: {DATABASE} is "
+                f"{'empty' if database.is_file() else 'missing'}, but other files of a server are "
+                f"there{f', such as {others[0].relative_to(self.directory)}' if others else ''}; "
+                "restore the whole directory from a backup, "
+                "or start with another one (`planish checkpoints --data-dir` still finds the "
+                "checkpoints in this one)"
             )
 
-    def _refusal(self, error: Exception) -> Exception:
-        """What a person is told of an error of SQLite or of the disk."""
+    def _described(self, error: Exception) -> Exception:
+        """Return the error that the operator is shown for an error of SQLite or the disk."""
         if type(error) is sqlite3.DatabaseError:
             return DamagedFileError(
-                f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, put the directory back from a backup, and see "
-                "to the disk"
+                f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, "
+                "restore the directory from a backup, and check "
+                "the disk"
             )
         return StorageError(
-            f"the server cannot use {self.directory} ({error}); free space there, or give it the rights and files it needs"
+            f"the server cannot use {self.directory} ({error}); free space there, or grant the "
+            "permissions it needs"
         )
 
     def _opened(self) -> sqlite3.Connection:
@@ -252,7 +275,8 @@ class Store:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         if found > VERSION:
             raise UserError(
-                f"data_dir={self.directory}: its database is of a later planish (version {found}, here {VERSION}); update planish"
+                f"data_dir={self.directory}: its database was written by a newer planish (version "
+                f"{found}, here {VERSION}); update planish"
             )
         if found < VERSION:
             script = (
@@ -269,7 +293,7 @@ class Store:
         )
         self._connections.append(connection)
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA temp_store = MEMORY")  # or a full /tmp would refuse work
+        connection.execute("PRAGMA temp_store = MEMORY")  # a full /tmp must not fail a transaction
         connection.row_factory = sqlite3.Row
         return connection
 
@@ -311,21 +335,20 @@ class Store:
                 refused = [change for change in waiting if closing or not change.patient]
                 waiting = [] if closing else [change for change in waiting if change.patient]
                 for change in refused:
-                    change.error = _told(error)
+                    change.error = _client_error(error)
                 _answer(refused)
 
     def _log_change(self, error: Exception | None) -> None:
-        """Whoever runs the server, once, that nothing can be written, and that it can again."""
+        """Log once that nothing can be written, and once that it works again."""
         if error is not None and not self.is_refused:
-            _log.error("nothing new is taken until this is mended: %s", error)
+            _log.error("no new work is accepted until this is fixed: %s", error)
         elif error is None and self.is_refused:
-            _log.warning("%s takes what is written again", self.directory)
+            _log.warning("%s can be written to again", self.directory)
 
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
-        """Add what has come to `waiting`; whether the end was asked for."""
+        """Add the queued changes to `waiting`. Returns whether the store is being closed."""
         try:
-            # After a refusal, one more transaction tells soon whether the disk takes something
-            # again.
+            # After a failed write, the next transaction shows soon whether the disk works again.
             item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
             while item is not None:
                 waiting.append(item)
@@ -337,13 +360,15 @@ class Store:
         return True
 
     def _commit(self, changes: list[_Change[Any]]) -> Exception | None:
-        """Make the changes in one transaction. If the disk refuses it, none is made."""
+        """Make the changes in one transaction. If the disk refuses it, none is made, and the error
+        is returned.
+        """
         transaction = Transaction(self._connection, self.directory / BODIES)
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             for change in changes:
                 self._make(change, transaction)
-            if self.is_refused:  # a transaction that writes nothing succeeds on any disk
+            if self.is_refused:  # a transaction without a write would always succeed
                 transaction.execute(f"PRAGMA user_version = {VERSION}")
             if transaction.written:
                 sync_directory(self.directory / BODIES)
@@ -351,15 +376,15 @@ class Store:
             crash_point("before commit")
             self._connection.execute("COMMIT")
         except Exception as error:
-            # of whatever kind: the thread must live, and those who wait be told
+            # Any error: the thread must survive, and the callers must be answered.
             with suppress(sqlite3.Error):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
             with suppress(OSError):
                 transaction.remove_files(transaction.written)
-            return self._refusal(error)
+            return self._described(error)
         crash_point("after commit")
-        with suppress(OSError):  # it is an orphan then, and goes at the next start
+        with suppress(OSError):  # the file is an orphan then, and the next start removes it
             transaction.remove_files(transaction.dropped)
         return None
 
@@ -370,7 +395,7 @@ class Store:
         try:
             change.outcome = change.make(transaction)
         except Exception as error:
-            if isinstance(error, OSError) or _is_of_the_disk(error):
+            if isinstance(error, OSError) or _is_disk_error(error):
                 raise
             change.error = error
             self._connection.execute("ROLLBACK TO change")
@@ -379,26 +404,27 @@ class Store:
         self._connection.execute("RELEASE change")
 
 
-def _is_of_the_disk(error: Exception) -> bool:
-    """Whether the database could not be read or written, which is no fault of what was asked."""
+def _is_disk_error(error: Exception) -> bool:
+    """Return whether the database could not be read or written, whatever the statement was."""
     if type(error) is sqlite3.DatabaseError:
         return True
-    # SQLITE_ERROR is a statement that cannot be right; errors that did not come from SQLite have no
-    # code.
+    # SQLITE_ERROR means a wrong statement. Errors that SQLite did not raise have no code.
     return (
         isinstance(error, sqlite3.OperationalError)
         and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
     )
 
 
-def _told(refusal: Exception) -> StorageError:
-    """What clients hear, who have no business with the server's directories; its log has the whole."""
+def _client_error(refusal: Exception) -> StorageError:
+    """Return the error that clients are told. They need not know the server's directories; the log
+    has the details.
+    """
     if isinstance(refusal, DamagedFileError):
         return StorageError(
-            "the server's database is damaged; whoever runs it finds what to do in its log"
+            "the server's database is damaged; its log tells the operator what to do"
         )
     return StorageError(
-        "the server's disk is full or refuses to be used; whoever runs it finds what to do in its log"
+        "the server's disk is full or cannot be used; its log tells the operator what to do"
     )
 
 
@@ -468,7 +494,7 @@ CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 SCHEMA += _UNDER_WAY_TABLE
 
 UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT", 2: _UNDER_WAY_TABLE}
-"""By version: what makes the next one of a database."""
+"""For each version of the database, the SQL that makes the next one."""
 
 
 CRASH_POINTS = (
@@ -493,6 +519,10 @@ CRASH_POINTS = (
     "model closed before cleaning",
     "sampler closed before cleaning",
 )
+"""Places at which a test can kill the process, before and after every write.
+PLANISH_CRASH_AT=NAME:N sends SIGKILL the Nth time that the process reaches NAME. Without the
+variable, a crash point costs one comparison.
+"""
 
 CRASH_ENVIRONMENT = "PLANISH_CRASH_AT"
 
@@ -503,7 +533,8 @@ class _Armed:
         self.left = int(count)
         if self.name not in CRASH_POINTS:
             raise ValueError(
-                f"{CRASH_ENVIRONMENT}={setting!r}: give NAME:COUNT with one of {', '.join(CRASH_POINTS)}"
+                f"{CRASH_ENVIRONMENT}={setting!r}: give NAME:COUNT with one of "
+                f"{', '.join(CRASH_POINTS)}"
             )
 
 
@@ -511,12 +542,13 @@ _armed: _Armed | None = None
 
 
 def arm_crash_point(setting: str) -> None:
-    """Be killed at NAME:COUNT."""
+    """Kill the process at NAME:COUNT."""
     global _armed
     _armed = _Armed(setting)
 
 
 def crash_point(name: str) -> None:
+    """Kill the process if a test asked for that here."""
     if _armed is not None and _armed.name == name:
         _armed.left -= 1
         if _armed.left == 0:

@@ -1,8 +1,16 @@
-"""Every request, seen from outside of the application: a record in the log, and a measurement of
-how long it took.
+"""The access log and the log's format: a record and a measurement for every request.
 
-RequestLog are told apart by the pattern of their route, never by their path, so that ids neither fill
-the metrics nor the log.
+Requests are grouped by the pattern of their route, never by their path, so that ids fill neither
+the metrics nor the log. Every request is a record of the logger planish.access, with the route's
+pattern, status, milliseconds and the tenant's name. Keys, prompts and samples are never logged.
+Requests that clients repeat all the time (polls for results, heartbeats, health, metrics) have the
+level debug as long as they succeed.
+
+A record is a message and fields, `_log.info("snapshot", extra=log_fields(model=..., seconds=...))`.
+On a terminal it is a line of text, elsewhere a JSON object per line, in which the fields are
+siblings of the message:
+
+    {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access", "message": "...", ...}
 """
 
 from __future__ import annotations
@@ -37,18 +45,18 @@ _REPEATED = (
 )
 _POLL_AGAIN = 408
 _CLOSED = 499
-"""As proxies call it: the client went away before it had the answer."""
+"""The status that proxies use when the client closed the connection before the response."""
 
 _log = logging.getLogger("planish.access")
 
 
 class RequestMetrics:
-    """Of the HTTP side, for the page at /metrics."""
+    """Prometheus metrics of HTTP requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.seconds = Histogram(
             "planish_http_request_seconds",
-            "Time from a request to the end of its answer; polls for results are held on purpose",
+            "Time from a request to the end of its response; polls for results are held on purpose",
             ("method", "route", "status"),
             buckets=_BUCKETS,
             registry=registry,
@@ -60,6 +68,8 @@ class RequestMetrics:
 
 @dataclass
 class _Seen:
+    """What is known of one response."""
+
     status: int = _CLOSED
     size: int = 0
     started: float = field(default_factory=time.perf_counter)
@@ -76,12 +86,12 @@ class _Seen:
 
 
 class Access:
-    """ASGI middleware."""
+    """ASGI middleware that logs and measures requests."""
 
     def __init__(
         self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]
     ) -> None:
-        """`authenticate` tells the tenant of a key; PlanishError if it is nobody's."""
+        """`authenticate` returns the tenant of a key, and raises PlanishError for an unknown key."""
         self._app = app
         self._metrics = metrics
         self._authenticate = authenticate
@@ -105,7 +115,7 @@ class Access:
     def _record(self, scope: Scope, seen: _Seen) -> None:
         found = scope.get("route")
         route = found.path if isinstance(found, Route) else "none"
-        # Whoever comes without a key may invent methods; each would be a series of its own.
+        # A client without a key could invent methods, and each would be a series of its own.
         is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
         method = scope["method"] if is_known else "any"
         self._metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
@@ -135,7 +145,7 @@ class Access:
 
 
 def given_key(headers: Headers) -> str | None:
-    """As the SDK gives it, or as a bearer token."""
+    """Return the key of a request: a bearer token, or the header X-API-Key that the SDK sends."""
     scheme, _, token = headers.get("authorization", "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key")
 
@@ -148,13 +158,13 @@ _LIBRARIES = ("uvicorn", "uvicorn.error", "uvicorn.access", "py.warnings")
 
 
 def log_fields(**values: object) -> dict[str, Any]:
-    """Fields of a record, for `extra=`."""
+    """Return fields for a log record, to be passed as `extra`."""
     return {_FIELDS: values}
 
 
-def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
-    """Send the log to `stream` (stderr) and nowhere else. `log_format`: None is text on a terminal,
-    else JSON.
+def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
+    """Send the log to `stream` (stderr) and nowhere else. With `log_format` None it is text on a
+    terminal, JSON elsewhere.
     """
     if level not in LEVELS:
         raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
@@ -162,7 +172,7 @@ def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = Non
     handler = logging.StreamHandler(stream)
     is_terminal = stream is not None and stream.isatty()
     as_text = log_format == "text" or (log_format is None and is_terminal)
-    handler.addFilter(_few_refused_connections())
+    handler.addFilter(_limit_connection_errors())
     handler.setFormatter(TextFormatter() if as_text else JsonFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
@@ -175,21 +185,22 @@ def set_up(log_format: LogFormat | None, level: str, stream: TextIO | None = Non
         logger.propagate = True
 
 
-def _few_refused_connections() -> Callable[[logging.LogRecord], bool]:
-    """Without files for more connections, asyncio says so at every one that waits, thousands of
-    times a second: a line a minute will do.
+def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
+    """Keep one record per minute of those that asyncio logs when the process has no file
+    descriptors left: it logs thousands per second.
     """
-    told = -_REFUSED_SECONDS
+    last = -_REFUSED_SECONDS
 
     def is_kept(record: logging.LogRecord) -> bool:
-        nonlocal told
+        nonlocal last
         if record.name != "asyncio" or "out of system resource" not in record.msg:
             return True
-        if record.created - told < _REFUSED_SECONDS:
+        if record.created - last < _REFUSED_SECONDS:
             return False
-        told, record.exc_info = record.created, None
+        last, record.exc_info = record.created, None
         record.msg = (
-            "no more connections can be taken until some end: this process may not open more files. Raise the limit (ulimit -Hn, "
+            "no more connections can be accepted until some close: this process may not open more "
+            "files. Raise the limit (ulimit -Hn, "
             "LimitNOFILE of systemd); each waiting request is a connection"
         )
         record.args = ()
@@ -199,7 +210,7 @@ def _few_refused_connections() -> Callable[[logging.LogRecord], bool]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One object a line; whatever a field is, the line can be read back."""
+    """One JSON object per line. Values of any type can be logged."""
 
     def format(self, record: logging.LogRecord) -> str:
         line = {
@@ -215,7 +226,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """TIME LEVEL logger: message  name=value ..."""
+    """TIME LEVEL logger: message name=value ..."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")

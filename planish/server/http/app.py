@@ -1,17 +1,18 @@
-"""The ASGI application: every endpoint of the protocol on one `Server`.
+"""The ASGI application: every endpoint of the protocol, on one `Server`.
 
-    context              one request: key, body, errors
-    routes_session        settings of clients, sessions, telemetry
-    routes_search         search among sessions
-    routes_training       what makes, trains, saves and loads models
+    context               one request: key, body, errors
+    routes_sessions       client settings, sessions, telemetry, search
+    routes_training       creating, training, saving and loading models
     routes_sampling       samplers and samples
-    routes_futures        results
-    routes_checkpoints    training runs and checkpoints
-    routes_downloads      files of checkpoints and tokenizers
-    routes_refused        what is not offered, and why
+    routes_results        results
+    routes_checkpoints    training runs, checkpoints and their files, tokenizers
+    this module           what is not offered, and why
 
-Nothing here decides anything: a route decodes a body, calls one method of the server, and encodes
-what it returns.
+A route decodes a body, calls one method of the server, and encodes what it returns.
+
+What the protocol has and this server has not is rejected with status 404, on which the SDK raises
+at once and does not retry. Unsupported options of supported endpoints are rejected where they are
+read.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _GROUPS = (
     routes_checkpoints,
 )
 STOP_SECONDS = 30
-"""For what runs, before the journal has to keep it."""
+"""How long a stop waits for running requests."""
 
 _log = logging.getLogger("planish.server")
 
@@ -62,10 +63,10 @@ _log = logging.getLogger("planish.server")
 def create_app(
     server: Server, settings: HttpSettings | None = None, more: Sequence[Route] = ()
 ) -> Starlette:
-    """Its lifespan starts and stops the server; `app.state.http.stopping` sends those away who wait
-    for results.
+    """Return the application. Its lifespan starts and stops the server; setting
+    `app.state.http.stopping` ends waiting polls.
 
-    `more`: routes of other protocols (openai_routes.routes, metrics_page.metrics_route).
+    `more`: routes of other protocols (openai.routes.routes, metrics_page.metrics_route).
     """
 
     @asynccontextmanager
@@ -91,7 +92,7 @@ def create_app(
             *more,
         ],
         lifespan=lifespan,
-        exception_handlers={HTTPException: _not_here, Exception: _failed},
+        exception_handlers={HTTPException: _no_endpoint, Exception: _failed},
     )
     app.router.redirect_slashes = False
     app.state.http = HttpState(server, settings or HttpSettings())
@@ -99,43 +100,45 @@ def create_app(
 
 
 async def healthz(request: Request) -> Response:
-    """Whether the process does its work, or has to be started again; anybody may ask. The SDK asks
-    it too, under /api/v1.
+    """Answer whether the process works, or must be restarted. Needs no key. The SDK asks for it
+    under /api/v1 too.
     """
-    healthy = request.app.state.http.server.healthy()
+    healthy = request.app.state.http.server.is_healthy()
     return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
 
 
 async def readyz(request: Request) -> Response:
-    """Whether new work is taken and begun at once; anybody may ask."""
+    """Answer whether new work is accepted and starts at once. Needs no key."""
     state: HttpState = request.app.state.http
-    if state.stopping.is_set() or not state.server.healthy():
+    if state.stopping.is_set() or not state.server.is_healthy():
         return answered({"status": "stopping"}, 503)
-    if await asyncio.to_thread(state.server.disk_is_full):
+    if await asyncio.to_thread(state.server.request_log.disk_is_full):
         return answered({"status": "disk full"}, 503)
     return (
         answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
     )
 
 
-async def _not_here(request: Request, error: Exception) -> Response:
+async def _no_endpoint(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}"[:200]
     detail = {
         404: f"there is no endpoint {what}",
-        405: f"{what}: this path takes another method",
+        405: f"{what}: this path needs another method",
     }.get(error.status_code, error.detail)
     if request.url.path.startswith("/api/"):
         return answered({"detail": detail}, error.status_code)
     if not request.url.path.startswith("/v1/"):
-        detail += "; those for OpenAI's clients are below /v1, with which their base_url ends"
+        detail += "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with /v1"
     return answered(body_of(detail, error.status_code), error.status_code)
 
 
 async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
     return answered(
-        {"detail": f"a fault of the server ({type(error).__name__}); its log has the whole of it"},
+        {
+            "detail": f"internal error of the server ({type(error).__name__}); its log has the details"
+        },
         500,
     )
 

@@ -1,9 +1,15 @@
-"""One HTTP request and its answer: who asks, what the body says, and how an error is told.
+"""One HTTP request: who sends it, what its body says, and how errors are returned.
 
-Every endpoint is a function of an `RequestContext`. `endpoint` makes a route of it: it looks at the key
-first, and turns every error of ours into its status with {"detail": sentence}. Bodies are read
-under a cap of their own and a cap on what all requests hold together, so that no client can fill
-the memory; work on large bodies is done in a thread, so that the event loop stays free.
+Every endpoint is a function of a `RequestContext`. `endpoint` makes a route of it, which checks the
+key first and turns errors into their status with {"detail": message}. Bodies are limited one by one
+and all together, so that no client can exhaust the memory. Work on large bodies runs in a thread,
+so that the event loop stays free.
+
+A key file has one key per line, `KEY` or `NAME KEY`; a comment begins with #. Keys with the same
+name belong to one tenant, so a key can be replaced without losing what was made with it. Without a
+name, the tenant is named by the key's digest.
+
+OpenAI's clients expect errors as {"error": {"message", "type", "param", "code"}}.
 """
 
 from __future__ import annotations
@@ -50,42 +56,46 @@ API = "/api/v1"
 MIB = 1 << 20
 SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
-"""Of all requests together; one alone may be packed and opened in memory, which is half of it."""
+"""Limit for the bodies of all requests together. One body may be in memory compressed and
+decompressed, which is half of it.
+"""
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
-"""Of bodies above SMALL_BODY, or a single one: while it is read, a body takes many times its size.
+"""Limit for bodies above SMALL_BODY that are decoded at once; a larger one is decoded alone.
+Decoding takes many times the memory of the body.
 """
 _STALL_SECONDS = 30.0
-"""A client that sends nothing more of its body for so long is not waited for."""
+"""A request fails if its client sends nothing more of the body for this long."""
 _MAX_PAGE = 1000
-_KNOWS_EXTERNAL = (0, 38)
-"""The first release of the SDK that is known to."""
+_EXTERNAL_SINCE = (0, 38)
+"""The first release of the SDK that knows checkpoints of type `external`."""
 
 _log = logging.getLogger("planish.server")
 
 
 @dataclass
 class BodyBudget:
-    """How many bytes of bodies are held at the moment, by all requests. One tenant may have half of
-    the room.
-    """
+    """The memory for request bodies. One tenant may use half of it."""
 
     limit: int = ALL_BODIES
     held: Counter[str] = field(default_factory=Counter)
-    """By tenant."""
+    """Bytes by tenant."""
 
     @property
     def used(self) -> int:
+        """Bytes of all tenants."""
         return self.held.total()
 
-    def take(self, tenant: Tenant, size: int) -> None:
+    def reserve(self, tenant: Tenant, size: int) -> None:
+        """Reserve bytes for a tenant. Unavailable if there is no room."""
         if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
             raise Unavailable(
-                "too many large requests at once; this one is taken when others are done", 2.0
+                "too many large requests at once; send it again when others are done", 2.0
             )
         self.held[tenant.name] += size
 
-    def give_back(self, tenant: Tenant, size: int) -> None:
+    def release(self, tenant: Tenant, size: int) -> None:
+        """Return reserved bytes."""
         self.held[tenant.name] -= size
 
 
@@ -95,13 +105,13 @@ class HttpState:
 
     server: Server
     settings: HttpSettings
-    room: BodyBudget = field(default_factory=BodyBudget)
+    body_budget: BodyBudget = field(default_factory=BodyBudget)
     reading: FairQueue = field(default_factory=lambda: FairQueue(_READ_TOGETHER))
-    """Whose large body is read next."""
+    """Decides which large body is decoded next."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server begins to stop: whoever waits for a result is sent away at once."""
+    """Set when the server begins to stop, which ends waiting polls."""
     is_loading: bool = False
-    """Whether base models are still brought into memory: requests are taken, and wait for theirs.
+    """Whether base models are still being loaded. Requests are accepted, and wait for their model.
     """
     copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
     """Sessions of recent copies of checkpoints, by tenant and idempotency key."""
@@ -122,37 +132,46 @@ class RequestContext:
 
     @property
     def server(self) -> Server:
+        """The server."""
         return self.state.server
 
     @property
+    def open_server(self) -> Server:
+        """The server, if it takes new work. Unavailable otherwise."""
+        self.server.check_open()
+        return self.server
+
+    @property
     def is_protobuf(self) -> bool:
+        """Whether the body is protobuf."""
         return PROTOBUF in self.request.headers.get("content-type", "")
 
     @property
     def takes_protobuf(self) -> bool:
+        """Whether the client accepts protobuf."""
         return PROTOBUF in self.request.headers.get("accept", "")
 
     @property
     def knows_external(self) -> bool:
-        """Whether the client can read a checkpoint of type `external`. Older SDKs take a list that
-        has one for a fault of the server.
+        """Whether the client can read checkpoints of type `external`. Older SDKs fail on a list
+        that contains one.
         """
         version = re.match(
             r"(\d+)\.(\d+)", self.request.headers.get("x-stainless-package-version", "")
         )
-        return version is None or (int(version[1]), int(version[2])) >= _KNOWS_EXTERNAL
+        return version is None or (int(version[1]), int(version[2])) >= _EXTERNAL_SINCE
 
     @property
     def is_local(self) -> bool:
-        """Whether the client is a process of this machine."""
+        """Whether the client is a process on this machine."""
         return self.request.client is not None and is_loopback(self.request.client.host)
 
     def path(self, name: str) -> str:
-        """A part of the URL."""
+        """Return a parameter of the path."""
         return self.request.path_params[name]
 
     def query(self, name: str, default: int, low: int, high: int) -> int:
-        """A whole number of the query string."""
+        """Return an integer of the query string."""
         text = self.request.query_params.get(name)
         if text is None:
             return default
@@ -165,13 +184,11 @@ class RequestContext:
         return value
 
     def window(self, default: int) -> tuple[int, int]:
-        """`limit` and `offset` of the query string."""
+        """Return `limit` and `offset` of the query string."""
         return self.query("limit", default, 0, _MAX_PAGE), self.query("offset", 0, 0, 2**53)
 
     def check_scope(self) -> None:
-        """A list or a record is asked for among one's own things, or those one may see, which are
-        the same here.
-        """
+        """Check the scope of a list or a record. "owned" and "accessible" are the same here."""
         scope = self.request.query_params.get("access_scope", "owned")
         if scope not in ("owned", "accessible"):
             raise UserError(f"access_scope={scope[:40]!r}: give 'owned' or 'accessible'")
@@ -180,14 +197,14 @@ class RequestContext:
 
     @asynccontextmanager
     async def body(self, limit: int) -> AsyncIterator[bytes]:
-        """The body, opened if it is compressed. Unless it is small, it counts against the room of
-        all bodies until the block ends.
+        """The decompressed body. Unless it is small, it counts against the budget of all bodies
+        until the block ends.
         """
-        room, held, size = self.state.room, 0, 0
+        budget, held, size = self.state.body_budget, 0, 0
 
         def hold(more: int) -> None:
             nonlocal held
-            room.take(self.tenant, more)
+            budget.reserve(self.tenant, more)
             held += more
 
         try:
@@ -203,14 +220,14 @@ class RequestContext:
                 if size > limit:
                     raise too_large(limit)
             packed = b"".join(pieces)
-            pieces.clear()  # or the body would be held twice
+            pieces.clear()  # frees the memory of the pieces
             encoding = self.request.headers.get("content-encoding", "")
             opened = await self.compute(packed, lambda: open_body(packed, encoding, limit))
             if encoding and len(opened) > _INLINE_BODY:
                 hold(len(opened))
             yield opened
         finally:
-            room.give_back(self.tenant, held)
+            budget.release(self.tenant, held)
 
     @asynccontextmanager
     async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
@@ -218,8 +235,8 @@ class RequestContext:
         async with self.body(limit) as body:
             yield await self.compute(body, lambda: Fields.of(body))
 
-    async def unless_stopping(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """What `work` answers; None, and it is given up, if the server begins to stop before that."""
+    async def cancelled_by_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """Return the result of `work`; None if the server begins to stop first, which cancels it."""
         working, stopping = (
             asyncio.ensure_future(work),
             asyncio.ensure_future(self.state.stopping.wait()),
@@ -232,8 +249,8 @@ class RequestContext:
             stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """`work()`, in a thread if what it reads is large, and in the tenant's turn if it is very
-        large.
+        """Return `work()`. It runs in a thread if the body is large, and in the tenant's turn if
+        the body is very large.
         """
         if len(body) <= _INLINE_BODY:
             return work()
@@ -247,13 +264,14 @@ class RequestContext:
 
 
 async def _next(stream: AsyncIterator[bytes]) -> bytes | None:
-    """None at the end."""
+    """Return the next piece of the body; None at the end."""
     try:
         async with asyncio.timeout(_STALL_SECONDS):
             return await anext(stream, None)
     except TimeoutError:
         raise Unavailable(
-            f"nothing more of the body came for {_STALL_SECONDS:g} seconds; send it again", 1.0
+            f"no more of the body arrived for {_STALL_SECONDS:g} seconds; send the request again",
+            1.0,
         ) from None
 
 
@@ -261,24 +279,24 @@ Handler = Callable[[RequestContext], Awaitable[Response]]
 
 
 def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
-    """A route under /api/v1 for those who have a key."""
+    """Return a route under /api/v1 that needs a key."""
 
     async def answer(request: Request) -> Response:
         try:
             return await handler(context_of(request, request.headers.get("x-api-key")))
         except PlanishError as error:
             return refused(error)
-        except ValueError as error:  # of numpy, for instance, in what a user gave
+        except ValueError as error:  # raised by numpy, for example, for values of the client
             return refused(UserError(str(error)))
         except ClientDisconnect:
-            return refused(UserError("the connection was closed before the body was whole"))
+            return refused(UserError("the connection was closed before the body was complete"))
 
     return Route(API + path, answer, methods=[method])
 
 
 def context_of(request: Request, key: str | None) -> RequestContext:
-    """The request of whoever has this key. Unauthorized if nobody has, or where no key is asked for
-    and it is that of a web page.
+    """Return the context of a request. Unauthorized if the key is unknown, or if a server without
+    keys gets the request of a web page.
     """
     state: HttpState = request.app.state.http
     if state.settings.keys is None:
@@ -287,7 +305,7 @@ def context_of(request: Request, key: str | None) -> RequestContext:
 
 
 def refused(error: PlanishError) -> Response:
-    """The answer to a request that failed: a sentence, and for our own client the kind of error."""
+    """Return the response for an error: its message, and for our own client the class of the error."""
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
@@ -297,24 +315,24 @@ def refused(error: PlanishError) -> Response:
 
 
 def answered(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """A JSON answer."""
+    """Return a JSON response."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
 def nothing() -> Response:
-    """The answer where the client expects none."""
+    """Return an empty response."""
     return Response(status_code=204)
 
 
 def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, Any]:
-    """A page of a list, with its place in the whole."""
+    """Return the JSON of a page, with its position in the list."""
     cursor = {"offset": page.offset, "limit": page.limit, "total_count": page.total}
     return {name: [to_json(item) for item in page.items], "cursor": cursor}
 
 
 def _refuse_web_pages(request: Request) -> None:
-    """Unauthorized for what a page in a browser of this machine sends, from its own site or from a
-    name that leads here.
+    """Unauthorized for a request that a web page in a browser on this machine sends, from another
+    site or under a host name that resolves to this machine.
     """
     host = request.url.hostname or ""
     is_foreign = (
@@ -322,13 +340,14 @@ def _refuse_web_pages(request: Request) -> None:
     )
     if is_foreign or not is_loopback(host):
         raise Unauthorized(
-            f"this server has no keys, and is for programs of its own machine: Host {host[:100]!r} or the Origin of a web page "
-            "is refused"
+            "this server has no keys, and serves programs on its own machine only: Host "
+            f"{host[:100]!r} or the Origin of a web page "
+            "is rejected"
         )
 
 
 EVERYBODY = Tenant("everybody")
-"""The one tenant of a server without keys."""
+"""The only tenant of a server without keys."""
 
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
 _COMMENT = re.compile(r"(?:^|\s)#")
@@ -336,21 +355,22 @@ _KEY = re.compile(r"[\x21-\x7e]{8,500}")
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """Tenants' names by key. UserError for a file that cannot be read, is empty, or has a line that
-    is none.
+    """Return the tenants' names by key. UserError for a file that cannot be read, is empty, or has
+    an invalid line.
     """
     try:
         lines = Path(path).expanduser().read_text().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(
-            f"api_key_file={path}: {error}; give a text file with one key a line"
+            f"api_key_file={path}: {error}; give a text file with one key per line"
         ) from None
     keys: dict[str, str] = {}
     for number, line in enumerate(lines, start=1):
         text = _COMMENT.split(line, maxsplit=1)[0]
         if "#" in text:
             raise UserError(
-                f"api_key_file={path}, line {number}: a # within a key; give another key, or a space before a comment"
+                f"api_key_file={path}, line {number}: a # within a key; change the key, or put a "
+                "space before a comment"
             )
         words = text.split()
         if words:
@@ -361,23 +381,24 @@ def read_keys(path: str | Path) -> dict[str, str]:
                 or not all(_TENANT_NAME.fullmatch(name) for name in names)
             ):
                 raise UserError(
-                    f"api_key_file={path}, line {number}: give KEY or NAME KEY, with a key of at least 8 printable characters"
+                    f"api_key_file={path}, line {number}: give KEY or NAME KEY, with a key of at "
+                    "least 8 printable characters"
                 )
             if key in keys:
                 raise UserError(
-                    f"api_key_file={path}, line {number}: this key is there twice; remove one"
+                    f"api_key_file={path}, line {number}: this key is listed twice; remove one"
                 )
             keys[key] = names[0] if names else f"key-{_key_digest(key).hex()[:12]}"
     if not keys:
-        raise UserError(f"api_key_file={path} holds no key; give one a line")
+        raise UserError(f"api_key_file={path} holds no key; write one per line")
     return keys
 
 
 class ApiKeys:
-    """Tells tenants by their keys, in the same time for every key."""
+    """Finds the tenant of a key, in the same time for every key."""
 
     def __init__(self, keys: Mapping[str, str] | None) -> None:
-        """`keys` maps keys to tenants' names; None: nobody is asked for one."""
+        """`keys` maps keys to tenants' names. None: no key is needed."""
         self._tenants = (
             None
             if keys is None
@@ -385,14 +406,15 @@ class ApiKeys:
         )
 
     def tenant(self, key: str | None) -> Tenant:
+        """Return the tenant of a key. Unauthorized if it is missing or unknown."""
         if self._tenants is None:
             return EVERYBODY
         if not key:
-            raise Unauthorized("a key is needed here: set TINKER_API_KEY (header X-API-Key)")
+            raise Unauthorized("this server needs a key: set TINKER_API_KEY (header X-API-Key)")
         given = _key_digest(key)
         found = [tenant for digest, tenant in self._tenants if hmac.compare_digest(digest, given)]
         if not found:
-            raise Unauthorized("this key is not known here; ask whoever runs the server for one")
+            raise Unauthorized("this key is unknown; ask the server's operator for one")
         return found[0]
 
 
@@ -406,7 +428,7 @@ _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_
 
 
 class UnsupportedParameterError(UserError):
-    """A parameter that OpenAI knows, or a value of one, and that means nothing here."""
+    """A parameter of OpenAI, or a value of one, that is not supported here."""
 
     code = "unsupported_parameter"
 
@@ -416,7 +438,7 @@ class UnsupportedParameterError(UserError):
 
 
 class WrongParameterError(UserError):
-    """A parameter with a value that it cannot have."""
+    """A parameter with an invalid value."""
 
     code = "invalid_value"
 
@@ -426,17 +448,21 @@ class WrongParameterError(UserError):
 
 
 class ModelNotFoundError(NotFound):
+    """There is no such model for this tenant."""
+
     code = "model_not_found"
     param = "model"
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """What the client is told; the server's log is told what is nobody's business but the server's."""
+    """Return the body that tells an OpenAI client of an error. Internal errors are logged, and
+    their details kept there.
+    """
     status = status_of(error)
     message = str(error)
     if status == 500:
         _log.error("an OpenAI-compatible request failed", exc_info=error)
-        message = f"a fault of the server ({type(error).__name__}); its log has the whole of it"
+        message = f"internal error of the server ({type(error).__name__}); its log has the details"
     code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
     return body_of(message, status, getattr(error, "param", None), code)
 
@@ -444,9 +470,11 @@ def error_body(error: Exception) -> dict[str, Any]:
 def body_of(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
+    """Return the body of an error for OpenAI clients."""
     kind = _ERROR_TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: Exception) -> Response:
+    """Return the response for an error to an OpenAI client."""
     return answered(error_body(error), status_of(error), retry_headers(error))

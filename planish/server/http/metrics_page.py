@@ -1,12 +1,12 @@
-"""What the server measures, as a page for Prometheus at /metrics.
+"""The page for Prometheus at /metrics.
 
-    planish_..._total       counters since the start of the process; rates are the reader's business
-    planish_...             of now
+    planish_..._total       counters since the start of the process
+    planish_...             gauges
     planish_http_request_seconds   a histogram by route and status (access.py)
 
-Without keys the page is for this machine, as is all the rest. With keys it is for the key that is
-named `metrics` in the file of keys, as a bearer token or in X-API-Key: it names all tenants, so no
-tenant's own key opens it.
+On a server without keys, the page is for this machine like everything else. With keys it needs the
+key that is named `metrics` in the key file, as a bearer token or in X-API-Key: the page names all
+tenants, so no tenant's own key opens it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ READER = "metrics"
 
 
 def metrics_route(http: CollectorRegistry) -> Route:
-    """`http`: what is measured of requests; all else is asked of the server when the page is read."""
+    """Return the route. `http` has the metrics of requests; everything else is asked of the server
+    when the page is read.
+    """
 
     async def metrics(request: Request) -> Response:
         try:
@@ -50,13 +52,14 @@ def metrics_route(http: CollectorRegistry) -> Route:
 def _check_reader(context: RequestContext) -> None:
     if context.state.settings.keys is not None and context.tenant.name != READER:
         raise Unauthorized(
-            f"this page is for whoever runs the server: a key that is named {READER} in the file of keys opens it"
+            f"this page is for the server's operator: it needs a key with the name {READER} in the "
+            "key file"
         )
 
 
 @dataclass(frozen=True)
 class _Families:
-    """What a registry is to prometheus_client: something to be collected."""
+    """Lets prometheus_client collect the metrics of the server."""
 
     measured: Metrics
 
@@ -65,7 +68,7 @@ class _Families:
 
 
 def families(measured: Metrics) -> Iterator[Metric]:
-    """Each measurement with its name and its help."""
+    """Yield each metric with its name and help."""
     counted = measured.counters
     for name, text, by_tenant in _TENANT_COUNTERS:
         yield _counter(
@@ -85,14 +88,14 @@ def families(measured: Metrics) -> Iterator[Metric]:
     )
     yield SummaryMetricFamily(
         "planish_batch_sequences",
-        "Sequences that the engine draws at once, seen whenever it gets a request",
-        count_value=counted.draws,
-        sum_value=counted.sequences_at_draws,
+        "Sequences in the engine whenever it gets a sample request",
+        count_value=counted.samples,
+        sum_value=counted.sequences_at_samples,
     )
     for name, text, value in _COUNTERS:
         yield CounterMetricFamily(name, text, value=value(counted))
     queued = GaugeMetricFamily(
-        "planish_requests_queued", "Accepted and not answered", labels=("kind", "tenant")
+        "planish_requests_queued", "Accepted requests without an answer", labels=("kind", "tenant")
     )
     for labels, count in measured.queued.items():
         queued.add_metric(labels, count)
@@ -117,20 +120,20 @@ def _counter(
 
 
 _TENANT_COUNTERS: tuple[tuple[str, str, Callable[[Counters], Mapping[str, int]]], ...] = (
-    ("planish_sampled_tokens", "Tokens drawn", lambda c: c.sampled_tokens),
+    ("planish_sampled_tokens", "Sampled tokens", lambda c: c.sampled_tokens),
     (
         "planish_prompt_tokens",
-        "Tokens of prompts that samples were drawn for",
+        "Tokens of prompts of sample requests",
         lambda c: c.prompt_tokens,
     ),
     (
         "planish_cached_prompt_tokens",
-        "Those of them that the prefix cache knew",
+        "Prompt tokens found in the prefix cache",
         lambda c: c.cached_prompt_tokens,
     ),
     (
         "planish_trained_tokens",
-        "Tokens of data that went forward, or forward and backward",
+        "Tokens of training data in forward and forward_backward",
         lambda c: c.trained_tokens,
     ),
 )
@@ -141,11 +144,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
         "RequestLog done again to bring a model back",
         lambda c: c.replayed,
     ),
-    ("planish_adapter_loads", "Adapters that came into memory", lambda c: c.loads),
-    ("planish_adapter_unloads", "Adapters that left it, idle or in the way", lambda c: c.unloads),
+    ("planish_adapter_loads", "Adapters loaded into memory", lambda c: c.loads),
+    ("planish_adapter_unloads", "Adapters unloaded, idle or to make room", lambda c: c.unloads),
 )
 _GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
-    ("planish_sequences_running", "Sequences with the engine", lambda m: m.sequences),
+    ("planish_sequences_running", "Sequences in the engine", lambda m: m.sequences),
     (
         "planish_samples_waiting",
         "Sample requests that wait for their turn",
@@ -153,7 +156,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
     ),
     (
         "planish_training_running",
-        "Training operations with the engine",
+        "Training operations in the engine",
         lambda m: m.training_operations,
     ),
     (
@@ -173,11 +176,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
     ),
     ("planish_result_bytes", "Memory of results", lambda m: m.result_bytes),
     ("planish_resident_bytes", "Memory of the process", lambda m: m.resident_bytes),
-    ("planish_snapshot_models", "Models that have a snapshot", lambda m: m.models_with_snapshot),
+    ("planish_snapshot_models", "Models with a snapshot", lambda m: m.models_with_snapshot),
     (
         "planish_ephemeral_bytes",
-        "Weights on disk of samplers without a name",
-        lambda m: m.ephemeral_bytes,
+        "Weights on disk of unnamed samplers",
+        lambda m: m.unnamed_sampler_bytes,
     ),
     (
         "planish_database_bytes",
@@ -185,11 +188,15 @@ _GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
         lambda m: m.disk.database,
     ),
     ("planish_body_bytes", "Files of large requests and results", lambda m: m.disk.bodies),
-    ("planish_body_files", "How many there are", lambda m: m.disk.body_files),
+    (
+        "planish_body_files",
+        "Number of files of large requests and results",
+        lambda m: m.disk.body_files,
+    ),
     ("planish_disk_free_bytes", "Free space in the data directory", lambda m: m.disk.free),
     (
         "planish_disk_full",
-        "1 while new work is refused for want of space",
+        "1 while new work is rejected for lack of disk space",
         lambda m: m.disk_is_full,
     ),
 )

@@ -1,4 +1,9 @@
-"""Training runs and checkpoints: what there is, and what becomes of it."""
+"""Training runs, checkpoints and their files, and tokenizers.
+
+To download a checkpoint, a client asks for URLs with its key, and reads from those without one, as
+from signed URLs of an object store. Newer SDKs ask for one URL per file; older ones for one
+archive, a tar file that is made while it is sent.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +43,7 @@ _KNOWN_COPIES = 1000
 
 
 async def training_runs(context: RequestContext) -> Response:
+    """List the tenant's training runs."""
     context.check_scope()
     limit, offset = context.window(20)
     page = await context.server.training_runs(context.tenant, limit, offset)
@@ -45,6 +51,7 @@ async def training_runs(context: RequestContext) -> Response:
 
 
 async def training_run(context: RequestContext) -> Response:
+    """Describe one training run."""
     context.check_scope()
     return answered(
         _run(context, await context.server.training_run(context.tenant, context.path("run_id")))
@@ -52,56 +59,63 @@ async def training_run(context: RequestContext) -> Response:
 
 
 async def run_checkpoints(context: RequestContext) -> Response:
-    page = await context.server.checkpoints(context.tenant, context.path("run_id"))
+    """List the checkpoints of a run."""
+    page = await context.server.list_checkpoints(context.tenant, context.path("run_id"))
     return answered({"checkpoints": [_checkpoint(context, item) for item in page.items]})
 
 
 async def checkpoints(context: RequestContext) -> Response:
+    """List the tenant's checkpoints."""
     limit, offset = context.window(100)
-    page = await context.server.checkpoints(context.tenant, None, limit, offset)
+    page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
     return answered(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
 
 
 async def delete_checkpoint(context: RequestContext) -> Response:
-    await context.server.delete_checkpoint(context.tenant, checkpoint_path(context))
+    """Delete a checkpoint."""
+    await context.server.checkpoints.delete(context.tenant, checkpoint_path(context))
     return nothing()
 
 
 async def publish(context: RequestContext) -> Response:
-    await context.server.set_public(context.tenant, checkpoint_path(context), True)
+    """Make a checkpoint public."""
+    await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), True)
     return nothing()
 
 
 async def unpublish(context: RequestContext) -> Response:
+    """Make a checkpoint private again, or delete one with the name "publish"."""
     kind = context.path("checkpoint_id")
-    if "/" not in kind:  # the path ends with the name of a checkpoint, which is publish
+    if "/" not in kind:  # the checkpoint has the name "publish"
         path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
-        await context.server.delete_checkpoint(context.tenant, path)
+        await context.server.checkpoints.delete(context.tenant, path)
         return nothing()
-    await context.server.set_public(context.tenant, checkpoint_path(context), False)
+    await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), False)
     return nothing()
 
 
 async def set_ttl(context: RequestContext) -> Response:
+    """Set when a checkpoint expires."""
     async with context.fields() as fields:
         ttl = fields.optional(
             lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
         )
-    await context.server.set_ttl(context.tenant, checkpoint_path(context), ttl)
+    await context.server.checkpoints.set_ttl(context.tenant, checkpoint_path(context), ttl)
     return nothing()
 
 
 async def weights_info(context: RequestContext) -> Response:
+    """Describe what a checkpoint holds."""
     async with context.fields() as fields:
         path = stored_path(fields.text("tinker_path"))
     return answered(
-        weights_info_to_json(await context.server.checkpoint_info(context.tenant, path))
+        weights_info_to_json(await context.server.checkpoints.info(context.tenant, path))
     )
 
 
 async def copy_weights(context: RequestContext) -> Response:
-    """Into the run `model_seq_id` of a session, or, as the SDK asks, into a project: a new session
-    then, since all of a key is one project here.
+    """Copy a checkpoint into the run `model_seq_id` of a session, or, as the SDK asks, into a
+    project. A key has one project here, so that is a new session.
     """
     async with context.fields() as fields:
         source = stored_path(fields.text("source_path"))
@@ -120,14 +134,14 @@ async def copy_weights(context: RequestContext) -> Response:
 
 
 async def _copy_session(context: RequestContext) -> str:
-    """The session that owns a copy; a repetition of the request gets the same one, and with it the
-    same copy.
+    """Return the session that owns a copy. A repeated request gets the same session, and with it
+    the same copy.
     """
     copies, key = context.state.copies, context.request.headers.get("x-idempotency-key")
     known = copies.get((context.tenant, key))
     if known is not None:
         return known
-    session_id = await context.server.create_session(
+    session_id = await context.open_server.sessions.create(
         context.tenant, SessionSpec(tags=["copy_weights"])
     )
     if key is not None:
@@ -138,24 +152,27 @@ async def _copy_session(context: RequestContext) -> str:
 
 
 def checkpoint_path(context: RequestContext) -> str:
-    """The stored path of the checkpoint that the URL names."""
+    """Return the stored path of the checkpoint in the URL."""
     run_id, checkpoint_id = context.path("run_id"), context.path("checkpoint_id")
     if checkpoint_id.count("/") != 1:
         raise UserError(
-            f"checkpoint id {checkpoint_id[:100]!r}: give weights/NAME, sampler_weights/NAME or external_weights/NAME"
+            f"checkpoint id {checkpoint_id[:100]!r}: give weights/NAME, sampler_weights/NAME or "
+            "external_weights/NAME"
         )
     return stored_path(f"tinker://{run_id}/{checkpoint_id}")
 
 
 def _checkpoint(context: RequestContext, checkpoint: Checkpoint) -> dict[str, Any]:
-    """External weights are a sampler's to clients that know no third type."""
+    """Return the JSON of a checkpoint. Clients that know no external weights are told that they are
+    sampler checkpoints.
+    """
     fields = shown_checkpoint(checkpoint)
     is_unknown = fields["checkpoint_type"] == "external" and not context.knows_external
     return {**fields, "checkpoint_type": "sampler"} if is_unknown else fields
 
 
 def shown_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The JSON of a checkpoint as clients know it."""
+    """Return the JSON of a checkpoint with the kind and path that clients know."""
     fields = checkpoint_to_json(replace(checkpoint, tinker_path=shown_path(checkpoint.tinker_path)))
     if not is_external(checkpoint.tinker_path):
         return fields
@@ -190,12 +207,13 @@ CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 _VALID_SECONDS = 3600
 _BLOCK = 1 << 20
 _COMPLETE = "checkpoint_complete"
-"""An empty member that older SDKs look for, the last one of an archive."""
+"""An empty last member of an archive, which older SDKs look for."""
 
 
 async def external_weights_urls(context: RequestContext) -> Response:
+    """Answer with a URL for each file of a checkpoint."""
     path = checkpoint_path(context)
-    files = await context.server.checkpoint_files(context.tenant, path)
+    files = await context.server.checkpoints.files(context.tenant, path)
     base, expires = _download_base(context, path)
     return answered(
         {
@@ -206,15 +224,16 @@ async def external_weights_urls(context: RequestContext) -> Response:
 
 
 async def archive(context: RequestContext) -> Response:
+    """Redirect to a tar file of the checkpoint."""
     path = checkpoint_path(context)
-    await context.server.checkpoint_files(context.tenant, path)
+    await context.server.checkpoints.files(context.tenant, path)
     base, expires = _download_base(context, path)
     headers = {"Location": f"{base}/archive.tar", "Expires": format_datetime(expires, usegmt=True)}
     return Response(status_code=302, headers=headers)
 
 
 def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
-    token = context.server.download_token(context.tenant, path, _VALID_SECONDS)
+    token = context.server.checkpoints.token(context.tenant, path, _VALID_SECONDS)
     root = str(context.request.base_url).rstrip("/")
     return f"{root}{API}/downloads/{quote(token)}", datetime.now(UTC) + timedelta(
         seconds=_VALID_SECONDS
@@ -222,13 +241,16 @@ def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
 
 
 async def download(request: Request) -> Response:
+    """Send a file, or the archive, to the holder of a token."""
     name = request.path_params["name"]
     try:
-        files = await request.app.state.http.server.files_of_token(request.path_params["token"])
+        files = await request.app.state.http.server.checkpoints.files_of_token(
+            request.path_params["token"]
+        )
         if name != "archive.tar" and name not in files.names:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
         opened = await asyncio.to_thread(
-            _opened, files, files.names if name == "archive.tar" else [name]
+            _open, files, files.names if name == "archive.tar" else [name]
         )
     except PlanishError as error:
         return refused(error)
@@ -244,14 +266,14 @@ def _streamed(pieces: AsyncIterator[bytes], size: int, media_type: str) -> Respo
 
 @dataclass(frozen=True)
 class OpenFile:
-    """A file that is read to its end even if its checkpoint is deleted or replaced meanwhile."""
+    """A file that can be read to its end even if its checkpoint is deleted or replaced."""
 
     name: str
     file: BinaryIO
     size: int
 
 
-def _opened(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
+def _open(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
     try:
         handles = {name: files.open(name) for name in names}
     except FileNotFoundError:
@@ -260,18 +282,19 @@ def _opened(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
 
 
 async def pieces_of(opened: OpenFile) -> AsyncIterator[bytes]:
+    """Read a file piece by piece in a thread, and close it."""
     with opened.file as file:
         while piece := await asyncio.to_thread(file.read, _BLOCK):
             yield piece
 
 
 def tar_size(content: int) -> int:
-    """Of one member: its header, and its content filled up to whole blocks."""
+    """Return the size of a member: its header, and its content padded to whole blocks."""
     return tarfile.BLOCKSIZE * (1 + -(-content // tarfile.BLOCKSIZE))
 
 
 async def tar_of(files: Sequence[OpenFile]) -> AsyncIterator[bytes]:
-    """A tar file of `files`, piece by piece."""
+    """Yield a tar file of `files`, piece by piece."""
     for file in files:
         yield _header(file.name, file.size)
         async for piece in pieces_of(file):
@@ -288,14 +311,15 @@ def _header(name: str, size: int) -> bytes:
 
 
 async def tokenizer(context: RequestContext) -> Response:
-    """The files of a base model's tokenizer, by name: the official SDK asks a hub, a client of ours
-    can ask here.
+    """Answer with the files of a base model's tokenizer, by name. The official SDK asks a hub; our
+    client can ask here.
     """
     name = context.request.query_params.get("base_model", "")
     directory = context.state.settings.tokenizer_directories.get(name)
     if directory is None:
         raise NoSuchBaseModel(
-            f"base_model={name[:100]!r}: give one of {', '.join(context.state.settings.tokenizer_directories)}"
+            f"base_model={name[:100]!r}: give one of "
+            f"{', '.join(context.state.settings.tokenizer_directories)}"
         )
     return answered(
         {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
@@ -303,7 +327,7 @@ async def tokenizer(context: RequestContext) -> Response:
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:
-    """The text of each file of `directory` from which a tokenizer is loaded."""
+    """Return the text of each file of `directory` that a tokenizer is loaded from."""
     found = {
         path.name: path
         for pattern in _TOKENIZER_FILES
@@ -314,7 +338,7 @@ def tokenizer_files(directory: Path) -> dict[str, str]:
 
 
 _TOKENIZER_FILES = (
-    "config.json",  # without it transformers does not know what kind of tokenizer the others are
+    "config.json",  # tells transformers the kind of tokenizer
     "tokenizer*.json",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -329,7 +353,7 @@ ROUTES = [
     endpoint(_RUN, training_run, "GET"),
     endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
     endpoint("/checkpoints", checkpoints, "GET"),
-    # Ids hold a slash, so these come before the one that ends with an id.
+    # Ids contain a slash, so these routes come before the one that ends with an id.
     endpoint(CHECKPOINT + "/publish", publish, "POST"),
     endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
     endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),

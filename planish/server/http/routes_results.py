@@ -1,8 +1,8 @@
-"""Results: a request for one is held until it is there, or for `poll_seconds`, after which the
+"""Results: a request for a result is held until it is there, or for `poll_seconds`, after which the
 client asks again.
 
-What is not there yet is told as 408, which the SDK takes for an invitation to ask again at once and
-without a word; 200 with the same body would be a warning in the user's log.
+"Not yet" is status 408: the SDK then asks again at once without a log line. Status 200 with the
+same body would log a warning on the user's side.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from planish.wire.training import output_from_message, output_to_json
 
 
 async def retrieve_future(context: RequestContext) -> Response:
+    """Answer with the result of a request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
     match await _outcome(context, request_id):
@@ -36,9 +37,11 @@ async def retrieve_future(context: RequestContext) -> Response:
 
 
 async def _outcome(context: RequestContext, request_id: str) -> Outcome:
-    """What became of the request; TryAgain early if the server stops meanwhile."""
-    waiting = context.server.result(context.tenant, request_id, context.state.settings.poll_seconds)
-    return await context.unless_stopping(waiting) or TryAgain()
+    """Return the answer of a request; TryAgain early if the server begins to stop."""
+    waiting = context.server.request_log.outcome(
+        context.tenant, request_id, context.state.settings.poll_seconds
+    )
+    return await context.cancelled_by_stop(waiting) or TryAgain()
 
 
 def _result(done: Done, takes_protobuf: bool) -> Response:
@@ -52,8 +55,8 @@ def _result(done: Done, takes_protobuf: bool) -> Response:
 
 
 def _with_shown_path(done: Done) -> bytes:
-    """External weights were saved as a sampler's; the client waits for the type and path that it
-    asked for.
+    """Replace type and path in the result of saving external weights, which are stored as a sampler
+    checkpoint.
     """
     if done.kind != "save_weights_for_sampler":
         return done.content
@@ -65,9 +68,10 @@ def _with_shown_path(done: Done) -> bytes:
 
 
 async def cancel_future(context: RequestContext) -> Response:
+    """Cancel a sample request."""
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
-    await context.server.cancel(context.tenant, request_id)
+    context.server.samplers.cancel(context.tenant, request_id)
     return nothing()
 
 

@@ -1,4 +1,14 @@
-"""Samplers and samples."""
+"""Samplers and samples, one by one for the SDK, or many in one request for planish's own client.
+
+    POST /planish/draw     {"requests": [bodies of asample]}. The response is a stream of frames
+                           (planish/wire/client_frames.py): one for each request when it is accepted
+                           or rejected, and one when it is answered
+    POST /planish/release  {"sampler_id"}: the sampler is no longer used
+
+Each request of a batch is treated like a single one: it is journaled, waits for its tenant's turn,
+and is identified by sampler and number. So a batch whose connection breaks is sent again as it is,
+and nothing is sampled twice.
+"""
 
 from __future__ import annotations
 
@@ -32,29 +42,34 @@ from planish.wire.tensors import check_filled
 
 
 async def create_sampling_session(context: RequestContext) -> Response:
+    """Create a sampler."""
     async with context.fields() as fields:
         operation = create_sampler_from_json(fields)
-    sampler_id = await context.unless_stopping(
-        context.server.create_sampler(context.tenant, operation)
+    sampler_id = await context.cancelled_by_stop(
+        context.open_server.samplers.create(context.tenant, operation)
     )
-    if sampler_id is None:  # it waited for room in memory, where a repetition finds it
+    if sampler_id is None:  # the wait for memory was cancelled; a repeated request resumes it
         raise stopping()
     return answered({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
 async def sampler(context: RequestContext) -> Response:
+    """Describe a sampler."""
     return answered(
         sampler_info_to_json(
-            await context.server.sampler_info(context.tenant, context.path("sampler_id"))
+            await context.server.samplers.info(context.tenant, context.path("sampler_id"))
         )
     )
 
 
 async def asample(context: RequestContext) -> Response:
+    """Accept a sample request."""
     async with context.body(SAMPLE_BODY) as body:
         request = await context.compute(body, lambda: sample_request_from_json(Fields.of(body)))
         return accepted(
-            await context.server.submit_sample(context.tenant, request.seq_id, request.operation)
+            await context.open_server.samplers.submit(
+                context.tenant, request.seq_id, request.operation
+            )
         )
 
 
@@ -70,13 +85,15 @@ MAX_REQUESTS = 1024
 _log = logging.getLogger("planish.server")
 
 
-async def draw(context: RequestContext) -> Response:
+async def sample_batch(context: RequestContext) -> Response:
+    """Accept many sample requests, and stream their results."""
     async with context.body(SAMPLE_BODY) as body:
         requests = await context.compute(body, lambda: _sample_requests(Fields.of(body)))
     return StreamingResponse(_frames(context, requests), media_type=MEDIA)
 
 
 async def release(context: RequestContext) -> Response:
+    """Close a sampler."""
     async with context.fields() as fields:
         sampler_id = fields.identifier("sampler_id")
     server = context.server
@@ -88,7 +105,7 @@ async def release(context: RequestContext) -> Response:
 
 
 def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
-    """A request that cannot be read is refused alone."""
+    """Decode the requests of a batch. One that cannot be read fails alone."""
     with fields:
         found: list[SampleRequest | PlanishError] = []
         asked = 0
@@ -108,7 +125,9 @@ def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
 async def _frames(
     context: RequestContext, requests: list[SampleRequest | PlanishError]
 ) -> AsyncIterator[bytes]:
-    """Ends early when the server stops; the client sends the batch again."""
+    """Yield the frames of a batch. Ends early when the server stops; the client then sends the
+    batch again.
+    """
     frames: asyncio.Queue[Frame | None] = asyncio.Queue()
     tasks = [
         *(
@@ -144,16 +163,16 @@ async def _answer_one(
     request: SampleRequest | PlanishError,
     frames: asyncio.Queue[Frame | None],
 ) -> None:
-    """The frames of one request."""
+    """Put the frames of one request into the queue."""
     try:
         if isinstance(request, PlanishError):
             raise request
-        accepted = await context.server.submit_sample(
+        accepted = await context.open_server.samplers.submit(
             context.tenant, request.seq_id, request.operation
         )
         frames.put_nowait(Frame(_acceptance(index, accepted)))
         while isinstance(
-            outcome := await context.server.result(
+            outcome := await context.server.request_log.outcome(
                 context.tenant, accepted.request_id, context.state.settings.poll_seconds
             ),
             TryAgain,
@@ -162,7 +181,7 @@ async def _answer_one(
         frames.put_nowait(_result(index, outcome))
     except Exception as error:
         if not isinstance(error, (PlanishError, ValueError)):
-            _log.error("drawing failed", exc_info=error)
+            _log.error("a sample of a batch failed", exc_info=error)
         frames.put_nowait(Frame(_refusal(index, error)))
 
 
@@ -195,10 +214,10 @@ def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
         "status": status,
         "detail": str(error)
         if status != 500
-        else f"a fault of the server ({type(error).__name__})",
+        else f"internal error of the server ({type(error).__name__})",
         "retry_after": error.retry_after if isinstance(error, ServerError) else None,
         ERROR_CLASS: name_of(error),
     }
 
 
-PLANISH_ROUTES = [endpoint("/planish/draw", draw), endpoint("/planish/release", release)]
+PLANISH_ROUTES = [endpoint("/planish/draw", sample_batch), endpoint("/planish/release", release)]

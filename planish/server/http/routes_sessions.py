@@ -1,5 +1,5 @@
-"""What a client does first and last: its settings, its session, heartbeats, telemetry, and what the
-server has to offer.
+"""What a client does first and last: its settings, its session, heartbeats, telemetry, the base
+models, and search among its sessions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from planish.wire.fields import Fields
 from planish.wire.records import capabilities_to_json, time_from_json
 
 _MAX_SPEC = 65_536
-"""Characters that a client says of itself."""
+"""Maximum number of characters in the tags and metadata of a session."""
 _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
 async def client_config(context: RequestContext) -> Response:
-    """One call of the user is one request, so a batch's shared prefixes are computed once; and its
-    chunks keep their order.
+    """Answer with settings for the SDK. One call of the user is one request, so that shared
+    prefixes of a batch are computed once; the chunks of a call keep their order.
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
@@ -36,14 +36,14 @@ async def client_config(context: RequestContext) -> Response:
             "fwdbwd_max_chunk_bytes_count": 128 * MIB,
             "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
             "proto_compress_fwdbwd": not context.is_local,
-            # Samples wait their turn here, for hours if a machine is slow; that is no reason to
-            # give up.
+            # On a slow machine a sample may wait for its turn for hours. The client must not give up.
             "sample_enable_stuck_detection": False,
         }
     )
 
 
 async def dynamic_config(context: RequestContext) -> Response:
+    """Answer with settings that the SDK refreshes."""
     return answered(
         {
             "refresh_interval_sec": 300,
@@ -54,62 +54,68 @@ async def dynamic_config(context: RequestContext) -> Response:
 
 
 async def create_session(context: RequestContext) -> Response:
+    """Create a session."""
     async with context.fields() as fields:
         project, spec = fields.optional(fields.text, "project_id"), _spec(fields)
-    session_id = await context.server.create_session(context.tenant, spec)
+    session_id = await context.open_server.sessions.create(context.tenant, spec)
     answer = {"type": "create_session", "session_id": session_id}
     if project is not None:
         answer["warning_message"] = (
-            f"project_id={project[:100]!r} has no meaning here: this server has no projects"
+            f"project_id={project[:100]!r} is ignored: this server has no projects"
         )
     return answered(answer)
 
 
 async def heartbeat(context: RequestContext) -> Response:
+    """Keep a session open."""
     async with context.fields() as fields:
         session_id = fields.identifier("session_id")
-    await context.server.heartbeat(context.tenant, session_id)
+    await context.server.sessions.touch(context.tenant, session_id)
     return answered({"type": "session_heartbeat"})
 
 
 async def finish(context: RequestContext) -> Response:
+    """End a session."""
     async with context.fields() as fields:
         reason = fields.object("reason").text("type")
         detail = fields.optional(fields.text, "detail")
     if reason not in _FINISH_REASONS:
         raise UserError(f"reason.type={reason[:40]!r}: give one of {', '.join(_FINISH_REASONS)}")
-    await context.server.finish_session(context.tenant, context.path("session_id"), reason, detail)
+    await context.server.sessions.finish(context.tenant, context.path("session_id"), reason, detail)
     return nothing()
 
 
 async def sessions(context: RequestContext) -> Response:
+    """List the tenant's sessions."""
     context.check_scope()
     limit, offset = context.window(20)
-    page = await context.server.sessions(context.tenant, limit, offset)
+    page = await context.server.sessions.page(context.tenant, limit, offset)
     return answered(paged("sessions", page, str))
 
 
 async def session(context: RequestContext) -> Response:
+    """Describe one session."""
     context.check_scope()
     return answered(
-        _session(await context.server.session(context.tenant, context.path("session_id")))
+        _session(await context.server.sessions.record(context.tenant, context.path("session_id")))
     )
 
 
 async def telemetry(context: RequestContext) -> Response:
-    """What clients report of themselves is not kept."""
+    """Accept and discard what clients report about themselves."""
     async with context.body(16 * MIB):
         return answered({"status": "accepted"})
 
 
 async def capabilities(context: RequestContext) -> Response:
+    """List the base models."""
     return answered(capabilities_to_json(context.server.capabilities()))
 
 
 def _spec(fields: Fields) -> SessionSpec:
     tags = fields.optional(fields.array, "tags", [])
     if not all(isinstance(tag, str) for tag in tags):
-        raise UserError("tags holds something that is no string")
+        raise UserError("tags contains a value that is not a string")
     metadata = fields.optional(fields.strings, "user_metadata", {})
     size = sum(map(len, (*tags, *metadata, *metadata.values())))
     if size > _MAX_SPEC:
@@ -134,24 +140,28 @@ def _session(record: SessionRecord) -> dict[str, object]:
 
 
 _SCANNED = 1000
-"""Sessions that one request looks at; the next page goes on from there."""
+"""Sessions that one search request looks at. The next page continues there."""
 _SCAN_BLOCK = 200
 
 
 @dataclass(frozen=True)
 class Query:
+    """A search among sessions."""
+
     session_id: str | None
     words: tuple[str, ...]
-    """Each is in the display name, in lower case."""
+    """Each must be in the display name, in lower case."""
     metadata: dict[str, str]
     states: tuple[str, ...]
     limit: int
     after: datetime | None
-    """Only sessions that are older than this, or as old and listed after `after_id`."""
+    """Only sessions that are older, or as old and listed after `after_id`."""
     after_id: str
 
     def matches(self, record: SessionRecord) -> bool:
-        """Where both an id and words are given, one of them is enough."""
+        """Return whether a session matches. If both an id and words are given, one of them is
+        enough.
+        """
         metadata = record.spec.user_metadata
         if any(metadata.get(key) != value for key, value in self.metadata.items()):
             return False
@@ -168,6 +178,7 @@ class Query:
 
 
 async def search(context: RequestContext) -> Response:
+    """Search among sessions, newest first, page by page."""
     async with context.fields() as fields:
         query = _query(fields)
     found: list[SessionRecord] = []
@@ -193,12 +204,12 @@ async def search(context: RequestContext) -> Response:
 
 
 async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[SessionRecord]:
-    """The tenant's sessions from the place on where the last page ended."""
+    """Yield the tenant's sessions from where the last page ended."""
     offset, passed = 0, query.after is None
-    while ids := (await context.server.sessions(context.tenant, _SCAN_BLOCK, offset)).items:
+    while ids := (await context.server.sessions.page(context.tenant, _SCAN_BLOCK, offset)).items:
         offset += len(ids)
         for session_id in ids:
-            record = await context.server.session(context.tenant, session_id)
+            record = await context.server.sessions.record(context.tenant, session_id)
             if query.after is not None and not passed:
                 passed = session_id == query.after_id or record.created < query.after
                 if session_id == query.after_id or not passed:
@@ -208,7 +219,8 @@ async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[Sess
 
 async def _summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
     pages = [
-        await context.server.checkpoints(context.tenant, run) for run in record.training_run_ids
+        await context.server.list_checkpoints(context.tenant, run)
+        for run in record.training_run_ids
     ]
     return {
         "session_id": record.session_id,
@@ -229,8 +241,8 @@ def _query(fields: Fields) -> Query:
     with fields:
         owner = fields.optional(fields.object, "owner")
         if owner is not None and owner.text("type") not in ("own", "accessible"):
-            raise UnsupportedError("owner: sessions of other keys are not searched; leave it out")
-        fields.skip("project_ids")  # all sessions of a key are in its one project
+            raise UnsupportedError("owner: sessions of other keys cannot be searched; leave it out")
+        fields.skip("project_ids")  # a key has one project
         cursor = fields.optional(fields.object, "cursor")
         return Query(
             fields.optional(fields.text, "session_id"),
@@ -250,7 +262,7 @@ def _state(fields: Fields) -> str:
         kind = fields.text("type")
         if fields.optional(fields.array, "reasons"):
             raise UnsupportedError(
-                "statuses: sessions are not searched by the reason of their end; leave `reasons` out"
+                "statuses: sessions cannot be searched by why they ended; leave `reasons` out"
             )
     if kind not in ("active", "client_finished", "cancelled", "failed"):
         raise UserError(f"statuses: type={kind[:40]!r} is unknown")

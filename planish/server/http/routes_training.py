@@ -1,8 +1,7 @@
-"""RequestLog that make, train, save and load models. Each is decoded, handed to the server, and
-acknowledged.
+"""Requests that create, train, save and load models: each is decoded, submitted and acknowledged.
 
-A body whose model and number can be read, but not the rest, is refused with 400 and has used up its
-number: the client counts on.
+A body whose model and number can be read, but not the rest, is rejected with 400 and has used up
+its number, because the client continues with the next one.
 """
 
 from __future__ import annotations
@@ -39,6 +38,7 @@ from planish.wire.training import (
 
 
 def accepted(acceptance: Accepted) -> Response:
+    """Return the response that acknowledges a request."""
     answer: dict[str, Any] = {"request_id": acceptance.request_id}
     if acceptance.model_id is not None:
         answer["model_id"] = acceptance.model_id
@@ -49,7 +49,7 @@ def accepted(acceptance: Accepted) -> Response:
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A body, of which the operation is still to be read."""
+    """A body whose operation is still to be decoded."""
 
     place: Place
     kind: str
@@ -58,8 +58,8 @@ class _Parsed:
 
 
 async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Parsed]) -> Response:
-    """Read an operation, and queue it. In one go: what is parsed takes many times the memory of the
-    body and of what comes of it.
+    """Decode an operation and submit it. Both parsing steps run together, because the parsed form
+    takes many times the memory of the body and of the operation.
     """
 
     def read() -> tuple[Place, str, Operation[Any] | ValueError]:
@@ -71,13 +71,14 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
 
     place, kind, found = await context.compute(body, read)
     if isinstance(found, ValueError):
-        await context.server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
+        await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
         raise found
-    return accepted(await context.server.submit_training(context.tenant, place.seq_id, found))
+    model = await context.open_server.open_model(context.tenant, place.model_id)
+    return accepted(await model.submit(place.seq_id, found))
 
 
 def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
-    """The handler of a JSON body that `decode` reads."""
+    """Return the handler of a JSON body that `decode` reads."""
 
     def parse(body: bytes) -> _Parsed:
         fields = Fields.of(body)
@@ -91,6 +92,7 @@ def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler
 
 
 async def forward_backward(context: RequestContext) -> Response:
+    """Accept a forward_backward or a forward, as protobuf or JSON."""
     if not context.is_protobuf:
         return await _json_forward_backward(context)
     async with context.body(TRAINING_BODY) as body:
@@ -116,12 +118,14 @@ _forward = submitting(
 
 
 async def create_model(context: RequestContext) -> Response:
+    """Create a fresh model."""
     async with context.fields() as fields:
         operation = create_model_from_json(fields)
     return accepted(await context.server.create_model(context.tenant, operation))
 
 
 async def load_weights(context: RequestContext) -> Response:
+    """Load a checkpoint into a model, or create a model from one."""
     async with context.fields() as fields:
         if fields.has("model_id"):
             place = place_from_json(fields)
@@ -140,6 +144,7 @@ def _save_for_sampler(fields: Fields) -> Operation[Any]:
 
 
 def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
+    """Decode a request to save external weights."""
     with fields:
         place = place_from_json(fields)
         fields.skip("type")
@@ -151,19 +156,20 @@ def save_weights_external_from_json(fields: Fields) -> SaveWeightsForSampler:
 
 
 async def unload_model(context: RequestContext) -> Response:
+    """Unload a model."""
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
     return accepted(await context.server.unload_model(context.tenant, model_id))
 
 
 async def get_info(context: RequestContext) -> Response:
-    """A client on this machine is told where the tokenizer lies, so that it needs no hub; to others
-    the path means nothing.
+    """A client on this machine is told where the tokenizer is, so that it needs no hub. For other
+    clients the path means nothing.
     """
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
-    info = await context.unless_stopping(context.server.model_info(context.tenant, model_id))
-    if info is None:  # it waited for the model's creation
+    info = await context.cancelled_by_stop(context.server.model_info(context.tenant, model_id))
+    if info is None:  # the wait for the creation was cancelled
         raise stopping()
     tokenizer_id = info.model_data.tokenizer_id if context.is_local else None
     # The SDK cuts the id off at a colon.

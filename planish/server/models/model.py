@@ -1,118 +1,723 @@
-"""What the server knows of one training model, in memory or not."""
+"""A training model on the server: one actor that owns the model's requests and its state.
+
+A request is checked, journaled and queued by `submit` (intake.py). A worker, which runs while there is
+something to do, pins the model's adapter in memory and gives the requests to the engine in the
+order of their numbers. A few requests are in the engine at once, so that the device does not wait
+for the event loop. Requests that read or write a named checkpoint wait until all earlier ones are
+answered.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
-from dataclasses import dataclass, field
+import logging
+import time
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from planish.server.durable.journal import RequestRow
-from planish.server.durable.records import ModelRow
-from planish.server.durable.request_log import Request
-from planish.server.models.request_queue import RequestQueue
-from planish.server.results import Tenant
-from planish.server.scheduling.adapter_cache import CachedAdapter
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    EngineClosedError,
+    UserError,
+)
+from planish.server.durable import journal
+from planish.server.durable.journal import (
+    RequestRow,
+    result_of,
+)
+from planish.server.durable.names import (
+    is_superseded,
+    snapshot_name,
+)
+from planish.server.durable.records import ModelRow, change
+from planish.server.durable.request_log import (
+    AlsoWrite,
+    QueuedRequest,
+    SettledState,
+    failure,
+    token_count,
+)
+from planish.server.durable.store import Transaction, crash_point
+from planish.server.models import replay, steps
+from planish.server.models.intake import RequestIntake
+from planish.server.models.replay import AdapterState, ReplayCost
+from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
+from planish.server.results import (
+    Abandoned,
+    Accepted,
+    Done,
+    Failed,
+    Tenant,
+)
+from planish.server.samplers import Samplers
+from planish.server.services import Services
+from planish.service import (
+    CreateModel,
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.types import CheckpointPath, SaveWeightsResponse
 
 R = TypeVar("R")
 
-Item = Request | RequestRow
-"""What a lane holds: a request to be done, or a row of one that was answered and whose effect is to
-be had again.
-"""
+_log = logging.getLogger(__name__)
+
+_DEPTH = 3
+"""Requests of one model in the engine at once."""
+_PINNED_SECONDS = 10.0
+"""After this time a model leaves memory if others wait for room."""
 
 
-@dataclass
-class Progress:
-    """What would be done again after a crash now."""
+@dataclass(frozen=True)
+class ModelRegistry:
+    """The open models of one server, and what they share."""
 
-    seconds: float = 0.0
-    bytes: int = 0
-    changes: int = 0
-    requests: int = 0
+    services: Services
+    samplers: Samplers
+    open: dict[str, Model] = field(default_factory=dict)
+
+    def add(
+        self, row: ModelRow, queue: RequestQueue[QueueItem], unload_seq: int | None = None
+    ) -> Model:
+        """Open a model. `unload_seq` is the number of its unload request, if there is one."""
+        model = self.open[row.id] = Model(self, row, queue, unload_seq)
+        return model
+
+    async def stop(self, seconds: float) -> None:
+        """Take nothing more from the queues, let the engine finish what it has, and take final
+        snapshots, all within `seconds`.
+        """
+        self.services.stopping.set()
+        models = list(self.open.values())
+        for model in models:
+            model.in_flight.notify()
+        try:
+            async with asyncio.timeout(seconds):
+                # A timeout cancels the workers that still run.
+                await asyncio.gather(
+                    *(model.worker for model in models if model.worker is not None)
+                )
+                for model in list(self.open.values()):
+                    if self.services.adapter_cache.is_loaded(model):
+                        await model.save_snapshot()
+        except TimeoutError:
+            _log.warning(
+                "some work was not finished within %g seconds; it stays in the journal", seconds
+            )
 
 
-@dataclass(eq=False)
 class Model:
-    row: ModelRow
-    lane: RequestQueue[Item]
-    residence: CachedAdapter
-    worker: asyncio.Task[None] | None = None
-    running: dict[int, Request] = field(default_factory=dict)
-    """Taken from the lane and not answered, by number."""
-    arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
-    """By number, the taking of requests that are looked at, or being journaled."""
-    changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Something came into the lane, or was answered."""
-    unwritten: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    """Answers that are on their way to disk, by number."""
-    unsaved: dict[int, asyncio.Future[None]] = field(default_factory=dict)
-    """Published samplers whose weights are on their way to disk, by number."""
-    private: set[str] = field(default_factory=set)
-    """Its checkpoints that the server made for itself, apart from those of samplers."""
-    unload_seq: int | None = None
-    """RequestLog from this number on are not taken, because it is to be unloaded."""
-    blocked: tuple[int, float] | None = None
-    """The number that is missing, and since when it has been waited for."""
-    tasks: set[asyncio.Task[Any]] = field(default_factory=set)
-    """Those that wait for the engine's answers."""
+    """One training model, in memory or not. Only this class writes the model's state.
 
-    # Of the adapter in memory.
-    applied: int = -1
-    """The number of the last request that it had."""
-    is_dirty: bool = False
-    """Whether it may hold a gradient, which no snapshot has."""
-    is_lossy: bool = False
-    """A sampler of it could not be saved, so a snapshot now would lose it; loading it again saves
-    it.
+    It is also the adapter cache's entry for the model's adapter: the cache calls `load` and
+    `unload`.
     """
-    is_snapshotting: bool = False
-    progress: Progress = field(default_factory=Progress)
+
+    def __init__(
+        self,
+        registry: ModelRegistry,
+        row: ModelRow,
+        queue: RequestQueue[QueueItem],
+        unload_seq: int | None,
+    ) -> None:
+        self.row = row
+        self.queue = queue
+        self.in_flight = InFlight()
+        self.adapter = AdapterState()
+        self.private_paths: set[str] = set()
+        """Checkpoints that the server made to bring this model back."""
+        self.worker: asyncio.Task[None] | None = None
+        self.is_snapshotting = False
+        self._registry = registry
+        self._services = registry.services
+        self.intake = RequestIntake(self, registry.services, registry.samplers, unload_seq)
+        self._blocked: tuple[int, float] | None = None
+        """The missing number, and since when the model waits for it."""
+        self._has_warned = False
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def id(self) -> str:
+        """The id of the model."""
         return self.row.id
 
     @property
     def tenant(self) -> Tenant:
+        """The owner of the model."""
         return Tenant(self.row.tenant)
 
     @property
-    def end(self) -> int:
-        """Above every number that was used."""
-        return max([self.lane.end, *(seq + 1 for seq in self.arriving)])
-
-    @property
     def snapshot_seq(self) -> int:
-        """-1: there is none."""
+        """The request that the last snapshot was taken after; -1 if there is no snapshot."""
         return -1 if self.row.snapshot_seq is None else self.row.snapshot_seq
 
-    async def arrive(self, seq: int, taking: Coroutine[Any, Any, R]) -> R:
-        """Take a request of this number, to its end even if whoever waits gives up: what was
-        journaled must be queued.
-        """
-        task = asyncio.create_task(taking)
-        self.arriving[seq] = task
-        task.add_done_callback(lambda _: self.arriving.pop(seq))
-        return await asyncio.shield(task)
+    # Taking requests.
 
-    def spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+    async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
+        """Journal and queue an operation (see `RequestIntake.submit`)."""
+        return await self.intake.submit(seq_id, operation)
+
+    def enqueue(self, request: QueuedRequest) -> None:
+        """Queue a journaled request. If the model was closed or the number was skipped while the
+        request was journaled, reject it.
+        """
+        if self.row.closed is None and not self.queue.is_used(request.seq):
+            self.queue.add(request.seq, request)
+            self.wake()
+        else:
+            reason = self.row.closed or "the server no longer waits for its number"
+            answer = Failed(f"{request.id} came too late: {reason}", "user")
+            self._registry.samplers.not_published(self.id, request.seq, answer.message)
+            self._services.request_log.settle(request, answer, state="refused")
+
+    def skip_below(self, seq: int) -> None:
+        """Skip all missing numbers below `seq`. The database has been told already."""
+        self.queue.skipped_below = seq
+        self.row = replace(self.row, passed=seq)
+
+    def keep_private(self, path: str) -> None:
+        """Note a private checkpoint of an earlier process, to be deleted with the others."""
+        self.private_paths.add(path)
+
+    # The worker.
+
+    def wake(self) -> None:
+        """Start the worker if the queue has something for it."""
+        self.in_flight.notify()
+        if (
+            self.worker is None
+            and self.row.closed is None
+            and self.queue.is_ready
+            and not self._services.stopping.is_set()
+        ):
+            self.worker = asyncio.create_task(self._work(), name=f"model {self.id}")
+
+    async def idle(self) -> None:
+        """Wait until the worker has ended."""
+        while self.worker is not None:
+            await asyncio.wait([self.worker])
+
+    async def _work(self) -> None:
+        try:
+            async with self._services.adapter_cache.pinned(self):
+                await self._run_queue()
+        except EngineClosedError:
+            return
+        except Exception as error:
+            if not isinstance(error, (UserError, Abandoned)):
+                _log.exception("%s cannot continue", self.id)
+            await self._fail_everything(error)
+        finally:
+            self.worker = None
+        self.wake()
+
+    async def _run_queue(self) -> None:
+        """Run requests until the queue is empty, or the model should leave memory."""
+        begun = time.monotonic()
+        while not self._services.stopping.is_set() and self.row.closed is None:
+            has_had_its_time = time.monotonic() - begun > _PINNED_SECONDS
+            must_leave = has_had_its_time and self._services.adapter_cache.is_waiting
+            item = None if must_leave else self.queue.take()
+            if item is not None:
+                await self.in_flight.wait_below(_DEPTH)
+                await self._run(item)
+            elif must_leave or not (
+                self.in_flight.running or self.in_flight.unsaved or self.is_snapshotting
+            ):
+                break
+            else:
+                await self.in_flight.change()
+        await self.in_flight.drained()
+        if self.adapter.lost_work and not self._services.store.is_refused:
+            await self._free()
+            await self._restore()
+
+    async def _run(self, item: QueueItem) -> None:
+        """Run one item. A request taken from the queue is answered, whatever happens."""
+        try:
+            match item:
+                case RequestRow():
+                    await self.in_flight.drained()
+                    await self._repeat(item)
+                case QueuedRequest(row=RequestRow(state="refused") as row):
+                    await self.in_flight.drained()
+                    self._settle(item, _refusal(row), state="refused")
+                    await self._repeat(row)
+                case QueuedRequest(row=RequestRow(kind="unload_model") as row):
+                    await self.in_flight.drained()
+                    await self.close("it was unloaded")
+                    self._settle(item, unloaded(row))
+                case QueuedRequest():
+                    await self._run_request(item)
+        except EngineClosedError:
+            raise
+        except Exception as error:
+            if isinstance(item, QueuedRequest):
+                self._settle(item, failure(error), state="refused")
+            raise
+
+    async def _run_request(self, request: QueuedRequest) -> None:
+        try:
+            await self._start(request)
+        except EngineClosedError:
+            raise
+        except Exception as error:  # the engine has not run the request
+            why = failure(error)
+            await self._repeat_failure(request.row.kind, why)
+            self.adapter.applied = request.seq
+            if request.seq == 0:
+                await self.close(f"it could not be created ({error})")
+            self._settle(request, why)
+
+    async def _start(self, request: QueuedRequest) -> None:
+        """Give a request to the engine. Some kinds are answered when this returns."""
+        operation = await self._services.request_log.operation(request)
+        if isinstance(operation, ForwardBackward | OptimStep):
+            await self._compute(request, operation)
+            return
+        await self._services.crash_guard.enter(request.id)
+        match operation:
+            case CreateModel():
+                await self._create(request, operation)
+            case LoadWeights():
+                await self._load_weights(request, operation)
+            case SaveWeights() | SaveWeightsForSampler():
+                await self.in_flight.drained()
+                step, lock = await steps.begin_save(
+                    self._services, self.tenant, self.id, request, operation
+                )
+                self._expect(step).add_done_callback(lambda _: lock.release())
+            case PublishSampler():
+                await self._publish(request, operation)
+
+    async def _compute(
+        self, request: QueuedRequest, operation: ForwardBackward | OptimStep
+    ) -> None:
+        ahead = sum(earlier.tokens for earlier in self.in_flight.running.values())
+        turn = await self._services.training_queue.turn(
+            self.tenant.name, 1, token_count(operation), ahead
+        )
+        try:
+            await self._services.crash_guard.enter(request.id)
+            crash_point("before running")
+            submitted = self._services.clock.now()
+            future = await self._services.engine.submit(operation)
+        except BaseException:
+            turn.give_back()
+            raise
+        future.add_done_callback(lambda _: turn.give_back())
+        self._services.request_log.release_operation(request)
+        self.adapter.note_gradient(operation)
+        self._expect(steps.Step(request, operation, future, submitted))
+        is_due = self.adapter.cost.exceeds(self._services.settings)
+        if is_due and self._can_snapshot and not self.is_snapshotting:
+            await self.begin_snapshot()
+
+    async def _create(self, request: QueuedRequest, operation: CreateModel) -> None:
+        submitted, creating, path = self._services.clock.now(), operation, operation.from_path
+        if path is not None:
+            creating = replace(operation, from_path=await self._private_copy(request, path))
+        with steps.errors_naming(path, creating.from_path):
+            info = await self._services.engine.perform(creating)
+        arch = info.model_data.arch
+        self.row = replace(self.row, arch=arch)
+
+        async def record() -> AlsoWrite:
+            return lambda transaction: change(transaction, ModelRow, self.id, arch=arch)
+
+        created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        created.set_result(info)
+        self._expect(steps.Step(request, operation, created, submitted, record))
+        await self.in_flight.drained()
+
+    async def _load_weights(self, request: QueuedRequest, operation: LoadWeights) -> None:
+        await self.in_flight.drained()
+        submitted = self._services.clock.now()
+        copy = await self._private_copy(request, operation.path)
+        with steps.errors_naming(operation.path, copy):
+            future = await self._services.engine.submit(replace(operation, path=copy))
+        self._expect(steps.Step(request, operation, future, submitted))
+        await self.in_flight.drained()
+        if future.exception() is None:
+            self.adapter.has_gradient = False
+
+    async def _private_copy(self, request: QueuedRequest, path: str) -> str:
+        copy = await steps.private_copy(self._services, self.id, request, path)
+        self.private_paths.add(copy)
+        return copy
+
+    # Published samplers.
+
+    async def _publish(self, request: QueuedRequest, operation: PublishSampler) -> None:
+        samplers = self._registry.samplers
+        sampler = samplers.get(operation.sampler_id)
+        if sampler is None:
+            raise UserError(
+                f"sampling_session_id={operation.sampler_id!r} was closed before it was made"
+            )
+        submitted = self._services.clock.now()
+        future = await self._begin_publishing(request.seq, operation)
+
+        async def make_ready() -> AlsoWrite:
+            await samplers.published(sampler)
+            return lambda transaction: None  # the answer is sent once it is on disk
+
+        self._expect(steps.Step(request, operation, future, submitted, make_ready))
+
+    async def _begin_publishing(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
+        published, saved = await steps.publish(self._services.engine, seq, operation)
+        sampler = self._registry.samplers.get(operation.sampler_id)
+
+        async def keep() -> None:
+            try:
+                await steps.keep_published(
+                    self._services.engine, self._registry.samplers, sampler, saved
+                )
+            except EngineClosedError:
+                self.adapter.lost_work = True
+            except Exception:
+                self.adapter.lost_work = True
+                _log.exception(
+                    "the sampler published by request %d of %s could not be saved yet", seq, self.id
+                )
+            finally:
+                del self.in_flight.unsaved[seq]
+                self.in_flight.notify()
+
+        self.in_flight.unsaved[seq] = self._spawn(keep())
+        return published
+
+    # Answers.
+
+    def _expect(self, step: steps.Step) -> asyncio.Task[None]:
+        """Answer the request of a step once the engine has its result."""
+        seq = step.request.seq
+        self.adapter.applied = seq
+        self.in_flight.running[seq] = step.request
+        return self._spawn(self._answer(step))
+
+    async def _answer(self, step: steps.Step) -> None:
+        request, also, counters = step.request, None, self._services.counters
+        try:
+            result = await step.future
+            counters.trained_tokens[request.row.tenant] += token_count(step.operation)
+            answer: Done | Failed = await steps.encode_result(
+                request.row.kind, step.operation, result
+            )
+            also = await step.also_write() if step.also_write is not None else None
+        except EngineClosedError:
+            self.adapter.lost_work = True  # no snapshot may count this request as answered
+            self.in_flight.running.pop(request.seq, None)
+            self.in_flight.notify()
+            return
+        except Exception as error:
+            answer = failure(error)
+        seconds = self._services.clock.spent(step.submitted)
+        self.adapter.add_cost(step.operation, seconds, request.row.body_bytes)
+        self._settle(request, answer, also)
+
+    def _settle(
+        self,
+        request: QueuedRequest,
+        answer: Done | Failed,
+        also: AlsoWrite | None = None,
+        state: SettledState | None = None,
+    ) -> None:
+        """Answer a request, and remember the answer until it is on disk."""
+        if isinstance(answer, Failed):
+            self._registry.samplers.not_published(self.id, request.seq, answer.message)
+        self._services.crash_guard.leave(request.id)
+        written = self._services.request_log.settle(request, answer, also, state)
+        unwritten = self.in_flight.unwritten
+        unwritten[request.seq] = written
+        written.add_done_callback(lambda _: unwritten.pop(request.seq, None))
+        self.in_flight.running.pop(request.seq, None)
+        self.in_flight.notify()
+
+    async def expire_missing_request(self) -> None:
+        """Fail the requests that wait behind a number that has been missing for too long."""
+        now, timeout = time.monotonic(), self._services.settings.missing_request_timeout
+        if not self.queue.is_blocked:
+            self._blocked = None
+        elif self._blocked is None or self._blocked[0] != self.queue.next_seq:
+            self._blocked = (self.queue.next_seq, now)
+        elif now - self._blocked[1] >= timeout:
+            message = (
+                f"seq_id={self.queue.next_seq} of {self.id!r} did not arrive within {timeout:g} "
+                "seconds, so the requests after it were not run; continue with the next sequence "
+                "number, or create a new client"
+            )
+            self._blocked = None
+            waiting = [
+                item
+                for item in self.queue.skip_missing()
+                if isinstance(item, QueuedRequest) and item.row.is_to_do
+            ]
+            await self._refuse(waiting, Failed(message, "user"))
+            self.wake()
+
+    async def _refuse(self, requests: Sequence[QueuedRequest], why: Failed) -> None:
+        """Decide for good that queued requests will not run. The worker answers them in turn."""
+        skipped = self.queue.skipped_below
+
+        def refuse(transaction: Transaction) -> None:
+            change(transaction, ModelRow, self.id, passed=skipped)
+            for request in requests:
+                journal.finish(transaction, request.row, why, time.time())
+
+        for request in requests:
+            request.row = replace(
+                request.row,
+                state="refused",
+                message=why.message,
+                category=why.category,
+                error_class=why.error_class,
+            )
+        self.row = replace(self.row, passed=skipped)
+        await self._services.store.keep(refuse)
+
+    async def _fail_everything(self, error: Exception) -> None:
+        """Answer all running and ready requests with an error. The next load starts again from what
+        is on disk.
+        """
+        await self._free()
+        self._services.adapter_cache.discard(self)
+        running = list(self.in_flight.running.values())
+        self.in_flight.running.clear()
+        why = failure(error)
+        for item in (*running, *iter(self.queue.take, None)):
+            if isinstance(item, QueuedRequest):
+                self._settle(item, why, state="refused")
+
+    # Memory: what the adapter cache calls.
+
+    @property
+    def key(self) -> str:
+        """Its name in the adapter cache."""
+        return self.row.id
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of the adapter with its optimizer state."""
+        return self.row.training_bytes
+
+    @property
+    def is_evictable(self) -> bool:
+        """Always true: snapshot and journal bring the model back."""
+        return True
+
+    async def load(self) -> None:
+        """Bring the adapter back into memory: load the snapshot, then replay. UserError if the
+        model was closed; DamagedFileError if a file was altered or removed.
+        """
+        if self.row.closed is not None:
+            raise UserError(
+                f"model_id={self.id!r} is closed, and its unnamed samplers were lost with it"
+            )
+        await self._restore()
+        if self.row.closed is not None:  # while it was loaded
+            await self._free()
+            raise UserError(f"model_id={self.id!r} is closed: {self.row.closed}")
+
+    async def unload(self) -> None:
+        """Take a snapshot if one is due, and free the adapter's memory."""
+        if self.row.closed is None:
+            await self.save_snapshot()
+            await self._free()
+
+    async def close(self, reason: str) -> None:
+        """Take no more requests, and delete what was kept to bring the model back. To be called
+        while no request is in the engine.
+        """
+        while self.in_flight.unsaved or self.is_snapshotting:
+            await self.in_flight.change()
+        self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
+        self._registry.open.pop(self.id, None)
+
+        def record(transaction: Transaction) -> None:
+            change(transaction, ModelRow, self.id, closed=reason, snapshot=None, snapshot_seq=None)
+            journal.drop_bodies(transaction, "owner = ?", [self.id])
+
+        why = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
+        for item in self.queue.skip_missing():
+            if isinstance(item, QueuedRequest):
+                self._settle(item, why, state="refused")
+        await self._services.store.keep(record)
+        crash_point("model closed before cleaning")
+        await self._free()
+        self._services.adapter_cache.discard(self)
+        await self._delete_private(list(self.private_paths))
+
+    async def _free(self) -> None:
+        """Remove the model from the engine, if it is there."""
+        self.adapter = AdapterState()
+        with suppress(UserError, EngineClosedError):
+            await self._services.engine.perform(UnloadModel(self.id))
+            crash_point("unloaded")
+
+    async def _restore(self) -> None:
+        """Bring the adapter to the state after the last request that left the queue. If a file is
+        damaged or missing, nothing changes, and the model can come back once the file is restored.
+        """
+        # The rows tell which requests were answered.
+        await asyncio.gather(*self.in_flight.unwritten.values())
+        self.adapter = AdapterState()
+        begun = self.snapshot_seq
+        try:
+            if self.row.snapshot is not None:
+                async with self._services.crash_guard.running(self.id):
+                    await replay.create_from_snapshot(self._services.engine, self.row)
+                self.adapter.applied = begun
+            crash_point("loaded before replay")
+            rows = await self._services.store.read(
+                lambda connection: journal.of_model(connection, self.id, begun)
+            )
+            for row in rows:
+                if row.seq < self.queue.next_seq:
+                    await self._repeat(row)
+                    crash_point("between replayed operations")
+        except BaseException as error:
+            await self._free()
+            if isinstance(error, (DamagedFileError, CheckpointError)):
+                _log.error("%s cannot be loaded until the file is restored: %s", self.id, error)
+                raise DamagedFileError(
+                    f"model_id={self.id!r} cannot be loaded ({error}). Create a new client from "
+                    "your last checkpoint; the server's operator may have the file in a backup"
+                ) from error
+            raise
+
+    async def _repeat(self, row: RequestRow) -> None:
+        """Repeat the effect of an answered request."""
+        assert not row.is_to_do, row
+        self.adapter.applied = row.seq
+        self.adapter.cost.requests += 1
+        if row.is_replayed:
+            async with self._services.crash_guard.running(row.id):
+                await self._replay(row)
+        elif row.state != "done":
+            await self._repeat_failure(
+                row.kind, Failed(row.message or "", row.category or "user", row.error_class)
+            )
+
+    async def _replay(self, row: RequestRow) -> None:
+        operation = await self._services.request_log.journaled_operation(row)
+        if isinstance(operation, PublishSampler):
+            await self._publish_again(row.seq, operation)
+        else:
+            if isinstance(operation, LoadWeights):
+                self.adapter.has_gradient = False
+            self.adapter.note_gradient(operation)
+            result = await replay.repeat(self._services.engine, self.id, row.seq, operation)
+            if isinstance(operation, OptimStep) and not self._has_warned:
+                is_same = await replay.is_reproduced(self._services.store, row, result)
+                self._has_warned = not is_same
+        self._services.counters.replayed += 1
+        self.adapter.cost.changes += 1
+        self.adapter.cost.bytes += row.body_bytes
+
+    async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
+        """Publish a sampler again, unless its weights are on disk or it was closed."""
+        samplers = self._registry.samplers
+        sampler = samplers.get(operation.sampler_id)
+        if sampler is not None and sampler.row.source is None:
+            await samplers.release(sampler)
+            await (await self._begin_publishing(seq, operation))
+            await samplers.published(sampler)
+
+    async def _repeat_failure(self, kind: str, why: Failed) -> None:
+        if kind in ("forward_backward", "optim_step"):
+            self.adapter.has_gradient = kind == "forward_backward"
+            await replay.repeat_failure(self._services.engine, self.id, kind, why)
+
+    # Snapshots.
+
+    @property
+    def _can_snapshot(self) -> bool:
+        return self.row.closed is None and self.adapter.can_be_saved
+
+    async def save_snapshot(self) -> bool:
+        """Take a snapshot if there is something new to save and it can be saved. Returns whether
+        the last snapshot is of the model as it is.
+        """
+        while self.is_snapshotting:
+            await self.in_flight.change()
+        adapter = self.adapter
+        is_behind = adapter.cost.changes > 0 and adapter.applied > self.snapshot_seq
+        if is_behind and self._can_snapshot:
+            return await (await self.begin_snapshot())
+        return not is_behind
+
+    async def begin_snapshot(self) -> asyncio.Task[bool]:
+        """Queue a snapshot behind the last operation in the engine. A snapshot that fails is
+        logged, and nothing is lost.
+        """
+        crash_point("before snapshot")
+        self.is_snapshotting, self.adapter.cost = True, ReplayCost()
+        saved: asyncio.Future[SaveWeightsResponse]
+        try:
+            saved = await self._services.engine.submit(
+                SaveWeights(self.id, snapshot_name(self.adapter.applied), overwrite=True)
+            )
+        except Exception as error:
+            saved = asyncio.get_running_loop().create_future()
+            saved.set_exception(error)
+        return self._spawn(self._finish_snapshot(self.adapter.applied, saved))
+
+    async def _finish_snapshot(self, seq: int, saved: asyncio.Future[SaveWeightsResponse]) -> bool:
+        path = str(CheckpointPath(self.id, "training", snapshot_name(seq)))
+        try:
+            await saved
+            self.private_paths.add(path)
+            await self.in_flight.durable(seq)
+            if not self.adapter.lost_work:
+                crash_point("snapshot saved before recording")
+                assert seq > self.snapshot_seq, (self.id, seq, self.snapshot_seq)
+                await replay.record_snapshot(self._services.store, self.id, seq, path)
+                self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
+                self._services.counters.snapshots += 1
+                crash_point("snapshot recorded before cleaning")
+                await self._delete_private(
+                    [path for path in self.private_paths if is_superseded(path, seq)]
+                )
+                return True
+        except EngineClosedError:
+            return False
+        except Exception:
+            _log.exception(
+                "the snapshot of %s failed; everything since the last one stays in the journal",
+                self.id,
+            )
+        finally:
+            self.is_snapshotting = False
+            self.in_flight.notify()
+        return False
+
+    async def _delete_private(self, paths: Sequence[str]) -> None:
+        for path in paths:
+            await self._services.engine.delete_checkpoint(path)
+            self.private_paths.discard(path)
+
+    def _spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        """Run `work` in a task that the event loop cannot collect early."""
         task = asyncio.create_task(work)
-        self.tasks.add(task)
-        task.add_done_callback(self.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
-    def forget_adapter(self) -> None:
-        """It is not in memory any more."""
-        self.applied, self.is_dirty, self.is_lossy = -1, False, False
-        self.progress = Progress()
 
-    async def settled(self, below: int | None = None) -> None:
-        """Wait until fewer than `below` requests are with the engine; by default until none is."""
-        while len(self.running) >= (below or 1):
-            await self.change()
+def unloaded(row: RequestRow) -> Done:
+    """Return the answer of an unload request."""
+    return result_of(row.kind, UnloadModel(row.owner), None)
 
-    async def change(self) -> None:
-        """Wait for the next one."""
-        self.changed.clear()
-        await self.changed.wait()
+
+def _refusal(row: RequestRow) -> Failed:
+    return Failed(row.message or "it was refused", row.category or "user", row.error_class)

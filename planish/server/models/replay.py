@@ -1,42 +1,45 @@
-"""How a model comes back into memory: its last snapshot, and then, in their order, the requests
-that were answered since.
+"""How a model comes back into memory: from its last snapshot, and by replaying the requests that
+were answered since.
 
-What was done is done again, and changes the weights to the same bits. What failed, or was refused,
-has the effect that it had: a part of a gradient that is missing makes the optimizer step behind it
-fail, and nothing else.
+A replayed request changes the weights to the same bits as before. A request that failed or was
+rejected repeats its effect too: a missing part of a gradient makes the next optim_step fail, and
+changes nothing else.
+
+A snapshot holds the weights and the optimizer state after one request. It is taken where no
+gradient is pending. It counts once the answers of all requests up to it, and the weights of all
+samplers that were published up to it, are on disk. The transaction that records it also drops the
+bodies of those requests, and older snapshots are deleted afterwards.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import orjson
 
-from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
 from planish.server.durable import journal
-from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.names import loaded_path
-from planish.server.durable.request_log import RequestLog
-from planish.server.durable.store import Store, crash_point
+from planish.server.durable.records import ModelRow, change
+from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient
-from planish.server.metrics import Counters
-from planish.server.models.model import Model
-from planish.server.models.publishing import Publishing
 from planish.server.results import Failed
+from planish.server.settings import ServerSettings
 from planish.service import (
     CreateModel,
     ForwardBackward,
     ForwardBackwardLater,
     LoadWeights,
+    Operation,
     OptimStep,
-    PublishSampler,
-    UnloadModel,
+    SaveWeights,
+    SaveWeightsForSampler,
 )
 from planish.types import AdamParams, Datum, OptimStepResponse
 from planish.wire.client_errors import named_error
@@ -44,145 +47,129 @@ from planish.wire.client_errors import named_error
 _log = logging.getLogger(__name__)
 
 
-class Replay:
-    def __init__(
-        self,
-        engine: EngineClient,
-        store: Store,
-        requests: RequestLog,
-        under_way: CrashGuard,
-        publishing: Publishing,
-        counters: Counters,
-    ) -> None:
-        self._engine = engine
-        self._store = store
-        self._requests = requests
-        self._under_way = under_way
-        self._publishing = publishing
-        self._counters = counters
-        self._told: set[str] = set()
-        """Models whose sums were not those of before."""
+@dataclass
+class ReplayCost:
+    """What a crash would make the server repeat for one model: everything since its snapshot."""
 
-    async def load(self, model: Model) -> None:
-        """Bring the model to where it is after every request that left its lane.
+    seconds: float = 0.0
+    """Device time."""
+    bytes: int = 0
+    """Size of the request bodies."""
+    changes: int = 0
+    """Requests that change the weights, the optimizer or the pending gradient."""
+    requests: int = 0
 
-        DamagedFileError: a file that it needs was altered or removed. Nothing was changed, so it
-        can come back once the file is put back.
-        """
-        await asyncio.gather(*model.unwritten.values())  # rows tell what was answered
-        model.forget_adapter()
-        begun = model.snapshot_seq
-        try:
-            if model.row.snapshot is not None:
-                async with self._under_way.doing(model.id):
-                    await self._create(model, model.row.snapshot)
-                model.applied = begun
-            crash_point("loaded before replay")
-            rows = await self._store.read(
-                lambda connection: journal.of_model(connection, model.id, begun)
-            )
-            for row in rows:
-                if row.seq < model.lane.next_seq:
-                    await self.repeat(model, row)
-                    crash_point("between replayed operations")
-        except BaseException as error:
-            await self.unload(model)
-            if isinstance(error, (DamagedFileError, CheckpointError)):
-                _log.error(
-                    "%s cannot come back into memory until the file is put back: %s",
-                    model.id,
-                    error,
-                )
-                raise DamagedFileError(
-                    f"model_id={model.id!r} cannot come back into memory ({error}). Create a new client from your last checkpoint; whoever "
-                    "runs the server may have the file in a backup"
-                ) from error
-            raise
-
-    async def unload(self, model: Model) -> None:
-        """Free what the engine has of it, if it has anything."""
-        model.forget_adapter()
-        with suppress(UserError, EngineClosedError):
-            await self._engine.perform(UnloadModel(model.id))
-            crash_point("unloaded")
-
-    async def repeat(self, model: Model, row: RequestRow) -> None:
-        """Have the effect of a request that was answered."""
-        assert not row.is_to_do, row
-        model.applied = row.seq
-        model.progress.requests += 1
-        if row.is_replayed:
-            async with self._under_way.doing(row.id):
-                await self._do_again(model, row)
-        elif row.state != "done":
-            await self.refuse(
-                model, row.kind, Failed(row.message or "", row.category or "user", row.error_class)
-            )
-
-    async def refuse(self, model: Model, kind: str, why: Failed) -> None:
-        """Have the effect of a request that could not be done."""
-        if kind not in ("forward_backward", "optim_step"):
-            return
-        model.is_dirty = kind == "forward_backward"
-        missing: Future[Sequence[Datum]] = Future()
-        missing.set_exception(named_error(why.message, why.error_class))
-        with suppress(ValueError):
-            await self._engine.perform(ForwardBackwardLater(model.id, missing, "cross_entropy"))
-        if kind == "optim_step":
-            with suppress(ValueError):
-                await self._engine.perform(OptimStep(model.id, AdamParams()))
-
-    async def _do_again(self, model: Model, row: RequestRow) -> None:
-        operation = await self._requests.journaled_operation(row)
-        match operation:
-            case CreateModel(from_path=None):
-                await self._engine.perform(operation)
-            case CreateModel(from_path=str(path)):
-                await self._engine.perform(
-                    replace(operation, from_path=loaded_path(model.id, row.seq, path))
-                )
-            case LoadWeights(path=path):
-                model.is_dirty = False
-                await self._engine.perform(
-                    replace(operation, path=loaded_path(model.id, row.seq, path))
-                )
-            case PublishSampler():
-                await self._publishing.publish_again(model, row.seq, operation)
-            case ForwardBackward():
-                model.is_dirty = True
-                await self._engine.perform(operation)
-            case OptimStep():
-                model.is_dirty = False
-                await self._compare(model, row, await self._engine.perform(operation))
-        self._counters.replayed += 1
-        model.progress.changes += 1
-        model.progress.bytes += row.body_bytes
-
-    async def _create(self, model: Model, path: str) -> None:
-        await self._engine.perform(
-            CreateModel(
-                model.id, from_path=path, with_optimizer=True, user_metadata=model.row.metadata
-            )
+    def exceeds(self, settings: ServerSettings) -> bool:
+        """Return whether the settings ask for a snapshot."""
+        return (
+            self.seconds >= settings.replay_seconds
+            or self.bytes >= settings.replay_bytes
+            or self.requests >= settings.replay_requests
         )
 
-    async def _compare(self, model: Model, row: RequestRow, again: OptimStepResponse) -> None:
-        """Metrics of a step tell its gradient's norm; if that differs from the first time, so may
-        the weights. Told once for each model.
-        """
-        stored = await self._store.read(lambda connection: journal.result(connection, row.id))
-        if stored is None or model.id in self._told:
-            return
-        # The answer may have aged meanwhile, or be altered: it is needed for nothing else.
-        with suppress(ValueError, FileNotFoundError):
-            norm = (again.metrics or {}).get("grad_norm")
-            before = orjson.loads(self._store.body(stored))["metrics"].get("grad_norm")
-            if norm != before:
-                self._told.add(model.id)
-                _log.warning(
-                    "%s has a gradient of norm %s when it is done again, and had %s: the model goes on from weights that may differ as "
-                    "much. Another version of planish, --dtype, number of threads or kind of machine than before does that, and a stop in "
-                    "order before the change prevents it; if all is as it was, this machine does not repeat its sums",
-                    row.id,
-                    norm,
-                    before,
-                )
+
+@dataclass
+class AdapterState:
+    """What the server knows of a model's adapter in memory."""
+
+    applied: int = -1
+    """The number of the last request that the adapter has had."""
+    has_gradient: bool = False
+    """Whether a gradient may be pending. No snapshot holds one."""
+    lost_work: bool = False
+    """Whether a published sampler could not be saved, or a running request ended without an answer.
+    A snapshot would lose that work for good; loading the model again repeats it.
+    """
+    cost: ReplayCost = field(default_factory=ReplayCost)
+
+    @property
+    def can_be_saved(self) -> bool:
+        """Whether a snapshot of the adapter would be complete."""
+        return self.applied >= 0 and not self.has_gradient and not self.lost_work
+
+    def note_gradient(self, operation: Operation[Any]) -> None:
+        """Track the pending gradient through an operation that the engine has."""
+        match operation:
+            case ForwardBackward(forward_only=False):
+                self.has_gradient = True
+            case OptimStep():
+                self.has_gradient = False
+
+    def add_cost(self, operation: Operation[Any], seconds: float, size: int) -> None:
+        """Count an answered request of `size` bytes."""
+        self.cost.requests += 1
+        is_save = isinstance(operation, SaveWeights | SaveWeightsForSampler)
+        is_forward = isinstance(operation, ForwardBackward) and operation.forward_only
+        if not (is_save or is_forward):
+            self.cost.changes += 1
+            self.cost.seconds += seconds
+            self.cost.bytes += size
+
+
+async def create_from_snapshot(engine: EngineClient, row: ModelRow) -> None:
+    """Create the model of `row` in the engine from its snapshot, optimizer state included."""
+    await engine.perform(
+        CreateModel(row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=row.metadata)
+    )
+
+
+async def repeat(engine: EngineClient, model_id: str, seq: int, operation: Operation[Any]) -> Any:
+    """Run an answered operation again, and return its result. Loads read the private copy that
+    their first run made.
+    """
+    match operation:
+        case CreateModel(from_path=str(path)):
+            operation = replace(operation, from_path=loaded_path(model_id, seq, path))
+        case LoadWeights(path=path):
+            operation = replace(operation, path=loaded_path(model_id, seq, path))
+    return await engine.perform(operation)
+
+
+async def repeat_failure(engine: EngineClient, model_id: str, kind: str, why: Failed) -> None:
+    """Repeat the effect of a forward_backward or an optim_step that failed: the next optim_step
+    fails, or this one does.
+    """
+    missing: Future[Sequence[Datum]] = Future()
+    missing.set_exception(named_error(why.message, why.error_class))
+    with suppress(ValueError):
+        await engine.perform(ForwardBackwardLater(model_id, missing, "cross_entropy"))
+    if kind == "optim_step":
+        with suppress(ValueError):
+            await engine.perform(OptimStep(model_id, AdamParams()))
+
+
+async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepResponse) -> bool:
+    """Compare the gradient norm of a repeated optim_step with the stored one. Logs a warning and
+    returns False if they differ.
+    """
+    stored = await store.read(lambda connection: journal.result(connection, row.id))
+    if stored is None:
+        return True
+    # The stored answer may expire meanwhile or be damaged. Nothing else depends on it.
+    with suppress(ValueError, FileNotFoundError):
+        norm = (repeated.metrics or {}).get("grad_norm")
+        before = orjson.loads(store.body(stored))["metrics"].get("grad_norm")
+        if norm != before:
+            _log.warning(
+                "the replay of %s computed gradient norm %s, but the first run computed %s: the "
+                "model resumes from weights that may differ by a similar amount. A different "
+                "planish version, "
+                "--dtype, number of threads or kind of machine causes this; stopping the server "
+                "with SIGTERM before such a change prevents it. If nothing changed, this machine "
+                "does not compute reproducibly",
+                row.id,
+                norm,
+                before,
+            )
+            return False
+    return True
+
+
+async def record_snapshot(store: Store, model_id: str, seq: int, path: str) -> None:
+    """Make `path` the model's snapshot after request `seq`, and drop the bodies it covers."""
+
+    def record(transaction: Transaction) -> None:
+        change(transaction, ModelRow, model_id, snapshot=path, snapshot_seq=seq, used=time.time())
+        journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (model_id, seq))
+
+    await store.keep(record)

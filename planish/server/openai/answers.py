@@ -1,9 +1,6 @@
-"""Drawing for an OpenAI-compatible endpoint: the samples of a request while they grow, and what is
-told of them.
+"""Sampling for an OpenAI-compatible endpoint: the samples of a request, streamed or as a whole.
 
-begun    every request's futures and listeners; giving the answer up, or losing the client, gives up
-         what is being drawn
-events   tokens as they are drawn, then the whole response
+Cancelling the answer, or losing the client, cancels the samples that are still running.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ T = TypeVar("T")
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has closed the connection."""
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Sampled:
     """A token of one prompt's samples."""
 
     prompt: int
@@ -42,8 +39,8 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """One prompt's samples are finished."""
+class Finished:
+    """All samples of one prompt are finished."""
 
     prompt: int
     response: SampleResponse
@@ -51,34 +48,36 @@ class Whole:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of a request."""
+    """Token counts of a request."""
 
     prompt: int
-    drawn: int
+    sampled: int
     cached: int
 
     @classmethod
     def of(cls, operations: Sequence[Sample], responses: Sequence[SampleResponse]) -> Usage:
+        """Count the tokens of requests and responses."""
         return cls(
             prompt=sum(operation.prompt.length for operation in operations),
-            drawn=sum(
+            sampled=sum(
                 len(sequence.tokens_np) for response in responses for sequence in response.sequences
             ),
             cached=sum(response.prompt_cache_hit_tokens for response in responses),
         )
 
     def to_json(self) -> dict[str, Any]:
+        """Return the JSON of the counts."""
         return {
             "prompt_tokens": self.prompt,
-            "completion_tokens": self.drawn,
-            "total_tokens": self.prompt + self.drawn,
+            "completion_tokens": self.sampled,
+            "total_tokens": self.prompt + self.sampled,
             "prompt_tokens_details": {"cached_tokens": self.cached},
         }
 
 
 @dataclass(frozen=True)
 class Envelope:
-    """What every body of one answer begins with."""
+    """The fields that every body of one answer has."""
 
     kind: str
     model: str
@@ -87,9 +86,11 @@ class Envelope:
 
     @classmethod
     def of(cls, prefix: str, kind: str, model: str) -> Envelope:
+        """Return an envelope with a new id."""
         return cls(kind, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        """Return a body with these choices."""
         head = {
             "id": self.id,
             "object": self.kind,
@@ -100,50 +101,50 @@ class Envelope:
         return head if usage is None else {**head, "usage": usage.to_json()}
 
 
-async def draw_all(
+async def sample_all(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
 ) -> list[SampleResponse]:
-    """The samples of every prompt; the first error ends all of them."""
+    """Return the samples of every prompt. The first error cancels all of them."""
     try:
         async with asyncio.TaskGroup() as tasks:
-            drawing = [
-                tasks.create_task(models.draw(tenant, sampler_id, operation))
+            sampling = [
+                tasks.create_task(models.sample(tenant, sampler_id, operation))
                 for operation in operations
             ]
     except BaseExceptionGroup as group:
         raise group.exceptions[0] from None
-    return [task.result() for task in drawing]
+    return [task.result() for task in sampling]
 
 
-async def draw_events(
+async def sample_events(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
-) -> AsyncIterator[Drawn | Whole]:
-    """Tokens as they are drawn, and each prompt's samples when they are whole. Closing it gives up
-    what is left.
+) -> AsyncIterator[Sampled | Finished]:
+    """Yield tokens as they are sampled, and each prompt's samples when they are finished. Closing
+    the iterator cancels the rest.
     """
-    events: asyncio.Queue[Drawn | asyncio.Task[SampleResponse]] = asyncio.Queue()
+    events: asyncio.Queue[Sampled | asyncio.Task[SampleResponse]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
     order: dict[asyncio.Task[SampleResponse], int] = {}
 
     def listening(index: int, operation: Sample) -> Sample:
         def on_token(token: DrawnToken) -> None:
-            loop.call_soon_threadsafe(events.put_nowait, Drawn(index, token))
+            loop.call_soon_threadsafe(events.put_nowait, Sampled(index, token))
 
         return replace(operation, on_token=on_token)
 
     for index, operation in enumerate(operations):
-        task = asyncio.create_task(models.draw(tenant, sampler_id, listening(index, operation)))
+        task = asyncio.create_task(models.sample(tenant, sampler_id, listening(index, operation)))
         order[task] = index
         task.add_done_callback(events.put_nowait)
     try:
         left = len(order)
         while left:
             event = await events.get()
-            if isinstance(event, Drawn):
+            if isinstance(event, Sampled):
                 yield event
             else:
                 left -= 1
-                yield Whole(order[event], event.result())
+                yield Finished(order[event], event.result())
     finally:
         for task in order:
             task.cancel()
@@ -151,8 +152,8 @@ async def draw_events(
 
 
 async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`; when the client hangs up meanwhile, `work` is cancelled, and
-    ClientGoneError raised.
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and
+    raise ClientGoneError.
     """
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(_until_gone(request))
@@ -174,7 +175,7 @@ async def _until_gone(request: Request) -> None:
 
 
 def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Server-sent events, as OpenAI's clients read them. An error in the middle is an event too."""
+    """Return server-sent events in OpenAI's format. An error in the middle is an event too."""
 
     async def events() -> AsyncIterator[bytes]:
         try:

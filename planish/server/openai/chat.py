@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions: the renderer of the model writes the prompt and reads what is drawn.
+"""POST /v1/chat/completions: the model's renderer builds the prompt and parses the samples.
 
-Reasoning goes into `reasoning_content`, as other open servers have it. Tool calls are told when
-they are whole.
+Reasoning goes into `reasoning_content`, as in other open servers. Tool calls are sent once they are
+complete. The renderer rejects messages that its format cannot express.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from planish.renderers import Renderer
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
 from planish.server.openai.answers import (
-    Drawn,
     Envelope,
+    Finished,
+    Sampled,
     Usage,
-    Whole,
-    draw_all,
-    draw_events,
+    sample_all,
+    sample_events,
     stream_response,
     while_connected,
 )
@@ -41,7 +41,7 @@ TopTokens = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Chat:
-    """A request that was understood."""
+    """A parsed request."""
 
     model: Served
     options: Options
@@ -50,28 +50,30 @@ class Chat:
     operation: Sample
 
     def growing(self) -> Growing:
+        """Return the parser of one sample."""
         return Growing(read_message(self.renderer), self.options.stop, marks_of(self.renderer))
 
 
 async def chat_completions(
     models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
 ) -> Response:
+    """Answer a chat request, streamed or in one body."""
     options = read_chat_options(fields)
     chat = await asyncio.to_thread(
-        _understood, await models.find(tenant, options.model), options, fields
+        _parsed, await models.find(tenant, options.model), options, fields
     )
     sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
     if options.stream:
         return stream_response(
-            _stream(chat, draw_events(models, tenant, sampler_id, [chat.operation]))
+            _stream(chat, sample_events(models, tenant, sampler_id, [chat.operation]))
         )
     [response] = await while_connected(
-        request, draw_all(models, tenant, sampler_id, [chat.operation])
+        request, sample_all(models, tenant, sampler_id, [chat.operation])
     )
     return answered(await asyncio.to_thread(_whole, chat, response))
 
 
-def _understood(model: Served, options: Options, fields: Fields) -> Chat:
+def _parsed(model: Served, options: Options, fields: Fields) -> Chat:
     texts = model.texts
     renderer = texts.renderer(model.renderer_name)
     marks = renderer.get_stop_sequences()
@@ -114,7 +116,7 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
 
 
 async def _stream(
-    chat: Chat, events: AsyncIterator[Drawn | Whole]
+    chat: Chat, events: AsyncIterator[Sampled | Finished]
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope.of("chatcmpl", "chat.completion.chunk", chat.model.name)
     growing = [chat.growing() for _ in range(chat.options.n)]
@@ -122,7 +124,7 @@ async def _stream(
     for index in range(chat.options.n):
         yield envelope.body([_chunk(index, {"role": "assistant", "content": ""})])
     async for event in events:
-        if isinstance(event, Drawn):
+        if isinstance(event, Sampled):
             index, one = event.token.sample, growing[event.token.sample]
             one.add(event.token.token)
             scored[index].append(Scored(event.token.token, event.token.logprob, event.token.topk))
@@ -187,7 +189,7 @@ def _finish_reason(sequence: SampledSequence, reading: Reading) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its logprob, and the likeliest ones in its place."""
+    """A token with its logprob, and the top tokens at its position."""
 
     token: int
     logprob: float
@@ -203,7 +205,7 @@ def _scored(sequence: SampledSequence) -> list[Scored]:
 
 
 def _logprobs(chat: Chat, scored: Sequence[Scored]) -> dict[str, Any] | None:
-    """Of every token but the one that ended the sample."""
+    """Return the logprobs of every token except the one that ended the sample."""
     if chat.options.top_logprobs is None:
         return None
     texts = chat.model.texts.tokens
@@ -223,12 +225,14 @@ def _token(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-# What clients send along when they give an answer back.
-_OF_ANSWERS = ("refusal", "audio", "annotations", "function_call")
+# Fields that clients send when they return an answer.
+_ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 
 def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
-    """The prompt for `messages` and `tools`. WrongParameterError names what cannot be rendered."""
+    """Return the prompt for `messages` and `tools`. WrongParameterError names what cannot be
+    rendered.
+    """
     messages = [
         _message(one, f"messages[{index}]") for index, one in enumerate(_list(fields, "messages"))
     ]
@@ -253,17 +257,17 @@ def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
 def _message(given: Any, where: str) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise WrongParameterError(
-            "messages", f"{where} is no object; give {{'role': ..., 'content': ...}}"
+            "messages", f"{where} is not an object; give {{'role': ..., 'content': ...}}"
         )
     message = {
         key: value
         for key, value in given.items()
-        if not (key in _OF_ANSWERS and not value) and value is not None
+        if not (key in _ANSWER_FIELDS and not value) and value is not None
     }
     if message.get("role") == "developer":
         message["role"] = "system"
     if message.get("role") != "tool":
-        message.pop("name", None)  # of a participant; no format here writes it
+        message.pop("name", None)  # the name of a participant; no format here writes it
     thought = message.pop("reasoning_content", None)
     if thought:
         message["content"] = [
@@ -280,12 +284,12 @@ def _parts(content: Any) -> list[Any]:
 
 
 def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """The tools that are offered; none if `tool_choice` says so."""
+    """Return the tools that are offered; none if `tool_choice` says so."""
     choice = fields.raw("tool_choice")
     tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(_list(fields, "tools"))]
     if choice not in (None, "auto", "none"):
         raise UnsupportedParameterError(
-            "tool_choice", "the model decides by itself; give 'auto' or 'none'"
+            "tool_choice", "the model decides itself; give 'auto' or 'none'"
         )
     return [] if choice == "none" else tools
 

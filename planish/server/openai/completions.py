@@ -1,8 +1,8 @@
-"""POST /v1/completions: text goes on from a prompt as it is, for base models and evaluation tools.
+"""POST /v1/completions: continues a prompt as it is, for base models and evaluation tools.
 
 A prompt is a string, a list of token ids, or a list of either; each has `n` choices. With `echo`
-and `logprobs` the prompt's own logprobs are answered, so a tool scores a text by max_tokens 0 (or
-1) and draws nothing (or one token) besides.
+and `logprobs` the response has the logprobs of the prompt, so a tool can score a text with
+max_tokens 0 (or 1), which samples nothing (or one token).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from starlette.responses import Response
 from planish.renderers.stream_parser import Growing, read_text
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
 from planish.server.openai.answers import (
-    Drawn,
     Envelope,
+    Finished,
+    Sampled,
     Usage,
-    Whole,
-    draw_all,
-    draw_events,
+    sample_all,
+    sample_events,
     stream_response,
     while_connected,
 )
@@ -36,22 +36,23 @@ from planish.wire.fields import Fields
 
 MAX_PROMPTS = 1024
 _DEFAULT_MAX_TOKENS = 16
-"""OpenAI's."""
+"""OpenAI's default."""
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A request that was understood."""
+    """A parsed request."""
 
     model: Served
     options: Options
     echo: bool
     operations: list[Sample]
-    """One a prompt."""
-    leads: list[str]
-    """The prompts as texts."""
+    """One per prompt."""
+    prompt_texts: list[str]
+    """The prompts as text."""
 
     def growing(self) -> Growing:
+        """Return the parser of one sample."""
         return Growing(
             read_text(self.model.texts.codec, self.model.texts.end_ids), self.options.stop
         )
@@ -60,34 +61,35 @@ class Completion:
 async def completions(
     models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
 ) -> Response:
+    """Answer a completion request, streamed or in one body."""
     options = read_text_options(fields, _DEFAULT_MAX_TOKENS)
     completion = await asyncio.to_thread(
-        _understood, await models.find(tenant, options.model), options, fields
+        _parsed, await models.find(tenant, options.model), options, fields
     )
     sampler_id = await models.sampler(tenant, completion.model, completion.operations)
     if options.stream:
         return stream_response(
-            _stream(completion, draw_events(models, tenant, sampler_id, completion.operations))
+            _stream(completion, sample_events(models, tenant, sampler_id, completion.operations))
         )
     responses = await while_connected(
-        request, draw_all(models, tenant, sampler_id, completion.operations)
+        request, sample_all(models, tenant, sampler_id, completion.operations)
     )
     return answered(await asyncio.to_thread(_whole, completion, responses))
 
 
-def _understood(model: Served, options: Options, fields: Fields) -> Completion:
+def _parsed(model: Served, options: Options, fields: Fields) -> Completion:
     echo = optional(fields, fields.boolean, "echo", False)
-    draws_nothing = options.max_tokens == 0
-    if draws_nothing and not (echo and options.top_logprobs is not None):
+    samples_nothing = options.max_tokens == 0
+    if samples_nothing and not (echo and options.top_logprobs is not None):
         raise WrongParameterError(
             "max_tokens",
-            "max_tokens=0 draws nothing; give echo=true and logprobs to score the prompt",
+            "max_tokens=0 samples nothing; give echo=true and logprobs to score the prompt",
         )
     if echo and options.stream:
         raise UnsupportedParameterError(
-            "echo", "a stream holds what is drawn; leave echo or stream out"
+            "echo", "a stream contains sampled tokens only; leave echo or stream out"
         )
-    if draws_nothing:
+    if samples_nothing:
         options = replace(options, max_tokens=1)
     params = options.sampling_params(model.texts.stop(model.texts.end_ids, options.stop))
     scored = echo and options.top_logprobs is not None
@@ -101,7 +103,7 @@ def _understood(model: Served, options: Options, fields: Fields) -> Completion:
             prompt_logprobs=scored,
             topk_prompt_logprobs=(options.top_logprobs or 0) if scored else 0,
             topk_sample_logprobs=options.top_logprobs or 0,
-            prompt_only=draws_nothing,
+            prompt_only=samples_nothing,
         )
         for prompt in prompts
     ]
@@ -110,6 +112,8 @@ def _understood(model: Served, options: Options, fields: Fields) -> Completion:
 
 @dataclass(frozen=True)
 class Prompt:
+    """A prompt as tokens and as text."""
+
     tokens: list[int]
     text: str
 
@@ -123,7 +127,8 @@ def _prompts(fields: Fields, model: Served) -> list[Prompt]:
     if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
         raise WrongParameterError(
             "prompt",
-            f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either",
+            f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of "
+            "either",
         )
     return [_prompt(prompt, model) for prompt in prompts]
 
@@ -136,7 +141,7 @@ def _prompt(given: Any, model: Served) -> Prompt:
         prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))
     else:
         raise WrongParameterError(
-            "prompt", "prompt holds something that is neither a string nor a list of token ids"
+            "prompt", "prompt contains a value that is neither a string nor a list of token ids"
         )
     if not prompt.tokens:
         raise WrongParameterError("prompt", "prompt is empty; give at least one token")
@@ -149,16 +154,17 @@ def _is_token(value: Any) -> bool:
 
 @dataclass
 class Scores:
-    """OpenAI's four lists, a place for each token."""
+    """OpenAI's four lists, with an entry for each token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
     length: int = 0
-    """Of the text so far."""
+    """Length of the text so far."""
 
     def add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
+        """Add a token."""
         self.tokens.append(text)
         self.token_logprobs.append(logprob)
         self.top_logprobs.append(top)
@@ -166,11 +172,12 @@ class Scores:
         self.length += len(text)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the four lists."""
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         return {name: getattr(self, name) for name in names}
 
     def taken(self) -> dict[str, Any]:
-        """What was added since the last time."""
+        """Return what was added since the last call."""
         body = self.to_json()
         self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
         return body
@@ -188,10 +195,10 @@ def _whole(completion: Completion, responses: Sequence[SampleResponse]) -> dict[
 
 def _choices(completion: Completion, prompt: int, response: SampleResponse) -> list[dict[str, Any]]:
     n = completion.options.n
-    lead = completion.leads[prompt] if completion.echo else ""
+    prompt_text = completion.prompt_texts[prompt] if completion.echo else ""
     if not response.sequences:
         body = {
-            "text": lead,
+            "text": prompt_text,
             "logprobs": _scores(completion, prompt, response, None),
             "finish_reason": "length",
         }
@@ -203,7 +210,7 @@ def _choices(completion: Completion, prompt: int, response: SampleResponse) -> l
         choices.append(
             {
                 "index": prompt * n + index,
-                "text": lead + growing.whole().content,
+                "text": prompt_text + growing.whole().content,
                 "logprobs": _scores(completion, prompt, response, sequence),
                 "finish_reason": sequence.stop_reason,
             }
@@ -224,7 +231,7 @@ def _scores(
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
             text = texts.tokens.of(token)[0]
             # the tokenizer's BOS
-            is_added = not scores.tokens and not completion.leads[prompt].startswith(text)
+            is_added = not scores.tokens and not completion.prompt_texts[prompt].startswith(text)
             scores.add("" if is_added else text, logprob, _top(texts.tokens, top))
     if sequence is not None:
         tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
@@ -235,14 +242,16 @@ def _scores(
 
 
 def _top(texts: TokenTexts, top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
-    """The likeliest tokens by their texts; of two with one text, the likelier."""
+    """Return the logprobs of the top tokens by text. Of two tokens with the same text, the likelier
+    one counts.
+    """
     if not top:
         return None
     return {texts.of(token)[0]: logprob for token, logprob in reversed(top)}
 
 
 async def _stream(
-    completion: Completion, events: AsyncIterator[Drawn | Whole]
+    completion: Completion, events: AsyncIterator[Sampled | Finished]
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope.of("cmpl", "text_completion", completion.model.name)
     n, texts = completion.options.n, completion.model.texts
@@ -258,7 +267,7 @@ async def _stream(
 
     async for event in events:
         match event:
-            case Drawn(prompt, token):
+            case Sampled(prompt, token):
                 index = prompt * n + token.sample
                 growing[index].add(token.token)
                 if token.token not in texts.end_ids:
@@ -269,7 +278,7 @@ async def _stream(
                     )
                 if growing[index].is_due and (text := growing[index].delta().content):
                     yield chunk(index, text)
-            case Whole(prompt, response):
+            case Finished(prompt, response):
                 responses.append(response)
                 for index, sequence in enumerate(response.sequences, start=prompt * n):
                     yield chunk(index, growing[index].rest().content, sequence.stop_reason)

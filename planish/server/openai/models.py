@@ -1,13 +1,18 @@
-"""What a model name means to the OpenAI-compatible endpoints: a base model, or the path of a
+"""What a model name means to the OpenAI-compatible endpoints: a base model or the path of a
 checkpoint, for one tenant.
 
-Each tenant's samplers belong to a session of its own here, which begins at the first request and
-ends like any other. A checkpoint that was saved again under its name is another sampler; the one
-before is let go.
+Each tenant has a session for these samplers. It begins at the first request and ends like any other
+session. If a checkpoint is saved again under its name, it gets a new sampler, and the old one is
+closed.
 
-RequestLog are not journaled: whoever waits for them holds a connection to this process. In everything
-else they are as any other: they wait for their tenant's turn, count against its limits, and have
-their sampler brought into memory.
+Requests are not journaled, because their clients hold a connection to this process. Otherwise they
+are treated like all others: they wait for their tenant's turn, count against its limits, and have
+their sampler loaded.
+
+The module also turns single tokens into text and bytes, for lists of logprobs. A token may be only
+a part of a character. Its text then contains a replacement character, but its bytes are exact;
+joined, the bytes of several tokens are UTF-8 again. Byte-level vocabularies write each byte as a
+character; others write text, or `<0x0A>` for a byte.
 """
 
 from __future__ import annotations
@@ -36,11 +41,11 @@ from planish.types import CheckpointPath, SampleResponse
 from planish.wire.models import SessionPlace
 
 _MAX_SAMPLERS = 16
-"""Of checkpoints, for one tenant; the one that was used longest ago goes first."""
+"""Samplers of checkpoints per tenant. The least recently used one is closed first."""
 
 
 class BaseTexts:
-    """How one base model reads and writes."""
+    """One base model's tokenizer, renderers and limits."""
 
     def __init__(self, name: str, directory: Path) -> None:
         self._name = name
@@ -55,8 +60,8 @@ class BaseTexts:
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:
-        """The renderer of this name, or the one that the model is known for. UserError if there is
-        none.
+        """Return the renderer with this name, or the recommended one of the model. UserError if
+        there is none.
         """
         name = name or self._recommended
         if name not in self._renderers:
@@ -71,8 +76,8 @@ class BaseTexts:
             return recommended_renderer_name(self._directory)
 
     def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
-        """What the sampler is told, which takes tokens or strings, not both; a string may be a
-        control token's.
+        """Return the stop condition for the sampler, which takes tokens or strings, but not both. A
+        string may be that of a control token.
         """
         if not strings:
             return sorted(ids)
@@ -87,9 +92,9 @@ class Served:
     base_model: str
     texts: BaseTexts
     renderer_name: str | None
-    """What a checkpoint's metadata say that it was trained with."""
+    """The renderer in the checkpoint's metadata, which it was trained with."""
     made: float
-    """When the checkpoint was saved, in seconds; another time is another version. 0 for a base
+    """When the checkpoint was saved, in seconds. Another time means another version. 0 for a base
     model.
     """
 
@@ -101,35 +106,38 @@ class _Account:
     session_id: str | None = None
     count: int = 0
     samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
-    """By model name: `Served.made` and id of the sampler."""
+    """By model name: `Served.made`, and the id of the sampler."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class OpenAIModels:
+    """The models that tenants can name, and their samplers."""
+
     def __init__(self, server: Server, directories: Mapping[str, Path]) -> None:
-        """`directories` has the base models that are served."""
+        """`directories` has the served base models."""
         self.server = server
         self._directories = directories
         self._texts: dict[str, BaseTexts] = {}
         self._loading = asyncio.Lock()
         self._accounts: dict[str, _Account] = {}
-        self._drawing: Counter[str] = Counter()
-        """How many requests each sampler has."""
+        self._running: Counter[str] = Counter()
+        """The number of running requests of each sampler."""
         self._replaced: set[str] = set()
-        """Samplers that go when those they have are done."""
+        """Samplers to be closed when their running requests end."""
 
     async def find(self, tenant: Tenant, name: str) -> Served:
-        """ModelNotFoundError for what is neither a base model nor a checkpoint that the tenant may
-        read.
+        """Return a model. ModelNotFoundError if it is neither a base model nor a checkpoint that
+        the tenant may read.
         """
         if name in self._directories:
             return Served(name, name, await self._base_texts(name), None, 0.0)
         try:
             path = str(CheckpointPath.parse(name))
-            info = await self.server.checkpoint_info(tenant, path)
+            info = await self.server.checkpoints.info(tenant, path)
         except (NotFound, ValueError):
             raise ModelNotFoundError(
-                f"the model {name[:200]!r} does not exist, or it is not yours; name one of GET /v1/models: a base model, or a "
+                f"the model {name[:200]!r} does not exist, or belongs to another tenant; name one "
+                "of GET /v1/models: a base model, or a "
                 "checkpoint by its tinker:// path"
             ) from None
         if info.base_model not in self._directories:
@@ -147,29 +155,32 @@ class OpenAIModels:
         )
 
     async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
-        """The id of a sampler of the model. Raises what is wrong with the operations, or keeps them
-        from being taken now.
+        """Return the id of a sampler of the model. Raises what is wrong with the operations, or
+        prevents their acceptance now.
         """
         check_size(operations, model.texts.max_context)
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
-            await self.server.check_sample(model.base_model, operation)
+            await self.server.samplers.check(model.base_model, operation)
         return await self._sampler(tenant, model)
 
-    async def draw(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
-        """`operation.sampler_id` means nothing. Cancelling this gives the request up."""
+    async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
+        """Sample. `operation.sampler_id` is ignored. Cancelling this cancels the request."""
         self.server.limits.enter(tenant.name, 0)
-        self._drawing[sampler_id] += 1
+        self._running[sampler_id] += 1
         try:
             self.server.limits.use(tenant.name, operation.prompt.length)
-            return await self.server.draw(tenant, replace(operation, sampler_id=sampler_id))
+            self.server.check_open()
+            return await self.server.samplers.sample(
+                tenant, replace(operation, sampler_id=sampler_id)
+            )
         finally:
             self.server.limits.leave(tenant.name, 0)
-            self._drawing[sampler_id] -= 1
-            if not self._drawing[sampler_id]:
-                del self._drawing[sampler_id]
+            self._running[sampler_id] -= 1
+            if not self._running[sampler_id]:
+                del self._running[sampler_id]
                 if sampler_id in self._replaced:
-                    await self._let_go(sampler_id)
+                    await self._close_when_idle(sampler_id)
 
     async def _sampler(self, tenant: Tenant, model: Served) -> str:
         account = self._accounts.setdefault(tenant.name, _Account())
@@ -182,7 +193,8 @@ class OpenAIModels:
                 place = SessionPlace(session_id, account.count)
                 account.count += 1
                 names = {"model_path": model.name} if is_path else {"base_model": model.name}
-                sampler_id = await self.server.create_sampler(
+                self.server.check_open()
+                sampler_id = await self.server.samplers.create(
                     tenant, CreateSampler(place.sampler_id, **names)
                 )
                 account.samplers[model.name] = (model.made, sampler_id)
@@ -192,30 +204,31 @@ class OpenAIModels:
             return sampler_id
 
     async def _session(self, tenant: Tenant, account: _Account) -> str:
-        """The tenant's session; a new one if it has none, or it has ended."""
+        """Return the tenant's session; a new one if it has none or it has ended."""
         if account.session_id is not None:
             try:
-                await self.server.heartbeat(tenant, account.session_id)
+                await self.server.sessions.touch(tenant, account.session_id)
             except (Gone, NotFound):
                 account.session_id = None
         if account.session_id is None:
-            account.session_id = await self.server.create_session(tenant, SessionSpec(["openai"]))
+            self.server.check_open()
+            account.session_id = await self.server.sessions.create(tenant, SessionSpec(["openai"]))
             account.count, account.samplers = 0, OrderedDict()
         return account.session_id
 
     async def _close(self, account: _Account, name: str) -> None:
         _, sampler_id = account.samplers.pop(name, (0.0, ""))
-        await self._let_go(sampler_id)
+        await self._close_when_idle(sampler_id)
 
-    async def _let_go(self, sampler_id: str) -> None:
-        """Close it, as soon as nobody waits for it."""
-        if self._drawing[sampler_id]:
+    async def _close_when_idle(self, sampler_id: str) -> None:
+        """Close a sampler once no request uses it."""
+        if self._running[sampler_id]:
             self._replaced.add(sampler_id)
             return
         self._replaced.discard(sampler_id)
         sampler = self.server.samplers.get(sampler_id)
         if sampler is not None:
-            await self.server.samplers.close(sampler, "another one was needed")
+            await self.server.samplers.close(sampler, "a newer sampler replaced it")
 
     async def _base_texts(self, name: str) -> BaseTexts:
         async with self._loading:
@@ -230,7 +243,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The character by which byte-level BPE (GPT-2's, and all after it) writes each byte."""
+    """Return the byte for each character of byte-level BPE (GPT-2 and its successors)."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {
@@ -242,8 +255,10 @@ _ALPHABET = _byte_level_alphabet()
 
 
 class TokenTexts:
+    """The text and the bytes of each token of a tokenizer."""
+
     def __init__(self, tokenizer: Any) -> None:
-        """`tokenizer` is one of `transformers`."""
+        """`tokenizer` is a tokenizer of `transformers`."""
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._is_byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
@@ -251,7 +266,7 @@ class TokenTexts:
         self.of = lru_cache(maxsize=1 << 16)(self._of)
 
     def _of(self, token: int) -> tuple[str, bytes]:
-        """Text and bytes of one token."""
+        """Return the text and the bytes of one token."""
         text = self._tokenizer.decode(
             [token], skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -1,8 +1,8 @@
-"""How a request to an OpenAI-compatible endpoint wants its tokens drawn. What has no meaning here
-is refused by its name.
+"""The sampling options of an OpenAI-compatible request. Unsupported parameters are rejected by
+name.
 
-Besides OpenAI's, `top_k` and `min_p` are taken, which other servers have too. Parameters that say
-who asks, and change nothing in the answer, are accepted.
+Besides OpenAI's parameters, `top_k` and `min_p` are supported, as in other servers. Parameters that
+describe the client and change nothing in the answer are accepted.
 """
 
 from __future__ import annotations
@@ -40,25 +40,24 @@ _SHARED = {
     ),
     "logprobs",
 }
-_SAYS_WHO_ASKS = {
+_CLIENT_INFORMATION = {
     "user",
     "metadata",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
 }
-# What OpenAI's clients may send, with the values at which it changes nothing, and what to do
-# instead of others.
+# Parameters of OpenAI, with the values that change nothing, and the remedy for other values.
 _NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": (
         (0,),
-        "tokens are drawn from the model's own distribution; leave it out or give 0",
+        "tokens are sampled from the model's own distribution; leave it out or give 0",
     ),
     "presence_penalty": (
         (0,),
-        "tokens are drawn from the model's own distribution; leave it out or give 0",
+        "tokens are sampled from the model's own distribution; leave it out or give 0",
     ),
-    "logit_bias": (({},), "tokens are drawn from the model's own distribution; leave it out"),
+    "logit_bias": (({},), "tokens are sampled from the model's own distribution; leave it out"),
     "store": ((False,), "nothing is stored; leave it out or give false"),
     "service_tier": (("auto", "default"), "there is one tier; leave it out"),
 }
@@ -80,7 +79,7 @@ _TEXT_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 @dataclass(frozen=True)
 class Options:
-    """What both endpoints have."""
+    """The options that both endpoints have."""
 
     model: str
     n: int
@@ -92,12 +91,13 @@ class Options:
     seed: int | None
     stop: tuple[str, ...]
     top_logprobs: int | None
-    """None: no logprobs are wanted; 0: those of the tokens that were drawn alone."""
+    """None: no logprobs; 0: only those of the sampled tokens."""
     stream: bool
     include_usage: bool
-    """At the end of a stream."""
+    """Whether a stream ends with the token counts."""
 
     def sampling_params(self, stop: list[str] | list[int]) -> SamplingParams:
+        """Return the sampling parameters with the given stop condition."""
         try:
             return SamplingParams(
                 self.max_tokens,
@@ -114,8 +114,8 @@ class Options:
 
 
 def read_chat_options(fields: Fields) -> Options:
-    """Of /v1/chat/completions; messages and tools are read elsewhere."""
-    _refuse_others(
+    """Read the options of /v1/chat/completions, without messages and tools."""
+    _reject_others(
         fields,
         _SHARED | {"messages", "tools", "tool_choice", "top_logprobs", "max_completion_tokens"},
         {**_NEUTRAL, **_CHAT_NEUTRAL},
@@ -133,8 +133,8 @@ def read_chat_options(fields: Fields) -> Options:
 
 
 def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
-    """Of /v1/completions; prompt and echo are read elsewhere."""
-    _refuse_others(fields, _SHARED | {"prompt", "echo"}, {**_NEUTRAL, **_TEXT_NEUTRAL})
+    """Read the options of /v1/completions, without prompt and echo."""
+    _reject_others(fields, _SHARED | {"prompt", "echo"}, {**_NEUTRAL, **_TEXT_NEUTRAL})
     longest = optional(
         fields, lambda name: fields.integer(name, 0), "max_tokens", default_max_tokens
     )
@@ -142,20 +142,19 @@ def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
 
 
 def check_size(operations: Sequence[Sample], context: int) -> None:
-    """WrongParameterError if the answer could be larger than what one request may take of the
-    memory.
-    """
-    size = sum(_most_bytes(operation, context) for operation in operations)
+    """WrongParameterError if the answer could need more memory than one request may use."""
+    size = sum(_max_bytes(operation, context) for operation in operations)
     if size > _MAX_ANSWER:
         raise WrongParameterError(
             "n",
-            f"the answer could have {size >> 20:,} MiB, and {_MAX_ANSWER >> 20:,} are given at most; lower n, max_tokens, logprobs "
+            f"the answer could have {size >> 20:,} MiB, and the limit is {_MAX_ANSWER >> 20:,}; "
+            "lower n, max_tokens, logprobs "
             "or the number of prompts",
         )
 
 
-def _most_bytes(operation: Sample, context: int) -> int:
-    """About, as Python objects and JSON."""
+def _max_bytes(operation: Sample, context: int) -> int:
+    """Estimate the largest size of an answer, as Python objects and JSON."""
     drawn = (
         0
         if operation.prompt_only
@@ -169,7 +168,9 @@ def _most_bytes(operation: Sample, context: int) -> int:
 
 
 def optional(fields: Fields, read: Callable[[str], T], name: str, default: Any) -> Any:
-    """A field, or the default if it is absent; an error names it as OpenAI does."""
+    """Read a field, or return the default if it is absent. Errors name the parameter as OpenAI
+    does.
+    """
     try:
         return fields.optional(read, name, default)
     except UserError as error:
@@ -217,21 +218,21 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     stops = [given] if isinstance(given, str) else given or []
     if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
         raise WrongParameterError(
-            "stop", "stop: give a string that is not empty, or a list of such"
+            "stop", "stop: give a string that is not empty, or a list of such strings"
         )
     if len(stops) > MAX_STOPS:
         raise WrongParameterError(
-            "stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are taken"
+            "stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are supported"
         )
     return tuple(stops)
 
 
-def _refuse_others(
+def _reject_others(
     fields: Fields, known: set[str], neutral: Mapping[str, tuple[tuple[Any, ...], str]]
 ) -> None:
     for name in fields:
         value = fields.raw(name)
-        if value is None or name in known or name in _SAYS_WHO_ASKS:
+        if value is None or name in known or name in _CLIENT_INFORMATION:
             continue
         if name not in neutral:
             raise UnsupportedParameterError(name, "leave it out")

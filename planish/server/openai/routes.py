@@ -1,12 +1,11 @@
-"""The OpenAI-compatible endpoints, so that agents and evaluation tools can use a model, also one in
-training, as they are.
+"""The OpenAI-compatible endpoints, which let agents and evaluation tools use a model unchanged,
+even one in training.
 
-    POST /v1/chat/completions   openai_chat         messages in, a message out
-    POST /v1/completions        openai_completions  text in, text out
-    GET  /v1/models             here                base models, and the checkpoints that samplers
-         are made of
+    POST /v1/chat/completions   chat         messages in, a message out
+    POST /v1/completions        completions  text in, text out
+    GET  /v1/models             here         base models, and the checkpoints that samplers are made of
 
-A model is named by its name, or by the tinker:// path of a checkpoint. The key of the server is the
+A model is named by its name, or by the tinker:// path of a checkpoint. The server's key is the
 bearer token.
 """
 
@@ -40,7 +39,7 @@ Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]
 
 
 def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
-    """`directories` has the base models that are served."""
+    """Return the routes. `directories` has the served base models."""
     models = OpenAIModels(server, directories)
     return [
         _posted("/v1/chat/completions", chat_completions, models),
@@ -69,13 +68,13 @@ def _read(
 def _guarded(
     handler: Callable[[RequestContext], Awaitable[Response]],
 ) -> Callable[[Request], Awaitable[Response]]:
-    """For those who have a key; every error as OpenAI's clients read it."""
+    """Require a key, and return errors in the form that OpenAI clients read."""
 
     async def answer(request: Request) -> Response:
         try:
             return await handler(context_of(request, given_key(request.headers)))
         except (ClientDisconnect, ClientGoneError):
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client does not read it
         except Exception as error:
             return error_response(error)
 
@@ -83,7 +82,7 @@ def _guarded(
 
 
 async def _list_models(models: OpenAIModels, context: RequestContext) -> Response:
-    found = await context.server.checkpoints(context.tenant)
+    found = await context.server.list_checkpoints(context.tenant)
     entries = [
         *(_entry(model.model_name, 0) for model in context.server.capabilities().supported_models),
         *(_entry(item.tinker_path, int(item.time.timestamp())) for item in found.items),

@@ -1,10 +1,10 @@
-"""Which adapters are in memory: those in use, and of the others the ones that were used last,
-within a budget.
+"""An LRU cache of the adapters in memory.
 
-A resident is loaded before its first use, stays while somebody holds it, and may leave when nobody
-does. Whoever needs room waits until enough residents can leave; one that takes none waits for
-nobody. One that is larger than the budget is let in alone. What has begun to load or to leave does
-so to its end, whoever gives up meanwhile, since the engine's threads do.
+An adapter is loaded before its first use, stays in memory while it is pinned, and may be evicted
+afterwards. A caller that needs room waits until enough adapters can be evicted; an adapter without
+a size never waits. An adapter larger than the budget is loaded alone. A load or an unload,
+once started, always completes even if the caller is cancelled, because the engine thread doing the
+work cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ _log = logging.getLogger(__name__)
 
 
 class CachedAdapter(Protocol):
+    """A training model or a sampler, as the cache sees it."""
+
     @property
     def key(self) -> str: ...
 
@@ -33,158 +35,164 @@ class CachedAdapter(Protocol):
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it could be loaded again; asked only while nobody holds it."""
+        """Whether it can be loaded again. Only read while it is not pinned."""
         ...
 
     async def load(self) -> None: ...
 
     async def unload(self) -> None:
-        """Must leave it as it was if it raises."""
+        """Remove it from memory. Must change nothing if it raises."""
         ...
 
 
 @dataclass(eq=False)
 class _CacheEntry:
-    resident: CachedAdapter
+    adapter: CachedAdapter
     is_loaded: bool = False
     reserved: int = 0
-    holders: int = 0
+    pins: int = 0
     used: float = 0.0
-    moving: asyncio.Task[Any] | None = None
-    """While it is loaded or unloaded."""
+    changing: asyncio.Task[Any] | None = None
+    """The task that loads or unloads it."""
 
     @property
     def is_idle(self) -> bool:
         return (
-            self.is_loaded
-            and not self.holders
-            and self.moving is None
-            and self.resident.is_evictable
+            self.is_loaded and not self.pins and self.changing is None and self.adapter.is_evictable
         )
 
 
 class AdapterCache:
+    """An LRU cache of adapters with a limit on their memory. Pinned adapters are never evicted."""
+
     def __init__(self, budget: int, counters: Counters) -> None:
         self._counters = counters
         self._budget = budget
-        self._places: dict[str, _CacheEntry] = {}
+        self._entries: dict[str, _CacheEntry] = {}
         self._changed = asyncio.Event()
-        self._entrance = asyncio.Lock()
-        """Held by the one for whom room is made; others come after it."""
+        self._room_lock = asyncio.Lock()
+        """Held by the caller that room is being made for. Later callers wait for the lock."""
 
     @property
     def used_bytes(self) -> int:
-        return sum(place.reserved for place in self._places.values())
+        """Memory of the adapters that are loaded or being loaded."""
+        return sum(entry.reserved for entry in self._entries.values())
 
     @property
-    def waiting(self) -> bool:
-        """Whether somebody waits for room."""
-        return self._entrance.locked()
+    def is_waiting(self) -> bool:
+        """Whether a caller waits for room."""
+        return self._room_lock.locked()
 
     def loaded(self) -> list[CachedAdapter]:
-        return [place.resident for place in self._places.values() if place.is_loaded]
+        """Return the adapters in memory."""
+        return [entry.adapter for entry in self._entries.values() if entry.is_loaded]
 
-    def is_loaded(self, resident: CachedAdapter) -> bool:
-        place = self._places.get(resident.key)
-        return place is not None and place.is_loaded
+    def is_loaded(self, adapter: CachedAdapter) -> bool:
+        """Return whether an adapter is in memory."""
+        entry = self._entries.get(adapter.key)
+        return entry is not None and entry.is_loaded
 
     @asynccontextmanager
-    async def held(self, resident: CachedAdapter) -> AsyncIterator[None]:
-        """Have it in memory for the block. Errors of `load` are raised; it is not loaded then."""
-        place = self._place(resident)
-        place.holders += 1
+    async def pinned(self, adapter: CachedAdapter) -> AsyncIterator[None]:
+        """Keep an adapter in memory for the block. If `load` raises, its error is raised here, and
+        the adapter is not loaded.
+        """
+        entry = self._entry(adapter)
+        entry.pins += 1
         try:
-            while place.moving is not None or not place.is_loaded:
-                await asyncio.shield(place.moving or self._move(place, self._load(place)))
+            while entry.changing is not None or not entry.is_loaded:
+                await asyncio.shield(entry.changing or self._change(entry, self._load(entry)))
             yield
         finally:
-            place.holders -= 1
-            place.used = time.monotonic()
-            self._look_again(place)
+            entry.pins -= 1
+            entry.used = time.monotonic()
+            self._notify(entry)
 
-    def adopt(self, resident: CachedAdapter) -> None:
-        """It came into memory by itself. The budget may be exceeded by it until somebody needs
-        room.
+    def insert_loaded(self, adapter: CachedAdapter) -> None:
+        """Insert an adapter that is in memory already. It may exceed the budget until somebody
+        needs room.
         """
-        place = self._place(resident)
-        place.is_loaded, place.reserved, place.used = True, resident.memory_bytes, time.monotonic()
+        entry = self._entry(adapter)
+        entry.is_loaded, entry.reserved, entry.used = True, adapter.memory_bytes, time.monotonic()
 
-    def forget(self, resident: CachedAdapter) -> None:
-        """It left memory by itself, for good."""
-        self._places.pop(resident.key, None)
+    def discard(self, adapter: CachedAdapter) -> None:
+        """Remove an adapter that has left memory for good."""
+        self._entries.pop(adapter.key, None)
         self._changed.set()
 
     async def unload_idle(self, seconds: float) -> None:
-        """Unload what nobody used for so long, and what exceeds the budget."""
+        """Unload adapters that were not used for `seconds`, and those that exceed the budget."""
         latest = time.monotonic() - seconds
-        for place in self._idle():
-            if place.used <= latest or self.used_bytes > self._budget:
-                await self._unload(place)
+        for entry in self._idle():
+            if entry.used <= latest or self.used_bytes > self._budget:
+                await self._unload(entry)
 
-    def _place(self, resident: CachedAdapter) -> _CacheEntry:
-        return self._places.setdefault(resident.key, _CacheEntry(resident))
+    def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
+        return self._entries.setdefault(adapter.key, _CacheEntry(adapter))
 
-    def _move(self, place: _CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        async def moved() -> R:
+    def _change(self, entry: _CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        async def run() -> R:
             try:
                 return await work
             finally:
-                place.moving = None
-                self._look_again(place)
+                entry.changing = None
+                self._notify(entry)
 
-        place.moving = task = asyncio.create_task(moved())
-        # Where all who waited gave up, nobody asks for its error.
+        entry.changing = task = asyncio.create_task(run())
+        # If all who waited were cancelled, its error stays unread.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
-    def _look_again(self, place: _CacheEntry) -> None:
-        """Something of it changed."""
+    def _notify(self, entry: _CacheEntry) -> None:
+        """Wake the callers that wait for room, and drop the entry if nothing uses it."""
         if (
-            not (place.is_loaded or place.holders or place.moving)
-            and self._places.get(place.resident.key) is place
+            not (entry.is_loaded or entry.pins or entry.changing)
+            and self._entries.get(entry.adapter.key) is entry
         ):
-            del self._places[place.resident.key]
+            del self._entries[entry.adapter.key]
         self._changed.set()
 
-    async def _load(self, place: _CacheEntry) -> None:
-        if place.resident.memory_bytes:
-            await self._reserve(place)
-            if not place.holders:  # all gave up while there was no room
+    async def _load(self, entry: _CacheEntry) -> None:
+        if entry.adapter.memory_bytes:
+            await self._reserve(entry)
+            if not entry.pins:  # all were cancelled while there was no room
                 return
         try:
-            await place.resident.load()
+            await entry.adapter.load()
         except BaseException:
-            place.reserved = 0
+            entry.reserved = 0
             raise
-        place.is_loaded = True
+        entry.is_loaded = True
         self._counters.loads += 1
 
-    async def _reserve(self, place: _CacheEntry) -> None:
-        """Wait for room, behind those who came before, for as long as somebody holds it."""
-        needed = place.resident.memory_bytes
-        async with self._entrance:
-            while place.holders and (used := self.used_bytes) and used + needed > self._budget:
+    async def _reserve(self, entry: _CacheEntry) -> None:
+        """Wait for room, in the order of the callers, for as long as the entry is pinned."""
+        needed = entry.adapter.memory_bytes
+        async with self._room_lock:
+            while entry.pins and (used := self.used_bytes) and used + needed > self._budget:
                 self._changed.clear()
                 if not any([await self._unload(idle) for idle in self._idle()[:1]]):
                     await self._changed.wait()
-            if place.holders:
-                place.reserved = needed
+            if entry.pins:
+                entry.reserved = needed
 
     def _idle(self) -> list[_CacheEntry]:
-        """Those that may leave and take memory, the one that was used longest ago first."""
-        idle = [place for place in self._places.values() if place.is_idle and place.reserved]
-        return sorted(idle, key=lambda place: place.used)
+        """Return the entries that may be evicted and take memory, the least recently used one
+        first.
+        """
+        idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved]
+        return sorted(idle, key=lambda entry: entry.used)
 
-    async def _unload(self, place: _CacheEntry) -> bool:
-        return place.is_idle and await asyncio.shield(self._move(place, self._leave(place)))
+    async def _unload(self, entry: _CacheEntry) -> bool:
+        return entry.is_idle and await asyncio.shield(self._change(entry, self._evict(entry)))
 
-    async def _leave(self, place: _CacheEntry) -> bool:
+    async def _evict(self, entry: _CacheEntry) -> bool:
         try:
-            await place.resident.unload()
+            await entry.adapter.unload()
         except Exception:
-            _log.exception("%s could not leave memory", place.resident.key)
-            place.used = time.monotonic()
+            _log.exception("%s could not be unloaded", entry.adapter.key)
+            entry.used = time.monotonic()
             return False
-        place.is_loaded, place.reserved = False, 0
+        entry.is_loaded, entry.reserved = False, 0
         self._counters.unloads += 1
         return True

@@ -1,0 +1,38 @@
+"""The parts of a server that models, samplers, recovery and cleanup work with."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from planish.server.durable.checkpoints import CheckpointCatalog
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.request_log import RequestLog, TenantLimits
+from planish.server.durable.store import Store
+from planish.server.engine_client import DeviceClock, EngineClient
+from planish.server.metrics import Counters
+from planish.server.scheduling.adapter_cache import AdapterCache
+from planish.server.scheduling.fair_queue import FairQueue
+from planish.server.sessions import Sessions
+from planish.server.settings import ServerSettings
+
+
+@dataclass(frozen=True)
+class Services:
+    """Everything that all models and samplers of one server share."""
+
+    settings: ServerSettings
+    engine: EngineClient
+    store: Store
+    request_log: RequestLog
+    crash_guard: CrashGuard
+    limits: TenantLimits
+    adapter_cache: AdapterCache
+    training_queue: FairQueue
+    sampling_queue: FairQueue
+    checkpoints: CheckpointCatalog
+    sessions: Sessions
+    counters: Counters
+    clock: DeviceClock = field(default_factory=DeviceClock)
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the server begins to stop. From then on, models take nothing from their queues."""

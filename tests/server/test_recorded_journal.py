@@ -1,0 +1,73 @@
+"""A data directory that an older version of planish left is still replayed.
+
+`recorded/unanswered_requests.sql` is the database of a server (commit 040126d, version 3 of the
+tables) that was killed while it computed: a model with two steps, and two unanswered requests.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from pathlib import Path
+
+import numpy as np
+import orjson
+from server_client import (
+    BASE,
+    RANK,
+    Client,
+    Model,
+    adam,
+    drawn,
+    gradient,
+    run,
+    running,
+)
+
+from planish.types import LoraConfig
+from planish.wire.sampling import sample_response_from_message
+from planish.wire.training import output_from_message
+
+RECORDED = Path(__file__).parent / "recorded" / "unanswered_requests.sql"
+SESSION = "1db807fd3d593a67"
+
+
+def restore(data_dir: Path) -> None:
+    data_dir.mkdir()
+    with sqlite3.connect(data_dir / "server.db") as database:
+        database.executescript(RECORDED.read_text())
+    database.close()
+
+
+def logprobs(content: bytes) -> list[list[float]]:
+    return [
+        output["logprobs"].to_numpy().tolist()
+        for output in output_from_message(content).loss_fn_outputs
+    ]
+
+
+def test_a_journal_of_an_older_version_is_replayed(model_dir, data_dir, tmp_path):
+    async def recorded() -> tuple[list[list[float]], float, list[tuple[list[int], bytes]]]:
+        async with running(model_dir, data_dir) as server:
+            client = Client(server, SESSION)
+            model = Model(client, f"{SESSION}:train:0", seq=5)
+            gradients = logprobs(await client.done(f"{model.model_id}:5"))
+            step = orjson.loads(await model.run(adam(model.model_id)))["metrics"]
+            response = sample_response_from_message(await client.done(f"{SESSION}:sample:0:1"))
+            return gradients, step["grad_norm"], drawn(response)
+
+    async def repeated() -> tuple[list[list[float]], float, list[tuple[list[int], bytes]]]:
+        async with running(model_dir, tmp_path / "fresh") as server:
+            client = await Client.start(server)
+            model = await client.model(seed=3, lora=LoraConfig(RANK, 3), base_model=BASE)
+            for seed in (1, 2):
+                await model.step(seed)
+            gradients = logprobs(await model.run(gradient(model.model_id, 3)))
+            step = orjson.loads(await model.run(adam(model.model_id)))["metrics"]
+            response = await client.sample(await client.sampler(), seq_id=1, seed=6)
+            return gradients, step["grad_norm"], drawn(response)
+
+    restore(data_dir)
+    found, expected = run(recorded()), run(repeated())
+    for one, other in zip(found[0], expected[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert found[1:] == expected[1:]
