@@ -20,7 +20,6 @@ from typing import Any
 
 import chz
 
-from planish import ServiceClient
 from planish.distillation.soft_targets import SoftData, soft_targets
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
@@ -30,8 +29,9 @@ from planish.supervised.nll import NLLEvaluator, held_out_data
 from planish.supervised.objective import CrossEntropy, Gradient, Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
+from planish.training.run_loop import with_service_client
 from planish.training.supervised_context import within_context
-from planish.training.train_supervised import SHOWN, train
+from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
 
 READ_BESIDES = 2
@@ -55,10 +55,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     run directory.
     """
     check(config)
-    if service_client is not None:
-        return await _run(config, service_client)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return await _run(config, own_client)
+    return await with_service_client(_run, config, service_client)
 
 
 async def _run(config: Config, service_client: Any) -> Path:
@@ -74,7 +71,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     def objective_of(start: Start) -> "SoftCrossEntropy":
         return SoftCrossEntropy(start.training_client.get_tokenizer(), teacher, config.topk)
 
-    return await train(config, service_client, objective_of, SHOWN | TEACHER_SHOWN)
+    return await train(config, service_client, objective_of, CONSOLE_METRICS | TEACHER_SHOWN)
 
 
 def check(config: Config) -> None:

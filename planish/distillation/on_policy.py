@@ -21,14 +21,14 @@ from typing import Any, ClassVar
 
 import chz
 
-from planish import ServiceClient
 from planish.distillation.datasets import DistillationDatasetBuilder, teacher_name
 from planish.distillation.teachers import pinned, teacher_client
 from planish.errors import UnsupportedError, UserError
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.kl import gaps, mean_gap, pulled
+from planish.rl.kl import add_kl_term, gaps, mean_gap
 from planish.rl.types import Metrics
 from planish.training import rl_config as rl
+from planish.training.run_loop import with_service_client
 from planish.training.train_rl import train
 
 
@@ -51,10 +51,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     run directory.
     """
     check(config)
-    if service_client is not None:
-        return await _run(config, service_client)
-    with ServiceClient(base_url=config.base_url, deterministic=config.deterministic) as own_client:
-        return await _run(config, own_client)
+    return await with_service_client(_run, config, service_client)
 
 
 async def _run(config: Config, service_client: Any) -> Path:
@@ -74,7 +71,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     return await train(
         config,
         service_client,
-        TeacherPull(clients, config.kl_penalty_coef, config.kl_discount_factor),
+        TeacherKL(clients, config.kl_penalty_coef, config.kl_discount_factor),
     )
 
 
@@ -91,7 +88,7 @@ def check(config: Config) -> None:
         )
     if config.kl_reference_config is not None:
         raise UserError(
-            "kl_reference_config is given, but the policy is pulled to its teachers; leave it out"
+            "kl_reference_config is given, but the teachers are the reference; leave it out"
         )
     if config.remove_constant_reward_groups:
         raise UserError(
@@ -108,8 +105,8 @@ def check(config: Config) -> None:
 
 
 @dataclass(frozen=True)
-class TeacherPull:
-    """Each sequence is pulled to the policy that its group names."""
+class TeacherKL:
+    """Adds to the advantages how much likelier the teacher of each group finds its tokens."""
 
     teachers: Mapping[str, Any]
     """Sampling clients by name."""
@@ -123,7 +120,8 @@ class TeacherPull:
         gaps_D = await gaps(data_D, self._teacher_of)
         taught_D = list(zip(data_D, gaps_D, strict=True))
         pulled_D = [
-            pulled(sequence, gap_N, self.coefficient, self.discount) for sequence, gap_N in taught_D
+            add_kl_term(sequence, gap_N, self.coefficient, self.discount)
+            for sequence, gap_N in taught_D
         ]
         parts = {"teacher_kl": taught_D}
         if len(self.teachers) > 1:

@@ -21,7 +21,6 @@ import chz
 import numpy as np
 import torch
 
-from planish import ServiceClient
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_whole
@@ -35,11 +34,12 @@ from planish.supervised.nll import DATUMS_PER_CALL, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
+from planish.training.run_loop import with_service_client
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import train
 from planish.types import Datum, ForwardBackwardOutput, ModelInput
 
-SHOWN = {
+CONSOLE_METRICS = {
     "accuracy": "accuracy {:.3f}",
     "margin": "margin {:.4f}",
     "test/accuracy": "test accuracy {:.3f}",
@@ -84,10 +84,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     run directory.
     """
     check(config)
-    if service_client is not None:
-        return await _run(config, service_client)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return await _run(config, own_client)
+    return await with_service_client(_run, config, service_client)
 
 
 async def _run(config: Config, service_client: Any) -> Path:
@@ -112,7 +109,10 @@ async def _run(config: Config, service_client: Any) -> Path:
         return PairObjective(config.loss, loss, reference)
 
     return await train(
-        config, service_client, objective_of, {f"{config.loss}_loss": "loss {:.4f}", **SHOWN}
+        config,
+        service_client,
+        objective_of,
+        {f"{config.loss}_loss": "loss {:.4f}", **CONSOLE_METRICS},
     )
 
 

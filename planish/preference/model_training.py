@@ -16,7 +16,6 @@ from typing import Any
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form, LogOddsModel
@@ -29,11 +28,12 @@ from planish.runlog.run_directory import PREFERENCE_MODEL, weights_of
 from planish.supervised.objective import Gradient
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
+from planish.training.run_loop import with_service_client
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import train
 from planish.types import Datum
 
-SHOWN = {
+CONSOLE_METRICS = {
     "train_mean_nll": "nll {:.4f}",
     "bradley_terry_loss": "loss {:.4f}",
     "accuracy": "accuracy {:.3f}",
@@ -73,10 +73,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     client; returns the run directory.
     """
     check(config)
-    if service_client is not None:
-        return await _run(config, service_client)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return await _run(config, own_client)
+    return await with_service_client(_run, config, service_client)
 
 
 def check(config: Config) -> None:
@@ -94,7 +91,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     def objective_of(start: Start) -> PreferenceObjective:
         return PreferenceObjective(builder.form, builder.common_config.max_length)
 
-    run = await train(config, service_client, objective_of, SHOWN)
+    run = await train(config, service_client, objective_of, CONSOLE_METRICS)
     model_path = weights_of(str(run))
     if (run / PREFERENCE_MODEL).is_file() and Description.read(run).model_path == model_path:
         return run

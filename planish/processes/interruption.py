@@ -420,6 +420,20 @@ async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in begun]
 
 
+async def run_uncancelled(work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `work`. A cancellation is raised only after `work` has ended."""
+    task = asyncio.create_task(work)
+    cancellation: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancellation = error
+    if cancellation is not None:
+        raise cancellation from (None if task.cancelled() else task.exception())
+    return task.result()
+
+
 def leaves_of(error: BaseException) -> list[BaseException]:
     """The errors in a group and in the groups within it, each with the notes of what held it."""
     if not isinstance(error, BaseExceptionGroup):

@@ -32,7 +32,12 @@ from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
 from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
-from planish.training.schedules import SCHEDULES
+from planish.training.run_options import (
+    LogOptions,
+    RollingCheckpointOptions,
+    ScheduleOptions,
+    StartOptions,
+)
 
 DRAWN, LARGEST = "style", 30
 PRESETS: dict[str, dict[str, Any]] = {
@@ -54,7 +59,7 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
 
 @chz.chz
-class Options:
+class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -73,10 +78,6 @@ class Options:
     log_path: str = chz.field(
         default="/tmp/planish-examples/dpo", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
     reference_model_name: str | None = chz.field(
         default=None, doc="base model of the reference; none = model_name"
     )
@@ -84,9 +85,6 @@ class Options:
         default=None,
         doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
     )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
-    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
 
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(dpo.LOSSES)}")
     dpo_beta: float | None = chz.field(
@@ -104,23 +102,8 @@ class Options:
         default=1024, doc="tokens of a prompt and an answer; what is beyond is cut off and counted"
     )
     learning_rate: float = chz.field(default=1e-5, doc="of the first step")
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(
-        default=0, doc="steps in which the learning rate rises to its value"
-    )
 
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
-    loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
-    )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
 
 
 def main(options: Options, service_client: Any = None) -> Path:

@@ -149,9 +149,7 @@ def check(options: Options) -> None:
     """UserError for an option that cannot be right, or that nothing would read."""
     for name in ("kl_reference_model", "kl_reference_checkpoint"):
         if getattr(options, name) is not None:
-            raise UserError(
-                f"{name} is given, but the policy is pulled to its teachers; leave it out"
-            )
+            raise UserError(f"{name} is given, but the teachers are the reference; leave it out")
     sources = sources_of(options)
     for source in sources:
         check_source(source)

@@ -32,7 +32,12 @@ from planish.recipes import training_run
 from planish.recipes.courteous_answers import CourteousAnswersBuilder
 from planish.recipes.exchanged_answers import ExchangedSolutionsBuilder, ExchangedSumsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
-from planish.training.schedules import SCHEDULES
+from planish.training.run_options import (
+    LogOptions,
+    RollingCheckpointOptions,
+    ScheduleOptions,
+    StartOptions,
+)
 
 Pairs = Literal["courtesy", "sums", "solutions"]
 LARGEST, QUESTIONS = 20, "openai/gsm8k"
@@ -42,7 +47,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options:
+class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
     kind: Kind = chz.field(
         default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each"
     )
@@ -72,12 +77,6 @@ class Options:
     log_path: str = chz.field(
         default="/tmp/planish-examples/preference_model", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
     seed: int = chz.field(
         default=0, doc="of initial weights, of the data's order and of what is held out"
     )
@@ -90,24 +89,9 @@ class Options:
         default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
     )
     learning_rate: float = chz.field(default=3e-4, doc="of the first step")
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(
-        default=0, doc="steps in which the learning rate rises to its value"
-    )
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
 
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
-    loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
-    )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
 
 
 def main(options: Options, service_client: Any = None) -> Path:

@@ -18,32 +18,45 @@ own. What it trains on is a dataset builder; `run` does the rest:
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import chz
 
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import instead, run_main
-from planish.rl.advantages import ADVANTAGES
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
 from planish.training.rl_config import (
-    RL_LOSSES,
     AsyncConfig,
     Config,
     KLReferenceConfig,
+    LossOptions,
+    RolloutOptions,
     StreamMinibatchConfig,
     check,
+)
+from planish.training.run_options import (
+    LogOptions,
+    RollingCheckpointOptions,
+    ScheduleOptions,
+    StartOptions,
 )
 from planish.training.schedules import SCHEDULES
 
 
 @chz.chz
-class RLOptions:
-    """Options of every recipe; those with the name of one of `planish.training.rl_config.Config` are that
-    one.
+class RLOptions(
+    LogOptions,
+    RollingCheckpointOptions,
+    RolloutOptions,
+    LossOptions,
+    ScheduleOptions,
+    StartOptions,
+):
+    """Options of every recipe; those with the name of one of `planish.training.rl_config.Config`
+    are that one.
     """
 
     model_name: str = chz.field(
@@ -52,40 +65,13 @@ class RLOptions:
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
     seed: int = chz.field(default=0, doc="of initial weights, the data's order and every draw")
-    deterministic: bool | None = chz.field(
-        default=None, doc="as in ServiceClient: samples that have the same bits in any company"
-    )
-
     learning_rate: float = 4e-5
     lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(
-        default=0, doc="steps in which the learning rate rises to its value"
-    )
     max_tokens: int = chz.field(default=256, doc="longest answer")
-    temperature: float = chz.field(
-        default=1.0, doc="of sampling; the loss is computed at the same one"
-    )
-    loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
-    loss_fn_config: dict[str, float] | None = chz.field(
-        default=None, doc="of the loss, such as loss_fn_config.clip_high_threshold=1.3"
-    )
-    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
     remove_constant_reward_groups: bool = chz.field(
         default=True,
         doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much as others",
-    )
-    num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
-    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
-    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the reference")
-    kl_discount_factor: float = chz.field(
-        default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow"
     )
     kl_reference_model: str | None = chz.field(
         default=None, doc="base model of the reference; none = model_name"
@@ -94,12 +80,6 @@ class RLOptions:
         default=None,
         doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
     )
-    compute_post_kl: bool = chz.field(
-        default=False, doc="report how far each step moved the policy"
-    )
-
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
-    num_epochs: int = chz.field(default=1, doc="times through the data")
     max_steps_off_policy: int = chz.field(
         default=0, doc="sampling may run so many steps ahead of training; 0 = synchronous"
     )
@@ -109,34 +89,10 @@ class RLOptions:
     rollout_error_tolerance: bool = chz.field(
         default=False, doc="retry rollouts that fail, instead of ending the run"
     )
-    rollout_processes: int = chz.field(
-        default=0, doc="processes that play environments; 0 = this one"
-    )
-
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
     eval_temperature: float | None = chz.field(
         default=0.0, doc="of tests; 0 = the likeliest answer, none = temperature"
     )
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
-    rolling_save_every: int = chz.field(
-        default=0, doc="steps between short-lived checkpoints; 0 = none"
-    )
-    num_groups_to_log: int = chz.field(
-        default=4,
-        doc="groups whose logs are kept in the reports; a page shows as many at least, and none for 0",
-    )
-    rollout_layout: Literal["flat", "folders"] = chz.field(
-        default="flat", doc="one directory, or one an iteration"
-    )
-    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
-    )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
 
 
 def run(

@@ -7,7 +7,7 @@ run's files.
     python -m planish.recipes.sl_basic preset=seed                         sizes and model of the
         published recipe
 
-All that the assistant says is learned. The loop is planish/training/supervised_loop.py. With more to choose:
+All that the assistant says is learned. planish/training/supervised_learner.py takes the steps. With more to choose:
 chat_sl.
 """
 

@@ -20,14 +20,19 @@ from planish.supervised.datasets import FromRowsBuilder
 from planish.supervised.types import ChatDatasetBuilderCommonConfig, SupervisedDatasetBuilder
 from planish.training import train_supervised
 from planish.training.learning_rates import get_lr
-from planish.training.schedules import SCHEDULES
+from planish.training.run_options import (
+    LogOptions,
+    RollingCheckpointOptions,
+    ScheduleOptions,
+    StartOptions,
+)
 from planish.training.supervised_config import Config, check
 
 
 @chz.chz
-class SLOptions:
-    """Options of every recipe; those with the name of one of `planish.training.supervised_config.Config` are
-    that one.
+class SLOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+    """Options of every recipe; those with the name of one of
+    `planish.training.supervised_config.Config` are that one.
     """
 
     model_name: str = chz.field(
@@ -43,14 +48,6 @@ class SLOptions:
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
-    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
-
     batch_size: int = chz.field(default=128, doc="conversations a step")
     max_length: int = chz.field(
         default=16384, doc="tokens of a conversation; what is beyond is cut off and counted"
@@ -64,32 +61,12 @@ class SLOptions:
     learning_rate: float | None = chz.field(
         default=None, doc="of the first step; none = get_lr(model_name)"
     )
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(
-        default=0, doc="steps in which the learning rate rises to its value"
-    )
     weight_decay: float = 0.0
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
-
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
     submit_ahead: int = chz.field(
         default=1, doc="steps submitted before the results of one are waited for"
     )
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
-    rolling_save_every: int = chz.field(
-        default=0, doc="steps between short-lived checkpoints; 0 = none"
-    )
-    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
-    )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
 
 
 def run(

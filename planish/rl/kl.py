@@ -6,10 +6,10 @@ that sampled it and l that under the other one. v1 = mean(q - l) is unbiased for
 other) and may be negative in a sample; v2 = mean((q - l)^2) / 2 has a bias but little variance
 (Schulman, "Approximating KL divergence", 2020).
 
-A `Pull` adds coefficient * (centre - (q - l)) to the advantage of each trained token: what the
-other policy finds likelier than the one that sampled becomes likelier. It is a number for each
-token, so it is added after rewards were compared within their groups. The KL penalty of a run is a
-pull to one reference; on-policy distillation (planish/distillation) is one to teachers.
+An `AdvantageShaping` adds coefficient * (baseline - (q - l)) to the advantage of each trained
+token: what the other policy finds likelier than the one that sampled becomes likelier. It is a number for each
+token, so it is added after rewards were compared within their groups. The KL penalty of a run
+uses one reference; on-policy distillation (planish/distillation) uses teachers.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,8 +24,8 @@ from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
 
 
-class Pull(Protocol):
-    """What other policies do to the advantages of a batch."""
+class AdvantageShaping(Protocol):
+    """Changes the advantages of a batch by what other policies say of its tokens."""
 
     span: ClassVar[str]
     """Name of the time that it takes, in the metrics."""
@@ -39,8 +39,8 @@ class Pull(Protocol):
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """Keeps the policy near a reference. The mean of q - l over the batch is its centre, so it adds
-    nothing on average.
+    """Keeps the policy near a reference. The mean of q - l over the batch is the
+    baseline, so the penalty adds nothing on average.
     """
 
     reference: Any
@@ -56,11 +56,11 @@ class KLPenalty:
         mean = mean_gap(data_D, gaps_D)
         if mean is None:
             return list(data_D), {}
-        pulled_D = [
-            pulled(sequence, gap_N, self.coefficient, self.discount, centre=mean)
+        shaped_D = [
+            add_kl_term(sequence, gap_N, self.coefficient, self.discount, baseline=mean)
             for sequence, gap_N in zip(data_D, gaps_D, strict=True)
         ]
-        return pulled_D, {"kl_policy_base": mean}
+        return shaped_D, {"kl_policy_base": mean}
 
 
 def kl_metrics(
@@ -108,20 +108,20 @@ def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -
     return sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens if tokens else None
 
 
-def pulled(
+def add_kl_term(
     sequence: TrainingSequence,
     gap_N: np.ndarray,
     coefficient: float,
     discount: float,
     *,
-    centre: float = 0.0,
+    baseline: float = 0.0,
 ) -> TrainingSequence:
-    """The sequence with advantage += coefficient * mask * (centre - d).
+    """The sequence with advantage += coefficient * mask * (baseline - d).
 
     With `discount` > 0 the term of a token is replaced by the discounted sum of those from it on,
     over the trained tokens.
     """
-    term_N = coefficient * sequence.mask_N * (centre - gap_N)
+    term_N = coefficient * sequence.mask_N * (baseline - gap_N)
     if discount > 0:
         term_N = discounted_sums(term_N, discount) * sequence.mask_N
     return sequence.with_advantages(sequence.advantages_N + term_N)

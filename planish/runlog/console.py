@@ -151,6 +151,22 @@ class StepDisplay:
         self._open.append(stage)
         return stage
 
+    def sampling(self, step: int, trajectories: int) -> Stage:
+        """The rollouts of a step; each part is a trajectory."""
+        return self.begin(f"sampling, step {step}", trajectories)
+
+    def training(self, step: int, minibatches: int | None = None) -> Stage:
+        """Gradients and updates of a step; each part is a minibatch."""
+        return self.begin(f"training, step {step}", minibatches)
+
+    def evaluation(self, name: str, trajectories: int | None = None) -> Stage:
+        """The evaluator `name`; None where it has no trajectories that could be counted."""
+        return self.begin(f"evaluating {name}", trajectories)
+
+    def saving(self, step: int) -> Stage:
+        """The checkpoint after `step` steps."""
+        return self.begin(f"saving, step {step}")
+
     def stage(self, name: str, total: int | None = None) -> None:
         """Say what the step is doing now, where it does one thing after the other; ends what it was
         doing.

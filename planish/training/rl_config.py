@@ -3,7 +3,7 @@ added is marked by its doc.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import chz
@@ -13,10 +13,9 @@ from planish.rl.advantages import ADVANTAGES
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.strategy import RolloutStrategy, strategy_from
 from planish.rl.types import RLDatasetBuilder
-from planish.runlog.metrics_log import require_loggers
 from planish.service import complete_config
+from planish.training.run_options import RunOptions, check_run, require
 from planish.training.schedules import SCHEDULES
-from planish.types import TTL_REMEDY, is_ttl
 
 RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
 
@@ -56,80 +55,68 @@ class StreamMinibatchConfig:
 
 
 @chz.chz
-class Config:
-    learning_rate: float
-    dataset_builder: RLDatasetBuilder
-    model_name: str
-    max_tokens: int = chz.field(doc="longest action")
-    log_path: str
-    recipe_name: str | None = None
+class LossOptions:
+    """How rewards become a loss."""
 
-    # where it begins
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="recorded with the checkpoints")
-    lora_rank: int = 32
-    seed: int = chz.field(default=0, doc="of initial weights and of every draw")
-    deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
-
-    # one step
     temperature: float = chz.field(
         default=1.0, doc="of sampling; the loss is computed at the same one"
     )
-    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
-    remove_constant_reward_groups: bool = False
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
-    loss_fn_config: Mapping[str, float] | None = None
+    loss_fn_config: dict[str, float] | None = chz.field(
+        default=None, doc="of the loss, such as loss_fn_config.clip_high_threshold=1.3"
+    )
+    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
+    remove_constant_reward_groups: bool = chz.field(
+        default=False,
+        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much as others",
+    )
     num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
-    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = 0
-    kl_penalty_coef: float = 0.0
-    kl_discount_factor: float = 0.0
-    kl_reference_config: KLReferenceConfig | None = None
-    compute_post_kl: bool = False
+    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the reference")
+    kl_discount_factor: float = chz.field(
+        default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow"
+    )
+    compute_post_kl: bool = chz.field(
+        default=False, doc="report how far each step moved the policy"
+    )
 
-    # the whole run
-    num_epochs: int = 1
-    max_steps: int | None = None
-    async_config: AsyncConfig | None = None
-    stream_minibatch_config: StreamMinibatchConfig | None = None
-    rollout_error_tolerance: bool | RolloutStrategy | None = None
-    termination: TerminationRewardPolicy | None = None
+
+@chz.chz
+class RolloutOptions:
+    """How environments are rolled out, and what is written of it."""
+
+    max_tokens: int = chz.field(doc="longest answer")
     rollout_processes: int = chz.field(
         default=0, doc="processes that play environments; 0 = this one"
     )
-
-    # tests
-    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
-    eval_temperature: float | None = chz.field(default=None, doc="none = temperature")
-    evaluator_builders: Sequence[Callable[[], Any]] = ()
-
-    # files
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
+    eval_temperature: float | None = chz.field(
+        default=None, doc="of tests; 0 = the likeliest answer, none = temperature"
     )
-    rolling_save_every: int = chz.field(
-        default=0, doc="steps between short-lived checkpoints; 0 = none"
-    )
-    rolling_ttl_seconds: int = 7200
     num_groups_to_log: int = chz.field(
         default=4,
         doc="groups whose logs are kept in the reports; a page shows as many at least, and none for 0",
     )
-    rollout_json_export: bool = True
     rollout_layout: Literal["flat", "folders"] = chz.field(
         default="flat", doc="one directory, or one an iteration"
     )
-    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
-    loggers: Sequence[str] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    deterministic: bool | None = chz.field(
+        default=None, doc="as in ServiceClient: samples that have the same bits in any company"
     )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
+
+
+@chz.chz
+class Config(RolloutOptions, LossOptions, RunOptions):
+    """The options of an RL run."""
+
+    dataset_builder: RLDatasetBuilder
+    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    kl_reference_config: KLReferenceConfig | None = None
+    async_config: AsyncConfig | None = None
+    stream_minibatch_config: StreamMinibatchConfig | None = None
+    rollout_error_tolerance: bool | RolloutStrategy | None = None
+    termination: TerminationRewardPolicy | None = None
+    evaluator_builders: Sequence[Callable[[], Any]] = ()
+    rollout_json_export: bool = True
 
     @property
     def lag(self) -> int:
@@ -151,29 +138,6 @@ class Config:
         return sizes.pop() if sizes else None
 
 
-MAY_CHANGE = (
-    "base_url",
-    "save_every",
-    "ttl_seconds",
-    "rolling_save_every",
-    "rolling_ttl_seconds",
-    "num_groups_to_log",
-    "loggers",
-    "wandb_project",
-    "wandb_name",
-    "enable_trace",
-)
-
-
-def may_change(config: Config) -> tuple[str, ...]:
-    """Options that may differ when a run is resumed. A rate that falls until the last step fixes
-    that step.
-    """
-    return (
-        (*MAY_CHANGE, "max_steps", "num_epochs") if config.lr_schedule == "constant" else MAY_CHANGE
-    )
-
-
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
     check_all_but_reference(config)
@@ -185,48 +149,37 @@ def check(config: Config) -> None:
 
 
 def check_all_but_reference(config: Config) -> None:
-    """The same for a run that is pulled to other policies than kl_reference_config."""
-    rules: dict[str, tuple[bool, str]] = {
-        "learning_rate": (0 < config.learning_rate < math.inf, "a number above 0"),
-        "lora_rank": (config.lora_rank >= 1, "a whole number of at least 1"),
-        "max_tokens": (config.max_tokens >= 1, "a whole number of at least 1"),
-        "temperature": (
-            0 < config.temperature < math.inf,
-            "a number above 0: greedy answers of a group are all the same",
-        ),
-        "eval_temperature": (
-            config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
-            "0 or more, or None",
-        ),
-        "advantage": (config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
-        "loss_fn": (config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        "lr_schedule": (config.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
-        "warmup_steps": (config.warmup_steps >= 0, "0 or more"),
-        "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
-        "grad_clip_norm": (0 <= config.grad_clip_norm < math.inf, "0 or more"),
-        "num_epochs": (config.num_epochs >= 1, "a whole number of at least 1"),
-        "max_steps": (
-            config.max_steps is None or config.max_steps >= 1,
-            "a whole number of at least 1",
-        ),
-        "eval_every": (config.eval_every >= 0, "a whole number, 0 for never"),
-        "save_every": (config.save_every >= 0, "a whole number, 0 for only the last"),
-        "rolling_save_every": (config.rolling_save_every >= 0, "a whole number, 0 for none"),
-        "ttl_seconds": (is_ttl(config.ttl_seconds), TTL_REMEDY),
-        "rolling_ttl_seconds": (is_ttl(config.rolling_ttl_seconds), TTL_REMEDY),
-        "rollout_layout": (config.rollout_layout in ("flat", "folders"), "flat or folders"),
-        "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
-        "rollout_processes": (config.rollout_processes >= 0, "a whole number, 0 for this process"),
-        "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
-        "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
-        "groups_per_batch": (
-            config.groups_per_batch is None or config.groups_per_batch >= 1,
-            "at least 1",
-        ),
-    }
-    for name, (holds, remedy) in rules.items():
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    """The same for a run with another advantage shaping than kl_reference_config."""
+    check_run(config)
+    require(
+        config,
+        {
+            "max_tokens": (config.max_tokens >= 1, "a whole number of at least 1"),
+            "temperature": (
+                0 < config.temperature < math.inf,
+                "a number above 0: greedy answers of a group are all the same",
+            ),
+            "eval_temperature": (
+                config.eval_temperature is None or 0 <= config.eval_temperature < math.inf,
+                "0 or more, or None",
+            ),
+            "advantage": (config.advantage in ADVANTAGES, f"one of {', '.join(ADVANTAGES)}"),
+            "loss_fn": (config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
+            "num_substeps": (config.num_substeps >= 1, "a whole number of at least 1"),
+            "rollout_layout": (config.rollout_layout in ("flat", "folders"), "flat or folders"),
+            "num_groups_to_log": (config.num_groups_to_log >= 0, "0 or more"),
+            "rollout_processes": (
+                config.rollout_processes >= 0,
+                "a whole number, 0 for this process",
+            ),
+            "kl_discount_factor": (0 <= config.kl_discount_factor <= 1, "a number from 0 to 1"),
+            "kl_penalty_coef": (0 <= config.kl_penalty_coef < math.inf, "0 or more"),
+            "groups_per_batch": (
+                config.groups_per_batch is None or config.groups_per_batch >= 1,
+                "at least 1",
+            ),
+        },
+    )
     if config.lag < 0:
         raise UserError(
             f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous"
@@ -237,7 +190,6 @@ def check_all_but_reference(config: Config) -> None:
         raise UserError(
             f"num_minibatches={stream.num_minibatches}: give a whole number of at least 1"
         )
-    require_loggers(config.loggers)
     strategy_from(config.rollout_error_tolerance)
     _check_unused(config)
 

@@ -42,14 +42,14 @@ class TrainingStep:
 
     config: Config
     training_client: Any
-    pull: kl.Pull | None
-    """What other policies do to the advantages, if there are any."""
+    shaping: kl.AdvantageShaping | None
+    """What changes the advantages after they are computed; None if nothing does."""
     learning_rate: float
     data_D: list[TrainingSequence] = field(default_factory=list)
     _pending: list[Any] = field(default_factory=list)
     _since_update: int = 0
     _updates: list[Any] = field(default_factory=list)
-    _pull_metrics: Metrics = field(default_factory=dict)
+    _shaping_metrics: Metrics = field(default_factory=dict)
 
     @property
     def has_updated(self) -> bool:
@@ -96,7 +96,7 @@ class TrainingStep:
             outputs.append(await pending)
             minibatch_done()
         updates = [await pending for pending in self._updates]
-        metrics: Metrics = {"optim/lr": self.learning_rate, **self._pull_metrics}
+        metrics: Metrics = {"optim/lr": self.learning_rate, **self._shaping_metrics}
         metrics |= {f"optim/{name}": value for name, value in summed(outputs).items()}
         if updates:
             metrics |= {f"optim/{name}": value for name, value in updates[-1].metrics.items()}
@@ -126,12 +126,12 @@ class TrainingStep:
         )
         return kl.kl_metrics("kl_pre_post", self.data_D, [await pending])
 
-    async def pulled(
-        self, pull: kl.Pull, data_P_D: list[list[TrainingSequence]]
+    async def shaped(
+        self, shaping: kl.AdvantageShaping, data_P_D: list[list[TrainingSequence]]
     ) -> list[list[TrainingSequence]]:
-        """The data of each group with what `pull` does to their advantages."""
-        pulled_D, self._pull_metrics = await pull(flat(data_P_D))
-        remaining = iter(pulled_D)
+        """The data of each group with the advantages that `shaping` gives them."""
+        shaped_D, self._shaping_metrics = await shaping(flat(data_P_D))
+        remaining = iter(shaped_D)
         return [[next(remaining) for _ in group_D] for group_D in data_P_D]
 
 
@@ -181,9 +181,9 @@ async def train_on(
             await wait_for(len(groups_P))
         with spans.measure("assemble_training_data"):
             data_P_D = [training_data(rollout, config) for rollout in rollouts_P]
-        if step.pull is not None:
-            with spans.measure(step.pull.span):
-                data_P_D = await step.pulled(step.pull, data_P_D)
+        if step.shaping is not None:
+            with spans.measure(step.shaping.span):
+                data_P_D = await step.shaped(step.shaping, data_P_D)
         for substep_P_D in split(data_P_D, config.num_substeps):
             await step.forward_backward(flat(substep_P_D))
             await step.update()

@@ -1,31 +1,23 @@
-"""A supervised run: from its options to its directory. The loop itself is
-planish/training/supervised_loop.py.
-"""
+"""Starts a supervised run. Its steps are taken by planish/training/supervised_learner.py."""
 
 import asyncio
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import chz
 
-from planish import ServiceClient
 from planish.errors import UserError
-from planish.files import write_whole
-from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
-from planish.runlog.console import StepDisplay
-from planish.runlog.metrics_log import open_metric_logs
-from planish.runlog.provenance import code_diff
-from planish.runlog.run_directory import CODE_DIFF, RunDirectory
-from planish.runlog.spans import TraceFile
+from planish.runlog.checkpoints import Start
 from planish.supervised.objective import CrossEntropy, Objective
 from planish.supervised.types import SupervisedDataset
-from planish.training.supervised_config import Config, check, may_change
+from planish.training.run_loop import RunLoop, run_training, with_service_client
+from planish.training.run_options import may_change
+from planish.training.supervised_config import Config, check
 from planish.training.supervised_context import within_context
-from planish.training.supervised_loop import Loop, Measured
+from planish.training.supervised_learner import EvalSchedule, SupervisedLearner
 
-SHOWN = {
+CONSOLE_METRICS = {
     "train_mean_nll": "nll {:.4f}",
     "train_mean_bpb": "bpb {:.4f}",
     "test/nll": "test nll {:.4f}",
@@ -43,15 +35,12 @@ async def main(config: Config, service_client: Any = None) -> Path:
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
-    if service_client is not None:
-        return await _run(config, service_client)
-    with ServiceClient(base_url=config.base_url) as own_client:
-        return await _run(config, own_client)
+    return await with_service_client(_run, config, service_client)
 
 
 async def _run(config: Config, service_client: Any) -> Path:
     return await train(
-        await within_context(config, service_client), service_client, cross_entropy, SHOWN
+        await within_context(config, service_client), service_client, cross_entropy, CONSOLE_METRICS
     )
 
 
@@ -63,69 +52,28 @@ async def train(
     config: Config,
     service_client: Any,
     objective_of: Callable[[Start], Objective],
-    shown: dict[str, str],
+    console_metrics: dict[str, str],
 ) -> Path:
-    """A run with the objective that `objective_of` makes at its start; `shown` is a step's line on
-    the console.
+    """A run with the objective that `objective_of` makes at its start; `console_metrics` is a
+    step's line on the console.
     """
     train_set, test_set = await asyncio.to_thread(config.dataset_builder)
-    steps = planned_steps(train_set, config)
-    with RunDirectory(config.log_path, chz.asdict(config), may_change=may_change(config)) as run:
-        start = await asyncio.to_thread(
-            start_training,
-            service_client,
-            run,
-            model_name=config.model_name,
-            lora_rank=config.lora_rank,
-            seed=config.seed,
-            load_checkpoint_path=config.load_checkpoint_path,
-            data_size=train_set.data_size(),
-            user_metadata=origin_metadata(config.recipe_name, config.renderer_name),
-        )
-        if start.batch > steps or (start.batch == steps and start.was_finished):
-            print(f"{run.path}: all {start.batch} steps are done")
-            return run.path
-        run.resume_at(start.batch)
-        write_whole(
-            run.path / CODE_DIFF, await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
-        )
-        objective = await asyncio.to_thread(objective_of, start)
-        with (
-            StepDisplay(steps, start.batch) as display,
-            open_metric_logs(
-                config.loggers,
-                run,
-                steps=steps,
-                console=display.console,
-                shown=shown,
-                project=config.wandb_project,
-                name=config.wandb_name,
-            ) as log,
-            TraceFile(run.path, start.batch) if config.enable_trace else nullcontext() as trace,
-        ):
-            display.say(
-                f"{config.model_name}: steps {start.batch} to {steps}, written to {run.path}"
-            )
-            loop = Loop(
-                config,
-                train_set,
-                objective,
-                steps,
-                start,
-                run,
-                RunCheckpoints.after(
-                    start, run, config.ttl_seconds, config.rolling_ttl_seconds, service_client
-                ),
-                await asyncio.to_thread(measured_in, config, objective, test_set),
-                display,
-                log,
-                trace,
-            )
-            with loop.interruption.heed_signals(display.say):
-                is_finished = await loop.run_to_end()
-        if not is_finished:
-            raise loop.interruption.ending
-        return run.path
+
+    async def make_learner(loop: RunLoop) -> SupervisedLearner:
+        objective = await asyncio.to_thread(objective_of, loop.start)
+        schedules = await asyncio.to_thread(eval_schedules, config, objective, test_set)
+        return SupervisedLearner(loop, config, train_set, objective, schedules)
+
+    return await run_training(
+        config,
+        service_client,
+        config=chz.asdict(config),
+        may_change=may_change(config, "submit_ahead"),
+        steps=planned_steps(train_set, config),
+        data_size=train_set.data_size(),
+        make_learner=make_learner,
+        console_metrics=console_metrics,
+    )
 
 
 def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
@@ -137,14 +85,14 @@ def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
     return steps if config.max_steps is None else min(steps, config.max_steps)
 
 
-def measured_in(
+def eval_schedules(
     config: Config, objective: Objective, test_set: SupervisedDataset | None
-) -> list[Measured]:
-    """The test of the data set, if it has one, and those of the options."""
+) -> list[EvalSchedule]:
+    """When the evaluators of the test set and of the options run."""
     own = [objective.test(test_set)] if test_set is not None and config.eval_every else []
     return [
-        Measured(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
-        Measured(
+        EvalSchedule(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
+        EvalSchedule(
             config.infrequent_eval_every,
             [build() for build in config.infrequent_evaluator_builders],
         ),

@@ -21,7 +21,7 @@ from planish.distillation.datasets import (
     DistillationDatasetConfig,
     TaughtGroup,
 )
-from planish.distillation.on_policy import Config, TeacherPull, main
+from planish.distillation.on_policy import Config, TeacherKL, main
 from planish.distillation.prompts import PromptOnlyDatasetBuilder, PromptOnlyEnv
 from planish.distillation.teachers import TeacherConfig
 from planish.errors import UnsupportedError, UserError
@@ -59,17 +59,17 @@ class Teacher:
         return [None] * (len(tokens) - prompt_logprobs_last_n) + scores[-prompt_logprobs_last_n:]
 
 
-def test_every_token_is_pulled_by_the_teacher_of_its_group_and_nothing_is_centred():
+def test_every_token_gets_the_kl_term_of_its_group_s_teacher_without_a_baseline():
     first, second = Teacher(1.0), Teacher(2.0)
     data = [
         sequence([9, 1, 2], [0, -1.5, -1.0], [0, 1, 1], "dataset_0"),
         sequence([9, 3, 4, 2], [0, -1.0, 0, -0.5], [0, 1, 0, 1], "dataset_1", advantage=10.0),
     ]
-    pull = TeacherPull({"dataset_0": first, "dataset_1": second}, coefficient=2.0, discount=0.0)
-    pulled, metrics = asyncio.run(pull(data))
+    shaping = TeacherKL({"dataset_0": first, "dataset_1": second}, coefficient=2.0, discount=0.0)
+    shaped, metrics = asyncio.run(shaping(data))
     gaps = [[0, -0.5, 1.0], [0, 0.5, 0, 0.5]]  # log p_student - log p_teacher
-    assert pulled[0].advantages_N.tolist() == [0, 1.0, -2.0]
-    assert pulled[1].advantages_N.tolist() == [0, 10 - 1.0, 0, 10 - 1.0]
+    assert shaped[0].advantages_N.tolist() == [0, 1.0, -2.0]
+    assert shaped[1].advantages_N.tolist() == [0, 10 - 1.0, 0, 10 - 1.0]
     assert metrics == pytest.approx(
         {
             "teacher_kl": sum(map(sum, gaps)) / 4,
@@ -84,11 +84,11 @@ def test_every_token_is_pulled_by_the_teacher_of_its_group_and_nothing_is_centre
 
 def test_with_a_discount_a_token_answers_for_those_behind_it():
     data = [sequence([9, 1, 5, 2], [0, -2.0, 0, -4.0], [0, 1, 0, 1], "dataset_0")]
-    pulled, metrics = asyncio.run(
-        TeacherPull({"dataset_0": Teacher(1.0)}, coefficient=1.0, discount=0.5)(data)
+    shaped, metrics = asyncio.run(
+        TeacherKL({"dataset_0": Teacher(1.0)}, coefficient=1.0, discount=0.5)(data)
     )
     # the terms are 1 and 2; the first sees a quarter of the second, two places on
-    assert pulled[0].advantages_N.tolist() == [0, 1 + 0.25 * 2, 0, 2]
+    assert shaped[0].advantages_N.tolist() == [0, 1 + 0.25 * 2, 0, 2]
     assert metrics == {"teacher_kl": -1.5}
 
 
@@ -116,8 +116,8 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
         for v in range(len(sampled))
     ]
     clients = {"dataset_0": client.create_sampling_client(base_model=models[1])}
-    pulled, metrics = asyncio.run(TeacherPull(clients, coefficient=1.0, discount=0.0)(data))
-    advantages = torch.tensor([float(one.advantages_N[-1]) for one in pulled])
+    shaped, metrics = asyncio.run(TeacherKL(clients, coefficient=1.0, discount=0.0)(data))
+    advantages = torch.tensor([float(one.advantages_N[-1]) for one in shaped])
     chances = logprobs.detach().exp()
     ratios = (logprobs - logprobs.detach()).exp()
     (-(chances * ratios * advantages)).sum().backward()

@@ -30,7 +30,7 @@ from planish.runlog.model_renderer import learn_renderer
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.testing import tiny_model
-from planish.training.supervised_loop import Loop
+from planish.training.supervised_learner import SupervisedLearner
 from planish.types import Datum, ModelInput
 
 TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())
@@ -283,7 +283,7 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(
     async def killed(self):
         raise StoppedError
 
-    monkeypatch.setattr(Loop, "make_steps", killed)
+    monkeypatch.setattr(SupervisedLearner, "run_steps", killed)
     with pytest.raises(StoppedError):
         train(client, models[0], pairs, tmp_path / "run", load_checkpoint_path=first, max_steps=1)
     monkeypatch.undo()

@@ -60,6 +60,6 @@ def test_discounted_sums():
     values = np.array([1.0, 2.0, 4.0])
     assert kl.discounted_sums(values, 0.5).tolist() == [1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]
     data = [sequence([0, -1.0, 0, -2.0], [0, 1, 0, 1])]
-    pulled = kl.pulled(data[0], np.array([0, 1.0, 0, 3.0]), 1.0, 0.5, centre=2.0)
+    shaped = kl.add_kl_term(data[0], np.array([0, 1.0, 0, 3.0]), 1.0, 0.5, baseline=2.0)
     # terms 1 and -1; the first sees a quarter of the second, two places on
-    assert pulled.advantages_N.tolist() == [0, 1 - 0.25, 0, -1]
+    assert shaped.advantages_N.tolist() == [0, 1 - 0.25, 0, -1]

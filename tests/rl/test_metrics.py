@@ -16,7 +16,7 @@ from planish.rl.rollout.metrics import (
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory, TrajectoryGroup, Transition
 from planish.runlog.run_directory import CheckpointRecord
-from planish.training.rl_counters import Counters
+from planish.training.rl_learner import Counters
 from planish.types import ModelInput
 
 

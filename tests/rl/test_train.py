@@ -27,7 +27,7 @@ STEPS = 6
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
     """Git takes longer than a whole run."""
-    monkeypatch.setattr("planish.training.train_rl.code_diff", lambda paths: "")
+    monkeypatch.setattr("planish.training.run_loop.code_diff", lambda paths: "")
 
 
 def config_of(path, **changes):

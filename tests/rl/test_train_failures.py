@@ -26,13 +26,13 @@ from planish.processes.interruption import run_in_thread
 from planish.rl.rollout.strategy import MinViableGroup
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import SamplingClientEvaluator
-from planish.training import train_rl
+from planish.training import run_loop, train_rl
 from planish.training.rl_config import AsyncConfig, Config, StreamMinibatchConfig
 
 
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
-    monkeypatch.setattr(train_rl, "code_diff", lambda paths: "")
+    monkeypatch.setattr(run_loop, "code_diff", lambda paths: "")
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,9 @@ from planish.supervised.types import (
     SupervisedDataset,
     SupervisedDatasetBuilder,
 )
+from planish.training.run_loop import RunLoop
 from planish.training.supervised_config import Config
-from planish.training.supervised_loop import Loop
+from planish.training.supervised_learner import SupervisedLearner
 from planish.training.train_supervised import main
 
 STEPS = 6
@@ -338,7 +339,11 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
 @pytest.mark.parametrize("ahead", [0, 2])
 @pytest.mark.parametrize(
     ("broken", "method", "at", "saved"),
-    [(Loop, "test", 4, [4]), (Loop, "batch_of", 5, [5]), (RunDirectory, "log_spans", 3, [])],
+    [
+        (RunLoop, "evaluate", 4, [4]),
+        (SupervisedLearner, "batch_of", 5, [5]),
+        (RunDirectory, "log_spans", 3, []),
+    ],
 )
 def test_an_error_saves_the_steps_before_it(
     tokenizer, chats, tmp_path, broken, method, at, saved, ahead, monkeypatch

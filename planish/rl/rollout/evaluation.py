@@ -7,7 +7,7 @@ from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.processes.interruption import at_once
 from planish.rl.rollout.metrics import environment_metrics
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.rollout.runner import GroupPlayer
+from planish.rl.rollout.runner import GroupRolloutRunner
 from planish.rl.rollout.strategy import FailFast
 from planish.rl.types import EnvGroupBuilder, RLDataset
 from planish.runlog.console import Stage
@@ -15,7 +15,7 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):
-    """Plays every group of a data set once; answers NAME/env/all/... as training answers
+    """Rolls out every group of a data set once; answers NAME/env/all/... as training answers
     env/all/...
     """
 
@@ -40,16 +40,16 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         ]
 
     async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
-        player = GroupPlayer(FailFast(), termination=None)
-        return self.metrics(await self.play(sampling_client, player))
+        runner = GroupRolloutRunner(FailFast(), termination=None)
+        return self.metrics(await self.roll_out(sampling_client, runner))
 
-    async def play(
+    async def roll_out(
         self,
         sampling_client: Any,
-        player: GroupPlayer,
+        runner: GroupRolloutRunner,
         context_window: int | None = None,
         sampler_step: int | None = None,
-        playing: Stage | None = None,
+        progress: Stage | None = None,
     ) -> list[GroupRollout]:
         """The rollouts of all groups that were not dropped, in order. `context_window`: as in
         TinkerTokenCompleter.
@@ -59,7 +59,7 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         )
 
         async def one(group_idx: int, builder: EnvGroupBuilder) -> GroupRollout | None:
-            return await player.play(
+            return await runner.run(
                 builder,
                 policy,
                 batch=self.name,
@@ -67,14 +67,14 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
                 seed=derived_seed(self.seed, group_idx),
                 sampler_step=sampler_step,
                 is_logged=group_idx < self.num_groups_to_log,
-                playing=playing,
+                progress=progress,
             )
 
-        played = await at_once(one(index, builder) for index, builder in enumerate(self.builders))
-        return [group for group in played if group is not None]
+        finished = await at_once(one(index, builder) for index, builder in enumerate(self.builders))
+        return [group for group in finished if group is not None]
 
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
-        """Of the groups that were played to their end, and how many were not, if any."""
+        """Of the groups that were not dropped, and how many were not, if any."""
         skipped = len(self.builders) - len(groups)
         metrics = environment_metrics(groups) | (
             {"rollout_errors/groups_skipped": skipped} if skipped else {}

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Played:
+class FinishedRollout:
     """A trajectory and the environment that it was played in."""
 
     trajectory: Trajectory
@@ -61,7 +61,7 @@ class GroupPlay:
         self._retried = 0
         self._making = asyncio.Lock()
 
-    async def play(self) -> list[Played]:
+    async def play(self) -> list[FinishedRollout]:
         """What was played to its end, in the order of the environments; raises if that is too
         little.
         """
@@ -85,7 +85,7 @@ class GroupPlay:
                 if not self._takes_retry(error):
                     raise
 
-    async def _play_one(self, index: int, env: Env) -> Played | None:
+    async def _play_one(self, index: int, env: Env) -> FinishedRollout | None:
         """None: it failed, and the group can do without it."""
         for attempt in count():
             try:
@@ -102,7 +102,7 @@ class GroupPlay:
                 return played
         raise AssertionError("attempts are counted without end")
 
-    async def _play_together(self, envs: Sequence[Env]) -> list[Played]:
+    async def _play_together(self, envs: Sequence[Env]) -> list[FinishedRollout]:
         for attempt in count():
             try:
                 if attempt > 0:
@@ -120,14 +120,14 @@ class GroupPlay:
                 return [task.result() for task in playing]
         raise AssertionError("attempts are counted without end")
 
-    async def _attempt(self, index: int, env: Env, attempt: int) -> Played:
+    async def _attempt(self, index: int, env: Env, attempt: int) -> FinishedRollout:
         title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")
         with located(title, self.builder), logtree.scope_header(title):
             async with time_limit("per_rollout_timeout", self.rules.timeout_seconds):
                 trajectory = await do_single_rollout(
                     self._policy(index, attempt), env, on_turn=self.on_turn
                 )
-        return Played(trajectory, env)
+        return FinishedRollout(trajectory, env)
 
     def _policy(self, index: int, attempt: int) -> TokenCompleter:
         if self.seed is None:

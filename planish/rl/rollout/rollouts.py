@@ -12,21 +12,21 @@ With a seed, a group's draws are a function of (seed, index of the trajectory, a
 g is played by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
 """
 
-import asyncio
 import logging
 import math
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from planish import logtree
 from planish.completers import TokenCompleter
 from planish.errors import NonFiniteError, UserError
+from planish.processes.interruption import run_uncancelled
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.group_rollout import (
+    FinishedRollout,
     GroupPlay,
-    Played,
     is_chance,
     located,
     named,
@@ -41,7 +41,6 @@ __all__ = ["GroupRollout", "OnTurn", "do_group_rollout", "do_single_rollout"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Grade = tuple[float, Metrics]
 
 
@@ -83,7 +82,7 @@ async def do_group_rollout(
     """
     play = GroupPlay(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
-        async with cleaned_up(builder, play.rules):
+        async with cleanup_after(builder, play.rules):
             played_G = await play.play()
             grades_G = await play.again(
                 lambda: graded(builder, played_G, termination or TerminationRewardPolicy())
@@ -105,7 +104,7 @@ async def do_group_rollout(
 
 
 async def graded(
-    builder: EnvGroupBuilder, played_G: list[Played], termination: TerminationRewardPolicy
+    builder: EnvGroupBuilder, played_G: list[FinishedRollout], termination: TerminationRewardPolicy
 ) -> list[Grade]:
     """What the group adds to the reward of each trajectory, within the bounds of `termination`."""
     skipped_G = [termination.skips_grading(played.trajectory.stop_reason) for played in played_G]
@@ -119,18 +118,20 @@ async def graded(
                 given = await builder.compute_group_rewards(
                     [played.trajectory for played in graded_G], [played.env for played in graded_G]
                 )
-        answers = checked_grades(given, builder, len(graded_G))
+        answers = validate_grades(given, builder, len(graded_G))
     remaining = iter(answers)
     grades_G: list[Grade] = [
         (0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G
     ]
     return [
-        bounded(grade, played, termination)
+        clamp_reward(grade, played, termination)
         for grade, played in zip(grades_G, played_G, strict=True)
     ]
 
 
-def bounded(grade: Grade, played: Played, termination: TerminationRewardPolicy) -> Grade:
+def clamp_reward(
+    grade: Grade, played: FinishedRollout, termination: TerminationRewardPolicy
+) -> Grade:
     """The grade by which the total reward of the trajectory is what `termination` makes of it."""
     reward, metrics = grade
     trajectory = played.trajectory
@@ -139,7 +140,7 @@ def bounded(grade: Grade, played: Played, termination: TerminationRewardPolicy) 
     return (reward if allowed == total else allowed - trajectory.step_rewards), metrics
 
 
-def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
+def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
     """What a builder's `compute_group_rewards` gave; UserError if it is no reward for each
     trajectory.
     """
@@ -172,7 +173,7 @@ def checked_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grad
 
 
 @asynccontextmanager
-async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
+async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
     """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does
     not undo a group where failures are tolerated.
     """
@@ -182,7 +183,7 @@ async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIter
             await builder.cleanup()
 
     async def clean() -> None:
-        await to_its_end(cleaning())
+        await run_uncancelled(cleaning())
 
     try:
         yield
@@ -198,17 +199,3 @@ async def cleaned_up(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIter
         if not rules.tolerates_failures:
             raise
         logger.warning("cleanup of %s failed: %r", named(builder), error)
-
-
-async def to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`. A cancellation is kept until it is done."""
-    task = asyncio.create_task(work)
-    cancellation: asyncio.CancelledError | None = None
-    while not task.done():
-        try:
-            await asyncio.wait([task])
-        except asyncio.CancelledError as error:
-            cancellation = error
-    if cancellation is not None:
-        raise cancellation from (None if task.cancelled() else task.exception())
-    return task.result()

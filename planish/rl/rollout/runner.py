@@ -1,4 +1,4 @@
-"""Plays groups: the same way for training and for tests, in this process or in a pool of others."""
+"""Rolls out groups: the same way for training and evaluation, in this process or in a pool."""
 
 import time
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from planish.runlog.console import Stage
 
 
 @dataclass(frozen=True)
-class GroupPlayer:
-    """How the groups of a run are played."""
+class GroupRolloutRunner:
+    """Rolls out the groups of a run."""
 
     strategy: RolloutStrategy
     termination: TerminationRewardPolicy | None
     pool: RolloutPool | None = None
 
-    async def play(
+    async def run(
         self,
         builder: EnvGroupBuilder,
         policy: TokenCompleter,
@@ -31,11 +31,11 @@ class GroupPlayer:
         seed: int,
         sampler_step: int | None,
         is_logged: bool,
-        playing: Stage | None = None,
+        progress: Stage | None = None,
         errors_of_dropped: list[RolloutError] | None = None,
     ) -> GroupRollout | None:
-        """Play one group to its end; None if the strategy dropped it, and what failed in it is in
-        `errors_of_dropped` then.
+        """Roll out one group. Return None if the strategy dropped it; what failed in it is added to
+        `errors_of_dropped`.
 
         `batch` names what the group is part of, for error messages. `is_logged`: keep what the
         environments log.
@@ -52,14 +52,14 @@ class GroupPlayer:
                     self.strategy,
                     self.termination,
                     seed=seed,
-                    on_turn=lambda turn: playing.sampled(len(turn.tokens)) if playing else None,
+                    on_turn=lambda turn: progress.sampled(len(turn.tokens)) if progress else None,
                     failures=failures,
                 )
             except Exception as error:
                 error.add_note(f"in group {group_idx} of {batch}")
                 raise
-        if playing is not None:
-            playing.advance()
+        if progress is not None:
+            progress.advance()
         if group is None:
             if errors_of_dropped is not None:
                 errors_of_dropped += failures

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 from planish.completers import TokenCompleter
 from planish.errors import UserError
-from planish.processes.interruption import interrupts_held_back
+from planish.processes.interruption import interrupts_held_back, run_uncancelled
 from planish.rl.rollout.group_rollout import lone_error
 from planish.rl.rollout.processes import worker
 from planish.rl.rollout.processes.messages import (
@@ -39,7 +39,7 @@ from planish.rl.rollout.processes.messages import (
     SampleFailed,
     Wire,
 )
-from planish.rl.rollout.rollouts import OnTurn, to_its_end
+from planish.rl.rollout.rollouts import OnTurn
 
 DRAIN_SECONDS = 2.0
 
@@ -125,7 +125,7 @@ class RolloutProcess:
         finally:
             if not self._exited.done():
                 self._process.kill()
-            await to_its_end(self._release())
+            await run_uncancelled(self._release())
 
     async def _release(self) -> None:
         await self._attending

@@ -5,13 +5,13 @@ import io
 
 from rich.console import Console
 
-from planish.training.rl_progress import TrainingProgress
+from planish.runlog.console import StepDisplay
 
 
 def test_every_stage_of_an_asynchronous_run_is_named_with_its_step():
     out = io.StringIO()
 
-    async def play(progress: TrainingProgress, step: int) -> None:
+    async def play(progress: StepDisplay, step: int) -> None:
         with progress.sampling(step, 4) as stage:
             for _ in range(4):
                 await asyncio.sleep(0)
@@ -20,7 +20,7 @@ def test_every_stage_of_an_asynchronous_run_is_named_with_its_step():
             assert f"sampling, step {step} 4/4" in progress.status()
 
     async def run() -> None:
-        with TrainingProgress(8, 2, Console(file=out)) as progress:
+        with StepDisplay(8, 2, Console(file=out)) as progress:
             async with asyncio.TaskGroup() as tasks:
                 for step in (2, 3):
                     tasks.create_task(play(progress, step))
@@ -43,7 +43,7 @@ def test_every_stage_of_an_asynchronous_run_is_named_with_its_step():
 
 def test_lines_printed_on_its_console_come_above_the_bars():
     out = io.StringIO()
-    with TrainingProgress(2, console=Console(file=out, force_terminal=True)) as progress:
+    with StepDisplay(2, console=Console(file=out, force_terminal=True)) as progress:
         with progress.sampling(0, 1):
             progress.console.print("a table")
         progress.step_done()

@@ -1,0 +1,323 @@
+"""The steps of an RL run: sample a batch of groups, train on it, again.
+
+Legend: P groups of a batch, G trajectories of a group.
+
+Synchronous training is asynchronous training with no lag. Batches are rolled out in the data set's
+order. The rollouts of step j begin as soon as the weights have seen at least
+j - `max_steps_off_policy` steps, and are trained on in step j. So no group is older than that
+bound, no group is thrown away, and no group is rolled out twice. The price is that a step waits for
+the slowest group of its own batch. With lag 0 a step is: publish the weights, roll out, train.
+"""
+
+import asyncio
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from planish.completers import TinkerTokenCompleter, derived_seed
+from planish.errors import UserError
+from planish.processes.interruption import run_uncancelled
+from planish.reports.rollout_files import RolloutFiles
+from planish.rl.data_processing import TrainingSequence, compute_advantages
+from planish.rl.kl import AdvantageShaping
+from planish.rl.rollout.evaluation import RLTestSetEvaluator
+from planish.rl.rollout.metrics import (
+    environment_metrics,
+    sampling_entropy,
+    sampling_times,
+    staleness,
+    token_counts,
+)
+from planish.rl.rollout.processes.pool import RolloutPool
+from planish.rl.rollout.rollouts import GroupRollout
+from planish.rl.rollout.runner import GroupRolloutRunner
+from planish.rl.rollout.strategy import strategy_from
+from planish.rl.types import EnvGroupBuilder, Metrics, RLDataset, RolloutError
+from planish.runlog.console import Stage
+from planish.runlog.evaluators import Evaluator
+from planish.runlog.run_directory import CheckpointRecord
+from planish.runlog.spans import Spans
+from planish.training.rl_config import Config
+from planish.training.rl_step import TrainingStep, train_on
+from planish.training.run_loop import RunLoop
+
+
+@dataclass
+class Batch:
+    """The groups of one step, while they are rolled out and afterwards."""
+
+    groups: list[asyncio.Task[GroupRollout | None]]
+    progress: Stage
+    errors_of_dropped: list[RolloutError]
+    """What failed in the groups that were dropped."""
+
+
+@dataclass
+class RLLearner:
+    """Takes the steps of one RL run."""
+
+    loop: RunLoop
+    config: Config
+    dataset: RLDataset
+    files: RolloutFiles
+    evaluators: Sequence[Evaluator]
+    shaping: AdvantageShaping | None
+    context_window: int | None
+    in_flight: deque[Batch] = field(default_factory=deque)
+    """Batches that have not been trained on, the next one first."""
+    update: TrainingStep | None = None
+    """The update of the step that is being trained on."""
+    has_named_page: bool = False
+
+    def __post_init__(self) -> None:
+        self.training_client = self.loop.training_client
+        self.counters = Counters.of(self.loop.start.record)
+
+    async def run_steps(self) -> None:
+        """Take all steps, and evaluate the final weights in a row of their own."""
+        strategy = strategy_from(self.config.rollout_error_tolerance)
+        async with (
+            RolloutPool.opened(self.config.rollout_processes) as pool,
+            asyncio.TaskGroup() as tasks,
+        ):
+            runner = GroupRolloutRunner(strategy, self.config.termination, pool)
+            for step in range(self.loop.done, self.loop.steps):
+                await self.step(step, runner, tasks)
+            await self.final_eval(runner)
+
+    async def step(self, step: int, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup) -> None:
+        """Save and evaluate if it is time, roll out, train, log."""
+        loop, spans = self.loop, Spans(self.loop.trace)
+        if (save := loop.due_checkpoint(loop.done)) is not None:
+            with spans.measure("save_checkpoint"):
+                await loop.save(save)
+        with spans.measure("publish"):
+            sampling_client = await self.publish()
+        evals: Metrics = {}
+        if self.is_eval_due(step):
+            evals = await self.evaluate(step, sampling_client, runner, spans)
+        self.launch(step, sampling_client, runner, tasks)
+        batch = self.in_flight[0]
+        self.update = TrainingStep(
+            self.config, self.training_client, self.shaping, loop.learning_rate(step)
+        )
+        rollouts = await train_on(self.update, batch.groups, loop.interruption.guard, spans)
+        self.in_flight.popleft()
+        batch.progress.close()
+        # The trainer works through what was submitted even if this task is cancelled. The step must
+        # therefore be logged, or a checkpoint would lack it.
+        await run_uncancelled(self.finish(step, self.update, batch, rollouts, evals, spans))
+
+    async def finish(
+        self,
+        step: int,
+        update: TrainingStep,
+        batch: Batch,
+        rollouts: Sequence[GroupRollout],
+        evals: Metrics,
+        spans: Spans,
+    ) -> None:
+        """Wait until the trainer is done with a submitted step, and log the step."""
+        trained = await self.results(step, update, spans)
+        with spans.measure("rollout_files"):
+            await self.write_files("train", step, rollouts, self.advantages(rollouts))
+        self.name_first_page(step)
+        self.counters.count(rollouts, batch.groups, update.data_D, batch.errors_of_dropped)
+        metrics = {
+            "progress/batch": step,
+            "progress/done_frac": (step + 1) / self.loop.steps,
+            **environment_metrics(rollouts),
+            **trained,
+            **sampling_entropy(update.data_D),
+            **(staleness(rollouts, step) if self.config.async_config else {}),
+            **self.counters.metrics(),
+            **evals,
+            **sampling_times(rollouts),
+        }
+        self.loop.log_step(step, metrics, spans)
+        self.loop.display.step_done()
+        self.loop.done, self.update = step + 1, None
+
+    async def results(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
+        """The trainer's metrics of a step, once the trainer is done with it."""
+        with (
+            spans.measure("train"),
+            self.loop.display.training(step, update.num_minibatches) as training,
+        ):
+            trained = await update.finish(training.advance)
+        if self.config.compute_post_kl:
+            with spans.measure("compute_post_kl"):
+                trained |= await update.post_update_kl()
+        return trained
+
+    def launch(
+        self, step: int, sampling_client: Any, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup
+    ) -> None:
+        """Begin the rollouts of every batch that the weights of `step` may roll out and that has
+        not begun.
+        """
+        policy = TinkerTokenCompleter(
+            sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
+        )
+        end = min(step + self.config.lag + 1, self.loop.steps)
+        for index in range(step + len(self.in_flight), end):
+            builders = self.builders(index)
+            progress = self.loop.display.sampling(index, len(builders))
+            errors_of_dropped: list[RolloutError] = []
+            groups = [
+                tasks.create_task(
+                    runner.run(
+                        builder,
+                        policy,
+                        batch=f"step {index}",
+                        group_idx=group_idx,
+                        seed=derived_seed(self.config.seed, index, group_idx),
+                        sampler_step=step,
+                        is_logged=group_idx < self.config.num_groups_to_log,
+                        progress=progress,
+                        errors_of_dropped=errors_of_dropped,
+                    )
+                )
+                for group_idx, builder in enumerate(builders)
+            ]
+            self.in_flight.append(Batch(groups, progress, errors_of_dropped))
+
+    def builders(self, index: int) -> list[EnvGroupBuilder]:
+        """The groups of a batch. An error of the data set names the batch."""
+        try:
+            builders = list(self.dataset.get_batch(index) or ())
+        except Exception as error:
+            error.add_note(f"in batch {index} of {type(self.dataset).__name__}")
+            raise
+        if not builders:
+            raise UserError(
+                f"the data set's batch {index} has no groups; give at least one in each"
+            )
+        return builders
+
+    async def publish(self) -> Any:
+        """A sampling client of the present weights."""
+        return await self.training_client.save_weights_and_get_sampling_client_async()
+
+    def is_eval_due(self, step: int) -> bool:
+        every = self.config.eval_every
+        return every > 0 and (step % every == 0 or self.loop.is_first_or_last(step))
+
+    async def evaluate(
+        self, step: int, sampling_client: Any, runner: GroupRolloutRunner, spans: Spans
+    ) -> Metrics:
+        """The metrics of all evaluators, before `step`."""
+
+        async def evaluate_one(evaluator: Evaluator) -> Metrics:
+            if isinstance(evaluator, RLTestSetEvaluator):
+                return await self.evaluate_rl_test_set(step, evaluator, sampling_client, runner)
+            return await self.loop.evaluate_one(evaluator, sampling_client)
+
+        return await self.loop.evaluate(step, self.evaluators, spans, evaluate_one)
+
+    async def evaluate_rl_test_set(
+        self,
+        step: int,
+        evaluator: RLTestSetEvaluator,
+        sampling_client: Any,
+        runner: GroupRolloutRunner,
+    ) -> Metrics:
+        """The metrics of a test set, whose rollouts are written to files as well."""
+        with self.loop.display.evaluation(evaluator.name, len(evaluator.builders)) as progress:
+            rollouts = await evaluator.roll_out(
+                sampling_client,
+                runner,
+                context_window=self.context_window,
+                sampler_step=step,
+                progress=progress,
+            )
+        await self.write_files(f"eval/{evaluator.name}", step, rollouts, None)
+        return evaluator.metrics(rollouts)
+
+    async def final_eval(self, runner: GroupRolloutRunner) -> None:
+        """Evaluate the weights that the run ends with, in a row of their own."""
+        if not self.evaluators:
+            return
+        steps, spans = self.loop.steps, Spans(self.loop.trace)
+        evals = await self.evaluate(steps, await self.publish(), runner, spans)
+        row = {"progress/batch": steps, "progress/done_frac": 1.0, **evals}
+        self.loop.log_step(steps, row, spans)
+
+    def advantages(self, rollouts: Sequence[GroupRollout]) -> list[list[float]]:
+        return compute_advantages([rollout.group for rollout in rollouts], self.config.advantage)
+
+    async def write_files(
+        self,
+        split: str,
+        step: int,
+        rollouts: Sequence[GroupRollout],
+        advantages: list[list[float]] | None,
+    ) -> None:
+        await run_uncancelled(
+            asyncio.to_thread(self.files.write, split, step, rollouts, advantages)
+        )
+
+    def name_first_page(self, step: int) -> None:
+        """Say on the console where the rollouts can be read, once."""
+        if not self.has_named_page and self.config.num_groups_to_log:
+            self.has_named_page = True
+            page = self.files.path("train", step)
+            self.loop.display.say(
+                f"rollouts of step {step}, for reading: {page}; each step has a page"
+            )
+
+    async def settle_after_error(self) -> bool:
+        """Return False if the step that failed has changed the weights."""
+        return self.update is None or not await self.update.has_moved_weights()
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        return self.counters.row()
+
+
+@dataclass
+class Counters:
+    """Counts over the whole run. Checkpoints carry them, so that a resumed run continues them."""
+
+    tokens: Counter[str]
+    errors: Counter[str]
+    step_tokens: Counter[str] = field(default_factory=Counter)
+
+    @classmethod
+    def of(cls, record: CheckpointRecord | None) -> Self:
+        """The counts of a checkpoint; zero without one."""
+        extra = record.extra if record else {}
+        return cls(
+            Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {}))
+        )
+
+    def row(self) -> dict[str, dict[str, int]]:
+        """The counts as a checkpoint's row carries them."""
+        return {"cumulative_tokens": dict(self.tokens), "rollout_errors": dict(self.errors)}
+
+    def count(
+        self,
+        rollouts: Sequence[GroupRollout],
+        groups: Sequence[object],
+        data_D: Sequence[TrainingSequence],
+        errors_of_dropped: Sequence[RolloutError] = (),
+    ) -> None:
+        """Count one step. `rollouts` are those of `groups` that were not dropped, `data_D` is what
+        was trained on, and `errors_of_dropped` failed in the dropped groups.
+        """
+        trained = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
+        self.step_tokens = Counter({**token_counts(rollouts), "trained": trained})
+        self.tokens.update(self.step_tokens)
+        errors = [error for rollout in rollouts for error in rollout.group.rollout_errors]
+        for error in [*errors, *errors_of_dropped]:
+            self.errors.update([error.error_type, "total"])
+        self.errors.update({"groups_skipped": len(groups) - len(rollouts)})
+
+    def metrics(self) -> Metrics:
+        """tokens/... of the step, tokens/cumulative/..., and rollout_errors/... once there was one."""
+        errors = {f"rollout_errors/{name}": count for name, count in self.errors.items()}
+        return {
+            **{f"tokens/{name}": count for name, count in self.step_tokens.items()},
+            **{f"tokens/cumulative/{name}": count for name, count in self.tokens.items()},
+            **(errors if any(self.errors.values()) else {}),
+        }

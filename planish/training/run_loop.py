@@ -1,0 +1,276 @@
+"""The loop of a training run: from its start to its last step, or to a point where it can resume.
+
+A learner takes the steps: `planish.training.rl_learner` by reinforcement learning,
+`planish.training.supervised_learner` on datums. The loop does what every run needs: it resumes,
+evaluates, saves checkpoints, logs rows, and ends well after a signal or an error.
+
+A run resumes at the beginning of a step. The row and the files of a step are written before the
+checkpoint that follows the step is recorded. At a start, rows of steps after the newest checkpoint
+are dropped, because those steps are done again.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from planish import ServiceClient
+from planish.files import write_whole
+from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
+from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
+from planish.runlog.console import StepDisplay
+from planish.runlog.evaluators import (
+    Evaluator,
+    TrainingClientEvaluator,
+    add_metrics,
+    asking,
+    checked_metrics,
+    evaluator_name,
+)
+from planish.runlog.metrics_log import MetricLog, open_metric_logs
+from planish.runlog.provenance import code_diff
+from planish.runlog.run_directory import CODE_DIFF, CheckpointRecord, RunDirectory
+from planish.runlog.spans import Spans, TraceFile
+from planish.training.run_options import RunOptions
+from planish.training.schedules import learning_rate_at
+
+Metrics = dict[str, float]
+SaveCheckpoint = Callable[[int, Mapping[str, Any]], CheckpointRecord]
+Options = TypeVar("Options", bound=RunOptions)
+EvaluateOne = Callable[[Evaluator], Awaitable[Metrics]]
+
+
+class Learner(Protocol):
+    """Takes the steps of a run, and reports each finished step to its loop."""
+
+    async def run_steps(self) -> None:
+        """Take the steps from `loop.done` to `loop.steps`, and evaluate the final weights."""
+        ...
+
+    async def settle_after_error(self) -> bool:
+        """Log the steps that were applied although another one failed. Return False if the weights
+        may contain more than the logged steps, so that they must not be saved.
+        """
+        ...
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """What the row of a checkpoint says besides its step and its paths."""
+        ...
+
+
+@dataclass
+class RunLoop:
+    """One run, with everything that is open while it lasts."""
+
+    options: RunOptions
+    steps: int
+    start: Start
+    run: RunDirectory
+    checkpoints: RunCheckpoints
+    display: StepDisplay
+    log: MetricLog
+    trace: TraceFile | None
+    interruption: Interruption = field(default_factory=Interruption)
+    learner: Learner = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.training_client = self.start.training_client
+        self.done = self.saved = self.start.batch
+
+    async def run_to_end(self, learner: Learner) -> bool:
+        """Take all steps. Return False if a signal ended the run early; it is saved then, and can
+        be resumed.
+        """
+        self.learner = learner
+        try:
+            with first_error():
+                await learner.run_steps()
+        except Interrupted:
+            await self.save_if_needed()
+            self.display.say(
+                f"stopped after {self.done} of {self.steps} steps; the same command goes on from there"
+            )
+            return False
+        except Exception as error:
+            await self._rescue(error)
+            raise
+        record = await self.save(self.checkpoints.final)
+        self.display.say(
+            f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}"
+        )
+        return True
+
+    def learning_rate(self, step: int) -> float:
+        options = self.options
+        return learning_rate_at(
+            step, self.steps, options.learning_rate, options.lr_schedule, options.warmup_steps
+        )
+
+    def is_first_or_last(self, step: int) -> bool:
+        """Whether everything is evaluated before `step`: after the last step, and at the first step
+        when a finished run is extended. The row of that step replaces the row of the earlier run's
+        final evaluation.
+        """
+        return step == self.steps or (step == self.start.batch and self.start.was_finished)
+
+    async def evaluate(
+        self,
+        step: int,
+        evaluators: Sequence[Evaluator],
+        spans: Spans,
+        evaluate_one: EvaluateOne,
+    ) -> Metrics:
+        """The metrics of all evaluators, before `step`. A signal leaves an evaluation undone."""
+
+        async def located(evaluator: Evaluator) -> Metrics:
+            with asking(evaluator, step):
+                return await evaluate_one(evaluator)
+
+        metrics: Metrics = {}
+        for evaluator in evaluators:
+            with spans.measure("run_evals"):
+                found = await self.interruption.guard(located(evaluator))
+            add_metrics(metrics, found, evaluator)
+        return metrics
+
+    async def evaluate_one(self, evaluator: Evaluator, sampling_client: Any) -> Metrics:
+        """The metrics of one evaluator, which is given the client that its kind asks for."""
+        name = evaluator_name(evaluator)
+        with self.display.evaluation(name):
+            if isinstance(evaluator, TrainingClientEvaluator):
+                found = await evaluator(self.training_client)
+            else:
+                found = await evaluator(sampling_client)
+            return checked_metrics(found, f"the evaluator {name}")
+
+    def log_step(
+        self, step: int, metrics: Metrics, spans: Spans, times: Mapping[str, float] | None = None
+    ) -> None:
+        """Write the row of a step. `times` replace those of `spans` with the same name."""
+        self.log.log(step, metrics | spans.metrics() | dict(times or {}))
+        self.run.log_spans(step, spans.rows())
+        if self.trace is not None:
+            self.trace.write(step, spans)
+
+    def due_checkpoint(self, done: int) -> SaveCheckpoint | None:
+        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already."""
+        if done == self.saved:
+            return None
+        return self.checkpoints.due(
+            done,
+            save_every=self.options.save_every,
+            rolling_save_every=self.options.rolling_save_every,
+        )
+
+    async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
+        """Save the steps that are done. A save that has begun is finished, even if the run fails or
+        is cancelled meanwhile.
+        """
+
+        async def saving() -> CheckpointRecord:
+            record = await asyncio.to_thread(save, self.done, self.learner.checkpoint_metadata())
+            self.saved = self.done
+            return record
+
+        with self.display.saving(self.done):
+            return await run_uncancelled(saving())
+
+    async def save_if_needed(self) -> None:
+        """Save the steps that are done, unless the newest checkpoint has them all."""
+        if self.done > self.saved:
+            await self.save(self.checkpoints.state_only)
+
+    async def _rescue(self, error: Exception) -> None:
+        """Before `error` ends the run, save the steps that are done, if the weights are theirs."""
+        try:
+            if not await self.learner.settle_after_error():
+                return
+            await self.save_if_needed()
+        except Exception as another:  # the disk or the server is gone: the first error says more
+            error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
+        else:
+            self.display.say(
+                f"failed after {self.done} of {self.steps} steps; the same command goes on from there"
+            )
+
+
+async def with_service_client(
+    run: Callable[[Options, Any], Awaitable[Path]], options: Options, service_client: Any
+) -> Path:
+    """`run` with the given service client; with one of its own, here or at `base_url`, if None is
+    given.
+    """
+    if service_client is not None:
+        return await run(options, service_client)
+    deterministic = getattr(options, "deterministic", None)
+    with ServiceClient(base_url=options.base_url, deterministic=deterministic) as own_client:
+        return await run(options, own_client)
+
+
+async def run_training(
+    options: RunOptions,
+    service_client: Any,
+    *,
+    config: Mapping[str, Any],
+    may_change: Sequence[str],
+    steps: int,
+    data_size: int,
+    make_learner: Callable[[RunLoop], Awaitable[Learner]],
+    console_metrics: Mapping[str, str] | None = None,
+    remedy: str = "",
+) -> Path:
+    """Start or resume the run of `options.log_path`, and take its steps. Return the directory.
+
+    `config` is written to config.json, and must be that of the run that is resumed, except for the
+    names in `may_change`. `console_metrics` maps names of metrics to how the console shows them;
+    None shows all. A run that has all its steps prints so, followed by `remedy`.
+
+    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    planish.processes.interruption.Terminated is raised.
+    """
+    with RunDirectory(options.log_path, config, may_change=may_change) as run:
+        start = await asyncio.to_thread(
+            start_training,
+            service_client,
+            run,
+            model_name=options.model_name,
+            lora_rank=options.lora_rank,
+            seed=options.seed,
+            load_checkpoint_path=options.load_checkpoint_path,
+            data_size=data_size,
+            user_metadata=origin_metadata(options.recipe_name, options.renderer_name),
+        )
+        if start.batch > steps or (start.batch == steps and start.was_finished):
+            print(f"{run.path}: all {start.batch} steps are done{remedy}")
+            return run.path
+        run.resume_at(start.batch)
+        diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
+        write_whole(run.path / CODE_DIFF, diff)
+        checkpoints = RunCheckpoints.after(
+            start, run, options.ttl_seconds, options.rolling_ttl_seconds, service_client
+        )
+        with (
+            StepDisplay(steps, start.batch) as display,
+            open_metric_logs(
+                options.loggers,
+                run,
+                steps=steps,
+                console=display.console,
+                shown=console_metrics,
+                project=options.wandb_project,
+                name=options.wandb_name,
+            ) as log,
+            TraceFile(run.path, start.batch) if options.enable_trace else nullcontext() as trace,
+        ):
+            display.say(
+                f"{options.model_name}: steps {start.batch} to {steps}, written to {run.path}"
+            )
+            loop = RunLoop(options, steps, start, run, checkpoints, display, log, trace)
+            learner = await make_learner(loop)
+            with loop.interruption.heed_signals(display.say):
+                is_finished = await loop.run_to_end(learner)
+    if not is_finished:
+        raise loop.interruption.ending
+    return run.path

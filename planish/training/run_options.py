@@ -1,0 +1,146 @@
+"""The options that training runs share, in groups. Names and defaults are those of the public
+cookbooks.
+
+The options of a kind of run inherit these groups, so that their names stay flat, in programs and on
+the command line: `Config(save_every=10)`, `save_every=10`. Help texts list the last base class
+first.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import chz
+
+from planish.errors import UserError
+from planish.runlog.metrics_log import require_loggers
+from planish.training.schedules import SCHEDULES
+from planish.types import TTL_REMEDY, is_ttl
+
+Rules = dict[str, tuple[bool, str]]
+"""Name of an option -> whether its value is right, and what to give otherwise."""
+
+
+@chz.chz
+class StartOptions:
+    """Where a run begins."""
+
+    model_name: str = chz.field(doc="base model: a name or a local directory")
+    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    load_checkpoint_path: str | None = chz.field(
+        default=None, doc="weights to begin with: a checkpoint or a run directory"
+    )
+    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
+    lora_rank: int = 32
+    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
+
+
+@chz.chz
+class ScheduleOptions:
+    """How long a run is, and how large its updates are."""
+
+    learning_rate: float
+    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    warmup_steps: int = chz.field(
+        default=0, doc="steps in which the learning rate rises to its value"
+    )
+    num_epochs: int = chz.field(default=1, doc="times through the data")
+    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+
+
+@chz.chz
+class CheckpointOptions:
+    """What a run saves."""
+
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    ttl_seconds: int | None = chz.field(
+        default=604800, doc="life of the checkpoints before the last"
+    )
+
+
+@chz.chz
+class RollingCheckpointOptions(CheckpointOptions):
+    """What a run saves, short-lived checkpoints included."""
+
+    rolling_save_every: int = chz.field(
+        default=0, doc="steps between short-lived checkpoints; 0 = none"
+    )
+
+
+@chz.chz
+class LogOptions:
+    """Where a run writes."""
+
+    log_path: str = chz.field(doc="directory of the run's files")
+    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
+    loggers: tuple[str, ...] = chz.field(
+        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+    )
+    wandb_project: str | None = None
+    wandb_name: str | None = None
+
+
+@chz.chz
+class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+    """What `planish.training.run_loop` needs to know of any run."""
+
+    recipe_name: str | None = chz.field(default=None, doc="recorded with the checkpoints")
+    rolling_ttl_seconds: int = chz.field(default=7200, doc="life of the short-lived checkpoints")
+    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
+
+
+RESUMABLE_OPTIONS = (
+    "base_url",
+    "save_every",
+    "ttl_seconds",
+    "rolling_save_every",
+    "rolling_ttl_seconds",
+    "loggers",
+    "wandb_project",
+    "wandb_name",
+    "enable_trace",
+)
+"""Options that may differ when a run is resumed."""
+
+
+def may_change(options: RunOptions, *others: str) -> tuple[str, ...]:
+    """Options that may differ when a run is resumed, `others` among them. A learning rate that
+    falls until the last step fixes the number of steps.
+    """
+    length = ("max_steps", "num_epochs") if options.lr_schedule == "constant" else ()
+    return (*RESUMABLE_OPTIONS, *others, *length)
+
+
+def check_run(options: RunOptions) -> None:
+    """UserError for an option of any run that cannot be right."""
+    require(
+        options,
+        {
+            "learning_rate": (0 < options.learning_rate < math.inf, "a number above 0"),
+            "lr_schedule": (options.lr_schedule in SCHEDULES, f"one of {', '.join(SCHEDULES)}"),
+            "warmup_steps": (options.warmup_steps >= 0, "0 or more"),
+            "grad_clip_norm": (0 <= options.grad_clip_norm < math.inf, "0 or more"),
+            "lora_rank": (options.lora_rank >= 1, "a whole number of at least 1"),
+            "num_epochs": (options.num_epochs >= 1, "a whole number of at least 1"),
+            "max_steps": (
+                options.max_steps is None or options.max_steps >= 1,
+                "a whole number of at least 1",
+            ),
+            "eval_every": (options.eval_every >= 0, "a whole number, 0 for never"),
+            "save_every": (options.save_every >= 0, "a whole number, 0 for only the last"),
+            "rolling_save_every": (options.rolling_save_every >= 0, "a whole number, 0 for none"),
+            "ttl_seconds": (is_ttl(options.ttl_seconds), TTL_REMEDY),
+            "rolling_ttl_seconds": (is_ttl(options.rolling_ttl_seconds), TTL_REMEDY),
+        },
+    )
+    require_loggers(options.loggers)
+
+
+def require(options: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
+    """Raise UserError for the first option whose value is not right: name -> (is it right, what to
+    give).
+    """
+    for name, (is_right, remedy) in rules.items():
+        if not is_right:
+            raise UserError(f"{name}={getattr(options, name)}: give {remedy}")

@@ -1,0 +1,234 @@
+"""The steps of a supervised run: a batch, its gradient, an update, again. The next batch is
+submitted before the results of the one before are there.
+
+Up to `submit_ahead` steps are submitted before the oldest one is waited for. The engine works
+through them in order, so results are the same at any number. An update is submitted only once at
+most `submit_ahead` - 1 earlier steps are unfinished (by default none). So no update is queued
+behind a step that may fail, and the steps before the failure can be saved. Before an evaluation or
+a checkpoint everything submitted is waited for and logged. What is measured or saved after `done`
+steps has seen the batches 0 .. done - 1, each once, and nothing of the next batch.
+
+Batch and learning rate of a step are functions of its number alone.
+"""
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish.errors import UserError
+from planish.processes.interruption import Interrupted
+from planish.runlog.evaluators import Evaluator, TrainingClientEvaluator
+from planish.runlog.spans import Spans
+from planish.supervised.objective import Gradient, Metrics, Objective
+from planish.supervised.types import Batch, SupervisedDataset
+from planish.training.run_loop import RunLoop
+from planish.training.supervised_config import Config
+from planish.types import AdamParams
+
+
+@dataclass(frozen=True)
+class EvalSchedule:
+    """Evaluators that run every so many steps; 0 = never."""
+
+    every: int
+    evaluators: Sequence[Evaluator]
+
+    def is_due(self, step: int, *, is_first_or_last: bool) -> bool:
+        return self.every > 0 and (is_first_or_last or step % self.every == 0)
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A submitted step. Without data there is neither gradient nor update."""
+
+    step: int
+    batch: Batch
+    gradient: Gradient | None
+    update: Any
+    evals: Metrics
+    spans: Spans
+
+    async def is_applied(self) -> bool:
+        """Wait for the update, and return whether the weights have it, as far as is known. A
+        UserError says that they do not.
+        """
+        try:
+            if self.update is not None:
+                await self.update
+        except Exception as error:
+            return not isinstance(error, UserError)
+        return True
+
+
+@dataclass
+class SupervisedLearner:
+    """Takes the steps of one supervised run."""
+
+    loop: RunLoop
+    config: Config
+    dataset: SupervisedDataset
+    objective: Objective
+    schedules: Sequence[EvalSchedule]
+    pending: deque[PendingStep] = field(default_factory=deque)
+    """Steps whose results have not arrived, the oldest first."""
+    weights_ahead_of_record: bool = False
+    """The weights may have more updates than the logged and the pending steps: a step is just
+    becoming pending, or is just being logged.
+    """
+
+    def __post_init__(self) -> None:
+        self.training_client = self.loop.training_client
+        self.epoch: int | None = None
+        """The epoch that the data set is in."""
+        self.last_row = time.perf_counter()
+
+    async def run_steps(self) -> None:
+        """Take all steps, and evaluate the final weights in a row of their own."""
+        loop = self.loop
+        for step in range(loop.done, loop.steps):
+            if loop.interruption.is_asked:
+                await self.drain()
+                raise Interrupted
+            await self.submit_step(step)
+            await self.drain(max_pending=self.config.submit_ahead)
+            # The last step is followed by the final checkpoint.
+            save = loop.due_checkpoint(step + 1) if step + 1 < loop.steps else None
+            if save is not None:
+                await self.drain()
+                await loop.save(save)
+        await self.drain()
+        spans = Spans(loop.trace)
+        evals = await self.evaluate(loop.steps, spans)
+        if evals:
+            self.log_step(loop.steps, {"progress": 1.0, **evals}, spans)
+
+    async def settle_after_error(self) -> bool:
+        """Log the steps that were applied. Return False if an update behind the step that failed
+        was applied as well.
+        """
+        if self.weights_ahead_of_record:
+            return False
+        are_applied = [await pending.is_applied() for pending in self.pending]
+        failed = are_applied.count(False)
+        if any(are_applied[len(self.pending) - failed :]):
+            return False
+        await self.drain(max_pending=failed)
+        return True
+
+    async def submit_step(self, step: int) -> None:
+        """Evaluate if it is time, and submit the step."""
+        spans = Spans(self.loop.trace)
+        evals = await self.evaluate(step, spans)
+        with spans.measure("render"):
+            batch = await asyncio.to_thread(self.batch_of, step)
+        if not batch:
+            if step == 0:
+                raise UserError(
+                    "the first batch has nothing to learn: what is learned lies behind max_length in each of its "
+                    "conversations; give a larger max_length"
+                )
+            self.pending.append(PendingStep(step, batch, None, None, evals, spans))
+            return
+        gradient = await self.objective.submit(self.training_client, batch)
+        await self.drain(max_pending=max(self.config.submit_ahead - 1, 0))
+        self.weights_ahead_of_record = True
+        update = await self.training_client.optim_step_async(self.adam(step))
+        self.pending.append(PendingStep(step, batch, gradient, update, evals, spans))
+        self.weights_ahead_of_record = False
+
+    def batch_of(self, step: int) -> Batch:
+        epoch, index = divmod(step, len(self.dataset))
+        if epoch != self.epoch:
+            self.dataset.set_epoch(epoch)
+            self.epoch = epoch
+        return Batch.of(self.dataset.get_batch(index))
+
+    async def drain(self, max_pending: int = 0) -> None:
+        """Wait for the oldest steps and log each, until at most `max_pending` are pending."""
+        while len(self.pending) > max_pending:
+            pending = self.pending[0]
+            with pending.spans.measure("wait"), self.loop.display.training(pending.step):
+                metrics = await results(pending)
+            self.pending.popleft()
+            step, self.weights_ahead_of_record = pending.step, True
+            row = {
+                "epoch": step // len(self.dataset),
+                "progress": (step + 1) / self.loop.steps,
+                "learning_rate": self.loop.learning_rate(step),
+                **counts(pending.batch),
+                **metrics,
+                **pending.evals,
+            }
+            self.log_step(step, row, pending.spans)
+            self.loop.display.step_done()
+            self.loop.done, self.weights_ahead_of_record = step + 1, False
+
+    async def evaluate(self, step: int, spans: Spans) -> Metrics:
+        """What is due before `step`; after the last step, everything."""
+        is_first_or_last = self.loop.is_first_or_last(step)
+        evaluators = [
+            evaluator
+            for schedule in self.schedules
+            if schedule.is_due(step, is_first_or_last=is_first_or_last)
+            for evaluator in schedule.evaluators
+        ]
+        if not evaluators:
+            return {}
+        await self.drain()
+        sampling_client = None
+
+        async def evaluate_one(evaluator: Evaluator) -> Metrics:
+            nonlocal sampling_client
+            if sampling_client is None and not isinstance(evaluator, TrainingClientEvaluator):
+                sampling_client = (
+                    await self.training_client.save_weights_and_get_sampling_client_async()
+                )
+            return await self.loop.evaluate_one(evaluator, sampling_client)
+
+        return await self.loop.evaluate(step, evaluators, spans, evaluate_one)
+
+    def log_step(self, step: int, metrics: Metrics, spans: Spans) -> None:
+        """Write the row of a step. Its time/total is the time since the row before, because several
+        steps are submitted at once.
+        """
+        now = time.perf_counter()
+        seconds, self.last_row = now - self.last_row, now
+        times = {"time/total": seconds}
+        if "num_tokens" in metrics:
+            times["tokens_per_second/trained"] = metrics["num_tokens"] / seconds
+        self.loop.log_step(step, metrics, spans, times)
+
+    def checkpoint_metadata(self) -> Mapping[str, Any]:
+        return {"epoch": self.loop.done // len(self.dataset)}
+
+    def adam(self, step: int) -> AdamParams:
+        config = self.config
+        return AdamParams(
+            learning_rate=self.loop.learning_rate(step),
+            beta1=config.adam_beta1,
+            beta2=config.adam_beta2,
+            eps=config.adam_eps,
+            weight_decay=config.weight_decay,
+            grad_clip_norm=config.grad_clip_norm,
+        )
+
+
+async def results(pending: PendingStep) -> Metrics:
+    """The metrics of gradient and update, once they have arrived."""
+    if pending.gradient is None:
+        return {}
+    metrics = await pending.gradient.metrics()
+    updated = (await pending.update).metrics
+    return metrics | {f"optim/{name}": value for name, value in updated.items()}
+
+
+def counts(batch: Batch) -> Metrics:
+    return {
+        "num_sequences": len(batch),
+        "num_tokens": sum(datum.model_input.length for datum in batch),
+        "num_truncated": batch.truncated,
+        "num_left_out": batch.left_out,
+    }
