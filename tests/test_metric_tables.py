@@ -5,7 +5,7 @@ import re
 import pytest
 from metric_tables import BEGIN, DOCS, END, PAGES, definition_of, metrics_in, metrics_of
 
-from planish.recipes.grpo import Judgement, Rollout, RolloutGroup, rollout_metrics
+from planish.rl.answers import Answer, AnswerGroup, answer_metrics
 from planish.types import ModelInput
 
 
@@ -66,13 +66,9 @@ def test_no_pattern_hides_behind_an_earlier_one(page):
 
 
 def test_every_metric_of_rl_loop_has_a_definition_of_its_own():
-    rollout = Rollout(
-        [1, 2],
-        [-0.5, -0.1],
-        "stop",
-        Judgement(1.0, {"correct": 1.0, "format": 1.0, "unjudged": 0.0}),
-    )
-    logged = rollout_metrics([RolloutGroup(ModelInput.from_ints([1]), [rollout], 0)])
+    grade = {"correct": 1.0, "format": 1.0, "unjudged": 0.0}
+    answer = Answer([1, 2], [-0.5, -0.1], "stop", 1.0, grade)
+    logged = answer_metrics([AnswerGroup(ModelInput.from_ints([1]), [answer], 0)])
     assert [key for key in logged if definition_of(key) is None] == []
     catch_all = definition_of("env/all/no_such_metric")
     assert [key for key in logged if definition_of(key) is catch_all] == []

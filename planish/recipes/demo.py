@@ -20,26 +20,19 @@ from planish import AdamParams, SamplingParams, ServiceClient
 from planish.completers import derived_seed
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
-from planish.recipes.grpo import (
-    Judgement,
-    RolloutGroup,
-    Stopwatch,
-    rollout_metrics,
-    sample_groups,
-    sampling_entropy,
-    train_step,
-    training_examples,
-)
+from planish.recipes.rl_loop import sample_groups, train_step, training_examples
 from planish.renderers import Renderer, get_renderer, get_text_content
+from planish.rl.answers import AnswerGroup, Metrics, answer_metrics, sampling_entropy
 from planish.runlog.checkpoints import RunCheckpoints, origin_metadata
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory, remove_run
+from planish.runlog.spans import Spans
 from planish.types import SampledSequence
 
 WARM_UP = 4
 RENDERER = "role_colon"
-SHOWN = {
+CONSOLE_METRICS = {
     "reward/total": "reward {:.3f}",
     "optim/kl_sample_train_v2": "kl {:.1e}",
     "time/total": "{:.1f} s",
@@ -135,43 +128,36 @@ def train(config: Config, service_client: Any) -> Path:
                     f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough for a demo"
                 )
                 break
-            watch = Stopwatch.start()
-            sums_P = batch_of(pool, config, step)
-            seeds_P = [derived_seed(config.seed, step, row) for row in range(len(sums_P))]
-            sampling_client = training_client.save_weights_and_get_sampling_client()
-            groups_P = sample(
-                sampling_client,
-                renderer,
-                sums_P,
-                seeds_P,
-                config.group_size,
-                1.0,
-                display,
-                "sampling",
-            )
-            watch.lap("sampling")
+            spans = Spans()
+            with spans.measure("sampling"):
+                sums_P = batch_of(pool, config, step)
+                seeds_P = [derived_seed(config.seed, step, row) for row in range(len(sums_P))]
+                groups_P = sample(
+                    training_client.save_weights_and_get_sampling_client(),
+                    renderer,
+                    sums_P,
+                    seeds_P,
+                    config.group_size,
+                    1.0,
+                    display,
+                    "sampling",
+                )
             display.stage("training")
-            rate = learning_rate(config, step)
-            adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
-            examples_D = training_examples(groups_P, "importance_sampling")
-            metrics = train_step(
-                training_client,
-                examples_D,
-                loss_fn="importance_sampling",
-                loss_fn_config=None,
-                adam=adam,
-            )
-            watch.lap("training")
+            with spans.measure("training"):
+                rate = learning_rate(config, step)
+                adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+                examples_D = training_examples(groups_P, "importance_sampling")
+                metrics = train_step(training_client, examples_D, "importance_sampling", None, adam)
             metrics |= {
                 "reward/total": sum(group.mean_reward for group in groups_P) / len(groups_P),
                 "optim/lr": rate,
                 "optim/entropy": sampling_entropy(groups_P),
-                **rollout_metrics(groups_P),
-                **watch.metrics(),
+                **answer_metrics(groups_P),
+                **spans.metrics(),
             }
             trained_seconds += metrics["time/total"]
             run.log(step, metrics)
-            display.step_done(step_line(step, config.steps, metrics, SHOWN))
+            display.step_done(step_line(step, config.steps, metrics, CONSOLE_METRICS))
         after = accuracy(
             training_client.save_weights_and_get_sampling_client(), renderer, tests, display
         )
@@ -217,21 +203,21 @@ def sample(
     temperature: float,
     display: StepDisplay,
     stage: str,
-) -> list[RolloutGroup]:
+) -> list[AnswerGroup]:
     display.stage(stage, len(sums_P))
     # An answer is one line: what a model says after it would only be noise in the gradient.
     params = SamplingParams(max_tokens=8, temperature=temperature, stop=["\n"])
     prompts_P = [renderer.build_generation_prompt(conversation(problem)) for problem in sums_P]
 
-    def judge(index: int, sequence: SampledSequence) -> Judgement:
+    def grade(p: int, sequence: SampledSequence) -> tuple[float, Metrics]:
         text = get_text_content(renderer.parse_response(sequence.tokens).message)
-        correct = float(text.strip() == sums_P[index].answer)
-        return Judgement(correct, {"correct": correct})
+        correct = float(text.strip() == sums_P[p].answer)
+        return correct, {"correct": correct}
 
     return sample_groups(
         sampling_client,
         prompts_P,
-        judge,
+        grade,
         group_size=group_size,
         params=params,
         seeds_P=seeds_P,

@@ -1,66 +1,57 @@
 """GRPO on questions with known answers: the whole run, from a dataset to a reward curve.
 
-    python -m planish.recipes.rl_loop                                   the embedded model, GSM8K
-        from the hub
-    python -m planish.recipes.rl_loop dataset=DIRECTORY max_steps=50    train.jsonl and test.jsonl
-        of your own
-    python -m planish.recipes.rl_loop preset=seed                       sizes and model of the
-        published recipe
+    python -m planish.recipes.rl_loop                  the embedded model, GSM8K from the hub
+    python -m planish.recipes.rl_loop dataset=DIR      train.jsonl and test.jsonl of your own
+    python -m planish.recipes.rl_loop preset=seed      sizes and model of the published recipe
 
-Each step takes the next `batch_size` problems, samples `group_size` answers to each from the
-current weights, rewards an answer with 1 if its box holds the right answer and 0 if not, and makes
-one gradient step (planish/recipes/grpo.py). The same command started again goes on after the last
-checkpoint, with each step in metrics.jsonl exactly once.
+Each step takes the next `batch_size` problems and samples `group_size` answers to each from the
+current weights. An answer is rewarded with 1 if its box holds the right result, and with 0 if not.
+The advantage of an answer is its reward minus the mean reward of its group. There is no division by
+the standard deviation, which would favour problems that are nearly always or nearly never solved
+(Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal teaches nothing and is left out.
+The sampled tokens and their logprobs go to the trainer as they are; no text is tokenised again.
+The same command started again resumes after the last checkpoint, and metrics.jsonl has each step
+exactly once. Left out on purpose: environments of several turns, asynchronous rollouts, KL
+penalties. This is the loop to read first.
 
-Left out on purpose: environments of several turns, asynchronous rollouts, KL penalties. This is the
-loop to read first.
+Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import chz
 
-from planish import AdamParams, SamplingParams, ServiceClient
+from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
 from planish.model.sources import DEFAULT_MODEL
-from planish.processes.interruption import Interrupted, StopRequest
+from planish.processes.interruption import StopRequest
 from planish.recipes import training_run
-from planish.recipes.grpo import (
-    Judgement,
-    Metrics,
-    RolloutGroup,
-    Stopwatch,
-    rollout_metrics,
-    sample_groups,
-    sampling_entropy,
-    train_step,
-    training_examples,
-)
 from planish.renderers import Renderer, get_text_content
-from planish.runlog.checkpoints import (
-    RunCheckpoints,
-    choose_renderer,
-    origin_metadata,
-    start_training,
-)
+from planish.rl.answers import Answer, AnswerGroup, answer_datum, answer_metrics, policy_gap
+from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, save_when_stopped
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
+from planish.runlog.spans import Spans
 from planish.training.rl_config import RL_LOSSES
-from planish.types import TTL_REMEDY, SampledSequence, is_ttl
+from planish.training.run_loop import start_run
+from planish.training.run_options import CheckpointOptions, StartOptions
+from planish.types import TTL_REMEDY, SampledSequence, is_ttl, with_seed
 
+Metrics = dict[str, float]
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {"model_name": "Qwen/Qwen3-8B", "batch_size": 128, "group_size": 16},
 }
-MAY_CHANGE = ("base_url", "max_steps", "save_every", "ttl_seconds")
+RESUMABLE_OPTIONS = ("base_url", "max_steps", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed."""
-SHOWN = {
+CONSOLE_METRICS = {
     "reward/total": "reward {:.3f}",
     "test/env/all/correct": "test {:.3f}",
     "env/all/by_group/frac_mixed": "mixed groups {:.0%}",
@@ -70,7 +61,7 @@ SHOWN = {
 
 
 @chz.chz
-class Config:
+class Config(CheckpointOptions, StartOptions):
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -78,26 +69,15 @@ class Config:
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     batch_size: int = chz.field(default=16, doc="problems a step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
     learning_rate: float = 4e-5
-    lora_rank: int = 32
     max_tokens: int = chz.field(default=256, doc="longest answer")
     temperature: float = chz.field(
         default=1.0, doc="of sampling; the loss is computed at the same one"
     )
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
-    seed: int = 0
     max_steps: int | None = chz.field(default=None, doc="none = once through the data")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
     eval_problems: int = chz.field(
         default=0, doc="test problems answered greedily before and after; 0 = none"
     )
@@ -113,79 +93,56 @@ def main(config: Config) -> Path:
         return train(config, service_client)
 
 
-def train(config: Config, service_client: Any) -> Path:
-    problems = load_problems(config.dataset, "train")
-    tests = (
-        load_problems(config.dataset, "test")[: config.eval_problems]
-        if config.eval_problems
-        else []
-    )
-    steps = len(problems) // config.batch_size
+def train(config: Config, service_client: ServiceClient) -> Path:
+    problems, tests = load_problems(config.dataset, "train"), []
+    if config.eval_problems:
+        tests = load_problems(config.dataset, "test")[: config.eval_problems]
+    all_steps = len(problems) // config.batch_size
     training_run.require(
-        config, batch_size=(steps > 0, f"at most {len(problems)}, the number of training problems")
+        config,
+        batch_size=(all_steps > 0, f"at most {len(problems)}, the number of training problems"),
     )
-    steps = steps if config.max_steps is None else min(steps, config.max_steps)
+    steps = all_steps if config.max_steps is None else min(all_steps, config.max_steps)
     with (
-        RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run,
+        RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run,
         Grader() as grader,
     ):
-        start = start_training(
-            service_client,
-            run,
-            model_name=config.model_name,
-            lora_rank=config.lora_rank,
-            seed=config.seed,
-            load_checkpoint_path=config.load_checkpoint_path,
-            data_size=len(problems),
-            user_metadata=origin_metadata("rl_loop", config.renderer_name),
-        )
+        start = start_run(config, service_client, run, len(problems), "rl_loop")
         if start.batch >= steps:
             draw(config, run)
-            is_all = start.batch == len(problems) // config.batch_size
+            is_all = start.batch == all_steps
             remedy = "that is once through the data" if is_all else "give more max_steps to go on"
             print(f"{run.path}: all {start.batch} steps are done; {remedy}")
             return run.path
         run.resume_at(start.batch)
-        training_client = start.training_client
+        client = start.training_client
         checkpoints = RunCheckpoints.after(start, run, config.ttl_seconds)
-        renderer = choose_renderer(
-            config.renderer_name, config.model_name, training_client.get_tokenizer()
-        )
-        with StepDisplay(steps, start.batch) as display, StopRequest(display.say) as stop:
+        renderer = choose_renderer(config.renderer_name, config.model_name, client.get_tokenizer())
+        with (
+            StepDisplay(steps, start.batch) as display,
+            save_when_stopped(checkpoints, display) as stop,
+        ):
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
             )
-            loop = Loop(config, training_client, renderer, grader, display, stop)
-            done = saved = start.batch
-            try:
-                for step in range(start.batch, steps):
-                    if config.save_every and step % config.save_every == 0 and step > start.batch:
-                        checkpoints.state_only(step)
-                        saved = step
-                    # A run that was finished ended in a test, whose row makes place for this step's.
-                    is_first = step == 0 or (step == start.batch and start.was_finished)
-                    is_test_due = is_first or (
-                        config.eval_every > 0 and step % config.eval_every == 0
-                    )
-                    batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
-                    metrics = loop.step(step, batch, tests if is_test_due else [])
-                    metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
-                    run.log(step, metrics)
-                    display.step_done(step_line(step, steps, metrics, SHOWN))
-                    done = step + 1
-                if tests:
-                    metrics = loop.test(
-                        training_client.save_weights_and_get_sampling_client(), tests
-                    )
-                    run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
-                    display.say(step_line(steps, steps, metrics, SHOWN))
-            except Interrupted:
-                if done > saved:
-                    checkpoints.state_only(done)
-                display.say(
-                    f"stopped after {done} of {steps} steps; the same command goes on from there"
-                )
-                raise stop.ending from None
+            runner = StepRunner(config, client, renderer, grader, display, stop)
+            for step in range(start.batch, steps):
+                if config.save_every and step % config.save_every == 0 and step > start.batch:
+                    checkpoints.state_only(step)
+                # The final test of a finished run has the number of this step, and its row was
+                # dropped, so the test is done again.
+                is_test_due = step == 0 or (step == start.batch and start.was_finished)
+                if config.eval_every > 0 and step % config.eval_every == 0:
+                    is_test_due = True
+                batch = problems[step * config.batch_size : (step + 1) * config.batch_size]
+                metrics = runner.step(step, batch, tests if is_test_due else [])
+                metrics |= {"progress/batch": step, "progress/done_frac": (step + 1) / steps}
+                run.log(step, metrics)
+                display.step_done(step_line(step, steps, metrics, CONSOLE_METRICS))
+            if tests:
+                metrics = runner.evaluate(client.save_weights_and_get_sampling_client(), tests)
+                run.log(steps, {"progress/batch": steps, "progress/done_frac": 1.0, **metrics})
+                display.say(step_line(steps, steps, metrics, CONSOLE_METRICS))
             record = checkpoints.final(steps)
             draw(config, run)
             display.say(
@@ -194,161 +151,197 @@ def train(config: Config, service_client: Any) -> Path:
         return run.path
 
 
-class Loop:
+@dataclass
+class StepRunner:
     """What one step needs besides its problems."""
 
-    def __init__(
-        self,
-        config: Config,
-        training_client: Any,
-        renderer: Renderer,
-        grader: Grader,
-        display: StepDisplay,
-        stop: StopRequest,
-    ) -> None:
-        self.config = config
-        self.training_client = training_client
-        self.renderer = renderer
-        self.grader = grader
-        self.display = display
-        self.stop = stop
-        self.adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    config: Config
+    training_client: Any
+    renderer: Renderer
+    grader: Grader
+    display: StepDisplay
+    stop: StopRequest
 
     def step(self, step: int, problems_P: Sequence[Problem], tests: Sequence[Problem]) -> Metrics:
         """Sample, grade and train on one batch; before that answer `tests`, if there are any."""
-        config, watch = self.config, Stopwatch.start()
+        config, spans, test_metrics = self.config, Spans(), {}
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
-        test_metrics = self.test(sampling_client, tests) if tests else {}
         if tests:
-            watch.lap("evaluation")
-        seeds_P = [derived_seed(config.seed, step, row) for row in range(len(problems_P))]
-        groups_P = self.sample(
-            sampling_client,
-            problems_P,
-            seeds_P,
-            "sampling",
-            config.group_size,
-            temperature=config.temperature,
-        )
-        sampling_seconds = watch.lap("sampling")
+            with spans.measure("evaluation"):
+                test_metrics = self.evaluate(sampling_client, tests)
+        with spans.measure("sampling"):
+            seeds_P = [derived_seed(config.seed, step, index) for index in range(len(problems_P))]
+            groups_P = self.sample(sampling_client, problems_P, seeds_P, config.group_size)
         self.display.stage("training")
-        examples_D = training_examples(groups_P, config.loss_fn)
-        training_metrics = train_step(
-            self.training_client,
-            examples_D,
-            loss_fn=config.loss_fn,
-            loss_fn_config=loss_config(config),
-            adam=self.adam,
-        )
-        training_seconds = watch.lap("training")
-        sampled = sum(len(rollout.tokens_T) for group in groups_P for rollout in group.rollouts_G)
-        trained = sum(example.datum.model_input.length for example in examples_D)
+        with spans.measure("training"):
+            # Answers sampled at another temperature are on-policy only if the loss scales its
+            # logits alike.
+            scale = None if config.temperature == 1.0 else {"temperature": config.temperature}
+            adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
+            examples_D = training_examples(groups_P, config.loss_fn)
+            training_metrics = train_step(
+                self.training_client, examples_D, config.loss_fn, scale, adam
+            )
+        times = spans.metrics()
+        answers = [answer for group in groups_P for answer in group.answers_G]
+        logprobs = [logprob for answer in answers for logprob in answer.logprobs_T]
+        trained = sum(datum.model_input.length for _, datum in examples_D)
         return {
             "reward/total": sum(group.mean_reward for group in groups_P) / len(groups_P),
             "optim/lr": config.learning_rate,
-            "optim/entropy": sampling_entropy(groups_P),
+            "optim/entropy": -sum(logprobs) / len(logprobs),
             **training_metrics,
-            **rollout_metrics(groups_P),
+            **answer_metrics(groups_P),
             **test_metrics,
-            "tokens/sampled": sampled,
+            "tokens/sampled": len(logprobs),
             "tokens/trained": trained,
-            "tokens_per_second/sampled": sampled / sampling_seconds,
-            "tokens_per_second/trained": trained / training_seconds,
-            **watch.metrics(),
+            "tokens_per_second/sampled": len(logprobs) / times["time/sampling"],
+            "tokens_per_second/trained": trained / times["time/training"],
+            **times,
         }
 
-    def test(self, sampling_client: Any, problems: Sequence[Problem]) -> Metrics:
+    def evaluate(self, sampling_client: Any, problems: Sequence[Problem]) -> Metrics:
         """One greedy answer to each problem, as test/env/all/..."""
-        groups = self.sample(
-            sampling_client, problems, [0] * len(problems), "testing", 1, temperature=0.0
-        )
-        return rollout_metrics(groups, "test/env/all")
+        groups = self.sample(sampling_client, problems, [0] * len(problems), 1, is_test=True)
+        return answer_metrics(groups, "test/env/all")
 
     def sample(
         self,
         sampling_client: Any,
         problems_P: Sequence[Problem],
         seeds_P: Sequence[int],
-        stage: str,
         group_size: int,
-        *,
-        temperature: float,
-    ) -> list[RolloutGroup]:
-        self.display.stage(stage, len(problems_P))
-        with self.stop.at_once():  # answers that are not trained on may be left undone
+        is_test: bool = False,
+    ) -> list[AnswerGroup]:
+        self.display.stage("testing" if is_test else "sampling", len(problems_P))
+        build = self.renderer.build_generation_prompt
+        params = SamplingParams(
+            max_tokens=self.config.max_tokens,
+            temperature=0.0 if is_test else self.config.temperature,
+            stop=self.renderer.get_stop_sequences(),
+        )
+        # Ctrl-C ends the sampling at once: answers that are not trained on yet may be lost.
+        with self.stop.at_once():
             return sample_groups(
                 sampling_client,
-                [
-                    self.renderer.build_generation_prompt(problem_prompt(problem))
-                    for problem in problems_P
-                ],
-                lambda index, sequence: judge(
-                    self.renderer, self.grader, problems_P[index], sequence
-                ),
+                [build(problem_prompt(problem)) for problem in problems_P],
+                lambda p, answer: grade_answer(self.renderer, self.grader, problems_P[p], answer),
                 group_size=group_size,
-                params=SamplingParams(
-                    max_tokens=self.config.max_tokens,
-                    temperature=temperature,
-                    stop=self.renderer.get_stop_sequences(),
-                ),
+                params=params,
                 seeds_P=seeds_P,
                 on_group=self.display.advance,
             )
 
 
-def draw(config: Config, run: RunDirectory) -> None:
-    draw_curve(
-        run.path / "reward.png",
-        run.metrics(),
-        title=f"GRPO: {config.model_name} on {config.dataset}",
-    )
+def sample_groups(
+    sampling_client: Any,
+    prompts_P: Sequence[ModelInput],
+    grade: Callable[[int, SampledSequence], tuple[float, Metrics]],
+    *,
+    group_size: int,
+    params: SamplingParams,
+    seeds_P: Sequence[int],
+    on_group: Callable[[], None],
+) -> list[AnswerGroup]:
+    """`group_size` answers to each prompt, with all requests in flight at once. `grade(p, sequence)`
+    returns reward and metrics of an answer to prompt p.
+    """
+    futures_P = [
+        sampling_client.sample(
+            prompt=prompt, num_samples=group_size, sampling_params=with_seed(params, seed)
+        )
+        for prompt, seed in zip(prompts_P, seeds_P, strict=True)
+    ]
+    groups_P = []
+    for p, future in enumerate(futures_P):
+        response = future.result()
+        answers_G = [
+            Answer(sequence.tokens, sequence.logprobs, sequence.stop_reason, *grade(p, sequence))
+            for sequence in response.sequences
+        ]
+        groups_P.append(AnswerGroup(prompts_P[p], answers_G, response.prompt_cache_hit_tokens))
+        on_group()
+    return groups_P
 
 
-def judge(
+def grade_answer(
     renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence
-) -> Judgement:
-    """1 for the right answer in a box, else 0; an answer that cannot be judged is counted in
-    env/all/unjudged.
+) -> tuple[float, Metrics]:
+    """Reward 1 for the right result in a box, else 0. An answer that the grader cannot judge counts
+    as wrong, and is counted in env/all/unjudged.
     """
     text = get_text_content(renderer.parse_response(sequence.tokens).message)
     try:
         grade = grader.grade(text, problem.answer)
     except GradingError:
-        return Judgement(0.0, {"correct": 0.0, "format": 1.0, "unjudged": 1.0})
-    correct = float(grade.correct)
-    return Judgement(
-        correct, {"correct": correct, "format": float(grade.boxed is not None), "unjudged": 0.0}
-    )
+        return 0.0, {"correct": 0.0, "format": 1.0, "unjudged": 1.0}
+    correct, has_box = float(grade.correct), float(grade.boxed is not None)
+    return correct, {"correct": correct, "format": has_box, "unjudged": 0.0}
 
 
-def loss_config(config: Config) -> Mapping[str, float] | None:
-    """Rollouts at another temperature are on-policy only if the loss scales its logits alike."""
-    return None if config.temperature == 1.0 else {"temperature": config.temperature}
+def training_examples(groups_P: Sequence[AnswerGroup], loss_fn: str) -> list[tuple[Answer, Datum]]:
+    """A datum for each answer of the groups that teach something. Its advantage is its reward minus
+    the mean of the group.
+    """
+    examples_D = []
+    for group in groups_P:
+        if not group.is_constant:
+            for answer in group.answers_G:
+                advantage = answer.reward - group.mean_reward
+                datum = answer_datum(
+                    group.prompt, answer.tokens_T, answer.logprobs_T, advantage, loss_fn
+                )
+                examples_D.append((answer, datum))
+    return examples_D
+
+
+def train_step(
+    training_client: Any,
+    examples_D: Sequence[tuple[Answer, Datum]],
+    loss_fn: str,
+    loss_fn_config: Mapping[str, float] | None,
+    adam: AdamParams,
+) -> Metrics:
+    """One gradient step. {} if there is nothing to learn from."""
+    if not examples_D:
+        return {}
+    data = [datum for _, datum in examples_D]
+    # Both operations are submitted before either is waited for, so the engine is never idle.
+    backward = training_client.forward_backward(data, loss_fn, loss_fn_config=loss_fn_config)
+    update = training_client.optim_step(adam)
+    output = backward.result()
+    metrics = output.metrics | update.result().metrics
+    trained_D = [tensors["logprobs"].tolist() for tensors in output.loss_fn_outputs]
+    return {
+        **{f"optim/{name}": value for name, value in metrics.items()},
+        **policy_gap([answer.logprobs_T for answer, _ in examples_D], trained_D),
+    }
+
+
+def draw(config: Config, run: RunDirectory) -> None:
+    title = f"GRPO: {config.model_name} on {config.dataset}"
+    draw_curve(run.path / "reward.png", run.metrics(), title=title)
 
 
 def check(config: Config) -> None:
     """UserError for an option that cannot be right, before anything is loaded."""
+    whole, steps = "a whole number of at least 1", config.max_steps
+    needs_problems = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
     training_run.require(
         config,
-        batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
+        batch_size=(config.batch_size >= 1, whole),
         group_size=(config.group_size >= 2, "at least 2: answers are compared within their group"),
-        max_tokens=(config.max_tokens >= 1, "a whole number of at least 1"),
+        max_tokens=(config.max_tokens >= 1, whole),
         temperature=(
             0 < config.temperature < math.inf,
             "a number above 0: greedy answers to a problem are all the same",
         ),
         loss_fn=(config.loss_fn in RL_LOSSES, f"one of {', '.join(RL_LOSSES)}"),
-        max_steps=(
-            config.max_steps is None or config.max_steps >= 1,
-            "a whole number of at least 1",
-        ),
+        max_steps=(steps is None or steps >= 1, whole),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_every=(
-            config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0),
-            "eval_problems too",
-        ),
+        eval_every=(needs_problems, "eval_problems too"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 

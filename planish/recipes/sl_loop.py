@@ -1,9 +1,7 @@
 """Supervised training on conversations, or on the worked solutions of questions.
 
-    python -m planish.recipes.sl_loop dataset=DIRECTORY max_steps=50    rows with "messages", or
-        "question" and "answer"
-    python -m planish.recipes.sl_loop preset=seed                       sizes and model of the
-        published recipe
+    python -m planish.recipes.sl_loop dataset=DIR      rows with "messages", or "question" and "answer"
+    python -m planish.recipes.sl_loop preset=seed      sizes and model of the published recipe
 
 A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its
 assistant messages are learned. A row with only "question" and "answer" becomes the prompt that
@@ -27,21 +25,17 @@ from planish.datasets.gsm8k import problem_prompt, read_problem
 from planish.datasets.rows import load_rows
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.processes.interruption import Interrupted, StopRequest
 from planish.recipes import training_run
-from planish.recipes.grpo import Metrics, Stopwatch
 from planish.renderers import Renderer, TrainOnWhat, datum_from_weights
-from planish.runlog.checkpoints import (
-    RunCheckpoints,
-    choose_renderer,
-    origin_metadata,
-    start_training,
-)
+from planish.runlog.checkpoints import RunCheckpoints, choose_renderer, save_when_stopped
 from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory
+from planish.runlog.spans import Spans
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import check_rows
+from planish.training.run_loop import start_run
+from planish.training.run_options import CheckpointOptions, StartOptions
 from planish.types import TTL_REMEDY, ForwardBackwardOutput, is_ttl
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -53,11 +47,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         "max_length": 32768,
     },
 }
+Metrics = dict[str, float]
 LEARNED = TrainOnWhat.ALL_ASSISTANT_MESSAGES
-MAY_CHANGE = ("base_url", "save_every", "ttl_seconds")
+RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
 """Options that may differ when a run is resumed; not max_steps, by which the learning rate falls.
 """
-SHOWN = {
+CONSOLE_METRICS = {
     "train_mean_nll": "nll {:.4f}",
     "test/nll": "test nll {:.4f}",
     "optim/lr": "lr {:.1e}",
@@ -66,7 +61,7 @@ SHOWN = {
 
 
 @chz.chz
-class Config:
+class Config(CheckpointOptions, StartOptions):
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -74,24 +69,13 @@ class Config:
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
-    load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
-    )
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     batch_size: int = chz.field(default=16, doc="examples a step")
     learning_rate: float = chz.field(default=2e-4, doc="of the first step; falls linearly to 0")
-    lora_rank: int = 32
     max_length: int = chz.field(
         default=1024, doc="longest example in tokens; what is beyond is cut off and counted"
     )
     num_epochs: int = 1
-    seed: int = 0
     max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
-    ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
-    )
     eval_examples: int = chz.field(
         default=0, doc="test examples whose nll is measured before and after; 0 = none"
     )
@@ -117,17 +101,8 @@ def train(config: Config, service_client: Any) -> Path:
     )
     steps = config.num_epochs * batches
     steps = steps if config.max_steps is None else min(steps, config.max_steps)
-    with RunDirectory(config.log_path, chz.asdict(config), may_change=MAY_CHANGE) as run:
-        start = start_training(
-            service_client,
-            run,
-            model_name=config.model_name,
-            lora_rank=config.lora_rank,
-            seed=config.seed,
-            load_checkpoint_path=config.load_checkpoint_path,
-            data_size=len(conversations),
-            user_metadata=origin_metadata("sl_loop", config.renderer_name),
-        )
+    with RunDirectory(config.log_path, chz.asdict(config), may_change=RESUMABLE_OPTIONS) as run:
+        start = start_run(config, service_client, run, len(conversations), "sl_loop")
         if start.batch >= steps:
             draw(config, run)
             print(f"{run.path}: all {start.batch} steps are done")
@@ -140,56 +115,48 @@ def train(config: Config, service_client: Any) -> Path:
         )
         check_data(conversations, renderer, config, "train")
         check_data(tests, renderer, config, "test")
-        with StepDisplay(steps, start.batch) as display, StopRequest(display.say) as stop:
+        with (
+            StepDisplay(steps, start.batch) as display,
+            save_when_stopped(checkpoints, display) as stop,
+        ):
             display.say(
                 f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
             )
-            done = saved = start.batch
-            try:
-                for step in range(start.batch, steps):
-                    stop.check()
-                    if config.save_every and step % config.save_every == 0 and step > start.batch:
-                        checkpoints.state_only(step)
-                        saved = step
-                    test_metrics = (
-                        test(training_client, tests, renderer, config)
-                        if tests and step == 0
-                        else {}
-                    )
-                    epoch, batch = divmod(step, batches)
-                    chosen = epoch_order(len(conversations), config.seed, epoch)[
-                        batch * config.batch_size :
-                    ][: config.batch_size]
-                    display.stage("training")
-                    metrics = train_step(
-                        training_client,
-                        [conversations[i] for i in chosen],
-                        renderer,
-                        config,
-                        1 - step / steps,
-                    )
-                    metrics |= {
-                        "progress/batch": step,
-                        "progress/done_frac": (step + 1) / steps,
-                        "epoch": epoch,
-                        **test_metrics,
-                    }
-                    run.log(step, metrics)
-                    display.step_done(step_line(step, steps, metrics, SHOWN))
-                    done = step + 1
-                if tests:
-                    run.log(
-                        steps,
-                        {"progress/batch": steps, **test(training_client, tests, renderer, config)},
-                    )
-                    display.say(step_line(steps, steps, run.metrics()[-1], SHOWN))
-            except Interrupted:
-                if done > saved:
-                    checkpoints.state_only(done)
-                display.say(
-                    f"stopped after {done} of {steps} steps; the same command goes on from there"
+            for step in range(start.batch, steps):
+                stop.check()
+                if config.save_every and step % config.save_every == 0 and step > start.batch:
+                    checkpoints.state_only(step)
+                test_metrics = (
+                    evaluate(training_client, tests, renderer, config)
+                    if tests and step == 0
+                    else {}
                 )
-                raise stop.ending from None
+                epoch, batch = divmod(step, batches)
+                chosen = epoch_order(len(conversations), config.seed, epoch)[
+                    batch * config.batch_size :
+                ][: config.batch_size]
+                display.stage("training")
+                metrics = train_step(
+                    training_client,
+                    [conversations[i] for i in chosen],
+                    renderer,
+                    config,
+                    1 - step / steps,
+                )
+                metrics |= {
+                    "progress/batch": step,
+                    "progress/done_frac": (step + 1) / steps,
+                    "epoch": epoch,
+                    **test_metrics,
+                }
+                run.log(step, metrics)
+                display.step_done(step_line(step, steps, metrics, CONSOLE_METRICS))
+            if tests:
+                run.log(
+                    steps,
+                    {"progress/batch": steps, **evaluate(training_client, tests, renderer, config)},
+                )
+                display.say(step_line(steps, steps, run.metrics()[-1], CONSOLE_METRICS))
             record = checkpoints.final(steps)
             draw(config, run)
             display.say(
@@ -210,12 +177,13 @@ def train_step(
 
     A batch of which nothing is left changes nothing.
     """
-    watch = Stopwatch.start()
-    examples = render(batch, renderer, config.max_length)
-    data = examples.data
+    spans = Spans()
     rate = config.learning_rate * remaining
-    learned = learn(training_client, data, rate) if data else {}
-    watch.lap("training")
+    with spans.measure("training"):
+        examples = render(batch, renderer, config.max_length)
+        data = examples.data
+        learned = learn(training_client, data, rate) if data else {}
+    times = spans.metrics()
     tokens = sum(datum.model_input.length for datum in data)
     return {
         "optim/lr": rate,
@@ -224,9 +192,9 @@ def train_step(
         "num_loss_tokens": sum(sum(datum.loss_fn_inputs["weights"].tolist()) for datum in data),
         "num_truncated": examples.truncated,
         "num_left_out": examples.left_out,
-        "tokens_per_second/trained": tokens / watch.seconds["training"],
+        "tokens_per_second/trained": tokens / times["time/training"],
         **learned,
-        **watch.metrics(),
+        **times,
     }
 
 
@@ -242,9 +210,10 @@ def learn(training_client: Any, data: Sequence[Datum], rate: float) -> Metrics:
     return {"train_mean_nll": mean_nll(data, output), **served}
 
 
-def test(
+def evaluate(
     training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config
 ) -> Metrics:
+    """The nll of `tests` under the present weights."""
     data = render(tests, renderer, config.max_length).data
     return {"test/nll": mean_nll(data, training_client.forward(data, "cross_entropy").result())}
 

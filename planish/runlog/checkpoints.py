@@ -12,7 +12,8 @@ files are damaged, is passed over for the one before.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -25,7 +26,9 @@ from planish.errors import (
     as_user_errors,
 )
 from planish.files import short_path
+from planish.processes.interruption import Interrupted, StopRequest
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
+from planish.runlog.console import StepDisplay
 from planish.runlog.run_directory import CheckpointRecord, RunDirectory, checkpoint_of
 
 logger = logging.getLogger(__name__)
@@ -159,6 +162,8 @@ class RunCheckpoints:
     """Needed for rolling checkpoints, to delete them."""
     data_size: int | None = None
     """Of the data set; None says nothing of it."""
+    saved: int = 0
+    """Batches that the newest state has seen."""
     _rolling: str | None = None
     """The rolling state that is there."""
 
@@ -179,6 +184,7 @@ class RunCheckpoints:
             rolling_ttl_seconds,
             service_client,
             start.data_size,
+            start.batch,
         )
         if start.record is not None and start.record.extra.get("rolling"):
             checkpoints._rolling = start.record.state_path
@@ -248,6 +254,7 @@ class RunCheckpoints:
             extra={DATA_SIZE: self.data_size, **extra},
         )
         self.run.log_checkpoint(record)
+        self.saved = batch
         self._delete_rolling()
         return record
 
@@ -260,3 +267,21 @@ class RunCheckpoints:
                 ).result()
             except PlanishError as error:  # it has expired, or will
                 logger.info("%s was not deleted: %s", path, error)
+
+
+@contextmanager
+def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iterator[StopRequest]:
+    """For a loop without asyncio. Within the block the first Ctrl-C or SIGTERM ends the loop at its
+    next check. The steps that `display` counts as done are saved, and the exception that ends the
+    program is raised.
+    """
+    with StopRequest(display.say) as stop:
+        try:
+            yield stop
+        except Interrupted:
+            if display.done > checkpoints.saved:
+                checkpoints.state_only(display.done)
+            display.say(
+                f"stopped after {display.done} of {display.steps} steps; the same command goes on from there"
+            )
+            raise stop.ending from None

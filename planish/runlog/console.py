@@ -103,7 +103,7 @@ class StepDisplay:
         self.console = console or Console(highlight=False)
         self.steps = steps
         self._unit = unit
-        self._done = done
+        self.done = done
         self._interval = interval
         self._clock = clock
         self._progress = Progress(
@@ -181,9 +181,9 @@ class StepDisplay:
 
     def step_done(self, line: str | None = None) -> None:
         self._end_current()
-        self._done += 1
+        self.done += 1
         self._last_line = self._clock()
-        self._progress.update(self._run, completed=self._done, detail=f"{self._done}/{self.steps}")
+        self._progress.update(self._run, completed=self.done, detail=f"{self.done}/{self.steps}")
         if line is not None:
             self.say(line)
 
@@ -195,7 +195,7 @@ class StepDisplay:
         """What is under way, as one line; "" if nothing is."""
         stages = [stage.status() for stage in list(self._open) if stage.is_open]
         return (
-            " | ".join([f"{self._done} of {self.steps} {self._unit} done", *stages])
+            " | ".join([f"{self.done} of {self.steps} {self._unit} done", *stages])
             if stages
             else ""
         )

@@ -33,7 +33,7 @@ from planish.runlog.metrics_log import MetricLog, open_metric_logs
 from planish.runlog.provenance import code_diff
 from planish.runlog.run_directory import CODE_DIFF, CheckpointRecord, RunDirectory
 from planish.runlog.spans import Spans, TraceFile
-from planish.training.run_options import RunOptions
+from planish.training.run_options import RunOptions, StartOptions
 from planish.training.schedules import learning_rate_at
 
 Metrics = dict[str, float]
@@ -196,6 +196,26 @@ class RunLoop:
             )
 
 
+def start_run(
+    options: StartOptions,
+    service_client: Any,
+    run: RunDirectory,
+    data_size: int,
+    recipe_name: str | None,
+) -> Start:
+    """Begin a run, or resume it from its newest checkpoint: `start_training` with the options."""
+    return start_training(
+        service_client,
+        run,
+        model_name=options.model_name,
+        lora_rank=options.lora_rank,
+        seed=options.seed,
+        load_checkpoint_path=options.load_checkpoint_path,
+        data_size=data_size,
+        user_metadata=origin_metadata(recipe_name, options.renderer_name),
+    )
+
+
 async def with_service_client(
     run: Callable[[Options, Any], Awaitable[Path]], options: Options, service_client: Any
 ) -> Path:
@@ -232,15 +252,7 @@ async def run_training(
     """
     with RunDirectory(options.log_path, config, may_change=may_change) as run:
         start = await asyncio.to_thread(
-            start_training,
-            service_client,
-            run,
-            model_name=options.model_name,
-            lora_rank=options.lora_rank,
-            seed=options.seed,
-            load_checkpoint_path=options.load_checkpoint_path,
-            data_size=data_size,
-            user_metadata=origin_metadata(options.recipe_name, options.renderer_name),
+            start_run, options, service_client, run, data_size, options.recipe_name
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
             print(f"{run.path}: all {start.batch} steps are done{remedy}")

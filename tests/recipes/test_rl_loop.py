@@ -11,8 +11,8 @@ from fake_service import GAP, LOGPROB, Killed
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import rl_loop
-from planish.recipes.grpo import answer_datum
 from planish.recipes.training_run import read_options
+from planish.rl.answers import answer_datum
 from planish.types import ModelInput
 
 

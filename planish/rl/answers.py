@@ -1,0 +1,147 @@
+"""Groups of single answers: for loops that sample and grade by themselves, without environments.
+
+Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.errors import UserError
+from planish.rl.data_processing import LOSS_MASKS
+from planish.types import Datum, EncodedTextChunk, ModelInput
+
+Metrics = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A sampled answer with its grade."""
+
+    tokens_T: list[int]
+    logprobs_T: list[float]
+    stop_reason: str
+    reward: float
+    metrics: Mapping[str, float]
+    """Reported as env/all/NAME, the mean over answers."""
+
+
+@dataclass(frozen=True)
+class AnswerGroup:
+    """All answers to one problem."""
+
+    prompt: ModelInput
+    answers_G: list[Answer]
+    cached_prompt_tokens: int
+
+    @property
+    def rewards_G(self) -> list[float]:
+        return [answer.reward for answer in self.answers_G]
+
+    @property
+    def mean_reward(self) -> float:
+        return sum(self.rewards_G) / len(self.rewards_G)
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all rewards are equal, so that the group teaches nothing."""
+        return len(set(self.rewards_G)) == 1
+
+
+def answer_datum(
+    prompt: ModelInput,
+    tokens_T: Sequence[int] | np.ndarray,
+    logprobs_T: Sequence[float] | np.ndarray,
+    advantage: float,
+    loss_fn: str = "importance_sampling",
+) -> Datum:
+    """Prompt and sampled answer as one sequence, shifted: position i reads token i and is scored on
+    token i + 1.
+
+    The prompt's own positions have advantage 0, so their targets and logprobs do not matter.
+    """
+    if not isinstance(prompt, ModelInput):
+        raise UserError(f"prompt is a {type(prompt).__name__}; give ModelInput.from_ints(tokens)")
+    before = prompt.length - 1
+    inputs = {
+        "target_tokens": [*[0] * before, *tokens_T],
+        "logprobs": [*[0.0] * before, *logprobs_T],
+        "advantages": [0.0] * before + [advantage] * len(tokens_T),
+    }
+    if loss_fn in LOSS_MASKS:
+        inputs[LOSS_MASKS[loss_fn]] = [0.0] * before + [1.0] * len(tokens_T)
+    return Datum(prompt.append(EncodedTextChunk(tokens=list(tokens_T[:-1]))), inputs)
+
+
+def policy_gap(
+    sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]
+) -> Metrics:
+    """How far the trainer's logprobs of the sampled tokens are from the sampler's: estimators of
+    the KL divergence.
+
+    v1 is the mean difference, v2 half the mean squared difference; both are 0 when sampler and
+    trainer agree. `trained_D` may have the positions of the prompt in front.
+    """
+    gaps = [
+        sampled - trained
+        for sampled_T, trained_T in zip(sampled_D, trained_D, strict=True)
+        for sampled, trained in zip(
+            sampled_T, trained_T[len(trained_T) - len(sampled_T) :], strict=True
+        )
+    ]
+    return {
+        "optim/kl_sample_train_v1": sum(gaps) / len(gaps),
+        "optim/kl_sample_train_v2": 0.5 * sum(gap * gap for gap in gaps) / len(gaps),
+    }
+
+
+def answer_metrics(groups_P: Sequence[AnswerGroup], prefix: str = "env/all") -> Metrics:
+    """Rewards, lengths, how answers ended, and how many groups teach something, as PREFIX/NAME."""
+    answers = [answer for group in groups_P for answer in group.answers_G]
+    answer_tokens = sum(len(answer.tokens_T) for answer in answers)
+    prompt_tokens = sum(group.prompt.length * len(group.answers_G) for group in groups_P)
+    names = sorted({name for answer in answers for name in answer.metrics})
+    constant = [group for group in groups_P if group.is_constant]
+    good = sum(group.mean_reward >= 0.5 for group in constant)
+    metrics = {
+        "reward/total": mean([answer.reward for answer in answers]),
+        **{
+            name: mean([answer.metrics[name] for answer in answers if name in answer.metrics])
+            for name in names
+        },
+        "stop/completed": mean([answer.stop_reason == "stop" for answer in answers]),
+        "stop/max_tokens": mean([answer.stop_reason == "length" for answer in answers]),
+        "ac_tokens_per_turn": answer_tokens / len(answers),
+        "ob_tokens_per_turn": prompt_tokens / len(answers),
+        "turns_per_episode": 1.0,
+        "total_episodes": len(answers),
+        "total_turns": len(answers),
+        "total_ac_tokens": answer_tokens,
+        "total_ob_tokens": prompt_tokens,
+        "total_cached_ob_tokens": sum(group.cached_prompt_tokens for group in groups_P),
+        "by_group/frac_mixed": 1 - len(constant) / len(groups_P),
+        "by_group/frac_degenerate": len(constant) / len(groups_P),
+        "by_group/frac_all_good": good / len(groups_P),
+        "by_group/frac_all_bad": (len(constant) - good) / len(groups_P),
+    }
+    return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+
+def sampling_entropy(groups_P: Sequence[AnswerGroup]) -> float:
+    """Mean of -logprob over all sampled tokens: an estimate of the policy's entropy for a token, in
+    nats.
+    """
+    return -mean(
+        [
+            logprob
+            for group in groups_P
+            for answer in group.answers_G
+            for logprob in answer.logprobs_T
+        ]
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return sum(values) / len(values) if values else 0.0
