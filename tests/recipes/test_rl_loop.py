@@ -68,7 +68,7 @@ def test_metrics_have_their_definitions(service, sums_dataset, tmp_path):
     )
     assert mixed + good + bad == pytest.approx(1)
     assert row["env/all/by_group/frac_degenerate"] == pytest.approx(good + bad)
-    assert row["time/total"] == pytest.approx(row["time/sampling"] + row["time/training"])
+    assert row["time/total"] >= row["time/sampling"] + row["time/training"] > 0
     assert row["tokens/sampled"] == row["env/all/total_ac_tokens"]
 
 
