@@ -11,7 +11,7 @@ library.
 `env` brings sizes of its own along (`SIZES`), which options override. What it trains on:
 
     arithmetic                   planish/recipes/sums.py
-    gsm8k math polaris deepmath  planish/recipes/boxed_problems.py
+    gsm8k math polaris deepmath  planish/rl/environments/boxed_problems.py
     reasoning_gym:TASK           planish/recipes/reasoning_problems.py (pip install
                                  planish[reasoning-gym])
 """
@@ -26,11 +26,11 @@ import chz
 from planish.datasets.math_problems import COLLECTIONS
 from planish.errors import UserError
 from planish.recipes import training_run
-from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.reasoning_tasks import check_name
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.sums import SumDatasetBuilder
+from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 from planish.rl.types import RLDatasetBuilder
 
 ARITHMETIC = "arithmetic"

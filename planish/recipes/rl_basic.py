@@ -10,7 +10,7 @@
 The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and a tenth less for an
 answer without a box or without an end. Each step plays `batch_size` problems `group_size` times,
 compares answers within their group, and makes one gradient step. The loop is planish/training/train_rl.py,
-the environment planish/recipes/boxed_problems.py.
+the environment planish/rl/environments/boxed_problems.py.
 """
 
 import sys
@@ -20,8 +20,8 @@ from typing import Any
 import chz
 
 from planish.recipes import training_run
-from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
 from planish.recipes.rl_options import RLOptions, run
+from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 
 PRESETS: dict[str, dict[str, Any]] = {
     "seed": {

@@ -30,11 +30,11 @@ import chz
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
-from planish.recipes.self_play import Player, PlayerEnv, Turns
 from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move
 from planish.renderers import Message, get_text_content
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.message_env import MessageStepResult
+from planish.rl.environments.self_play import Player, PlayerEnv, Turns
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
 

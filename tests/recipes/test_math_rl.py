@@ -10,11 +10,11 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import math_rl
-from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder
 from planish.recipes.math_rl import SIZES, Options, check, dataset_builder, options_for, with_sizes
 from planish.recipes.reasoning_problems import TaskDatasetBuilder
 from planish.recipes.sums import SumDatasetBuilder
 from planish.recipes.training_run import read_options
+from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
 from planish.testing import tiny_model
 
 DATA = Path(__file__).parents[1] / "datasets" / "data"

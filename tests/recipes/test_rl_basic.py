@@ -9,8 +9,8 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import rl_basic
-from planish.recipes.boxed_problems import BoxedProblemEnv
 from planish.recipes.training_run import read_options
+from planish.rl.environments.boxed_problems import BoxedProblemEnv
 from planish.testing import tiny_model
 
 

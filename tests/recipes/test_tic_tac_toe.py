@@ -10,7 +10,6 @@ from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
 from planish.completers import TokenCompleter
 from planish.errors import UserError
 from planish.recipes import tic_tac_toe
-from planish.recipes.self_play import Turns
 from planish.recipes.tic_tac_toe import (
     Options,
     TicTacToeDatasetBuilder,
@@ -20,6 +19,7 @@ from planish.recipes.tic_tac_toe import (
 )
 from planish.recipes.tic_tac_toe_board import Board
 from planish.renderers import get_text_content
+from planish.rl.environments.self_play import Turns
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import MinViableGroup, RetryOnFailure
 

@@ -10,7 +10,7 @@ from planish.datasets.grading import extract_boxed as boxed_in
 from planish.datasets.gsm8k import read_problem
 from planish.datasets.math_problems import COLLECTIONS
 from planish.errors import UserError
-from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
+from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.rl.types import RLDataset, RLDatasetBuilder
 
 MathEnv = BoxedProblemEnv

@@ -11,8 +11,8 @@ import pytest
 
 from planish.datasets.gsm8k import Problem, problem_prompt
 from planish.datasets.math_problems import BOX_SUFFIX
-from planish.recipes.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.renderers import get_renderer
+from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder, BoxedProblemEnv
 from planish.runlog.model_renderer import model_renderer
 from planish.testing import EOS_TOKEN_ID
 
