@@ -60,7 +60,7 @@ class EngineClient:
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
 
     async def submit(self, operation: Operation[R]) -> asyncio.Future[R]:
-        """Queue an operation. Errors of the submission are raised here, later errors by the future."""
+        """Queue an operation. Errors of the submission are raised here, later ones by the future."""
         slow = isinstance(operation, CreateModel | CreateSampler | LoadWeights)
         future = await self._call(
             self._slow if slow else self._quick, lambda: self._service.submit(operation)
@@ -73,7 +73,7 @@ class EngineClient:
         return await (await self.submit(operation))
 
     def check_sample_now(self, base_model: str, operation: Sample) -> None:
-        """ValueError if no sampler of the base model could serve the request. Runs in this thread."""
+        """ValueError if no sampler of the base model could serve it. Runs in this thread."""
         self._service.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:

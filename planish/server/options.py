@@ -94,8 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME=VALUE",
         dest="settings",
-        help="a setting, such as tokens_per_minute=100000 or storage_bytes=20GiB; may be repeated. One of "
-        + ", ".join(field.name for field in fields(ServerSettings)),
+        help="a setting, such as tokens_per_minute=100000 or storage_bytes=20GiB; "
+        "may be repeated. One of " + ", ".join(field.name for field in fields(ServerSettings)),
     )
     parser.add_argument(
         "--log-format",
@@ -113,12 +113,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         default=default.poll_seconds,
         metavar="S",
-        help="how long a request for a result is held (%(default)s); lower it if a proxy closes connections earlier",
+        help="how long a request for a result is held (%(default)s); lower it if a proxy "
+        "closes connections earlier",
     )
     parser.add_argument(
         "--hub-tokenizers",
         action="store_true",
-        help="put tokenizers into the hub's cache, where scripts on this machine find them without a network",
+        help="put tokenizers into the hub's cache, where scripts on this machine find "
+        "them without a network",
     )
 
 
@@ -149,7 +151,8 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         "--deterministic",
         action="store_true",
         default=None,
-        help="samples are batch-invariant (bitwise reproducible), even where that costs speed (on a GPU, and on CPUs without our kernels)",
+        help="samples are batch-invariant (bitwise reproducible), even where that costs "
+        "speed (on a GPU, and on CPUs without our kernels)",
     )
     parser.add_argument(
         "--substitute-loss",

@@ -369,7 +369,7 @@ class Samplers:
         task.add_done_callback(lambda ended: self._ended(request, ended))
 
     def cancel(self, tenant: Tenant, request_id: str) -> None:
-        """Cancel a sample that has no answer yet. Other requests and answered ones do not change."""
+        """Cancel a sample that has no answer yet. Other requests do not change."""
         request = self._services.request_log.active(request_id)
         if request is not None and request.row.tenant == tenant.name and request_id in self._tasks:
             self._tasks[request_id].cancel()

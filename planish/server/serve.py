@@ -295,7 +295,10 @@ class MemoryPlan:
         if self.device == "cpu":
             first = f"memory: up to {gib(self.computing + self.serving)}"
         else:
-            first = f"memory: up to {gib(self.computing)} of {self.device}, and {gib(self.serving)} of main memory"
+            first = (
+                f"memory: up to {gib(self.computing)} of {self.device}, "
+                f"and {gib(self.serving)} of main memory"
+            )
         lines = [
             f"  {name}: weights {gib(model.weights)}, keys and values up to "
             f"{gib(model.keys_values)}, "

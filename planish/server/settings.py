@@ -44,7 +44,7 @@ class ServerSettings:
     wait behind all of them.
     """
 
-    # TenantLimits of one key.
+    # Limits per key.
     max_queued_requests: int = 20_000
     max_queued_bytes: int = 2 * _GIB
     tokens_per_minute: int = 1 << 40

@@ -226,7 +226,9 @@ def filled(tensor: TensorData) -> int:
 
 
 def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
-    """Check a shape against the number of values. An empty shape means one dimension, and is None."""
+    """Check a shape against the number of values. An empty shape, which is one dimension, gives
+    None.
+    """
     if not shape:
         return None
     if min(shape) < 0 or math.prod(shape) != size:

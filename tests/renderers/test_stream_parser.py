@@ -135,7 +135,7 @@ def test_nothing_is_sent_that_a_stop_takes_back(tokenizer, renderers):
     assert growing.rest().content == " "
 
 
-def test_a_call_that_is_none_stays_in_the_text(tokenizer, renderers):
+def test_an_invalid_tool_call_stays_in_the_text(tokenizer, renderers):
     tokens = tokenizer.encode("So:\n<tool_call>\nadd(1)\n</tool_call>", add_special_tokens=False)
     reading = whole(message(renderers["qwen3_instruct"]), tokens)
     assert reading == Reading("So:\n<tool_call>\nadd(1)\n</tool_call>")

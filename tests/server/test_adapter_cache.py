@@ -45,7 +45,7 @@ def fakes(log: list[str], names: Iterable[str]) -> list[Fake]:
     return [Fake(name, log) for name in names]
 
 
-def test_it_is_loaded_once_for_all_who_hold_it(log):
+def test_an_adapter_is_loaded_once_for_all_pins(log):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(100, Counters()), fakes(log, "a")
 
@@ -62,7 +62,7 @@ def test_it_is_loaded_once_for_all_who_hold_it(log):
     run(scenario())
 
 
-def test_the_one_that_was_used_longest_ago_makes_room(log):
+def test_the_least_recently_used_adapter_is_evicted(log):
     async def scenario() -> None:
         residency, (a, b, c, d) = AdapterCache(30, Counters()), fakes(log, "abcd")
         for one in (a, b, c, a, d):
@@ -74,7 +74,7 @@ def test_the_one_that_was_used_longest_ago_makes_room(log):
     run(scenario())
 
 
-def test_who_needs_room_waits_until_something_is_let_go(log):
+def test_a_load_waits_until_an_adapter_can_be_evicted(log):
     async def scenario() -> None:
         residency, (a, b) = AdapterCache(15, Counters()), fakes(log, "ab")
 
@@ -93,7 +93,7 @@ def test_who_needs_room_waits_until_something_is_let_go(log):
     run(scenario())
 
 
-def test_what_takes_no_room_waits_for_none(log):
+def test_an_adapter_without_a_size_never_waits(log):
     """A base model is in memory anyway: its samplers are not behind adapters that wait."""
 
     async def scenario() -> None:
@@ -109,7 +109,7 @@ def test_what_takes_no_room_waits_for_none(log):
     run(scenario())
 
 
-def test_what_cannot_be_loaded_again_stays(log):
+def test_an_adapter_that_is_not_evictable_stays(log):
     async def scenario() -> None:
         residency, (a, b, c) = AdapterCache(20, Counters()), fakes(log, "abc")
         a.is_evictable = False
@@ -121,7 +121,7 @@ def test_what_cannot_be_loaded_again_stays(log):
     run(scenario())
 
 
-def test_one_that_is_larger_than_the_budget_is_let_in_alone(log):
+def test_an_adapter_larger_than_the_budget_is_loaded_alone(log):
     async def scenario() -> None:
         residency, (a, b) = AdapterCache(15, Counters()), fakes(log, "ab")
         b.memory_bytes = 100
@@ -148,7 +148,7 @@ def test_an_error_of_loading_is_raised_and_takes_no_room(log):
     run(scenario())
 
 
-def test_one_that_cannot_leave_now_is_there_still(log, caplog):
+def test_an_adapter_whose_unload_fails_stays_loaded(log, caplog):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
         async with residency.pinned(a):
@@ -164,7 +164,7 @@ def test_one_that_cannot_leave_now_is_there_still(log, caplog):
     assert "could not be unloaded" in caplog.text
 
 
-def test_idle_ones_leave_after_their_time_and_what_came_by_itself_beyond_the_budget(log):
+def test_idle_adapters_and_those_beyond_the_budget_are_unloaded(log):
     async def scenario() -> None:
         residency, (a, b, c) = AdapterCache(15, Counters()), fakes(log, "abc")
         async with residency.pinned(a):
@@ -183,7 +183,7 @@ def test_idle_ones_leave_after_their_time_and_what_came_by_itself_beyond_the_bud
     run(scenario())
 
 
-def test_who_comes_while_it_leaves_gets_it_back(log):
+def test_an_adapter_pinned_while_it_is_unloaded_is_loaded_again(log):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
         async with residency.pinned(a):
@@ -198,7 +198,7 @@ def test_who_comes_while_it_leaves_gets_it_back(log):
     run(scenario())
 
 
-def test_what_has_begun_to_load_is_loaded_although_who_wanted_it_gave_up(log):
+def test_a_load_completes_although_its_caller_was_cancelled(log):
     """The engine's thread loads it to its end; it would be in memory, and nobody would know."""
 
     async def scenario() -> None:
@@ -225,7 +225,7 @@ def test_what_has_begun_to_load_is_loaded_although_who_wanted_it_gave_up(log):
     run(scenario())
 
 
-def test_an_error_of_loading_that_nobody_waits_for_is_nobodys(log, caplog):
+def test_a_load_error_without_a_caller_is_ignored(log, caplog):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
         gone = asyncio.Event()
@@ -249,7 +249,7 @@ def test_an_error_of_loading_that_nobody_waits_for_is_nobodys(log, caplog):
     assert caplog.text == ""
 
 
-def test_who_gives_up_before_there_is_room_makes_none(log):
+def test_a_caller_cancelled_before_there_is_room_evicts_nothing(log):
     async def scenario() -> None:
         residency, (a, b, c) = AdapterCache(15, Counters()), fakes(log, "abc")
         async with residency.pinned(a):

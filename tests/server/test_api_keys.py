@@ -26,7 +26,7 @@ def test_a_file_of_keys_names_tenants(tmp_path):
     "content",
     ["", "# nothing\n", "short", "a b tml-12345678", "b/c tml-12345678", "x tml-é-12345678"],
 )
-def test_a_file_that_is_none_is_refused_by_its_line(tmp_path, content):
+def test_an_invalid_key_file_is_rejected_with_its_line(tmp_path, content):
     file = tmp_path / "keys"
     file.write_text(content)
     with pytest.raises(UserError, match="keys"):

@@ -197,7 +197,7 @@ def test_health_needs_no_key(client: TestClient, path: str):
 @pytest.mark.parametrize(
     "headers", [{}, {"x-api-key": ""}, {"x-api-key": "tml-other"}, {"x-api-key": "tml-alice-key "}]
 )
-def test_a_key_that_is_not_known_is_refused(client: TestClient, headers: dict[str, str]):
+def test_an_unknown_key_is_rejected(client: TestClient, headers: dict[str, str]):
     for method, path in (
         ("POST", "/client/config"),
         ("GET", "/sessions"),
@@ -282,7 +282,7 @@ def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
         ("GET", "/billing/usage/checkpoints/current"),
     ],
 )
-def test_what_is_not_offered_is_refused_with_a_sentence(alice: Caller, method: str, path: str):
+def test_unsupported_endpoints_are_rejected_with_a_reason(alice: Caller, method: str, path: str):
     assert alice.call(method, path, {}, 404)["detail"].startswith("not offered: ")
 
 
@@ -313,7 +313,7 @@ def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
     assert client.app.state.http.body_budget.used == 0  # type: ignore[attr-defined]
 
 
-def test_when_all_bodies_are_too_large_together_it_says_come_again(
+def test_bodies_beyond_the_total_limit_are_rejected_with_retry_after(
     alice: Caller, client: TestClient, monkeypatch
 ):
     room = client.app.state.http.body_budget  # type: ignore[attr-defined]
@@ -324,7 +324,7 @@ def test_when_all_bodies_are_too_large_together_it_says_come_again(
     alice.post("/session_heartbeat", {"session_id": "s" * 40}, 404)  # small ones are always read
 
 
-def test_one_tenant_has_half_of_the_room_for_bodies():
+def test_one_tenant_may_use_half_of_the_memory_for_bodies():
     room, (one, other) = context.BodyBudget(100), (Tenant("one"), Tenant("other"))
     room.reserve(one, 50)
     with pytest.raises(Unavailable):
@@ -366,7 +366,7 @@ def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(clie
     assert most == [1]
 
 
-def test_a_body_that_stalls_is_not_waited_for(client: TestClient, monkeypatch):
+def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
     monkeypatch.setattr(context, "_STALL_SECONDS", 0.05)
     state, pieces = client.app.state.http, [bytes(100_000)]  # type: ignore[attr-defined]
 
@@ -435,7 +435,7 @@ def test_search_among_sessions(alice: Caller):
     assert len(alice.post("/sessions/search", active)["sessions"]) == 2
 
 
-def test_clients_are_told_how_to_behave(alice: Caller):
+def test_the_client_config_has_the_expected_settings(alice: Caller):
     config = alice.post("/client/config", {"sdk_version": "0.38.0"})
     assert config["parallel_fwdbwd_chunks"] is False
     assert config["proto_compress_fwdbwd"] is False
@@ -535,7 +535,7 @@ def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
     assert alice.result(alice.optim_step(model, 4))["metrics"]["adam_step"] == 1
 
 
-def test_a_request_that_fails_by_itself_is_a_failed_future(alice: Caller):
+def test_a_failed_request_is_a_failed_future(alice: Caller):
     model = alice.model()
     inputs: dict[str, Any] = {"logprobs": [-200.0] * 3, "advantages": [1.0] * 3}
     failed = alice.result(
@@ -716,7 +716,7 @@ def test_listing(alice: Caller, run: str):
         assert query.split("=")[0] in alice.get(f"/checkpoints?{query}", 400)["detail"]
 
 
-def test_older_clients_are_told_of_types_that_they_know(alice: Caller, run: str):
+def test_older_clients_see_only_checkpoint_types_that_they_know(alice: Caller, run: str):
     path = f"/training_runs/{run}/checkpoints"
     for version, kind in (("0.21.0", "sampler"), ("0.38.1", "external"), ("1.0.0", "external")):
         listed = alice.call("GET", path, headers={"x-stainless-package-version": version})[
@@ -874,7 +874,7 @@ def test_encrypted_external_weights_are_read_by_their_key_alone(
         ("age1qqq", "age_encryption_recipients"),
     ],
 )
-def test_what_is_no_recipient_is_refused(alice: Caller, run: str, recipients: object, named: str):
+def test_an_invalid_recipient_is_rejected(alice: Caller, run: str, recipients: object, named: str):
     pytest.importorskip("pyrage", reason="it is of an extra")
     body = {"model_id": run, "seq_id": 4, "path": "sealed", "age_encryption_recipients": recipients}
     assert re.search(named, alice.post("/save_weights_external", body, 400)["detail"])
@@ -943,7 +943,7 @@ def test_a_result_is_waited_for(alice: Caller):
     assert 0.3 < time.monotonic() - began < 2.0
 
 
-def test_what_is_not_there_yet_says_try_again(alice: Caller):
+def test_a_poll_for_an_unfinished_result_says_try_again(alice: Caller):
     model = alice.model()
     accepted = alice.optim_step(model, 2)
     began = time.monotonic()
@@ -954,7 +954,7 @@ def test_what_is_not_there_yet_says_try_again(alice: Caller):
     assert answer["queue_state"] in ("active", "paused_capacity", "paused_rate_limit")
 
 
-def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path):
+def test_a_stop_ends_waiting_polls(tmp_path: Path, model_directory: Path):
     with client_of(tmp_path, model_directory, None) as client:
         caller = Caller(client, "tml-any-key")
         accepted = caller.optim_step(caller.model(), 2)
@@ -965,7 +965,7 @@ def test_a_stop_sends_those_away_who_wait(tmp_path: Path, model_directory: Path)
         assert time.monotonic() - began < 1.0
 
 
-def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
+def test_a_stop_ends_requests_that_wait_for_memory(
     tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Or for a model that is not made yet, for the same reason. What was given up is there after
@@ -1010,9 +1010,7 @@ def test_a_stop_sends_those_away_who_wait_for_room_in_memory(
         )
 
 
-def test_what_a_client_says_of_itself_is_bounded_and_not_kept_in_memory(
-    alice: Caller, client: TestClient
-):
+def test_session_metadata_is_limited_and_not_kept_in_memory(alice: Caller, client: TestClient):
     body = {"tags": ["a"], "user_metadata": {"b": "c" * 70_000}}
     assert "at most 65,536" in alice.post("/create_session", body, 400)["detail"]
     session = alice.session(user_metadata={"b": "c"})

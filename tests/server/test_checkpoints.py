@@ -100,7 +100,7 @@ def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
     run(scenario())
 
 
-def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
+def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -119,7 +119,7 @@ def test_what_has_expired_is_not_there_any_more(model_dir, data_dir):
     run(scenario())
 
 
-def test_what_is_saved_again_while_it_expires_stays(model_dir, data_dir):
+def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -260,7 +260,7 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, data_dir):
+def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client, other = await Client.start(server), await Client.start(server)
@@ -304,7 +304,7 @@ def test_a_session_goes_with_what_it_made_but_for_named_checkpoints(model_dir, d
     run(scenario())
 
 
-def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
+def test_a_session_without_a_sign_of_life_ends(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
             silent, heard = await Client.start(server), await Client.start(server)
@@ -318,7 +318,7 @@ def test_a_session_of_which_nothing_is_heard_ends(model_dir, data_dir):
     run(scenario())
 
 
-def test_sessions_of_which_nothing_could_be_heard_have_time_to_return(
+def test_sessions_have_time_to_return_after_the_server_was_suspended(
     model_dir, data_dir, monkeypatch
 ):
     """The server, or its whole machine, was stopped for days."""

@@ -19,7 +19,7 @@ KILLS = (
 
 
 @pytest.mark.timeout(600)
-def test_a_server_that_is_killed_tells_and_keeps_what_one_does_that_is_not(model_dir, tmp_path):
+def test_a_killed_server_gives_the_same_answers_as_one_that_is_not(model_dir, tmp_path):
     async def scenario() -> None:
         undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
         killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
@@ -29,7 +29,7 @@ def test_a_server_that_is_killed_tells_and_keeps_what_one_does_that_is_not(model
     asyncio.run(scenario())
 
 
-def test_what_differs_is_named():
+def test_differences_are_named():
     expected = Round([{"step 1": 0.5, "step 2": 0.25}], [{"master": b"12"}])
     assert differences(expected, expected) == []
     seen = Round([{"step 1": 0.5, "step 3": 0.25}], [{"master": b"13"}])
@@ -47,6 +47,6 @@ def test_every_place_gets_its_turn():
 
 
 @pytest.mark.parametrize("setting", ["nowhere:1", "before commit:x", ""])
-def test_a_place_that_is_none_is_refused(setting):
+def test_an_unknown_crash_point_is_rejected(setting):
     with pytest.raises(ValueError, match="NAME:COUNT|invalid literal"):
         arm_crash_point(setting)

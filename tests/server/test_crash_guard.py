@@ -108,7 +108,7 @@ def test_it_watches_for_a_while_only(tmp_path, monkeypatch):
     run(scenario())
 
 
-def test_one_that_is_alone_under_way_at_three_ends_is_abandoned(tmp_path):
+def test_a_request_that_runs_alone_at_three_crashes_is_abandoned(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path, "bad", "good")  # not marked
         await ended_with(tmp_path, "bad", "good")
@@ -133,7 +133,7 @@ def test_one_that_is_alone_under_way_at_three_ends_is_abandoned(tmp_path):
     run(scenario())
 
 
-def test_ends_that_it_shared_or_at_which_nobody_suspected_it_blame_nothing(tmp_path):
+def test_crashes_with_other_requests_running_blame_nothing(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         await ended_with(tmp_path, "a")  # alone, but among whatever else might have been
@@ -148,7 +148,7 @@ def test_ends_that_it_shared_or_at_which_nobody_suspected_it_blame_nothing(tmp_p
 
 
 @pytest.mark.parametrize("forgive", ["answered", "stopped"])
-def test_an_answer_or_a_stop_in_order_makes_it_begin_anew(tmp_path, forgive):
+def test_an_answer_or_a_clean_stop_clears_a_suspect(tmp_path, forgive):
     async def scenario() -> None:
         for _ in range(4):  # twice alone
             await ended_with(tmp_path, "slow")
@@ -165,7 +165,7 @@ def test_an_answer_or_a_stop_in_order_makes_it_begin_anew(tmp_path, forgive):
     run(scenario())
 
 
-def test_what_was_read_and_not_under_way_at_the_end_is_no_suspect(tmp_path):
+def test_a_request_that_was_only_read_is_no_suspect(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         async with life(tmp_path) as lived:
@@ -178,7 +178,7 @@ def test_what_was_read_and_not_under_way_at_the_end_is_no_suspect(tmp_path):
     run(scenario())
 
 
-def test_what_was_abandoned_has_one_try_after_a_stop(tmp_path):
+def test_an_abandoned_request_has_one_try_after_a_clean_stop(tmp_path):
     async def scenario() -> None:
         for _ in range(5):
             await ended_with(tmp_path, "model")
@@ -232,7 +232,7 @@ def test_suspects_and_others_take_turns_in_their_order(tmp_path):
     run(scenario())
 
 
-def test_who_gives_up_waiting_or_in_that_moment_leaves_room(tmp_path):
+def test_a_cancelled_wait_leaves_no_request_running(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         await ended_with(tmp_path, "s")
@@ -256,7 +256,7 @@ def test_who_gives_up_waiting_or_in_that_moment_leaves_room(tmp_path):
     run(scenario())
 
 
-def test_the_mark_of_what_the_engine_ended_at_stays(tmp_path):
+def test_the_mark_stays_when_the_engine_fails(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         async with life(tmp_path) as lived:

@@ -15,7 +15,7 @@ async def quiet() -> None:
         await asyncio.sleep(0)
 
 
-def test_the_tenant_that_had_least_is_next():
+def test_the_tenant_with_the_fewest_tokens_is_next():
     async def scenario() -> list[str]:
         gate, order = FairQueue(1), []
         first = await gate.turn("long", 1, 1000)
@@ -38,7 +38,7 @@ def test_the_tenant_that_had_least_is_next():
     assert run(scenario()) == ["short", "short", "short", "long", "long"]
 
 
-def test_what_a_turn_cost_in_the_end_counts():
+def test_tokens_charged_after_a_turn_count():
     async def scenario() -> list[str]:
         gate, order = FairQueue(1), []
         first = await gate.turn("a", 1, 1)
@@ -79,7 +79,7 @@ def test_sizes_stay_within_the_capacity_and_a_large_one_is_not_passed_by():
     run(scenario())
 
 
-def test_who_does_not_wait_any_more_gives_way():
+def test_a_cancelled_request_gives_way():
     async def scenario() -> None:
         gate = FairQueue(1)
         first = await gate.turn("a", 1, 1)
@@ -99,7 +99,7 @@ def test_who_does_not_wait_any_more_gives_way():
     run(scenario())
 
 
-def test_those_behind_one_who_needed_more_room_go_on_when_it_leaves():
+def test_requests_behind_a_cancelled_large_one_get_their_turn():
     async def scenario() -> None:
         gate = FairQueue(2)
         await gate.turn("a", 1, 1)
@@ -114,7 +114,7 @@ def test_those_behind_one_who_needed_more_room_go_on_when_it_leaves():
     run(scenario())
 
 
-def test_a_turn_that_was_granted_to_one_who_left_is_not_lost():
+def test_a_turn_granted_to_a_cancelled_request_is_returned():
     async def scenario() -> None:
         gate = FairQueue(1)
         first = await gate.turn("a", 1, 1)
@@ -130,7 +130,7 @@ def test_a_turn_that_was_granted_to_one_who_left_is_not_lost():
     run(scenario())
 
 
-def test_one_tenant_does_not_take_all_places_while_others_are_about():
+def test_one_tenant_cannot_take_all_slots_while_others_are_active():
     async def scenario() -> None:
         now = 0.0
         gate = FairQueue(10, max_per_tenant=6, clock=lambda: now)

@@ -89,7 +89,7 @@ def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypa
     assert run(play("full", True)) == run(play("free", False))
 
 
-def test_what_has_expired_goes_from_a_disk_that_is_full(model_dir, data_dir, monkeypatch):
+def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()

@@ -42,7 +42,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: type(operation).__name__)
-def test_an_operation_comes_back(operation):
+def test_an_operation_survives_encoding(operation):
     journaled = encode_request(operation, 7)
     assert journaled.operation is operation
     assert operation_of(journaled.kind, journaled.body) == operation
@@ -91,7 +91,7 @@ def test_questions_about_a_prompt_come_back():
     )
 
 
-def test_the_digest_is_of_what_was_asked_and_not_of_the_seed_that_was_chosen():
+def test_the_digest_covers_the_request_and_not_the_chosen_seed():
     first, second = (encode_request(sample(SAMPLER), 3) for _ in range(2))
     assert first.digest == second.digest
     assert first.operation != second.operation
@@ -101,7 +101,7 @@ def test_the_digest_is_of_what_was_asked_and_not_of_the_seed_that_was_chosen():
     assert created[0].body != created[1].body
 
 
-def test_the_digest_tells_requests_apart():
+def test_different_requests_have_different_digests():
     digests = {
         encode_request(operation, 7).digest
         for operation in [*OPERATIONS, gradient(MODEL, 1), gradient(MODEL, 2)]

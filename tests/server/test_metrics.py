@@ -5,7 +5,7 @@ from server_client import BASE, TENANT, Client, gradient, run, running
 from planish.server.settings import ServerSettings
 
 
-def test_what_was_done_is_counted_and_what_is_there_is_told(model_dir, data_dir):
+def test_metrics_count_events_and_report_gauges(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(replay_bytes=1)) as server:
             client = await Client.start(server)

@@ -136,7 +136,7 @@ def client(served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_message_is_what_the_engine_draws(served, client):
+def test_a_message_is_what_the_engine_samples(served, client):
     answer = client.chat.completions.create(
         model=CHAT,
         messages=HELLO,
@@ -222,7 +222,7 @@ def test_streamed_text_is_the_text(client):
             )
 
 
-def test_text_goes_on_from_a_prompt(served, client):
+def test_text_continues_a_prompt(served, client):
     prompt = served.tokenizer.encode("Once upon")
     sequence = served.drawn(
         BASE, prompt, SamplingParams(8, seed=1, stop=[EOS_TOKEN_ID], top_p=0.9)
@@ -369,7 +369,7 @@ def test_other_models_do_not_exist(client, name):
     assert error.value.code == "model_not_found"
 
 
-def test_an_endpoint_that_is_not_there_is_named(served, client):
+def test_an_unknown_endpoint_is_named_in_the_error(served, client):
     """What OpenAI's client shows is the message of its own form."""
     with pytest.raises(
         openai.NotFoundError, match="there is no endpoint POST /v1/embeddings"
@@ -431,7 +431,7 @@ def test_a_model_calls_tools(served, client):
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
-def test_a_conversation_goes_on_after_a_call(served, client):
+def test_a_conversation_continues_after_a_tool_call(served, client):
     with served.engine.saying(CALL, served.tokenizer):
         message = (
             client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS)
@@ -466,7 +466,7 @@ def test_a_conversation_goes_on_after_a_call(served, client):
     assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
 
 
-def test_thoughts_are_apart(served, client):
+def test_reasoning_is_a_field_of_its_own(served, client):
     with served.engine.saying("<think>\nHm.\n</think>\n\nYes.", served.tokenizer):
         message: Any = (
             client.chat.completions.create(model=THINKER, messages=HELLO).choices[0].message
@@ -525,7 +525,7 @@ def test_thoughts_are_apart(served, client):
         ({"extra_body": {"guided_json": {"a": 1}}}, "guided_json"),
     ],
 )
-def test_what_means_nothing_here_is_refused(client, options, param):
+def test_unsupported_parameters_are_rejected(client, options, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**{"model": CHAT, "messages": HELLO, **options})
     assert error.value.param == param
@@ -554,13 +554,13 @@ def test_what_means_nothing_here_is_refused(client, options, param):
         ({"extra_body": {"stream_options": {"include_obfuscation": True}}, "stream": True}, None),
     ],
 )
-def test_texts_that_cannot_be_drawn_are_refused(client, options, param):
+def test_requests_that_cannot_be_sampled_are_rejected(client, options, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(**{"model": BASE, "prompt": "x", **options})
     assert error.value.param == param
 
 
-def test_a_body_that_is_none_is_refused(client):
+def test_an_invalid_body_is_rejected(client):
     with pytest.raises(openai.BadRequestError, match="not JSON"):
         client.post(
             "/completions",
@@ -570,7 +570,7 @@ def test_a_body_that_is_none_is_refused(client):
         )
 
 
-def test_an_error_in_the_middle_of_a_stream_is_told(served, client):
+def test_an_error_in_the_middle_of_a_stream_is_an_event(served, client):
     with served.engine.saying("Some", served.tokenizer, error=ValueError("out of luck")):
         stream = client.chat.completions.create(model=CHAT, messages=HELLO, stream=True)
         with pytest.raises(openai.APIError, match="out of luck"):
@@ -579,7 +579,7 @@ def test_an_error_in_the_middle_of_a_stream_is_told(served, client):
             client.chat.completions.create(model=CHAT, messages=HELLO)
 
 
-def test_a_fault_of_the_server_is_told(served, client):
+def test_an_internal_error_is_reported(served, client):
     with served.engine.saying("Some", served.tokenizer, error=KeyError("secret")):
         with pytest.raises(
             openai.InternalServerError, match="internal error of the server.*KeyError"
@@ -601,7 +601,7 @@ def wait_until_idle(served: Served) -> None:
         time.sleep(0.01)
 
 
-def test_who_leaves_a_stream_frees_the_work(served, client, caplog):
+def test_closing_a_stream_cancels_its_samples(served, client, caplog):
     stream = client.completions.create(model=BASE, prompt="x", max_tokens=1900, stream=True, n=4)
     next(iter(stream))
     assert not served.is_idle()
@@ -610,7 +610,7 @@ def test_who_leaves_a_stream_frees_the_work(served, client, caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-def test_who_hangs_up_frees_the_work(served, client, caplog):
+def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1900, "n": 4}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nAuthorization: Bearer tml-first\r\nContent-Length: {len(body)}\r\n\r\n"
     host, port = served.url.removeprefix("http://").split(":")
@@ -643,7 +643,7 @@ def test_many_are_served_at_once(served):
     assert served.is_idle()
 
 
-def test_a_checkpoint_that_is_saved_again_leaves_those_alone_that_wait(model_dir, tmp_path):
+def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model_dir, tmp_path):
     async def scenario() -> None:
         async with running(model_dir, tmp_path, ServerSettings(sampling_slots=1)) as server:
             model = await (await Client.start(server)).model()

@@ -114,7 +114,7 @@ def both(
 
 
 @pytest.mark.timeout(240)
-def test_a_gradient_that_kills_the_server_fails_and_its_model_and_all_others_go_on(
+def test_a_gradient_that_crashes_the_server_fails_and_everything_else_continues(
     model_dir, tmp_path
 ):
     async def attack(machine: Machine, client: CrashClient) -> None:
@@ -144,7 +144,7 @@ def test_a_gradient_that_kills_the_server_fails_and_its_model_and_all_others_go_
 
 
 @pytest.mark.timeout(240)
-def test_a_sample_that_kills_the_server_fails_among_others(model_dir, tmp_path):
+def test_a_sample_that_crashes_the_server_fails_among_others(model_dir, tmp_path):
     async def attack(machine: Machine, client: CrashClient) -> None:
         await client.begin()
         base = await client.sampler(0, None)
@@ -167,7 +167,7 @@ def test_a_sample_that_kills_the_server_fails_among_others(model_dir, tmp_path):
 
 
 @pytest.mark.timeout(240)
-def test_a_model_whose_coming_back_kills_the_server_is_refused_and_its_checkpoint_is_there(
+def test_a_model_whose_replay_crashes_the_server_is_rejected_and_its_checkpoint_stays(
     model_dir, tmp_path
 ):
     async def scenario() -> None:

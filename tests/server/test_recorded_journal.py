@@ -11,17 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import orjson
-from server_client import (
-    BASE,
-    RANK,
-    Client,
-    Model,
-    adam,
-    drawn,
-    gradient,
-    run,
-    running,
-)
+from server_client import BASE, RANK, Client, Model, adam, drawn, gradient, run, running
 
 from planish.types import LoraConfig
 from planish.wire.sampling import sample_response_from_message

@@ -54,7 +54,7 @@ def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
     assert run(play("small", SMALL)) == run(play("large", ServerSettings()))
 
 
-def test_a_restart_goes_on_with_everything(model_dir, tmp_path):
+def test_a_restart_resumes_everything(model_dir, tmp_path):
     async def play(name: str, restarts: bool) -> tuple[list[object], dict[str, bytes]]:
         data_dir = tmp_path / name
         seen: list[object] = []
@@ -159,7 +159,7 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
+def test_a_stop_rejects_new_requests_and_keeps_waiting_ones(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
             client = await Client.start(server)
@@ -188,7 +188,7 @@ def test_a_stop_refuses_what_comes_and_keeps_what_waits(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_stop_waits_for_what_the_engine_has_and_for_no_sample_behind_it(model_dir, data_dir):
+def test_a_stop_waits_only_for_requests_in_the_engine(model_dir, data_dir):
     """However many wait, a restart takes no longer; it took all of its 30 seconds."""
 
     async def scenario() -> None:
@@ -240,7 +240,7 @@ def test_the_journal_is_cut_at_snapshots(model_dir, data_dir):
     run(scenario())
 
 
-def test_files_of_a_kill_are_removed_at_the_next_start(model_dir, data_dir):
+def test_files_left_by_a_crash_are_removed_at_the_next_start(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, SMALL) as server:
             client = await Client.start(server)
@@ -278,7 +278,7 @@ async def listed(model_dir, data_dir) -> list[Checkpoint]:
         return list((await server.list_checkpoints(TENANT)).items)
 
 
-def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_dir, data_dir):
+def test_a_session_that_ended_before_a_crash_is_cleared_at_the_next_start(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -304,7 +304,7 @@ def test_a_session_that_ended_before_a_kill_is_cleared_at_the_next_start(model_d
     run(scenario())
 
 
-def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_dir, data_dir):
+def test_requests_for_a_base_model_no_longer_served_fail_by_name(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -328,7 +328,7 @@ def test_a_base_model_that_is_not_served_any_more_fails_requests_by_name(model_d
     run(scenario())
 
 
-def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir, caplog):
+def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(idle_seconds=1e6)) as server:
             client = await Client.start(server)
@@ -355,9 +355,7 @@ def test_a_machine_that_does_not_repeat_its_sums_is_told_of(model_dir, data_dir,
 
 
 @pytest.mark.parametrize("where", ["file", "missing file", "row", "snapshot", "missing snapshot"])
-def test_a_model_whose_files_were_altered_does_not_go_on_from_other_numbers(
-    model_dir, data_dir, monkeypatch, caplog, where
-):
+def test_a_model_with_altered_files_is_not_loaded(model_dir, data_dir, monkeypatch, caplog, where):
     if "file" in where:
         monkeypatch.setattr("planish.server.durable.store._INLINE_BYTES", 100)
 
@@ -465,7 +463,7 @@ def test_an_older_store_may_hold_two_requests_of_one_number(model_dir, data_dir)
 
 
 @pytest.mark.parametrize("fault", [None, "the device was lost"])
-def test_a_stop_after_a_fault_of_the_engine_is_none_in_order(model_dir, data_dir, fault):
+def test_a_stop_after_an_engine_failure_is_not_a_clean_one(model_dir, data_dir, fault):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             server.engine.fault = fault

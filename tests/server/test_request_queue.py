@@ -26,7 +26,7 @@ def test_any_order_of_arrival_gives_the_order_of_numbers(arrival, data):
     assert (queue.end, len(queue), queue.is_blocked) == (12, 0, False)
 
 
-def test_a_missing_number_blocks_those_behind_it():
+def test_a_missing_number_blocks_the_requests_after_it():
     queue: RequestQueue[int] = RequestQueue(1)
     queue.add(1, 1)
     queue.add(3, 3)
@@ -40,7 +40,7 @@ def test_a_missing_number_blocks_those_behind_it():
     assert not queue.is_blocked
 
 
-def test_giving_up_passes_over_what_is_missing():
+def test_missing_numbers_can_be_skipped():
     queue: RequestQueue[int] = RequestQueue(1)
     for seq in (9, 5, 6):
         queue.add(seq, seq)
@@ -52,7 +52,7 @@ def test_giving_up_passes_over_what_is_missing():
     assert taken(queue) == [10]
 
 
-def test_what_comes_while_passed_over_requests_wait_is_behind_them():
+def test_new_requests_queue_behind_those_after_a_skipped_number():
     queue: RequestQueue[int] = RequestQueue(1)
     queue.add(5, 5)
     queue.skip_missing()
@@ -60,7 +60,7 @@ def test_what_comes_while_passed_over_requests_wait_is_behind_them():
     assert taken(queue) == [5, 6]
 
 
-def test_after_a_start_numbers_that_were_passed_over_are_not_waited_for():
+def test_skipped_numbers_stay_skipped_after_a_restart():
     queue: RequestQueue[int] = RequestQueue(3, skipped_below=7)
     queue.add(5, 5)
     assert [queue.is_used(seq) for seq in (2, 4, 6, 7)] == [True, True, True, False]

@@ -35,7 +35,7 @@ def bad_gradient(model_id: str) -> ForwardBackward:
     return ForwardBackward(model_id, data, "cross_entropy")
 
 
-def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir):
+def test_a_journaled_request_runs_although_its_sender_left(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -66,7 +66,7 @@ def test_what_was_journaled_is_done_although_its_sender_left(model_dir, data_dir
     run(scenario())
 
 
-def test_a_sample_can_be_given_up_before_anything_of_it_was_done(model_dir, data_dir, monkeypatch):
+def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeypatch):
     start = Samplers.start
 
     def start_and_cancel(samplers: Samplers, sampler: Sampler, request: QueuedRequest) -> None:
@@ -84,7 +84,7 @@ def test_a_sample_can_be_given_up_before_anything_of_it_was_done(model_dir, data
     run(scenario())
 
 
-def test_a_failure_is_told_when_it_is_on_disk(model_dir, data_dir, monkeypatch):
+def test_a_failure_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
     """After a crash a failed part of a gradient could succeed, and with it a step whose failure its
     sender was told.
     """
@@ -178,7 +178,7 @@ def test_data_of_one_gradient_are_bounded(model_dir, data_dir):
     run(scenario())
 
 
-def test_numbers_that_the_database_could_not_count_on_from_are_refused(model_dir, data_dir):
+def test_numbers_too_large_for_the_database_are_rejected(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(missing_request_timeout=0.1)
@@ -197,7 +197,7 @@ def test_numbers_that_the_database_could_not_count_on_from_are_refused(model_dir
     run(scenario())
 
 
-def test_a_number_is_of_one_model_for_good(model_dir, data_dir):
+def test_a_model_number_is_never_reused(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -254,7 +254,7 @@ def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
     run(scenario())
 
 
-def test_what_waits_for_a_sampler_that_is_closed_fails_and_leaves_nothing(model_dir, data_dir):
+def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
             client = await Client.start(server)
@@ -313,7 +313,9 @@ def test_an_unloading_that_was_refused_leaves_the_model_as_it_was(model_dir, dat
     run(scenario())
 
 
-def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_dir, monkeypatch):
+def test_an_unload_queues_behind_a_load_that_is_still_being_checked(
+    model_dir, data_dir, monkeypatch
+):
     """Both had one number, and no start behind a kill in that moment succeeded."""
 
     async def scenario() -> None:
@@ -349,7 +351,7 @@ def test_an_unloading_is_behind_a_load_that_is_still_looked_at(model_dir, data_d
     run(scenario())
 
 
-def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir):
+def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(missing_request_timeout=0.2)
@@ -376,7 +378,7 @@ def test_what_cannot_be_read_of_a_request_uses_its_number_up(model_dir, data_dir
     run(scenario())
 
 
-def test_an_error_is_told_with_what_was_noted_about_it():
+def test_an_error_is_sent_with_its_notes():
     error = MemoryError("main memory is full")
     error.add_note("lower max_batch")
     assert failure(error).message == "main memory is full\nlower max_batch"

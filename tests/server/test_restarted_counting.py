@@ -45,7 +45,7 @@ def test_numbers_begin_again_after_a_load_even_over_a_restart(tmp_path: Path, mo
         assert step(caller, model, 5) == 3
 
 
-def test_numbers_that_go_on_after_a_load_stay_what_they_are(tmp_path: Path, model_dir: Path):
+def test_numbers_that_continue_after_a_load_are_not_shifted(tmp_path: Path, model_dir: Path):
     with client_of(tmp_path, model_dir, None) as client:
         caller = Caller(client, "tml-any")
         model, _ = loaded(caller)

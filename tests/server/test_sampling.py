@@ -37,7 +37,7 @@ from planish.service import (
 from planish.types import ModelInput, SamplingParams
 
 
-def test_draws_are_those_of_the_engine_alone(model_dir, data_dir):
+def test_samples_equal_those_of_the_engine_alone(model_dir, data_dir):
     engine = Engine({BASE: str(model_dir)}, data_dir / "alone", EngineSettings(deterministic=True))
     engine.submit(CreateSampler("s", BASE)).result()
     alone = engine.submit(sample("s", seed=7)).result()
@@ -215,7 +215,7 @@ def test_short_requests_of_one_tenant_do_not_wait_for_all_of_another(model_dir, 
     run(scenario())
 
 
-def test_a_request_is_given_up_on_demand(model_dir, data_dir):
+def test_a_sample_can_be_cancelled(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(sampling_slots=1)) as server:
             client = await Client.start(server)
@@ -239,7 +239,7 @@ def test_a_request_is_given_up_on_demand(model_dir, data_dir):
     run(scenario())
 
 
-def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
+def test_prompt_logprobs_are_returned(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -262,7 +262,7 @@ def test_what_is_asked_about_a_prompt_is_answered(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_sampler_that_is_closed_while_it_comes_into_memory_leaves_it(model_dir, data_dir):
+def test_a_sampler_closed_while_it_is_loaded_leaves_memory(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -347,7 +347,7 @@ def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_
     run(scenario())
 
 
-def test_what_was_drawn_is_paid_for_although_it_was_given_up(model_dir, data_dir):
+def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=50)) as server:
             client = await Client.start(server)
@@ -373,7 +373,7 @@ def test_what_was_drawn_is_paid_for_although_it_was_given_up(model_dir, data_dir
     run(scenario())
 
 
-def test_what_waits_for_its_turn_is_read_when_that_comes(model_dir, data_dir):
+def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(request_memory_bytes=1, sampling_slots=1)
         async with running(model_dir, data_dir, settings) as server:
@@ -421,7 +421,9 @@ def test_a_sampler_of_a_session_that_ended_meanwhile_is_not_left(model_dir, data
     run(scenario())
 
 
-def test_a_draw_that_ended_the_server_is_known_by_what_it_draws(model_dir, data_dir, monkeypatch):
+def test_an_unjournaled_sample_that_crashed_the_server_is_recognised(
+    model_dir, data_dir, monkeypatch
+):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             sampler = await (await Client.start(server)).sampler()

@@ -234,7 +234,7 @@ def test_deletions(commands: Commands):
         ("billing checkpoint-storage", "bills nothing"),
     ],
 )
-def test_what_a_server_of_ones_own_has_not(commands: Commands, line: str, sentence: str):
+def test_features_that_a_local_server_lacks(commands: Commands, line: str, sentence: str):
     assert sentence in commands.refused(line)
 
 

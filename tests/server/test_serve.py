@@ -144,7 +144,7 @@ def test_a_request_is_logged_by_its_route(server: ServerProcess, caller: Caller)
     assert caller.sampler not in json.dumps(record)
 
 
-def test_what_clients_repeat_is_logged_at_debug(server: ServerProcess):
+def test_repeated_client_calls_are_logged_at_debug(server: ServerProcess):
     assert httpx.get(f"{server.url}/healthz").json() == {"status": "ok"}
     assert logged(server, "/healthz")["level"] == "debug"
 
@@ -167,7 +167,7 @@ def test_it_tells_when_it_is_ready_for_work_and_when_not(tmp_path: Path, model_d
         assert httpx.get(f"{server.url}/healthz").status_code == 200
 
 
-def test_metrics_count_what_is_done(server: ServerProcess, caller: Caller):
+def test_metrics_count_requests_and_tokens(server: ServerProcess, caller: Caller):
     before = metrics(server)
     caller.result(caller.sample(0, max_tokens=7, num_samples=3))
     after = metrics(server)
@@ -205,7 +205,7 @@ def test_metrics_are_for_the_key_that_is_named_so(server: ServerProcess):
     assert httpx.get(f"{server.url}/metrics", headers={"x-api-key": READER}).status_code == 200
 
 
-def test_a_signal_lets_what_runs_be_finished(tmp_path: Path, model_dir: Path):
+def test_a_signal_lets_running_requests_finish(tmp_path: Path, model_dir: Path):
     with running_server(tmp_path / "data", model_dir) as server, Caller(server.url) as caller:
         request = caller.sample(0, max_tokens=100)
         assert server.stop(signal.SIGTERM) == 0
@@ -215,7 +215,7 @@ def test_a_signal_lets_what_runs_be_finished(tmp_path: Path, model_dir: Path):
         ).fetchone() == ("done",)
 
 
-def test_a_signal_that_comes_while_it_starts_stops_it_in_order(monkeypatch):
+def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     async def started(server: uvicorn.Server, sockets: object) -> None:
         server.handle_exit(signal.SIGTERM, None)
         server.started = True
@@ -259,7 +259,7 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):
         assert time.monotonic() - begun < 10
 
 
-def test_connections_that_find_no_file_left_are_told_of_once_a_minute():
+def test_running_out_of_file_descriptors_is_logged_once_a_minute():
     stream = io.StringIO()
     kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARIES)]
     before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]

@@ -72,7 +72,7 @@ def run_of(path: str) -> str:
     return path.removeprefix("tinker://").partition("/")[0]
 
 
-def test_lists_name_what_was_saved(place: Place, capsys):
+def test_lists_contain_what_was_saved(place: Place, capsys):
     path = saved(place, "listed")
     assert path in said(capsys, "checkpoints", "list", *place.options)
     assert run_of(path) in said(capsys, "runs", *place.options)
@@ -99,7 +99,7 @@ def test_runs_show_recipe_and_log_path(place: Place, capsys):
     assert (row[1], row[-1]) == ("-", "-")
 
 
-def test_one_run_and_one_checkpoint_are_told_of(place: Place, capsys):
+def test_one_run_and_one_checkpoint_are_described(place: Place, capsys):
     path = saved(place, "shown")
     run = json.loads(said(capsys, "runs", run_of(path), "--json", *place.options))
     shown = json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))
@@ -182,7 +182,7 @@ def test_deleting_without_anybody_to_ask_needs_yes(place: Place, capsys, monkeyp
     said(capsys, "checkpoints", "delete", path, "--yes", *place.options)
 
 
-def test_what_is_published_can_be_read_with_another_key(served: Place, capsys):
+def test_a_public_checkpoint_can_be_read_with_another_key(served: Place, capsys):
     path = saved(served, "public")
     bob = (*served.options[:-1], BOB)
     assert main(["checkpoints", "show", path, *bob]) == 1
@@ -194,7 +194,7 @@ def test_what_is_published_can_be_read_with_another_key(served: Place, capsys):
 
 
 @pytest.mark.parametrize("words", [["runs"], ["checkpoints", "list", "--run"]])
-def test_the_directory_of_a_run_is_told_from_its_id(
+def test_a_run_directory_given_as_an_id_is_explained(
     local: Place, capsys, tmp_path, words: list[str]
 ):
     path = saved(local, "mine")
@@ -205,7 +205,7 @@ def test_the_directory_of_a_run_is_told_from_its_id(
     assert f"that of its newest checkpoint is {run_of(path)}" in capsys.readouterr().err
 
 
-def test_nobody_can_be_published_to_here(local: Place, capsys):
+def test_publishing_is_rejected_without_a_server(local: Place, capsys):
     assert main(["checkpoints", "publish", saved(local, "mine"), *local.options]) == 1
     assert "--base-url" in capsys.readouterr().err
 
@@ -231,7 +231,9 @@ def test_nobody_can_be_published_to_here(local: Place, capsys):
         (["checkpoints", "delete", "--yes", "weights/a"], "tinker://"),
     ],
 )
-def test_what_cannot_be_done_is_said(words: list[str], named: str, capsys, tmp_path, monkeypatch):
+def test_impossible_commands_are_explained(
+    words: list[str], named: str, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path))
     assert main(words) == 1
     assert named in capsys.readouterr().err

@@ -186,7 +186,7 @@ def test_a_tokenizer_in_the_hubs_cache_is_found_without_a_network(
     assert cache_tokenizer("planish/some-model", model, tmp_path) is None
 
 
-def test_the_hubs_cache_keeps_what_it_knows(model: Path, tmp_path: Path):
+def test_the_hubs_cache_keeps_existing_tokenizers(model: Path, tmp_path: Path):
     reference = tmp_path / "models--org--model" / "refs" / "main"
     reference.parent.mkdir(parents=True)
     reference.write_text("abc")

@@ -46,7 +46,7 @@ def journal(name: str, body: bytes):
     return change
 
 
-def test_what_was_written_is_there_after_closing(tmp_path):
+def test_writes_survive_closing(tmp_path):
     async def scenario() -> None:
         store = Store(tmp_path)
         assert await store.write(put("a")) == 1
@@ -117,7 +117,7 @@ def test_large_bodies_are_files_that_come_and_go_with_their_rows(tmp_path):
     run(scenario())
 
 
-def test_a_file_that_no_row_names_goes_at_the_next_start(tmp_path):
+def test_orphaned_files_are_removed_at_the_next_start(tmp_path):
     async def scenario() -> None:
         store = Store(tmp_path)
         await store.write(journal("large", LARGE))
@@ -131,7 +131,7 @@ def test_a_file_that_no_row_names_goes_at_the_next_start(tmp_path):
     run(scenario())
 
 
-def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path, monkeypatch):
+def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
     async def scenario() -> None:
         store = Store(tmp_path)
         full = True
@@ -158,7 +158,7 @@ def test_a_full_disk_refuses_what_can_be_refused_and_keeps_what_cannot(tmp_path,
     run(scenario())
 
 
-def test_a_disk_that_cannot_be_written_stays_refused_until_it_can(tmp_path, caplog):
+def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, caplog):
     async def scenario() -> None:
         store = Store(tmp_path)
         # as on a file system that became read-only
@@ -178,7 +178,7 @@ def test_a_disk_that_cannot_be_written_stays_refused_until_it_can(tmp_path, capl
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are not told here")
-def test_what_may_be_taken_back_is_not_kept_in_files_elsewhere(tmp_path):
+def test_statement_journals_are_kept_in_memory(tmp_path):
     def change(transaction: Transaction) -> list[str]:
         transaction.execute("UPDATE meta SET value = zeroblob(1000)")
         return [file for file in map(os.readlink, _open_files()) if "etilqs" in file]
@@ -250,7 +250,7 @@ def test_a_real_full_disk(tmp_path):
     run(scenario())
 
 
-def test_what_a_full_disk_keeps_waiting_fails_at_the_end(tmp_path, monkeypatch):
+def test_writes_that_wait_for_a_full_disk_fail_at_close(tmp_path, monkeypatch):
     async def scenario() -> None:
         store = Store(tmp_path)
 
@@ -327,7 +327,7 @@ def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     "other", ["bodies/00", "run/weights/_planish.snapshot.3/planish.json", "server.db-wal"]
 )
-def test_a_database_that_is_missing_beside_its_files_is_not_begun_anew(tmp_path, left, other):
+def test_a_missing_database_beside_other_files_is_not_created_anew(tmp_path, left, other):
     Store(tmp_path).close()
     (tmp_path / DATABASE).unlink()
     if left is not None:
@@ -375,7 +375,7 @@ def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table, caplog):
     run(scenario())
 
 
-def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch, caplog):
+def test_a_failing_disk_is_logged_once(tmp_path, monkeypatch, caplog):
     def refuse(name: str) -> None:
         raise OSError(28, "No space left on device")
 
@@ -394,7 +394,7 @@ def test_a_disk_that_refuses_is_told_of_once(tmp_path, monkeypatch, caplog):
     assert "No space left" in caplog.text
 
 
-def test_room_of_what_was_removed_goes_back_to_the_disk(tmp_path):
+def test_free_pages_return_to_the_disk(tmp_path):
     async def scenario() -> None:
         store = Store(tmp_path)
         await store.write(put("a", bytes(5_000_000)))

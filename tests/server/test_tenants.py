@@ -20,7 +20,7 @@ async def two(server) -> tuple[Client, Client]:
     return anna, ben
 
 
-def test_what_is_anothers_is_not_there(model_dir, data_dir):
+def test_things_of_another_tenant_are_not_found(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             anna, ben = await two(server)
@@ -74,7 +74,7 @@ def test_what_is_anothers_is_not_there(model_dir, data_dir):
     run(scenario())
 
 
-def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
+def test_a_public_checkpoint_can_be_read_but_not_changed(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             anna, ben = await two(server)
@@ -109,7 +109,7 @@ def test_what_is_published_can_be_read_and_not_changed(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_limit_of_one_tenant_is_not_anothers(model_dir, data_dir):
+def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(max_queued_requests=3, sampling_slots=1)
         async with running(model_dir, data_dir, settings) as server:
@@ -176,9 +176,7 @@ def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
     run(scenario())
 
 
-def test_tokens_are_shared_evenly_though_the_requests_of_one_are_long_and_came_first(
-    model_dir, data_dir
-):
+def test_tokens_are_shared_evenly_with_a_tenant_whose_long_requests_came_first(model_dir, data_dir):
     """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had
     about a third of them.
     """

@@ -43,7 +43,7 @@ from planish.wire.training import output_from_message
 BAD = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
 
 
-def test_results_are_those_of_the_engine_alone(model_dir, data_dir):
+def test_results_equal_those_of_the_engine_alone(model_dir, data_dir):
     engine = Engine({BASE: str(model_dir)}, data_dir / "alone", EngineSettings(deterministic=True))
     engine.submit(CreateModel("m", BASE, LoraConfig(RANK, 1))).result()
     alone = [(engine.submit(gradient("m", seed)), engine.submit(adam("m"))) for seed in range(3)]
@@ -180,7 +180,7 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
     run(scenario())
 
 
-def test_what_waits_for_a_number_that_never_comes_fails(model_dir, data_dir):
+def test_requests_behind_a_missing_number_fail(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)
@@ -277,7 +277,7 @@ def test_names_of_checkpoints_are_taken_once(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_model_is_loaded_from_what_was_saved(model_dir, data_dir):
+def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -366,7 +366,7 @@ def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_
     run(scenario())
 
 
-def test_a_creation_that_fails_is_told_and_leaves_nothing(model_dir, data_dir):
+def test_a_failed_creation_is_reported_and_leaves_nothing(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -412,9 +412,7 @@ def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
     run(scenario())
 
 
-def test_no_room_is_made_in_memory_for_what_waited_behind_a_creation_that_failed(
-    model_dir, data_dir, monkeypatch
-):
+def test_requests_behind_a_failed_creation_load_nothing(model_dir, data_dir, monkeypatch):
     loaded = []
     load = TrainingModel.load
 

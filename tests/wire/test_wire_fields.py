@@ -90,7 +90,7 @@ def test_an_unknown_field_that_is_empty_is_not_refused():
         fields.integer("a")
 
 
-def test_the_first_error_is_the_one_that_is_told():
+def test_the_first_error_is_reported():
     with pytest.raises(UserError, match="a=2"), of(a=2, unknown=1) as fields:
         fields.integer("a", high=1)
 

@@ -75,7 +75,7 @@ def test_sampler(model_path):
     assert records.sampler_info_from_json(of(body)) == info
 
 
-def test_a_time_that_is_none_is_named():
+def test_an_invalid_time_is_named_in_the_error():
     checkpoint = Checkpoint("weights/a", "training", datetime.now(UTC), "tinker://m/weights/a")
     body = {**records.checkpoint_to_json(checkpoint), "time": "yesterday"}
     with pytest.raises(UserError, match="time='yesterday'"):

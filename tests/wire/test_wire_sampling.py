@@ -103,7 +103,7 @@ def sdk_body(request: SampleRequest) -> bytes:
 
 
 @given(REQUESTS)
-def test_what_the_sdk_encodes_is_what_we_read(request):
+def test_we_decode_what_the_sdk_encodes(request):
     assert plain(sample_request_from_json(Fields.of(sdk_body(request)))) == plain(request)
 
 
@@ -206,7 +206,7 @@ def test_json_response_says_the_same(response):
     assert body.get("prompt_logprobs") == response.prompt_logprobs
 
 
-def test_a_sparse_target_asks_only_for_what_it_lists():
+def test_a_sparse_target_scores_only_listed_entries():
     sparse = TensorData(np.array([5, 7]), "int64", [3, 2], [0, 1, 1, 2], [0, 1])
     request = SampleRequest(
         0,

@@ -47,7 +47,7 @@ def sdk_request(operation: ForwardBackward, seq_id: int) -> sdk.ForwardBackwardR
 
 
 @given(forward_backwards(), st.integers(1, 2**31 - 1))
-def test_what_the_sdk_encodes_is_what_we_read(operation, seq_id):
+def test_we_decode_what_the_sdk_encodes(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
     theirs.forward_only = operation.forward_only
     message = training.parse_forward_backward(theirs.SerializeToString())
@@ -56,7 +56,7 @@ def test_what_the_sdk_encodes_is_what_we_read(operation, seq_id):
 
 
 @given(forward_backwards(), st.integers(1, 2**31 - 1))
-def test_what_we_encode_is_what_the_sdk_encodes(operation, seq_id):
+def test_our_encoding_equals_that_of_the_sdk(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
     theirs.forward_only = operation.forward_only
     ours = pb.ForwardBackwardRequest.FromString(
@@ -77,7 +77,7 @@ def test_json_round_trip(operation, seq_id):
     )
 
 
-def test_what_the_sdk_of_0_21_sends_is_what_we_read():
+def test_we_decode_what_the_sdk_0_21_sends():
     datum = {
         "model_input": sdk.ModelInput.from_ints([1, 2, 3]),
         "loss_fn_inputs": {"target_tokens": [2, 3, 4], "weights": [0.5, 1, 0]},
@@ -144,7 +144,7 @@ def test_output_round_trip(output):
 @pytest.mark.parametrize(
     "optional", [{}, {"learning_rate": 0.5, "beta1": 0.1, "grad_clip_norm": 1.0}]
 )
-def test_what_the_sdk_sends_for_optim_step(optional):
+def test_we_decode_the_sdks_optim_step(optional):
     request = OptimStepRequest(optim_params=sdk.AdamParams(**optional), model_id="m", seq_id=3)
     body = request.model_dump(exclude_none=True, mode="json")
     fields = Fields.of(orjson.dumps(body))
@@ -202,7 +202,7 @@ def test_a_wrong_field_of_a_json_body_is_named(name, body):
         training.forward_backward_from_json(Fields.of(orjson.dumps(body)), False)
 
 
-def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
+def test_the_dense_size_of_sparse_tensors_is_limited_per_body():
     half = TensorData([], "float32", [1, MAX_DENSE_ELEMENTS // 2], [0, 0], [])
     data = [Datum(ModelInput.from_ints([1]), {"target_tokens": [1], "weights": half})] * 3
     message = training.parse_forward_backward(
@@ -222,7 +222,7 @@ def test_what_sparse_tensors_would_fill_is_bounded_for_a_whole_body():
 @pytest.mark.parametrize(
     ("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (1, 1, 101), (21, 3, 1)], ids=str
 )
-def test_what_is_tiny_and_many_is_refused_before_it_takes_memory(
+def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     monkeypatch, datums, chunks, tensors
 ):
     monkeypatch.setattr(wire_tensors, "MAX_PARTS", 100)

@@ -60,7 +60,10 @@ from planish.wire.training import (
     parse_forward_backward,
 )
 
-_COLUMNS = "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, error_class"
+_COLUMNS = (
+    "id, tenant, kind, owner, seq, state, digest, accepted, body_bytes, message, category, "
+    "error_class"
+)
 
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
@@ -186,7 +189,10 @@ def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow
 
 def is_owner(connection: sqlite3.Connection, tenant: str, owner: str) -> bool:
     """Return whether the tenant ever had a model or a sampler with this id."""
-    query = "SELECT EXISTS (SELECT 1 FROM models WHERE id = ?1 AND tenant = ?2 UNION SELECT 1 FROM samplers WHERE id = ?1 AND tenant = ?2)"
+    query = (
+        "SELECT EXISTS (SELECT 1 FROM models WHERE id = ?1 AND tenant = ?2"
+        " UNION SELECT 1 FROM samplers WHERE id = ?1 AND tenant = ?2)"
+    )
     return bool(connection.execute(query, (owner, tenant)).fetchone()[0])
 
 

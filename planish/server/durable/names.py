@@ -5,7 +5,7 @@ Clients cannot give these names:
 
     tinker://MODEL/weights/_planish.snapshot.SEQ          a snapshot of the model after request SEQ
     tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of what request SEQ loaded
-    tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler that request SEQ published without a name
+    tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler published by request SEQ
     tinker://SAMPLER/sampler_weights/_planish.source      a copy of the checkpoint of a sampler
 
 External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
@@ -59,7 +59,7 @@ def loading_seq(path: str) -> int | None:
 
 
 def is_superseded(path: str, seq: int) -> bool:
-    """Return whether a snapshot after request `seq` replaces this private checkpoint of its model."""
+    """Return whether a snapshot after request `seq` replaces this private checkpoint."""
     loading = loading_seq(path)
     return (
         loading <= seq

@@ -28,7 +28,7 @@ class Record:
     @classmethod
     def of(cls, row: sqlite3.Row) -> Self:
         """Return the record of a query result."""
-        return cls(**{key: row[key] for key in row.keys()})  # noqa: SIM118  (a RequestRow iterates over values)
+        return cls(**{key: row[key] for key in row.keys()})  # noqa: SIM118  (a Row iterates over values)
 
     def values(self) -> list[Any]:
         """Return the values in the order of the columns."""

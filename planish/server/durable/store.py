@@ -20,11 +20,12 @@ A request's id is made of what identifies it: `{model}:{seq_id}` for training (t
 number 0), `{sampler}:{seq_id}` for sampling. Its state:
 
     accepted   on disk, and to be run
-    started    a save whose name was free when it began, or a load whose checkpoint was copied: a replay does
-               not check again
+    started    a save whose name was free when it began, or a load whose checkpoint was copied: a
+               replay does not check again
     done       has a result
     failed     ran, and has a message
-    refused    never ran, and has a message: its body could not be read, or an earlier number never arrived
+    refused    never ran, and has a message: its body could not be read, or an earlier number never
+               arrived
 
 The body of a training request stays until a snapshot of its model covers it. Bodies and results are
 the last columns, so that a query for other columns need not read past them.
@@ -178,7 +179,7 @@ class Store:
         return await asyncio.wrap_future(self._put(change, patient=False))
 
     def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
-        """`write`, retried until the disk accepts it. Changes are made in the order of the calls."""
+        """`write`, retried until the disk accepts it. Changes are made in the order of calls."""
         return asyncio.wrap_future(self._put(change, patient=True))
 
     async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:

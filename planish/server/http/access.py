@@ -10,7 +10,8 @@ A record is a message and fields, `_log.info("snapshot", extra=log_fields(model=
 On a terminal it is a line of text, elsewhere a JSON object per line, in which the fields are
 siblings of the message:
 
-    {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access", "message": "...", ...}
+    {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access",
+     "message": "...", ...}
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class Access:
     def __init__(
         self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]
     ) -> None:
-        """`authenticate` returns the tenant of a key, and raises PlanishError for an unknown key."""
+        """`authenticate` returns the tenant of a key. PlanishError if the key is unknown."""
         self._app = app
         self._metrics = metrics
         self._authenticate = authenticate

@@ -36,14 +36,7 @@ from planish.server.http import (
     routes_sessions,
     routes_training,
 )
-from planish.server.http.context import (
-    API,
-    HttpState,
-    RequestContext,
-    answered,
-    body_of,
-    endpoint,
-)
+from planish.server.http.context import API, HttpState, RequestContext, answered, body_of, endpoint
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -129,7 +122,9 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     if request.url.path.startswith("/api/"):
         return answered({"detail": detail}, error.status_code)
     if not request.url.path.startswith("/v1/"):
-        detail += "; the endpoints for OpenAI's clients start with /v1, so their base_url must end with /v1"
+        detail += (
+            "; the endpoints for OpenAI's clients start with /v1, with which their base_url ends"
+        )
     return answered(body_of(detail, error.status_code), error.status_code)
 
 
@@ -147,7 +142,7 @@ _REFUSED = {
     (
         "POST",
         "/auth/token",
-    ): "keys are not exchanged for tokens here; the key itself is used (pjwt_auth_enabled is false)",
+    ): "the key itself is used, not a token (pjwt_auth_enabled is false)",
     (
         "GET",
         "/auth/apikey/me",
@@ -163,7 +158,8 @@ _REFUSED = {
     (
         "POST",
         "/join_sampling_session",
-    ): "copies of a sampling client number their requests themselves (sample_join_sampling_session is false)",
+    ): "copies of a sampling client number their requests "
+    "themselves (sample_join_sampling_session is false)",
     (
         "POST",
         "/retrieve_futures",

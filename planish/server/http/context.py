@@ -236,7 +236,7 @@ class RequestContext:
             yield await self.compute(body, lambda: Fields.of(body))
 
     async def cancelled_by_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`; None if the server begins to stop first, which cancels it."""
+        """Return the result of `work`; None if the server begins to stop, which cancels it."""
         working, stopping = (
             asyncio.ensure_future(work),
             asyncio.ensure_future(self.state.stopping.wait()),
@@ -305,7 +305,7 @@ def context_of(request: Request, key: str | None) -> RequestContext:
 
 
 def refused(error: PlanishError) -> Response:
-    """Return the response for an error: its message, and for our own client the class of the error."""
+    """Return the response for an error: its message, and for our own client its class."""
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)

@@ -36,7 +36,7 @@ async def client_config(context: RequestContext) -> Response:
             "fwdbwd_max_chunk_bytes_count": 128 * MIB,
             "fwdbwd_dispatch_bytes_semaphore_size": 256 * MIB,
             "proto_compress_fwdbwd": not context.is_local,
-            # On a slow machine a sample may wait for its turn for hours. The client must not give up.
+            # On a slow machine a sample may wait for hours. The client must not give up.
             "sample_enable_stuck_detection": False,
         }
     )

@@ -13,33 +13,15 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from planish.engine.checkpoint_labels import check_name, check_ttl
-from planish.errors import (
-    StorageError,
-)
+from planish.errors import StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import check_source
-from planish.server.durable.journal import (
-    JournalEntry,
-    RequestRow,
-    encode_request,
-    kind_of,
-)
-from planish.server.durable.names import (
-    check_name_is_not_private,
-)
+from planish.server.durable.journal import JournalEntry, RequestRow, encode_request, kind_of
+from planish.server.durable.names import check_name_is_not_private
 from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
-from planish.server.durable.request_log import (
-    AlsoWrite,
-    new_row,
-    run_uncancelled,
-)
+from planish.server.durable.request_log import AlsoWrite, new_row, run_uncancelled
 from planish.server.models.request_queue import RESTART
-from planish.server.results import (
-    Accepted,
-    BadRequest,
-    Gone,
-    ServerError,
-)
+from planish.server.results import Accepted, BadRequest, Gone, ServerError
 from planish.server.samplers import Samplers
 from planish.server.services import Services
 from planish.service import (
@@ -164,7 +146,7 @@ class RequestIntake:
             return True
         if seq < self._model.queue.skipped_below:
             raise BadRequest(
-                f"seq_id={seq} of {self._model.id!r} came too late: the server no longer waits for it; "
+                f"seq_id={seq} of {self._model.id!r} came too late and was skipped; "
                 "continue with the next sequence number"
             )
         raise Gone(

@@ -1,7 +1,7 @@
 """A training model on the server: one actor that owns the model's requests and its state.
 
-A request is checked, journaled and queued by `submit` (intake.py). A worker, which runs while there is
-something to do, pins the model's adapter in memory and gives the requests to the engine in the
+A request is checked, journaled and queued by `submit` (intake.py). A worker, which runs while there
+is something to do, pins the model's adapter in memory and gives the requests to the engine in the
 order of their numbers. A few requests are in the engine at once, so that the device does not wait
 for the event loop. Requests that read or write a named checkpoint wait until all earlier ones are
 answered.
@@ -17,21 +17,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from planish.errors import (
-    CheckpointError,
-    DamagedFileError,
-    EngineClosedError,
-    UserError,
-)
+from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
 from planish.server.durable import journal
-from planish.server.durable.journal import (
-    RequestRow,
-    result_of,
-)
-from planish.server.durable.names import (
-    is_superseded,
-    snapshot_name,
-)
+from planish.server.durable.journal import RequestRow, result_of
+from planish.server.durable.names import is_superseded, snapshot_name
 from planish.server.durable.records import ModelRow, change
 from planish.server.durable.request_log import (
     AlsoWrite,
@@ -45,13 +34,7 @@ from planish.server.models import replay, steps
 from planish.server.models.intake import RequestIntake
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
-from planish.server.results import (
-    Abandoned,
-    Accepted,
-    Done,
-    Failed,
-    Tenant,
-)
+from planish.server.results import Abandoned, Accepted, Done, Failed, Tenant
 from planish.server.samplers import Samplers
 from planish.server.services import Services
 from planish.service import (

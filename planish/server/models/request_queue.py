@@ -26,7 +26,7 @@ RESTART = 1 << 61
 """Added to the sequence numbers of a client that restarted them."""
 
 QueueItem = QueuedRequest | RequestRow
-"""A request to run, or the row of an answered request whose effect on the model must be repeated."""
+"""A request to run, or the row of an answered request whose effect must be repeated."""
 
 
 class RequestQueue(Generic[T]):

@@ -3,7 +3,7 @@ even one in training.
 
     POST /v1/chat/completions   chat         messages in, a message out
     POST /v1/completions        completions  text in, text out
-    GET  /v1/models             here         base models, and the checkpoints that samplers are made of
+    GET  /v1/models             here         base models and sampler checkpoints
 
 A model is named by its name, or by the tinker:// path of a checkpoint. The server's key is the
 bearer token.

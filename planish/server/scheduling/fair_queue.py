@@ -3,7 +3,8 @@ had the fewest tokens.
 
 Requests of one tenant wait in the order in which they were sent. The engine gets enough requests to
 be busy, and few enough that a newcomer does not wait behind all the work of an earlier tenant.
-While others are active, one tenant cannot take all slots, so some are free for newcomers. Some slots are kept for short requests of any tenant.
+While others are active, one tenant cannot take all slots, so some are free for newcomers. Some
+slots are kept for short requests of any tenant.
 """
 
 from __future__ import annotations
