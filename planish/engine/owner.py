@@ -30,7 +30,7 @@ from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.linear import before_each_matmul
 from planish.model.lora import LoraWeights
-from planish.native.threads import engine_thread
+from planish.native.threads import short_switch_interval
 from planish.processes.background import BackgroundThread, wait_for_saves
 from planish.service import (
     CreateModel,
@@ -80,7 +80,7 @@ class DeviceOwner:
         self._training: FairShare[Tenant] = FairShare()
         self._sampling: FairShare[BaseModel] = FairShare()
         self._thread = BackgroundThread(
-            engine_thread()(self._run), "planish-engine", stop=self._stop_at_exit
+            short_switch_interval()(self._run), "planish-engine", stop=self._stop_at_exit
         )
 
     def put(self, job: Job) -> None:

@@ -28,7 +28,6 @@ from planish.errors import UserError
 from planish.files import cache_home
 from planish.native.build import BuildError, library
 from planish.native.self_test import FAMILIES, verdicts_of
-from planish.native.threads import kernel_threads
 from planish.native.verdicts import Verdict
 
 _SUFFIX = {torch.float32: "f", torch.bfloat16: "h"}
@@ -437,10 +436,7 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
     anything.
     """
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
-    found = loaded()
-    # In float32, torch multiplies gradients by weights.
-    serve_all = dtype == torch.bfloat16 and found is not None and not found.refused
-    missing = _function(name, dtype)(*given, kernel_threads(serve_all=serve_all))
+    missing = _function(name, dtype)(*given, torch.get_num_threads())
     if missing:
         raise MemoryError(
             f"main memory is full: {name} needed {f'{missing:,} bytes' if missing > 1 else 'some'} more"

@@ -8,7 +8,6 @@ processes.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
 import os
@@ -16,8 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
-from threading import Lock, local
-from typing import Any
+from threading import Lock
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
 """Read by GNU's OpenMP when torch is loaded: how often a waiting thread looks before it sleeps.
@@ -28,17 +26,6 @@ SPINS = "1000"
 _WAITING = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
 _COUNTING = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _GROUPS = Path("/sys/fs/cgroup")
-
-
-class _Own(local):
-    """Settings of one Python thread."""
-
-    is_engine = False
-    kernel_threads = 0
-    """Threads of the kernels that it calls; 0 means as many as torch uses."""
-
-
-_own = _Own()
 
 SWITCH_SECONDS = 2e-4
 """Python's switch interval while an engine runs. Every operation of torch releases the interpreter
@@ -135,45 +122,6 @@ def _affinity() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def kernel_threads(*, serve_all: bool) -> int:
-    """Return the number of threads for a kernel that the calling thread is about to call: torch's.
-
-    If the kernels do all of a model's heavy work (`serve_all`), torch's own operations run in the
-    engine thread alone from then on. They are short, and two sets of threads would take the
-    processors from each other. Other threads of the process keep theirs.
-    """
-    import torch
-
-    if _own.is_engine and serve_all and not _own.kernel_threads:
-        _own.kernel_threads = torch.get_num_threads()
-        openmp = _openmp()
-        if openmp is not None:
-            openmp.omp_set_num_threads(1)  # torch.set_num_threads would be for all threads
-    return _own.kernel_threads or torch.get_num_threads()
-
-
-def _openmp() -> Any:
-    """The OpenMP library that torch uses; None if it is not to be found."""
-    import torch
-
-    try:
-        found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        found.omp_set_num_threads.argtypes = [ctypes.c_int]
-    except (OSError, AttributeError):
-        return None
-    return found
-
-
-@contextmanager
-def engine_thread() -> Iterator[None]:
-    """Prepare the calling thread to be an engine thread: torch's operations leave the processors to
-    the kernels (`kernel_threads`), and Python's threads take turns quickly.
-    """
-    _own.is_engine = True
-    with short_switch_interval():
-        yield
 
 
 @contextmanager

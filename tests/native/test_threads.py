@@ -112,43 +112,6 @@ def test_the_user_s_number_of_threads_stays(name, monkeypatch):
     assert torch.get_num_threads() == 3
 
 
-@pytest.fixture(name="two_threads")
-def _two_threads():
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def in_thread(function):
-    """What it returns in a thread of its own, the engine's."""
-    found = []
-    thread = threading.Thread(target=threads.engine_thread()(lambda: found.append(function())))
-    thread.start()
-    thread.join()
-    return found[0]
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_in_the_engine_thread_torch_leaves_the_threads_to_kernels_that_do_all():
-    def counts():
-        some = threads.kernel_threads(serve_all=False), torch.get_num_threads()
-        whole = threads.kernel_threads(serve_all=True), torch.get_num_threads()
-        return some, whole, threads.kernel_threads(serve_all=False)
-
-    assert in_thread(counts) == ((2, 2), (2, 1), 2)
-    assert torch.get_num_threads() == 2
-    assert in_thread(torch.get_num_threads) == 2
-    assert threads.kernel_threads(serve_all=True) == torch.get_num_threads() == 2
-
-
-@pytest.mark.usefixtures("two_threads")
-def test_without_torch_s_openmp_at_hand_torch_keeps_its_threads(monkeypatch):
-    monkeypatch.setattr(threads, "_openmp", lambda: None)
-    found = in_thread(lambda: (threads.kernel_threads(serve_all=True), torch.get_num_threads()))
-    assert found == (2, 2)
-
-
 def environment_after(program: str, **variables: str) -> str:
     environment = {
         name: value for name, value in os.environ.items() if name not in threads._WAITING
