@@ -125,6 +125,12 @@ def test_every_block_of_the_page_runs(page, reader):
     run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
 
 
+def test_the_page_of_clients_prints_the_same_where_checkpoints_lie_already(reader):
+    page = DOCS / "clients.md"
+    for again in range(2):
+        run_page(page.read_text(), page, f"page_clients_{again}")
+
+
 @pytest.mark.parametrize("page", [*WITH_README, *RECIPES], ids=lambda page: page.name)
 def test_every_command_of_a_recipe_is_one_that_it_takes(page):
     for name, arguments in commands_of(page.read_text()):
