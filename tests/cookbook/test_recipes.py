@@ -156,8 +156,13 @@ def test_an_official_recipe_in_process_is_the_same_as_through_a_server(place, se
     in_process = run(place, [*planish_run(place), SEEDED, tokens[near], recipe, *words], near)
     keys = {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-any"}
     through_server = run(place, [SEEDED, tokens[far], recipe, *words], far, **keys)
-    assert [measures(row) for row in in_process] == [measures(row) for row in through_server]
-    assert any(measures(row) for row in in_process)
+    assert len(in_process) == len(through_server) > 0
+    for mine, theirs in zip(in_process, through_server, strict=True):
+        ours, served = measures(mine), measures(theirs)
+        if "surrogate_loss:sum" in ours:
+            # Of a custom loss the SDK reports what the trainer summed, planish the loss itself.
+            ours["loss:sum"] = ours.pop("surrogate_loss:sum")
+        assert ours == served
     assert sampled(tokens[near]) == sampled(tokens[far])
     if "rl" in name or "guess" in name:
         assert sampled(tokens[near])
