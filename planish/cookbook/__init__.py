@@ -22,10 +22,9 @@ class RefusedNameError(UnsupportedError, ImportError):
 class _Module(ModuleType):
     """A module of the table. A target is imported when its name is first asked for."""
 
-    __path__: list[str] = []  # noqa: RUF012  (it holds submodules, none of them in a directory)
-
     def __init__(self, name: str, described: CookbookModule, reason: str | None = None) -> None:
         super().__init__(name, described.difference)
+        self.__path__ = []  # it holds submodules, none of them in a directory
         self._described = described
         self._reason = reason
 

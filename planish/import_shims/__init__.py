@@ -7,6 +7,7 @@ import importlib
 import importlib.machinery
 import sys
 from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 
@@ -14,7 +15,7 @@ SDK_DIRECTORY = Path(__file__).parent / "sdk"
 COOKBOOK_DIRECTORY = Path(__file__).parent / "cookbook"
 
 
-class _Redirect:
+class _Redirect(MetaPathFinder, Loader):
     """Imports of NAME and everything below it are imports of TARGET: one module object for both."""
 
     def __init__(self, name: str, target: str) -> None:

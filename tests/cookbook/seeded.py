@@ -54,8 +54,8 @@ def create_lora_training_client(self, base_model, rank=32, seed=None, **options)
     return plain_create(self, base_model, rank, 7, **options)
 
 
-tinker.SamplingClient.sample = sample
-tinker.SamplingClient.sample_async = sample_async
-tinker.ServiceClient.create_lora_training_client = create_lora_training_client
+setattr(tinker.SamplingClient, "sample", sample)  # noqa: B010
+setattr(tinker.SamplingClient, "sample_async", sample_async)  # noqa: B010
+setattr(tinker.ServiceClient, "create_lora_training_client", create_lora_training_client)  # noqa: B010
 sys.argv = sys.argv[2:]
 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -303,4 +303,4 @@ add_submodules(
     ),
     sys.modules[__name__],
 )
-__all__ += REFUSED
+__all__.extend(REFUSED)
