@@ -69,6 +69,7 @@ class BaseModel:
         # Nothing that a base model holds leads back to it: who lets go of it is to have its memory
         # at once, not when cycles are looked for.
         self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, tiling)
+        self.sampler.record()
 
     @property
     def dtype(self) -> torch.dtype:

@@ -334,7 +334,18 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _heads(shape: KVShape, q_heads: int) -> Any:
-    return _kernels().Heads(shape.heads, q_heads // shape.heads, shape.head_dim, shape.dtype)
+    return _kernels().Heads(
+        shape.heads,
+        q_heads // shape.heads,
+        shape.head_dim,
+        shape.dtype,
+        shared_memory(shape.device),
+    )
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program of this device may have."""
+    return int(import_module("planish.native.triton_common").shared_memory(device))
 
 
 def _kernels() -> Any:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.packing import Packed
-from planish.engine.sending import staged
+from planish.engine.sending import sent
 
 if TYPE_CHECKING:
     from planish.native.triton_forest import Table, Tiles
@@ -64,7 +64,9 @@ class GpuForest:
         shape = (q.dtype, q.shape[1:], k.shape[1])
         if shape not in self._tables:
             group = q.shape[1] // k.shape[1]
-            tiles = self._kernels.tiles_for(q.dtype, q.shape[2], group)
+            common = import_module("planish.native.triton_common")
+            shared = common.shared_memory(self._device)
+            tiles = self._kernels.tiles_for(q.dtype, q.shape[2], group, shared)
             queries, keys = (
                 query_plan(self._until, tiles, group),
                 key_plan(self._until, tiles, group, k.shape[1]),
@@ -185,5 +187,5 @@ def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
     starts = np.cumsum([0, *sizes[:-1]])
     for start, array in zip(starts, arrays, strict=True):
         joined[start : start + array.size] = array.ravel()
-    table = staged(torch.from_numpy(joined), device).to(device, non_blocking=True)
+    table = sent(torch.from_numpy(joined), device)
     return [table[s : s + a.size].view(a.shape) for s, a in zip(starts, arrays, strict=True)]

@@ -13,9 +13,11 @@ of a logprob depend on the batch. With deterministic=True the sampler runs Plain
 
 from __future__ import annotations
 
+import logging
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch import Tensor
 
 from planish.engine.gpu_adapters import AdapterTables
 from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.engine.heap import let_go
 from planish.engine.kv_cache import KVPools, KVShape
 from planish.engine.passes import Rows
 from planish.engine.sampling_attention import PrefillSpan
@@ -113,10 +116,37 @@ class GraphPasses:
             bool(adapters),
             any(a.weights is not None and a.weights.head is not None for a in adapters),
         )
-        if kind not in self._steps:
+        if kind not in self._steps:  # adapters of layers alone are recorded when first met
             self._steps[kind] = self._recorded(*kind)
         hidden, logits = self._steps[kind]()
         return hidden[:count], logits[:count]
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the graphs of all sizes, the largest first: without adapters, and with adapters of
+        layers and head. A size that is recorded when it is first met would stop all samples for a
+        tenth of a second or more. If one fails, steps run eagerly, and a warning says so.
+
+        Before the first pass: the tables name no sample, so a step touches no keys and values.
+        """
+        if self.recorder is None:
+            return
+        for size in reversed(self._sizes):
+            for adapted in (False, True):
+                try:
+                    self._steps[size, adapted, adapted] = self._recorded(size, adapted, adapted)
+                except RuntimeError as error:
+                    let_go(error)
+                    self._steps.clear()
+                    self.recorder = None
+                    reason = str(error).strip().split("\n")[0]
+                    logging.getLogger(__name__).warning(
+                        "decoding steps run without CUDA graphs, slower: recording one of %d rows "
+                        "failed (%s). PLANISH_GRAPHS=0 silences this",
+                        size,
+                        reason,
+                    )
+                    return
 
     def rest(self) -> None:
         self._adapters.fill(())
@@ -175,12 +205,16 @@ class GraphRecorder:
                 # A pool that a failed recording leaves without graphs is none that torch takes
                 # again.
                 memory = self._memory or torch.cuda.graph_pool_handle()
-                # Other threads of this process may use the GPU meanwhile: only what this one does
-                # is recorded.
-                with torch.cuda.graph(
-                    graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
-                ):
-                    out = step()
+                try:
+                    # Other threads of this process may use the GPU meanwhile: only what this one
+                    # does is recorded.
+                    with torch.cuda.graph(
+                        graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
+                    ):
+                        out = step()
+                except BaseException:
+                    self._end_pool(memory)
+                    raise
                 self._memory = memory
 
         def launch() -> tuple[Tensor, Tensor]:
@@ -188,3 +222,15 @@ class GraphRecorder:
             return out
 
         return launch
+
+    def _end_pool(self, memory: Any) -> None:
+        """After a recording that failed: torch keeps its pool open, and with it all that was
+        allocated (pytorch issue 190308). A pool with other graphs is closed, but not given back.
+        """
+        index = self._stream.device.index
+        # Which of these are due depends on how far the recording came.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, memory)
+        if memory != self._memory:
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(index, memory)

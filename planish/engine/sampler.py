@@ -135,6 +135,11 @@ class Sampler:
         self._requests: list[Request] = []
         self._count = 0
 
+    def record(self) -> None:
+        """Record the CUDA graphs of decoding steps, on a GPU whose kernels serve; else nothing."""
+        if isinstance(self._passes, GraphPasses):
+            self._passes.record()
+
     @property
     def busy(self) -> bool:
         return self._scheduler.busy

@@ -16,7 +16,12 @@ from torch import Tensor
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """`torch.tensor(numbers, dtype=dtype, device=device)`."""
-    return staged(torch.tensor(numbers, dtype=dtype), device).to(device, non_blocking=True)
+    return sent(torch.tensor(numbers, dtype=dtype), device)
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """`x.to(device)` for x of the host, which may be written to at once."""
+    return staged(x, device).to(device, non_blocking=True)
 
 
 def staged(x: Tensor, device: torch.device) -> Tensor:

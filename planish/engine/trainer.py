@@ -31,6 +31,7 @@ from planish.engine.losses import Loss, find_loss
 from planish.engine.native_attention import NativeForest
 from planish.engine.packing import Packed, pack
 from planish.engine.row_tiling import RowTiling
+from planish.engine.sending import sent
 from planish.engine.settings import head_shape
 from planish.errors import NonFiniteError
 from planish.model.config import ModelConfig
@@ -237,13 +238,13 @@ class Trainer:
         recompute = self.settings.recomputes(len(packed))
         packed = packed.padded(self._tiling.padded(len(packed), job.weights))
         hidden = self._decoder.hidden(
-            torch.from_numpy(packed.tokens).to(device),
-            torch.from_numpy(packed.positions).to(device),
+            sent(torch.from_numpy(packed.tokens), device),
+            sent(torch.from_numpy(packed.positions), device),
             self._attention(packed),
             [AdapterRows(0, len(packed), job.weights)],
             recompute=recompute,
         )
-        rows, targets = pairs.rows.to(device), pairs.targets.to(device)
+        rows, targets = sent(pairs.rows, device), sent(pairs.targets, device)
         head, temperature = self._decoder.head, job.config["temperature"]
         return scored_logprobs(
             hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute
@@ -281,7 +282,7 @@ class Trainer:
                 )
         at_pairs = torch.zeros(unique.shape, dtype=wanted.dtype).index_add_(0, pairs.place, wanted)
         if unique.requires_grad and bool(at_pairs.any()):
-            unique.backward(at_pairs.to(unique.device))
+            unique.backward(sent(at_pairs, unique.device))
         return job.weights.collect_grad()
 
 

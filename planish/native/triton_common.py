@@ -7,11 +7,28 @@ kernels' logic is tested on machines without a GPU.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.runtime import driver
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
+
+
+HOPPER_SHARED = 227 << 10
+"""Bytes of shared memory that a program may have on an H100 or H200, for which block sizes are
+chosen first.
+"""
+SHARED_MARGIN = 2 << 10
+"""Bytes of shared memory left free: compilers add a little, and not the same in each version."""
+
+
+def shared_memory(device: torch.device) -> int:
+    """Return how many bytes of shared memory a program may have on this device."""
+    if device.type != "cuda":
+        return HOPPER_SHARED  # interpreted, where there is no limit
+    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @triton.jit

@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.triton_common import bound, dot, rounded
+from planish.native.triton_common import HOPPER_SHARED, SHARED_MARGIN, bound, dot, rounded
 
 
 def _record(*names: str) -> np.dtype:
@@ -62,6 +62,10 @@ tensor cores keep up.
 """
 _PARTS = 8
 """Parts added up at a time."""
+_PREFILL_CUTS = ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+"""Rows, keys, warps and stages of a block of prefill in bf16. 128 rows are the work of two warp
+groups.
+"""
 
 
 @triton.jit
@@ -323,6 +327,8 @@ class Heads:
     """Query heads of each key head."""
     size: int
     dtype: torch.dtype
+    shared: int = HOPPER_SHARED
+    """Bytes of shared memory that a program may have."""
 
     @property
     def lane(self) -> int:
@@ -340,7 +346,23 @@ class Heads:
 
     @property
     def _prefill_rows(self) -> int:
-        return 32 if self._is_wide else 128 if self.block_e <= 128 else 64
+        return self._prefill_cut[0]
+
+    @cached_property
+    def _prefill_cut(self) -> tuple[int, int, int, int]:
+        """Rows, keys, warps and stages of a block: the largest of _PREFILL_CUTS that fits."""
+        if self._is_wide:
+            return 32, 16, 8, 2
+        cuts = [
+            cut for cut in _PREFILL_CUTS if self.block_e <= 128 or (cut[0] <= 64 and cut[1] <= 32)
+        ]
+        fitting = (cut for cut in cuts if self._fits(_tile(cut[0]), cut[1], cut[3]))
+        return next(fitting, cuts[-1])
+
+    def _fits(self, rows: int, keys: int, stages: int) -> bool:
+        """Whether so many rows, and keys and values in so many stages, fit in shared memory."""
+        numbers = (rows + 2 * keys * stages) * self.block_e
+        return numbers * self.dtype.itemsize <= self.shared - SHARED_MARGIN
 
     @property
     def _is_wide(self) -> bool:
@@ -358,6 +380,8 @@ class Heads:
             (16, 8, 2) if self._is_wide else (64 if self.block_e <= 64 else 32, 4, 4)
         )
         stages = min(stages, 3) if self.block_e > 128 else stages
+        while stages > 1 and not self._is_wide and not self._fits(wide, block_n, stages):
+            stages -= 1
         options = {
             "WIDE_M": wide,
             "NARROW_M": narrow,
@@ -370,9 +394,7 @@ class Heads:
     @cached_property
     def prefill_options(self) -> dict[str, Any]:
         block_m = _tile(self.block_rows * self.group)
-        # 128 rows are two warp groups' work.
-        warps, stages = (8, 2) if self._is_wide else (8, 3) if block_m > 64 else (4, 2)
-        block_n = 16 if self._is_wide else 64 if self.block_e <= 128 else 32
+        _, block_n, warps, stages = self._prefill_cut
         options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
         return {**self._shape, **options}
 

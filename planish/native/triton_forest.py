@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.native.triton_common import bound, dot
+from planish.native.triton_common import HOPPER_SHARED, SHARED_MARGIN, bound, dot
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 _SUM_ROWS = 16
@@ -89,9 +89,12 @@ class Table:
     """Of the scratch memory."""
 
 
-def tiles_for(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
-    """For Hopper: about the largest with which nothing spills, in 227 KiB of shared memory."""
+def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPER_SHARED) -> Tiles:
+    """The largest tiles that fit in `shared` bytes of shared memory; on Hopper about the largest
+    with which nothing spills. The smallest there are, if none fit.
+    """
     width = _width(head_dim)
+    least = _power_of_two(group)  # a tile has at least one row
     if dtype == torch.float32:
         # products without tensor cores hold whole rows of their operands in registers
         forward, queries, keys = (
@@ -99,19 +102,54 @@ def tiles_for(dtype: torch.dtype, head_dim: int, group: int) -> Tiles:
             else ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)) if width == 64
             else ((16, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1))
         )  # fmt: skip
-    else:
-        forward, queries, keys = (
-            ((128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)) if width <= 64
-            else ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)) if width == 128
-            else ((128, 32, 8, 2), (128, 32, 8, 2), (16, 64, 8, 2))
-        )  # fmt: skip
-    least = _power_of_two(group)  # a tile has at least one row
-    return Tiles(
-        *(
-            Launch(max(m, least), n, warps, stages)
-            for m, n, warps, stages in (forward, queries, keys)
-        )
+        return _tiles(least, forward, queries, keys)
+    tried = (_tiles(least, *cuts) for cuts in _CUTS[max(64, width)])
+    fitting = (
+        tiles
+        for tiles in tried
+        if _most_shared(tiles, width, dtype.itemsize) <= shared - SHARED_MARGIN
     )
+    return next(fitting, _tiles(least, *_CUTS[max(64, width)][-1]))
+
+
+_Cut = tuple[int, int, int, int]
+_CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
+    64: (
+        ((128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 8, 2)),
+        ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+    ),
+    128: (
+        ((128, 64, 8, 3), (128, 64, 8, 2), (64, 128, 8, 2)),
+        ((64, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 2)),
+        ((64, 32, 4, 2), (64, 32, 4, 1), (32, 64, 4, 1)),
+    ),
+    256: (
+        ((128, 32, 8, 2), (128, 32, 8, 2), (16, 64, 8, 2)),
+        ((64, 32, 4, 1), (64, 32, 4, 1), (16, 64, 8, 2)),
+        ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
+    ),
+}
+"""Queries, keys, warps and stages of the forward, the queries' and the keys' backward kernel for
+bf16, by the width of heads: for 227 KiB of shared memory (H100; A100 up to a width of 128), 99 KiB
+(RTX 3090, 4090, 5090) and 64 KiB (MI300).
+"""
+
+
+def _tiles(least: int, *cuts: _Cut) -> Tiles:
+    return Tiles(*(Launch(max(m, least), n, warps, stages) for m, n, warps, stages in cuts))
+
+
+def _most_shared(tiles: Tiles, width: int, itemsize: int) -> int:
+    """Bytes of shared memory of the three kernels at most: what stays (queries and their gradients,
+    or keys and values), and of what is streamed, each stage.
+    """
+    first, second, third = tiles.forward, tiles.backward_queries, tiles.backward_keys
+    rows = (
+        first.queries + 2 * first.keys * first.stages,
+        2 * second.queries + 2 * second.keys * second.stages,
+        2 * third.keys + 2 * third.queries * third.stages,
+    )
+    return max(rows) * width * itemsize
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tensor]:

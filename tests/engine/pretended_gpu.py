@@ -27,7 +27,8 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from planish.engine import base_models
 from planish.engine.graph_passes import GraphRecorder, Step
-from planish.native import kernels
+from planish.engine.sampler import Sampler
+from planish.native import kernels, triton_common
 
 GPU = torch.device("cuda", 0)
 WAITING = (
@@ -185,6 +186,7 @@ class _Operations(TorchDispatchMode):
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     marks = Marks()
     patch_cuda(patch)
+    patch.setattr(triton_common, "shared_memory", lambda _: triton_common.HOPPER_SHARED)
     patch.setattr(kernels, "_admitted", {})
     patch.setattr(kernels, "_elementwise", {})
     patch.setattr(
@@ -193,6 +195,8 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
         lambda _directory, _shapes, heads, device: kernels.admit(device, heads, kernels.FAMILIES),
     )
     patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
+    # Interpreted, the graphs of all sizes take minutes.
+    patch.setattr(Sampler, "record", lambda _: None)
     interpret, apply = InterpretedFunction.run, BackwardCFunction.apply
 
     def run(kernel: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,7 @@ import torch
 from test_sampler import adapter, request, run, tokens
 
 from planish.engine.graph_passes import GraphPasses, GraphRecorder, graph_sizes
+from planish.engine.kv_cache import KVShape
 from planish.engine.passes import PlainPasses
 from planish.engine.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
@@ -108,6 +109,8 @@ class FakeCuda:
             "graph_pool_handle",
         ):
             patch.setattr(torch.cuda, name, getattr(self, f"_{name.lower()}"))
+        for name in ("_cuda_endAllocateToPool", "_cuda_releasePool"):
+            patch.setattr(torch._C, name, getattr(self, name.lower()), raising=False)
 
     @property
     def current(self) -> str:
@@ -142,6 +145,12 @@ class FakeCuda:
         self.said.append(("records", pool))
         yield
         self.said.append(("recorded", pool))
+
+    def _cuda_endallocatetopool(self, device: int, pool: int) -> None:
+        self.said.append(("closes", pool))
+
+    def _cuda_releasepool(self, device: int, pool: int) -> None:
+        self.said.append(("gives back", pool))
 
     def _cudagraph(self) -> object:
         return SimpleNamespace(replay=lambda: self.said.append(("launches", self.current)))
@@ -224,3 +233,62 @@ def test_graphs_hold_every_batch_with_little_to_spare():
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(256)[-3:] == [128, 192, 256]
     assert graph_sizes(1500)[-4:] == [768, 1024, 1280, 1500]
+
+
+def test_a_recording_that_fails_gives_its_memory_back(cuda):
+    """Not where graphs of the same pool live on."""
+    recorder = GraphRecorder(torch.device("cuda", 0))
+    computed = 0
+
+    def fails_while_recorded() -> tuple[torch.Tensor, torch.Tensor]:
+        nonlocal computed
+        computed += 1
+        if computed % 2 == 0:
+            raise RuntimeError("CUDA out of memory")
+        return cuda.step()
+
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="out of memory"):
+            recorder.recorded(fails_while_recorded)
+        recorder.recorded(cuda.step)
+    ended = [said for said in cuda.said if said[0] in ("closes", "gives back")]
+    assert ended == [("closes", 1), ("gives back", 1), ("closes", 2)]
+
+
+def recorded_sizes(decoder, patch, record) -> GraphPasses:
+    """Passes that record all their graphs by `record`."""
+    passes = GraphPasses(
+        decoder, KVShape.of(decoder.config, decoder.dtype, DEVICE), max_batch=3, prefill_tokens=8
+    )
+    passes.recorder = SimpleNamespace(recorded=record)  # type: ignore[assignment]
+    passes.record()
+    return passes
+
+
+def test_all_sizes_are_recorded_before_they_are_met(decoder, with_kernels, monkeypatch):
+    with_kernels("triton")
+    rows = []
+
+    def recorded(step):
+        hidden, logits = step()
+        assert not hidden.requires_grad
+        rows.append(len(logits))
+        return step
+
+    passes = recorded_sizes(decoder, monkeypatch, recorded)
+    assert rows == [3, 3, 2, 2, 1, 1]
+    assert set(passes._steps) == {(n, a, a) for n in (1, 2, 3) for a in (False, True)}
+
+
+def test_where_recording_fails_steps_run_eagerly(decoder, with_kernels, monkeypatch, caplog):
+    with_kernels("triton")
+
+    def fails(step):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")
+
+    passes = recorded_sizes(decoder, monkeypatch, fails)
+    assert passes.recorder is None
+    assert not passes._steps
+    (line,) = caplog.messages
+    assert "recording one of 3 rows failed (CUDA out of memory.)" in line
+    assert "PLANISH_GRAPHS=0" in line

@@ -1,5 +1,5 @@
-"""Compiles Triton kernels for an H100 or H200, which needs no such machine: what the interpreter
-accepts, the compiler may not.
+"""Compiles Triton kernels for an H100 or H200, or for another GPU, which needs no such machine: what
+the interpreter accepts, the compiler may not.
 
 It runs in a process of its own, `python hopper.py MODULE` with the cases as JSON on its input,
 since a process either interprets or compiles.
@@ -47,15 +47,18 @@ class Resources:
     """Bytes of shared memory of a program."""
 
 
-def resources(module: str, cases: list[Case]) -> list[Resources]:
+def resources(
+    module: str, cases: list[Case], target: tuple[str, int | str, int] = ("cuda", 90, 32)
+) -> list[Resources]:
     """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if
-    one fails.
+    one fails. `target`: backend, architecture and threads of a warp. For AMD registers and spills
+    are 0: they are not looked up.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     given = json.dumps([asdict(case) for case in cases])
     done = subprocess.run(
-        [sys.executable, __file__, module],
+        [sys.executable, __file__, module, json.dumps(target)],
         input=given,
         env=environment,
         capture_output=True,
@@ -69,10 +72,12 @@ def resources(module: str, cases: list[Case]) -> list[Resources]:
 
 def main() -> None:
     module = importlib.import_module(sys.argv[1])
-    print(json.dumps([asdict(_compile(module, Case(**case))) for case in json.load(sys.stdin)]))
+    target = json.loads(sys.argv[2])
+    cases = [Case(**case) for case in json.load(sys.stdin)]
+    print(json.dumps([asdict(_compile(module, case, target)) for case in cases]))
 
 
-def _compile(module, case: Case) -> Resources:
+def _compile(module, case: Case, target: list) -> Resources:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -89,7 +94,9 @@ def _compile(module, case: Case) -> Resources:
     }
     source = ASTSource(kernel, named, case.constants, hints)
     options = {"num_warps": case.warps, "num_stages": case.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    compiled = triton.compile(source, target=GPUTarget(*target), options=options)
+    if target[0] != "cuda":
+        return Resources(case.kernel, 0, 0, compiled.metadata.shared)
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()

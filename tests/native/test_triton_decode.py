@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from hopper import Case, resources
+from test_triton_forest import TARGETS
 from torch import Tensor
 
 from planish.native import triton_decode
@@ -128,6 +129,31 @@ def cases(heads: Heads) -> list[Case]:
             )
         )
     return made
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_other_gpus(target, size):
+    kind, shared = TARGETS[target]
+    heads = Heads(8, 4, size, torch.bfloat16, shared)
+    for found in resources("planish.native.triton_decode", cases(heads), kind):
+        assert found.shared <= shared, found
+
+
+def test_blocks_shrink_with_the_shared_memory_of_a_gpu():
+    """Those for an H100 are what they were, whatever else was added."""
+    found = [
+        (heads.prefill_options["BLOCK_M"], heads.prefill_options["BLOCK_N"],
+         heads.prefill_options["num_stages"], heads.decode_options["num_stages"])
+        for size in (128, 256)
+        for shared in (232_448, 101_376, 65_536)
+        for heads in [Heads(8, 4, size, torch.bfloat16, shared)]
+    ]  # fmt: skip
+    assert found == [
+        (128, 64, 3, 4), (64, 64, 2, 4), (64, 32, 2, 3),
+        (64, 32, 2, 3), (64, 32, 2, 2), (32, 32, 1, 1),
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

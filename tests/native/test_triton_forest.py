@@ -67,8 +67,30 @@ def test_a_multiprocessor_holds_every_kernel(heads: Heads):
         assert found.registers * 32 * case.warps <= REGISTERS, case
 
 
-def cases_of(heads: Heads) -> list[Case]:
-    tiles = triton_forest.tiles_for(heads.dtype, heads.size, heads.group)
+TARGETS = {
+    "A100": (("cuda", 80, 32), 166_912),
+    "RTX 4090": (("cuda", 89, 32), 101_376),
+    "RTX 5090": (("cuda", 120, 32), 101_376),
+    "B200": (("cuda", 100, 32), 232_448),
+    "MI300": (("hip", "gfx942", 64), 65_536),
+}
+"""What a kernel is compiled for, and the bytes of shared memory that a program may have there."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [64, 128, 256])
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_fits_other_gpus(target: str, size: int):
+    kind, shared = TARGETS[target]
+    cases = cases_of(Heads(4, 8, size), shared)
+    for case, found in zip(
+        cases, resources("planish.native.triton_forest", cases, kind), strict=True
+    ):
+        assert found.shared <= shared, case
+
+
+def cases_of(heads: Heads, shared: int = SHARED) -> list[Case]:
+    tiles = triton_forest.tiles_for(heads.dtype, heads.size, heads.group, shared)
     cuts = {
         "forward": tiles.forward,
         "backward_queries": tiles.backward_queries,
