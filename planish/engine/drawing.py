@@ -16,7 +16,7 @@ from torch import Tensor
 
 from planish.engine.sending import on_device
 from planish.model.head import log_normalizer
-from planish.native import cpu, cpu_head
+from planish.native import cpu, cpu_head, kernels
 from planish.types import SamplingParams
 
 _CHUNK = 128
@@ -109,6 +109,10 @@ def _padded(weights: Tensor) -> Tensor:
 def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Tokens [B, K] for weights [B, V]; of a row that is not finite, any."""
     own = cpu.usable(weights, "sampling") and weights.is_contiguous()
+    if uniforms.shape[1] == 1 and not own:
+        found = kernels.sample(weights, uniforms.squeeze(1))
+        if found is not None:
+            return found.unsqueeze(1)
     drawn = cpu_head.invert(weights, uniforms) if own else _invert(weights, uniforms)
     return drawn.clamp_(max=weights.shape[1] - 1)
 

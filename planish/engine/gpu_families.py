@@ -57,6 +57,8 @@ output alone gives 0.0017, and two roundings on the way give 0.003.
 """
 _VOCABULARY = 8192
 """Most vocabulary entries of the model whose step is recorded: its head is torch's own matmul."""
+_SPLIT_VOCABULARY = 9001
+"""Vocabulary entries that a kernel reads in more than one part."""
 _RANKS = (32, 5)
 _POINTED = 24.0
 """How much higher the score is of the key that a query points at."""
@@ -226,6 +228,32 @@ def check_log_sum_exp(case: Case) -> None:
     own.normalizers_backward(logits, 0.7, total, first, targets, grads)
     # The kernel's gradient is by logits / temperature.
     compare("gradient of the logprobs", logits, wanted * 0.7, 1e-3)
+
+
+def check_sampling(case: Case) -> None:
+    for vocab in (case.config.vocab_size, _SPLIT_VOCABULARY):
+        _check_sampling(case, vocab)
+
+
+def _check_sampling(case: Case, vocab: int) -> None:
+    """Weights are powers of two, whose sums are exact: so there is one right token."""
+    rows = max(4, case.sizes.rows)
+    weights = torch.exp2(-case.choices(12, rows, vocab).float()).to(case.device)
+    weights[:, -1] = 0.0
+    weights[0] = 0.0
+    weights[0, vocab // 2] = 1.0
+    uniforms = torch.rand(rows, generator=case.generator, dtype=torch.float64)
+    # The first and the last entry with weight.
+    uniforms[1], uniforms[2] = 0.0, 1 - 2.0**-53
+    ends = weights.double().cumsum(1)
+    goals = uniforms.to(case.device).unsqueeze(1) * ends[:, -1:]
+    expected = (ends > goals).int().argmax(1)
+    found = kernels.sample(weights, uniforms.to(case.device))
+    if found is None:
+        raise WrongResultError(f"Triton does not serve {case.device}")
+    wrong = int((found != expected).sum())
+    if wrong:
+        raise WrongResultError(f"{wrong} of {rows} tokens are not those of their uniform numbers")
 
 
 def check_attention(case: Case) -> None:
@@ -447,6 +475,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
     "rope": check_rope,
     "swiglu": check_swiglu,
     "log_sum_exp": check_log_sum_exp,
+    "sampling": check_sampling,
     "attention": check_attention,
     "tree attention": check_tree_attention,
     "lora": check_lora,

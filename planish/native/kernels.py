@@ -32,6 +32,7 @@ FAMILIES = (
     "rope",
     "swiglu",
     "log_sum_exp",
+    "sampling",
     "attention",
     "tree attention",
     "lora",
@@ -150,6 +151,17 @@ def fused_heads(x: Tensor) -> FusedHeads | None:
     families = ("rope", "norms")
     own = serving(x, "rope") if all(triton_serves(x.device, each) for each in families) else None
     return cast(FusedHeads, own) if own is not None else None
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor | None:
+    """Tokens [R], int64, for weights float32 [R, V] and uniforms float64 [R]: the first entry at
+    which a row's running sum exceeds its uniform times the row's sum. One launch. None where Triton
+    does not serve.
+    """
+    if not triton_serves(weights.device, "sampling"):
+        return None
+    found: Tensor = import_module("planish.native.triton_elementwise").sample(weights, uniforms)
+    return found
 
 
 def serving(x: Tensor, family: str) -> Kernels | None:

@@ -442,6 +442,57 @@ def _row_sums(
         tl.store(weights + row * vocab + column, _exp_below(entries, peak), mask=column < vocab)
 
 
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [R], int64: in each row of weights float32 [R, V], not negative, the first entry at
+    which the running sum exceeds uniforms [R] (float64, below 1) times the sum of the row. Of a row
+    that is not finite or has no weight, any token.
+    """
+    assert _are_contiguous(weights, uniforms)
+    assert weights.dtype == torch.float32
+    assert uniforms.dtype == torch.float64
+    (rows, vocab), block = weights.shape, _split(weights)
+    out = torch.empty(rows, dtype=torch.int64, device=weights.device)
+    splits = _quotient(vocab, block)
+    _sample[(rows,)](
+        weights, uniforms, out, vocab, SPLITS=splits, BLOCK=block, num_warps=block // 512
+    )
+    return out
+
+
+@triton.jit
+def _sample(weights, uniforms, out, vocab, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """In three steps: the sum of the row, the split in which the running sum passes its goal, and
+    the entry within that split. Sums over splits are float64.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    entries = weights + row * vocab
+    total = tl.full((), 0.0, tl.float64)
+    for split in range(SPLITS):
+        at = split * BLOCK + column
+        found = tl.load(entries + at, mask=at < vocab, other=0.0)
+        total += tl.sum(found.to(tl.float64), 0)
+    goal = tl.load(uniforms + row) * total
+    # Rounding may put the goal at the total, so the last split with any weight is the fall-back.
+    before = tl.full((), 0.0, tl.float64)
+    chosen, start = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+    is_found = tl.full((), 0, tl.int32)
+    for split in range(SPLITS):
+        at = split * BLOCK + column
+        found = tl.load(entries + at, mask=at < vocab, other=0.0)
+        mass = tl.sum(found.to(tl.float64), 0)
+        takes = (is_found == 0) & (mass > 0.0)
+        chosen, start = tl.where(takes, split, chosen), tl.where(takes, before, start)
+        before += mass
+        is_found = tl.where(takes & (before > goal), 1, is_found)
+    at = chosen * BLOCK + column
+    found = tl.load(entries + at, mask=at < vocab, other=0.0).to(tl.float64)
+    passed = (start + tl.cumsum(found, 0) > goal) & (found > 0.0)
+    first = tl.min(tl.where(passed, column, BLOCK), 0)
+    last = tl.max(tl.where(found > 0.0, column, 0), 0)
+    tl.store(out + row, (chosen * BLOCK + tl.minimum(first, last)).to(tl.int64))
+
+
 @triton.jit
 def _normalizers_backward(
     logits, temperature, log_total, first, targets, grads, vocab, BLOCK: tl.constexpr

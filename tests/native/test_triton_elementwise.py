@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from hopper import Case, resources
 from torch import Tensor
 
+from planish.engine import drawing
 from planish.model.decoder import Decoder, add_norm, swiglu
 from planish.model.head import log_normalizer, scored_logprobs
 from planish.model.linear import FrozenLinear
@@ -15,7 +16,7 @@ from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, Site
 from planish.model.rope import Rotation, rotate
 from planish.native import kernels
 from planish.testing import tiny_model
-from planish.types import LoraConfig
+from planish.types import LoraConfig, SamplingParams
 
 own = pytest.importorskip("planish.native.triton_elementwise")
 
@@ -42,7 +43,7 @@ def both(monkeypatch):
         results = []
         for served in (own, None):
             with monkeypatch.context() as patch:
-                patch.setattr(kernels, "serving", lambda x, served=served: served)
+                patch.setattr(kernels, "serving", lambda x, family, served=served: served)
                 results.append(function())
         return results
 
@@ -341,6 +342,43 @@ def test_weights_that_tokens_are_drawn_by(normal, both):
     close(ours[1], theirs[1])
 
 
+@pytest.mark.parametrize("vocab", [1, 5, 1023, 4096, 9001])
+def test_sampled_tokens_are_those_of_torch(vocab, normal, device):
+    """Also at the ends of the uniform numbers, and where whole parts of a row have no weight."""
+    weights = (normal(6, vocab) * 3).exp()
+    weights[3, vocab // 2 :] = 0
+    weights[3, 0] = 1
+    weights[4, : vocab // 2] = 0
+    weights[5] = 0
+    weights[5, vocab // 3] = 1e-30
+    for uniform in (0.0, 1e-12, 0.3, 0.77, 1 - 2**-53):
+        uniforms = torch.full((6,), uniform, dtype=torch.float64, device=device)
+        found = own.sample(weights, uniforms)
+        assert torch.equal(found, drawing._invert(weights, uniforms.unsqueeze(1)).squeeze(1))
+        assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_row_that_is_not_finite_gets_some_token(bad, normal, device):
+    weights = normal(2, 5000).exp()
+    weights[0, 4500] = bad
+    uniforms = torch.full((2,), 0.5, dtype=torch.float64, device=device)
+    assert 0 <= int(own.sample(weights, uniforms)[0]) < 5000
+
+
+def test_a_gpu_samples_with_that_kernel(monkeypatch, device):
+    logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
+    params, uniforms = (
+        [SamplingParams(), SamplingParams(top_k=5), SamplingParams()],
+        [0.2, 0.9, 0.5],
+    )
+    monkeypatch.setenv("PLANISH_KERNELS", "torch")
+    expected = drawing.draw(logits, params, uniforms, [2, 1, 0])
+    monkeypatch.setenv("PLANISH_KERNELS", "triton")
+    monkeypatch.setattr(drawing, "_invert", lambda *_: pytest.fail("torch samples"))
+    assert torch.equal(drawing.draw(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens)
+
+
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_whole_decoder(grad, tmp_path, both, device):
     """With norms of queries and keys; sampled from, and with the gradient of an adapter."""
@@ -466,6 +504,12 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
         Case("_split_sums", sums, {"BLOCK": split}, split // 512),
         Case("_row_sums", sums | {"out": "*fp32", "weights": "*fp32"}, rows, split // 512),
         Case("_row_sums", sums | {"out": "*fp32"}, rows | {"weights": None}, 1),
+        Case(
+            "_sample",
+            {"weights": "*fp32", "uniforms": "*fp64", "out": "*i64", "vocab": "i32"},
+            {"SPLITS": rows["SPLITS"], "BLOCK": split},
+            split // 512,
+        ),
         Case(
             "_normalizers_backward",
             row | pairs | {"temperature": "fp32"},
