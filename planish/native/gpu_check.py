@@ -22,7 +22,7 @@ import sysconfig
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -40,8 +40,10 @@ from planish.native.verdicts import (
 )
 
 CHECKER = (sys.executable, "-m", "planish.engine.gpu_families")
-SECONDS = 300
-"""Longest run of the checker's process: compiling takes one to two minutes."""
+SECONDS = 600
+"""Longest run of the checker's process: compiling takes one to two minutes, and more on a busy
+machine.
+"""
 _PACKAGE = Path(__file__).parents[1]
 _SOURCES = ("native/triton_*.py", "engine/gpu_*.py", "engine/graph_passes.py")
 _COMPILER = ("c compiler", "python.h", "gcc", "clang")
@@ -103,7 +105,7 @@ def verdict_path(shapes: Collection[Any], heads: HeadShape, device: torch.device
         str(torch.cuda.get_device_capability(device)),
         driver_version(),
         torch.__version__,
-        version("triton"),
+        triton_version(),
         source_digest(),
         repr(heads),
         repr(shapes),
@@ -138,7 +140,14 @@ def run_checks(
 
 def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdict]:
     """The verdicts of one process: one at least."""
-    environment = {**os.environ, "PLANISH_KERNELS": "triton"}
+    # A program may have found planish by a path that it added itself.
+    paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PLANISH_KERNELS": "triton",
+        "PLANISH_GRAPHS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
     try:
         process = subprocess.Popen(
             command,
@@ -166,7 +175,9 @@ def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdi
         # It ended without a verdict on what it had begun, or before it began anything.
         said = errors.strip().splitlines()
         ended = ended or describe_exit(process.returncode) + (f": {said[-1]}" if said else "")
-        failed = [family for family in request.families if family == begun] or request.families
+        failed = [family for family in request.families if family == begun]
+        if not failed:
+            failed, ended = list(request.families), f"the self-test cannot be started: {ended}"
         verdicts += [Verdict(family, False, ended) for family in failed if family not in known]
     return verdicts
 
@@ -246,6 +257,11 @@ def source_digest() -> str:
         for path in sorted(_PACKAGE.glob(pattern)):
             digest.update(path.read_bytes())
     return digest.hexdigest()
+
+
+def triton_version() -> str:
+    """Return the version of Triton, whatever the name of the package that it came with."""
+    return str(import_module("triton").__version__)
 
 
 def driver_version() -> str:

@@ -201,7 +201,7 @@ def admit(device: torch.device, heads: HeadShape, families: Collection[str]) -> 
     for every model of the GPU: a family that fails for one model serves none from then on.
     """
     _admitted[device, heads] = frozenset(families)
-    alike = [found for (place, _), found in _admitted.items() if place == device]
+    alike = [found for (place, _), found in list(_admitted.items()) if place == device]
     _elementwise[device] = frozenset.intersection(*alike)
 
 

@@ -203,7 +203,7 @@ def test_a_family_with_an_error_fails_alone(tmp_path):
 def test_a_checker_that_says_nothing_fails_all_families(tmp_path, text):
     found = run_checks(REQUEST, checker(tmp_path, text))
     assert [verdict.family for verdict in found] == list(FAMILIES)
-    assert not any(verdict.passed for verdict in found)
+    assert not any(verdict.passed or is_lasting(verdict) for verdict in found)
 
 
 def test_a_checker_that_cannot_be_started_fails_all_families():
@@ -334,7 +334,7 @@ def test_verdicts_are_kept_for_what_they_hold_for(gpu, monkeypatch):
         lambda: (setattr(gpu, "name", "NVIDIA Other"), gpu.admit()),
         lambda: (monkeypatch.setattr(gpu_check, "driver_version", lambda: "1"), gpu.admit()),
         lambda: (monkeypatch.setattr(torch, "__version__", "3.0"), gpu.admit()),
-        lambda: (monkeypatch.setattr(gpu_check, "version", lambda _: "4.0"), gpu.admit()),
+        lambda: (monkeypatch.setattr(gpu_check, "triton_version", lambda: "4.0"), gpu.admit()),
         lambda: (monkeypatch.setattr(gpu_check, "source_digest", lambda: "1"), gpu.admit()),
     ):
         asked = len(gpu.asked)

@@ -12,6 +12,7 @@ from planish.native.gpu_check import Request, known_verdicts, run_checks, verdic
 from planish.native.kernels import FAMILIES
 from planish.testing import tiny_model
 
+pytestmark = pytest.mark.gpu
 SHAPES = {
     "Qwen3-8B": (4096, 12288, 32, 8, 128),
     "SmolLM2-135M": (576, 1536, 9, 3, 64),
