@@ -37,6 +37,16 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
     return RemoteService(base_url, api_key, user_metadata)
 
 
+def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | None:
+    """Return the `models` of a ServiceClient whose engine is to hold all these base models at once,
+    so that on a GPU each leaves room for the next. None for a server, or for a single base model.
+    """
+    distinct = {name for name in names if name is not None}
+    if base_url or os.environ.get(URL_VARIABLE) or len(distinct) < 2:
+        return None
+    return {name: name for name in distinct}
+
+
 def chosen_url(
     base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]
 ) -> str | None:

@@ -64,7 +64,8 @@ class ServiceClient(RefusesMethods):
         either, the engine is in this process), `api_key` a key of it (default: PLANISH_API_KEY,
         else TINKER_API_KEY). Scripts are the same near and far.
 
-        For an engine in this process: `models` maps names of base models to directories; `data_dir`
+        For an engine in this process: `models` maps names of base models to directories (or to
+        themselves, for models that are used together on a GPU); `data_dir`
         is where checkpoints are kept (default: PLANISH_DATA, else ~/.local/share/planish/runs); the
         options from `dtype` on are those of `planish.engine.settings.EngineSettings`; None is a
         default.

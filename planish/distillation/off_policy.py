@@ -55,7 +55,8 @@ async def main(config: Config, service_client: Any = None) -> Path:
     run directory.
     """
     check(config)
-    return await with_service_client(_run, config, service_client)
+    others = [config.teacher_config.base_model]
+    return await with_service_client(_run, config, service_client, others)
 
 
 async def _run(config: Config, service_client: Any) -> Path:

@@ -51,7 +51,8 @@ async def main(config: Config, service_client: Any = None) -> Path:
     run directory.
     """
     check(config)
-    return await with_service_client(_run, config, service_client)
+    teachers = [part.teacher_config.base_model for part in config.dataset_builder.parts]
+    return await with_service_client(_run, config, service_client, teachers)
 
 
 async def _run(config: Config, service_client: Any) -> Path:

@@ -98,9 +98,12 @@ class Engine:
         """
         limit_threads()
         self._settings = settings or EngineSettings()
-        named = {*checked_mapping(models).values(), *environment_models().values()}
+        given = checked_mapping(models)
+        named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)
-        self._models = BaseModels(models, self._settings, memory)
+        # A name that stands for itself says only that its base model is used beside others.
+        given = {name: path for name, path in given.items() if name != path}
+        self._models = BaseModels(given, self._settings, memory)
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}

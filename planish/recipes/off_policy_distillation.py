@@ -52,7 +52,7 @@ def main(options: Options, service_client: Any = None) -> Path:
             await teacher_answers.write_answers(options, service_client, shows_examples=True)
         return await off_policy.main(config, service_client)
 
-    return run_main(answered, config, service_client)
+    return run_main(answered, config, service_client, [options.teacher_model])
 
 
 def is_sampled(options: Options) -> bool:

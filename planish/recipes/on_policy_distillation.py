@@ -86,7 +86,8 @@ def main(options: Options, service_client: Any = None) -> Path:
     check(options)
     config = distillation_config(options)
     on_policy.check(config)
-    return run_main(on_policy.main, config, service_client)
+    teachers = [part.teacher_config.base_model for part in config.dataset_builder.parts]
+    return run_main(on_policy.main, config, service_client, teachers)
 
 
 def options_for(env: str, **changes: Any) -> Options:

@@ -58,7 +58,7 @@ def main(options: Options, service_client: Any = None) -> Path:
         await teacher_answers.write_answers(options, service_client, prefix, shows_examples=False)
         return await train_supervised.main(config, service_client)
 
-    return run_main(answered, config, service_client)
+    return run_main(answered, config, service_client, [options.teacher_model])
 
 
 def long_prompt(options: Options) -> Conversation:

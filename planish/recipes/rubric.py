@@ -22,6 +22,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.client.local import used_together
 from planish.completers import MessageCompleter, TinkerMessageCompleter
 from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
@@ -115,8 +116,10 @@ def main(options: Options, service_client: Any = None) -> Path:
     rows = rows_of(options)
     if service_client is not None:
         return train(options, rows, service_client)
+    judge = options.judge_model if options.judge_url is None else None
+    models = used_together(options.base_url, options.model_name, judge)
     with ServiceClient(
-        base_url=options.base_url, deterministic=options.deterministic
+        base_url=options.base_url, models=models, deterministic=options.deterministic
     ) as own_client:
         return train(options, rows, own_client)
 

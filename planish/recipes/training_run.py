@@ -21,6 +21,7 @@ from chz.blueprint import (
 )
 
 from planish import ServiceClient
+from planish.client.local import used_together
 from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_in_thread, sigterm_like_control_c
 from planish.runlog.model_renderer import learn_renderer
@@ -92,17 +93,21 @@ instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", defaul
 
 
 def run_main(
-    main: Callable[[C, Any], Coroutine[Any, Any, Path]], config: C, service_client: Any = None
+    main: Callable[[C, Any], Coroutine[Any, Any, Path]],
+    config: C,
+    service_client: Any = None,
+    others: Sequence[str | None] = (),
 ) -> Path:
     """`main` of the config and a service client: the given one, or one of the run's own. The
-    renderer is learned from it.
+    renderer is learned from it. `others`: base models that are used beside the config's.
     """
     given: Any = config
     if instead.get() is not None:
         raise UserError("this recipe has no environments to play")
     if service_client is None:
         own = {"deterministic": given.deterministic} if hasattr(given, "deterministic") else {}
-        with ServiceClient(base_url=given.base_url, **own) as own_client:
+        models = used_together(given.base_url, given.model_name, *others)
+        with ServiceClient(base_url=given.base_url, models=models, **own) as own_client:
             return run_main(main, config, own_client)
     renderer = learn_renderer(service_client, given.model_name, given.renderer_name)
     return finished(main(chz.replace(given, renderer_name=renderer.name), service_client))

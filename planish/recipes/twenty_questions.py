@@ -27,6 +27,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
+from planish.client.local import used_together
 from planish.completers import TinkerMessageCompleter
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import GeneratedDataset
@@ -272,8 +273,10 @@ def main(options: Options, service_client: Any = None) -> Path:
     )
     if service_client is not None:
         return train(options, service_client)
+    answerer = options.answerer_model
+    models = used_together(options.base_url, options.model_name, answerer)
     with ServiceClient(
-        base_url=options.base_url, deterministic=options.deterministic
+        base_url=options.base_url, models=models, deterministic=options.deterministic
     ) as own_client:
         return train(options, own_client)
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from planish import ServiceClient
+from planish.client.local import used_together
 from planish.files import write_whole
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
 from planish.runlog.checkpoints import RunCheckpoints, Start, origin_metadata, start_training
@@ -217,15 +218,21 @@ def start_run(
 
 
 async def with_service_client(
-    run: Callable[[Options, Any], Awaitable[Path]], options: Options, service_client: Any
+    run: Callable[[Options, Any], Awaitable[Path]],
+    options: Options,
+    service_client: Any,
+    others: Sequence[str | None] = (),
 ) -> Path:
     """`run` with the given service client; with one of its own, here or at `base_url`, if None is
-    given.
+    given. `others`: base models that are used beside that of the options.
     """
     if service_client is not None:
         return await run(options, service_client)
     deterministic = getattr(options, "deterministic", None)
-    with ServiceClient(base_url=options.base_url, deterministic=deterministic) as own_client:
+    models = used_together(options.base_url, getattr(options, "model_name", None), *others)
+    with ServiceClient(
+        base_url=options.base_url, models=models, deterministic=deterministic
+    ) as own_client:
         return await run(options, own_client)
 
 

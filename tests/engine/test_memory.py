@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from planish.client.local import used_together
 from planish.engine import memory
 from planish.engine.engine import Engine
 from planish.engine.kv_cache import held_bytes
@@ -167,6 +168,8 @@ def test_the_only_base_model_has_all_of_a_gpu(shaped, gpu):
         ({"a": "/x", "b": "/x"}, "", False),
         ({"a": "/x", "b": "/y"}, "", True),
         ({"a": "/x"}, "b=/y", True),
+        (used_together(None, "a", None, "a"), "", False),
+        (used_together(None, "a", "b"), "", True),
     ],
 )
 def test_room_is_kept_where_several_base_models_are_named(
@@ -175,6 +178,7 @@ def test_room_is_kept_where_several_base_models_are_named(
     monkeypatch.setenv("PLANISH_MODELS", environment)
     engine = Engine(models, tmp_path, EngineSettings(device="cpu"))
     assert engine._models._memory._keeps_room == keeps_room
+    assert engine._models.mapping == {n: path for n, path in (models or {}).items() if n != path}
     engine.close()
 
 
