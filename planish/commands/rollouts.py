@@ -71,7 +71,8 @@ def run(arguments: argparse.Namespace) -> None:
     for row in shown:
         _print(console, row)
     what = f"{len(shown)} of {len(rows)}" if len(shown) < len(rows) else str(len(rows))
-    rest = "; --limit 0 shows all" if len(shown) < len(rows) else ""
+    is_limited = arguments.best is None and arguments.worst is None and len(shown) < len(rows)
+    rest = "; --limit 0 shows all" if is_limited else ""
     console.print(Text(f"{what} trajectories, from {path}{rest}", style="dim"), soft_wrap=True)
 
 

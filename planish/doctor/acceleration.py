@@ -108,8 +108,8 @@ def _cache(directory: Path) -> Finding:
     if problem is None:
         return Finding("kernel_cache", short_path(directory), value)
     remedy = (
-        "set PLANISH_HOME to a directory that can be written, else what is not in the cache yet is "
-        "compiled and tested at every start"
+        "set PLANISH_HOME to a directory that can be written, else kernels that are not in the "
+        "cache yet cannot be compiled, nor the verdicts of their self-test kept"
     )
     return Finding("kernel_cache", problem, value, remedy)
 

@@ -227,7 +227,7 @@ class BaseModels:
             raise
         names = [name for name, found in self._directories.items() if found == directory]
         logging.getLogger(__name__).info(
-            "%s: %s; %d threads; memory up to %s",
+            "%s: %s; threads: %d; memory up to %s",
             names[0],
             model.numerics().summary,
             torch.get_num_threads(),

@@ -70,6 +70,8 @@ def test_the_last_step_is_shown_with_prompt_answer_and_parts_of_the_reward(run, 
     assert "reward 1 = 1 + 0 (group), advantage +0.25, ended: completed | correct 1" in printed
     assert "note: seen" in printed
     assert "4 of 5 trajectories" in printed
+    assert "--limit 0 shows all" in printed
+    assert "--limit 0" not in shown(capsys, run, "--best", "1")
     assert "stop/" not in printed
     assert "minus" not in printed
 

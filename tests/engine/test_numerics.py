@@ -101,4 +101,4 @@ def test_a_loaded_model_says_it_in_one_line(tmp_path, caplog):
     engine.close()
     [line] = [each.message for each in caplog.records if numerics.summary in each.message]
     assert line.startswith("m: ")
-    assert f"{torch.get_num_threads()} threads; memory up to " in line
+    assert f"threads: {torch.get_num_threads()}; memory up to " in line
