@@ -1,10 +1,10 @@
-"""What clients do in a crash test, what they are told, and whether that can be true.
+"""What clients do in a crash test, what they are told, and whether that is consistent.
 
-Clients, each a tenant with a session and several models, do a fixed script over HTTP: pipelined and
-out of order, with failures, checkpoints, loads and samplers. They repeat what was not answered, as
-the SDK does, and remember every answer. The history of a server that is killed again and again must
-be that of one that never was: the same metrics, losses, samples, bit for bit, and the same weights
-and optimizer state at the end.
+Each client is a tenant with a session and several models. It runs a fixed script over HTTP:
+pipelined and out of order, with failures, checkpoints, loads and samplers. It retries what was not
+answered, as the SDK does, and remembers every answer. The history on a server that is killed again
+and again must equal the history on a server that is not: the same metrics, losses and samples, bit
+for bit, and the same weights and optimizer state at the end.
 """
 
 from __future__ import annotations
@@ -37,23 +37,21 @@ from planish.wire.training import output_from_message
 
 @dataclass
 class History:
-    """What one client was told, by what it asked. Without session ids, so that two histories can be
-    compared.
-    """
+    """One client's answers by request, without session ids, so that two histories can be compared."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     answers: dict[str, Done | Failed] = field(default_factory=dict)
     """By request id."""
 
     def note(self, question: str, fact: Any) -> None:
-        """Twice the same question must have twice the same answer."""
+        """Record an answer. A repeated request must have the same answer."""
         assert self.facts.setdefault(question, fact) == fact, (
             f"{question} was {self.facts[question]}, is {fact}"
         )
 
 
 class CrashClient:
-    """One session, through any number of deaths of the server."""
+    """One session, which survives any number of crashes of the server."""
 
     def __init__(self, wire: WireClient) -> None:
         self.history = History()
@@ -62,7 +60,7 @@ class CrashClient:
         self._samples = 0
 
     async def call(self, method: str, *args: Any) -> Any:
-        """Until the server lives long enough to answer."""
+        """Retry a call until the server lives long enough to answer."""
         return await self._wire.call(method, *args)
 
     async def answer(self, accepted: Accepted) -> Done | Failed:
@@ -90,7 +88,9 @@ class CrashClient:
         )
 
     async def draw(self, what: str, sampler_id: str) -> None:
-        """One with a seed, which is compared, and one with the server's, which must stay as it is."""
+        """Sample with a fixed seed, which is compared, and with the server's seed, which must not
+        change in a retry.
+        """
         seeded = await self.call(
             "submit_sample", self._samples, sample(sampler_id, seed=self._samples)
         )
@@ -102,7 +102,7 @@ class CrashClient:
         assert isinstance(await self.answer(free), Done)
 
     async def other_session(self) -> None:
-        """A session with a model and samplers, which ends while requests are under way."""
+        """A session with a model and samplers, which ends while requests are running."""
         session, self.session = self.session, await self.call("create_session")
         model = await self.create(900)
         await model.step(900)
@@ -112,7 +112,7 @@ class CrashClient:
         self.session = session
 
     async def short_model(self, number: int) -> None:
-        """A model that is unloaded while its last step is under way, which is done nevertheless."""
+        """A model that is unloaded while its last step is queued. The step still runs."""
         model = await self.create(number)
         sent = await model.send(gradient(model.model_id, number), adam(model.model_id))
         unloading = await self.call("unload_model", model.model_id)
@@ -120,7 +120,7 @@ class CrashClient:
         model.note("unloading", await self.answer(unloading))
 
     async def check_answers(self) -> None:
-        """All of them can still be had, as they were."""
+        """Read all answers again; they must be unchanged."""
         for request_id in list(self.history.answers):
             await self.answer(Accepted(request_id))
 
@@ -133,7 +133,7 @@ class CrashModel:
     seq: int = 0
 
     async def send(self, *operations: Operation[Any]) -> list[Accepted]:
-        """At once, the last one first."""
+        """Send requests together, the last one first."""
         numbered = [(self.seq + 1 + index, operation) for index, operation in enumerate(operations)]
         self.seq += len(operations)
         sent = [
@@ -146,7 +146,7 @@ class CrashModel:
         return await self.client.answer((await self.send(operation))[0])
 
     async def step(self, seed: int) -> None:
-        """Two parts of a gradient, one loss without, and the step that applies the parts."""
+        """Send two parts of a gradient, a forward, and the step that applies the parts."""
         operations = [
             gradient(self.model_id, seed),
             gradient(self.model_id, seed + 1000, forward_only=True),
@@ -157,7 +157,7 @@ class CrashModel:
             self.note(f"step {seed} part {index}", await self.client.answer(accepted))
 
     async def bad_step(self, seed: int) -> None:
-        """A part that cannot be computed: neither it nor the step behind it may have an effect."""
+        """Send a part that cannot be computed. Neither it nor the step after it may have an effect."""
         data = [Datum(ModelInput.from_ints([99999]), {"target_tokens": [1], "weights": [1.0]})]
         bad = ForwardBackward(self.model_id, data, "cross_entropy")
         for index, accepted in enumerate(
@@ -180,7 +180,7 @@ class CrashModel:
 
 
 def told(answer: Done | Failed) -> Any:
-    """What an answer says, without ids."""
+    """Return what an answer says, without ids."""
     match answer:
         case Failed():
             return answer.category
@@ -196,14 +196,16 @@ def told(answer: Done | Failed) -> Any:
 
 
 async def delete(client: CrashClient, path: str) -> None:
-    """What is gone when it is asked for again was deleted by the call that a kill left unanswered."""
+    """Delete a checkpoint. If it is gone in a retry, the call that a crash left unanswered has
+    deleted it.
+    """
     with suppress(Refused):
         await client.call("delete_checkpoint", path)
     assert path not in await client.call("checkpoints")
 
 
 async def script(client: CrashClient, offset: int) -> list[str]:
-    """What a client does; answers the paths of the last states of its models."""
+    """Run the script of a client, and return the paths of the final states of its models."""
     await client.begin()
     model = await client.create(offset)
     base = await client.sampler(100, None)

@@ -1,7 +1,7 @@
-"""What every crash server has before it is forked: all modules, and what this machine's products
-were found to be like.
+"""What every crash server needs before it is forked: all modules, and the measured properties of
+this machine's matmuls.
 
-Imported by the fork server alone (crash_server.py).
+Only the fork server imports it (crash_server.py).
 """
 
 import tempfile

@@ -1,12 +1,12 @@
-"""Kills a server again and again while clients work with it, and checks that nothing was lost or
-done twice.
+"""Kill a server again and again while clients use it, and check that nothing was lost or done
+twice.
 
     python tests/server/crash_run.py --kills 300 --record crash_run.json
 
-Every round is a new data directory and the whole script of crash_history.py, killed at each named
-place of planish/server/durable/store.py in turn and at random moments, as often as fits into it. At
-its end the answers that clients got, and the weights and the optimizer state of all models, must be
-bit for bit those of a round without kills.
+Every round has a new data directory and runs the whole script of crash_history.py. The server is
+killed at each crash point of planish/server/durable/store.py in turn, and at random moments, as
+often as fits into the round. At the end of a round, the answers of the clients, and the weights and
+optimizer states of all models, must equal those of a round without kills, bit for bit.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ OFTEN = {
     "before running",
     "before recording a result",
 }
-"""Places that are reached so often that the first time would always be the same."""
+"""Crash points that are reached so often that the first time would always be the same."""
 
 
 @dataclass
 class Round:
-    """What one round showed."""
+    """The outcome of one round."""
 
     facts: list[dict[str, Any]]
     states: list[dict[str, bytes]]
@@ -65,7 +65,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Kill:
-    """The next death: at a place when it was reached so often, or when a time is up before that."""
+    """The next kill: at the nth time that a crash point is reached, or after a time, whichever
+    comes first.
+    """
 
     crash_at: str | None = None
     crash_after: float | None = None
@@ -76,8 +78,8 @@ class Kill:
 
 
 def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
-    """Every place in turn, and between two of them a random moment; a random moment too if a place
-    is not reached.
+    """Yield every crash point in turn, and a random moment between two of them. A crash point that
+    is not reached becomes a random moment.
     """
     chance = random.Random(seed)
     while True:
@@ -88,7 +90,7 @@ def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
 
 
 class Director:
-    """Starts the server, and again whenever it dies, at the same address."""
+    """Starts the server, and restarts it at the same address when it dies."""
 
     def __init__(
         self,
@@ -133,7 +135,7 @@ async def play(
     settings: ServerSettings,
     number: int = len(KEYS),
 ) -> Round:
-    """One round of the script with up to `most` kills."""
+    """Run one round of the script with up to `most` kills."""
     director = Director(model_dir, data_dir, deaths, most, settings)
     wires = [WireClient(director.url, key) for key in list(KEYS)[:number]]
     clients = [CrashClient(wire) for wire in wires]
@@ -155,7 +157,7 @@ async def play(
 
 
 def differences(seen: Round, expected: Round) -> list[str]:
-    """Where a round is not as it should be."""
+    """Return where a round differs from the expected one."""
     found = []
     for index, (ours, theirs) in enumerate(zip(seen.facts, expected.facts, strict=True)):
         found += [
@@ -171,7 +173,7 @@ def differences(seen: Round, expected: Round) -> list[str]:
 async def campaign(
     directory: Path, wanted: int, seed: int, most: int, places: Sequence[str]
 ) -> dict[str, Any]:
-    """Rounds until there were `wanted` kills."""
+    """Run rounds until there were `wanted` kills."""
     model_dir = tiny_model(directory / "model")
     begun, rounds, total = time.monotonic(), 0, Counter[str]()
     expected = await play(model_dir, directory / "calm", iter(()), 0, CALM)

@@ -1,8 +1,8 @@
-"""A server in a process of its own, on a socket, which can be killed and started again.
+"""A server in a process of its own, on a socket, which can be killed and restarted.
 
-Every start is a fork of one process that has imported everything, so it takes a fraction of a
-second. What is served is the whole application, on a tiny model, with settings that make everything
-happen within seconds.
+Each start forks a process that has imported everything, so it takes a fraction of a second. The
+server is the whole application on a tiny model, with settings that make everything happen within
+seconds.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _POLL_SECONDS = 20.0
 
 @dataclass(frozen=True)
 class Start:
-    """How a server process begins."""
+    """How a server process starts."""
 
     model_dir: Path
     data_dir: Path
@@ -53,18 +53,19 @@ class Start:
     crash_at: str | None = None
     """NAME:COUNT of a crash point."""
     crash_after: float | None = None
-    """Seconds of computing, so that it is as far on a busy machine as on an idle one."""
+    """Seconds of CPU time, so that the server gets as far on a busy machine as on an idle one."""
     has_poison: bool = False
-    """Whether a request that begins with POISON kills it, a while after the engine got it."""
+    """Whether a request that begins with POISON kills the server shortly after the engine got it.
+    """
 
     @property
     def timer_mark(self) -> Path:
-        """A file that tells that the time was up."""
+        """A file that is written when the time is up."""
         return self.data_dir / "killed at random"
 
 
 class CrashServer:
-    """One process."""
+    """One server process."""
 
     def __init__(self, start: Start) -> None:
         self._process: Any = FORKS.Process(target=_serve, args=(start,), daemon=True)
@@ -72,7 +73,7 @@ class CrashServer:
             self._process.start()
 
     async def died(self) -> int | None:
-        """Wait for the end of the process; its exit status."""
+        """Wait for the end of the process, and return its exit status."""
         await asyncio.to_thread(self._process.join)
         return self._process.exitcode
 
@@ -87,7 +88,7 @@ class CrashServer:
 
 @contextmanager
 def _modules_on_path() -> Iterator[None]:
-    """The fork server, which starts with the first process, finds the modules of this directory."""
+    """Let the fork server find the modules of this directory."""
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), *([before] if before else [])]
@@ -127,7 +128,7 @@ def _serve(start: Start) -> None:
 
 
 def _be_poisoned() -> None:
-    """As a request that takes all memory would end the process, which no test can have it do."""
+    """End the process as a request that exhausts the memory would, which no test can do."""
     submit = Engine.submit
     has_begun = False
 

@@ -1,10 +1,10 @@
-"""Fuzz a server process of its own: python tests/server/fuzz.py [--requests 100000] [--seed 1]
+"""Fuzz a server in a process of its own: python tests/server/fuzz.py [--requests 100000] [--seed 1]
 [--connections 24]
 
-One tenant sends requests at random; ids of another are among those it tries. At every tenth of the
-way the other tenant's weights, samples, results, checkpoint files and listings must be what they
-were, bit for bit; at the end nothing may lie outside of the data directory, and the server must
-still train, sample and stop in order.
+One tenant sends random requests; some of them use ids of another tenant. After each tenth of the
+requests, the other tenant's weights, samples, results, checkpoint files and listings must be
+unchanged, bit for bit. At the end no file may lie outside of the data directory, and the server
+must still train, sample and shut down cleanly.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _OPTIONS = ("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gi
 
 @dataclass
 class Tenant:
-    """A session with a model that was trained, a sampler, a checkpoint of each kind and requests."""
+    """A session with a trained model, a sampler, a checkpoint of each kind, and requests."""
 
     http: httpx.Client
     known: Known
@@ -71,18 +71,18 @@ class Tenant:
         return answer.json()
 
     def done(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The result of a request."""
+        """Return the result of a request."""
         request = self.post(path, body)["request_id"]
         self.known.requests.append(request)
         return self.result(request)
 
     def next(self, **more: Any) -> dict[str, Any]:
-        """The fields of the model's next request."""
+        """Return the fields of the model's next request."""
         self.seq_id += 1
         return {"model_id": self.model, "seq_id": self.seq_id, **more}
 
     def logprobs(self, forward_only: bool = True) -> list[float]:
-        """The model's, on a fixed datum."""
+        """Return the model's logprobs on a fixed datum."""
         data = [Datum(ModelInput.from_ints([1, 2, 3, 4]), {"target_tokens": [2, 3, 4, 5]})]
         operation = ForwardBackward(self.model, data, "cross_entropy", {}, forward_only)
         path = "/forward" if forward_only else "/forward_backward"
@@ -90,7 +90,7 @@ class Tenant:
         return output["loss_fn_outputs"][0]["logprobs"]["data"]
 
     def sample(self) -> dict[str, Any]:
-        """The sampler's, with a seed."""
+        """Return samples with a fixed seed."""
         number = len(self.known.requests)  # another one each time
         body = {"sampling_session_id": self.known.samplers[0], "seq_id": number, "num_samples": 2}
         prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
@@ -124,8 +124,8 @@ def tenant(server: ServerProcess, key: str) -> Iterator[Tenant]:
 
 
 def state(witness: Tenant) -> dict[str, Any]:
-    """Everything of a tenant that another could change: what it computes, and what the server has
-    of it.
+    """Return everything of a tenant that another tenant could change: what it computes, and what
+    the server stores for it.
     """
     run, files = witness.model, {}
     for path in witness.known.paths:
@@ -153,7 +153,7 @@ def state(witness: Tenant) -> dict[str, Any]:
 
 
 def fuzz(directory: Path, count: int, seed: int, connections: int = 24, rounds: int = 10) -> Report:
-    """`count` requests at random, and a look at what they must not have changed."""
+    """Send `count` random requests, and check what they must not change."""
     keys = directory / "keys"
     keys.write_text(f"fuzzing {FUZZING}\nwitness {WITNESS}\n")
     (directory / SECRET_FILE).write_text(SECRET)
@@ -207,17 +207,15 @@ def _round(
     connections: int,
     report: Report,
 ) -> None:
-    """With things of its own that are new, as those of before may have been ended, deleted or
-    unloaded.
-    """
+    """Fuzz with new ids, because earlier sessions, checkpoints and models may be gone."""
     with tenant(server, FUZZING) as fuzzing:
         catalogue = Catalogue(source, fuzzing.known, others)
         asyncio.run(fire(server.url, FUZZING, catalogue, count, report, connections))
 
 
 def _is_fault(line: str) -> bool:
-    """Of the log. Where the HTTP parser has already answered a broken request, the application's
-    answer comes too late, and that is none.
+    """Return whether a log line is a fault. If the HTTP parser has already answered a broken
+    request, the late answer of the application is not one.
     """
     return (
         "Traceback" in line
@@ -226,7 +224,7 @@ def _is_fault(line: str) -> bool:
 
 
 def _outside(directory: Path) -> list[str]:
-    """Files that were made, or changed, where the server has no business."""
+    """Return files that were created or changed outside of the data directory."""
     strangers = [
         path
         for path in directory.iterdir()

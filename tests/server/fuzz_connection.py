@@ -1,5 +1,5 @@
-"""One HTTP connection that sends whatever it is given, also what no client library would: raw bytes
-in paths, broken headers, halves.
+"""An HTTP connection that sends anything, even what no client library would: raw bytes in paths,
+broken headers, partial requests.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 ANSWER_SECONDS = 120.0
-"""After which a request counts as hanging; a machine under load is given its time."""
+"""A request without an answer after this time hangs. A busy machine needs some time."""
 _WITHOUT_BODY = (204, 304)
 
 
@@ -27,8 +27,8 @@ class Shot:
     headers: tuple[tuple[bytes, bytes], ...] = ()
     body: bytes = b""
     is_broken: bool = False
-    """No HTTP request: `target` is sent as it is, and the connection given up after the answer, if
-    there is one.
+    """Not an HTTP request: `target` is sent as it is, and the connection is closed after the
+    answer, if there is one.
     """
 
     def __str__(self) -> str:
@@ -56,7 +56,7 @@ class Answer:
 
 
 class Connection:
-    """Opened when it is needed, and again when the server closed it."""
+    """A connection that is opened when it is needed, and reopened after the server closed it."""
 
     def __init__(self, url: str, key: str) -> None:
         parts = urlsplit(url)

@@ -1,5 +1,5 @@
-"""Valid requests to every endpoint, with ids that exist, existed, belong to another tenant or lead
-elsewhere: what the fuzzer begins with.
+"""Valid requests to every endpoint, with ids that exist, existed, belong to another tenant or point
+elsewhere. The fuzzer starts from these.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ODD_IDS = (
 
 @dataclass
 class Known:
-    """Ids that mean something."""
+    """Ids with a meaning."""
 
     base_model: str
     sessions: list[str] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Known:
     downloads: list[str] = field(default_factory=list)
 
     def learn(self, answer: Mapping[str, Any]) -> None:
-        """Keep the ids of an answer, the latest of each kind."""
+        """Keep the ids in an answer, the latest of each kind."""
         fields = {
             "session_id": self.sessions, "model_id": self.models, "sampling_session_id": self.samplers,
             "request_id": self.requests, "path": self.paths, "tinker_path": self.paths,
@@ -57,7 +57,7 @@ class Known:
 
 
 class Catalogue:
-    """Draws valid requests. `others` are the ids of a tenant who must not notice."""
+    """Chooses valid requests. `others` are the ids of a tenant that must not be affected."""
 
     def __init__(self, source: random.Random, known: Known, others: Known) -> None:
         self.random = source
@@ -66,18 +66,18 @@ class Catalogue:
         self._numbers: dict[str, int] = {}
 
     def learn(self, answer: bytes) -> None:
-        """Ids in an answer are tried from now on."""
+        """Use the ids of an answer in later requests."""
         if answer.startswith(b"{"):
             self._known.learn(orjson.loads(answer))
 
     def json_request(self) -> tuple[str, Any]:
-        """Path and body of a POST."""
+        """Return path and body of a POST."""
         bodies = self._bodies()
         path = self.random.choice(list(bodies))
         return path, bodies[path]
 
     def protobuf_request(self) -> bytes:
-        """A body of /forward_backward."""
+        """Return a body of /forward_backward."""
         tokens = [
             self.random.choice((0, 1, 200, 271, 272, 2**31 - 1))
             for _ in range(self.random.choice((0, 1, 4)))
@@ -100,7 +100,7 @@ class Catalogue:
         return forward_backward_to_message(operation, max(1, min(self._number(model), 2**31 - 1)))
 
     def rest_request(self) -> tuple[str, str, bytes]:
-        """Method, quoted path and body."""
+        """Return method, quoted path and body."""
         run, _, checkpoint = self._path().removeprefix("tinker://").partition("/")
         run = run if self.random.random() < 0.6 else self._model()
         checkpoint = (
@@ -225,7 +225,9 @@ class Catalogue:
         }
 
     def _number(self, model: str) -> int:
-        """Mostly the model's next, so that its requests run; else any."""
+        """Return the model's next number most of the time, so that its requests run; otherwise any
+        number.
+        """
         if self.random.random() < 0.3:
             return self.random.choice((0, 1, 2, 1000, 2**63 - 1))
         self._numbers[model] = self._numbers.get(model, 8) + 1
@@ -249,7 +251,7 @@ class Catalogue:
         return self.random.choice(ODD_IDS)
 
     def _id(self, known: Sequence[str], others: Sequence[str]) -> str:
-        """Mostly one that is known, sometimes another tenant's, sometimes none."""
+        """Return a known id most of the time, sometimes another tenant's, sometimes an invalid one."""
         pick = self.random.random()
         if pick < 0.7 and known:
             return self.random.choice(known)

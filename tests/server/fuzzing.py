@@ -1,7 +1,7 @@
-"""RequestLog at random: valid ones, spoiled in one or more ways, and bytes that are none.
+"""Random requests: valid ones, requests with one or more faults, and random bytes.
 
-What may come back is an answer, or a refusal with a sentence; never a 5xx, never nothing, and never
-the text of a file outside of the data directory.
+The answer must be a result or an error with a message, never a 5xx, never nothing, and never the
+content of a file outside of the data directory.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Report:
     statuses: Counter[str] = field(default_factory=Counter)
     endpoints: Counter[str] = field(default_factory=Counter)
     answered: Counter[str] = field(default_factory=Counter)
-    """Those of them that were not refused."""
+    """Requests that were not rejected."""
     faults: list[str] = field(default_factory=list)
     slowest: float = 0.0
 
@@ -173,7 +173,7 @@ class Fuzzer:
 
 
 def _places(value: Any) -> Iterator[tuple[Any, Any]]:
-    """Every (container, key) in `value`."""
+    """Return every (container, key) in `value`."""
     keys = (
         list(value)
         if isinstance(value, dict)
@@ -189,7 +189,7 @@ def _places(value: Any) -> Iterator[tuple[Any, Any]]:
 async def fire(
     url: str, key: str, catalogue: Catalogue, count: int, report: Report, connections: int = 24
 ) -> None:
-    """Send `count` requests over so many connections."""
+    """Send `count` requests over several connections."""
     fuzzer = Fuzzer(catalogue)
     left = iter(range(count))
 
@@ -226,7 +226,7 @@ async def _send(connection: Connection, shot: Shot, catalogue: Catalogue, report
 
 
 def _endpoint(shot: Shot) -> str:
-    """What is tried, without ids."""
+    """Return the endpoint of a request, without ids."""
     parts = [part for part in shot.target.partition(b"?")[0].decode("latin-1").split("/") if part]
     if shot.is_broken or not parts:
         return "broken or odd"
@@ -240,7 +240,7 @@ def _endpoint(shot: Shot) -> str:
 
 
 def _fault(shot: Shot, answer: Answer) -> str | None:
-    """What must not be in an answer."""
+    """Return what must not be in an answer."""
     if answer.status >= 500:
         return f"{answer.status} {answer.body[:300]!r}"
     if SECRET.encode() in answer.body or b"root:" in answer.body:

@@ -1,5 +1,5 @@
-"""Drives a Server as the routes do, on a real engine with a tiny model; and compares what it
-leaves on disk.
+"""Uses a Server as the routes do, on a real engine with a tiny model, and compares what it leaves
+on disk.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class Client:
 
 @dataclass
 class Model:
-    """One model of a client, which counts its requests."""
+    """One model of a client, which numbers its requests."""
 
     client: Client
     model_id: str
@@ -153,7 +153,7 @@ class Model:
         return await self.client.done(await self.submit(operation))
 
     async def step(self, seed: int = 0) -> dict[str, float]:
-        """forward_backward and optim_step, pipelined; the metrics of the second."""
+        """Send forward_backward and optim_step together; return the metrics of the second."""
         first, second = (
             await self.submit(gradient(self.model_id, seed)),
             await self.submit(adam(self.model_id)),
@@ -201,12 +201,12 @@ def sample(
 
 
 def drawn(response: SampleResponse) -> list[tuple[list[int], bytes]]:
-    """Tokens and the bits of their logprobs."""
+    """Return the tokens and the bits of their logprobs."""
     return [(sequence.tokens, sequence.logprobs_np.tobytes()) for sequence in response.sequences]
 
 
 def state(data_dir: Path, path: str) -> dict[str, bytes]:
-    """The bits of every tensor of a training checkpoint."""
+    """Return the bits of every tensor of a training checkpoint."""
     directory = data_dir / "checkpoints" / path.removeprefix("tinker://")
     files = [
         load_file(directory / name)

@@ -1,6 +1,4 @@
-"""`planish serve` as a process of its own, on a tiny random model, for tests that speak to it over
-a socket.
-"""
+"""`planish serve` in a process of its own, on a tiny random model, for tests that use a socket."""
 
 from __future__ import annotations
 
@@ -31,10 +29,10 @@ class ServerProcess:
     process: subprocess.Popen[str]
     url: str
     output: list[str] = field(default_factory=list)
-    """Lines that it wrote so far."""
+    """Lines that it has written."""
 
     def stop(self, sig: int = signal.SIGTERM, seconds: float = 60.0) -> int:
-        """Send a signal, and wait for the end; the exit status."""
+        """Send a signal, wait for the end, and return the exit status."""
         self.process.send_signal(sig)
         return self.process.wait(seconds)
 
@@ -42,7 +40,7 @@ class ServerProcess:
 def start_server(
     data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> ServerProcess:
-    """A server on any free port; it serves `model`, and has no way to a network."""
+    """Start a server for `model` on any free port, without access to a network."""
     served = f"{BASE_MODEL}={model}"
     arguments: Sequence[str] = (
         "--port",
@@ -85,7 +83,7 @@ def _read(server: ServerProcess) -> None:
 def running_server(
     data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[ServerProcess]:
-    """A server for the length of a block; whatever happens in it, the process ends."""
+    """Run a server for the length of a block. The process ends whatever happens in it."""
     server = start_server(data_dir, model, *options, environment=environment)
     try:
         yield server

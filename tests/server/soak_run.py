@@ -1,13 +1,12 @@
-"""Mixed traffic of several tenants for some minutes, and what the server takes meanwhile: memory,
-files, database, threads.
+"""Mixed traffic of several tenants for some minutes, and the memory, files, database and threads
+that the server uses.
 
     python tests/server/soak_run.py --minutes 8 --record soak_run.json
 
-Every tenant plays episodes over HTTP: a session with a model that is trained, sampled from, saved,
-loaded, deleted and unloaded. Settings are small (results age within half a minute, samplers without
-a name take a few MB), so that everything that grows must have been cleaned up many times. The run
-fails if, behind the warm-up of its first third, anything is larger at its end than at its
-beginning.
+Every tenant runs episodes over HTTP: a session with a model that is trained, sampled from, saved,
+loaded, deleted and unloaded. The settings are small (results expire within half a minute, unnamed
+samplers may take a few MB), so that everything that grows must be cleaned up many times. After a
+warm-up of a third of the time, nothing may be larger at the end than at the beginning.
 """
 
 from __future__ import annotations
@@ -63,21 +62,21 @@ _SLACK = {
     "open_files": 20,
     "threads": 8,
 }
-"""What each may be larger by chance: what is under way differs from moment to moment."""
+"""How much each value may grow by chance."""
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What the server has at one moment."""
+    """The state of the server at one moment."""
 
     seconds: float
     resident_bytes: int
     files: int
     database_bytes: int
     rows: int
-    """Of requests, in the database."""
+    """Rows of requests in the database."""
     body_bytes: int
-    """Of requests and results, in the database and in files."""
+    """Bodies of requests and results, in the database and in files."""
     checkpoint_bytes: int
     open_files: int
     threads: int
@@ -112,7 +111,7 @@ def look(pid: int, data_dir: Path, begun: float) -> Sight:
 
 
 class Tenant:
-    """One key, which plays episodes until it is told to stop."""
+    """One key, which runs episodes until it is stopped."""
 
     def __init__(self, url: str, key: str, number: int) -> None:
         self.wire = WireClient(url, key)
@@ -160,7 +159,7 @@ class Tenant:
         return await self._answered("submit_training", model.seq, operation)
 
     async def _draw(self, sampler_id: str, count: int) -> None:
-        """Several at once, whose prompts have a common beginning; and one that is given up."""
+        """Send several samples with a common prefix, and cancel one."""
         prompts = [b"what is " * 12 + bytes([65 + index]) for index in range(count)]
         drawing = (
             self._answered("submit_sample", index, sample(sampler_id, prompt, n=4, max_tokens=12))
@@ -188,7 +187,7 @@ class _Counted:
 
 
 async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sight], int, int]:
-    """What was seen, and how many episodes and requests there were."""
+    """Return the observations, and the numbers of episodes and requests."""
     data_dir, keys = (
         directory / "data",
         {f"tml-soak-{number}": f"tenant{number}" for number in range(tenants)},
@@ -226,7 +225,7 @@ async def soak(directory: Path, minutes: float, tenants: int) -> tuple[list[Sigh
 
 
 def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
-    """Of each thing the mean in the second and in the last third."""
+    """Return the mean of each value in the second and in the last third."""
     third = len(sights) // 3
     middle, last = sights[third : 2 * third], sights[2 * third :]
     return {
@@ -241,7 +240,7 @@ def growth(sights: list[Sight]) -> dict[str, dict[str, float]]:
 
 
 def grown(found: dict[str, dict[str, float]]) -> list[str]:
-    """What is larger in the last third than in the second, beyond chance."""
+    """Return what is larger in the last third than in the second, beyond chance."""
     return [
         name
         for name, sizes in found.items()

@@ -1,5 +1,5 @@
-"""Adapters in memory: loaded once, kept while they are held, and otherwise let go in the order of
-their last use.
+"""The adapter cache: adapters are loaded once, stay while they are pinned, and are evicted in the
+order of their last use.
 """
 
 import asyncio

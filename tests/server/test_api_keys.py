@@ -1,4 +1,4 @@
-"""Keys and whom they stand for."""
+"""API keys and their tenants."""
 
 import pytest
 

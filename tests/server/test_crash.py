@@ -1,6 +1,4 @@
-"""A few of the kills of crash_run.py: a server that dies while clients work, at places that matter
-and at a random moment, loses nothing.
-"""
+"""A few of the kills of crash_run.py: a server that dies while clients use it loses nothing."""
 
 import asyncio
 

@@ -1,6 +1,4 @@
-"""Who is let in beside whom, what is written down of it, and what an end without a stop makes of
-it.
-"""
+"""The crash guard: which requests run together, what is recorded, and what a crash makes of it."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -18,7 +16,7 @@ from planish.server.results import Abandoned
 
 
 class Life:
-    """One process, without what does the work."""
+    """One process, without the parts that run requests."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -70,7 +68,7 @@ async def life(directory: Path, in_order: bool = False) -> AsyncIterator[Life]:
 
 
 async def ended_with(directory: Path, *keys: str) -> None:
-    """A life that ends while these are under way; what is done before others leaves."""
+    """Let a process end while these requests are running."""
     async with life(directory) as lived:
         await lived.ask(*keys)
         assert lived.entered == set(keys)

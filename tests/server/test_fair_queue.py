@@ -1,5 +1,5 @@
-"""Turns at the engine: within the capacity, in each tenant's order, and to the tenant that has had
-least.
+"""The fair queue: turns within the capacity, in each tenant's order, to the tenant with the fewest
+tokens.
 """
 
 import asyncio

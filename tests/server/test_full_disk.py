@@ -1,4 +1,4 @@
-"""A full disk refuses new work, loses nothing that was accepted, and is left behind when there is
+"""A full disk rejects new work and loses nothing that was accepted; work resumes when there is
 space.
 """
 

@@ -1,4 +1,4 @@
-"""What is journaled comes back as it was, and a repetition is known whatever way it came by."""
+"""What is journaled is decoded unchanged, and a repeated request is recognised however it arrived."""
 
 from dataclasses import replace
 

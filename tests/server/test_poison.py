@@ -1,4 +1,4 @@
-"""A request that kills the server is found and given up, and nobody else sees more than a pause."""
+"""A request that crashes the server is found and abandoned, and other tenants notice only a pause."""
 
 import asyncio
 import signal
@@ -31,7 +31,7 @@ def poison(model_id: str) -> ForwardBackward:
 
 
 class Machine:
-    """Starts the server again whenever it dies, as systemd does."""
+    """Restarts the server when it dies, like systemd."""
 
     def __init__(self, start: Start) -> None:
         self.start = start
@@ -103,7 +103,7 @@ def undisturbed(model_dir: Path, data_dir: Path) -> dict[str, Any]:
 def both(
     model_dir: Path, data_dir: Path, attack: Callable[[Machine, CrashClient], Awaitable[None]]
 ) -> tuple[dict[str, Any], int]:
-    """What the other tenant saw beside an attack, and how often the server ended by it."""
+    """Return what the other tenant saw during an attack, and how often the server crashed."""
 
     async def scenario() -> tuple[dict[str, Any], int]:
         async with served(model_dir, data_dir, has_poison=True) as (machine, (attacker, other)):

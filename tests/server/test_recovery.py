@@ -1,6 +1,4 @@
-"""After a stop in order, and when adapters leave memory and come back, everything goes on as if
-nothing had been.
-"""
+"""After a clean stop, and after adapters were evicted, everything resumes without a difference."""
 
 import asyncio
 import logging

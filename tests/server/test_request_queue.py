@@ -1,5 +1,5 @@
-"""RequestLog come out of a queue in the order of their numbers, each once, whatever order they came
-in.
+"""The request queue returns requests in the order of their numbers, each once, whatever the order
+of arrival.
 """
 
 from hypothesis import given

@@ -1,5 +1,5 @@
-"""What a request is after it was accepted: done although its sender left, told of a failure only
-when that is on disk, and without a body once nobody needs it.
+"""Accepted requests: they run even if the sender left, failures are sent once they are on disk, and
+bodies go when nothing needs them.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Sampling through the server: as the engine draws, many at once, in turns, and given up on demand."""
+"""Sampling through the server: equal to the engine, many at once, in fair turns, cancellable."""
 
 import asyncio
 import sqlite3

@@ -1,4 +1,4 @@
-"""What `planish serve` checks, and what it plans with, before it takes requests."""
+"""What `planish serve` checks and plans before it takes requests."""
 
 import argparse
 import re

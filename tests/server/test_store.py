@@ -1,6 +1,4 @@
-"""The store: changes whole or absent, many for one sync, large bodies in files, full disks, one
-owner.
-"""
+"""The store: atomic changes, group commit, large bodies in files, full disks, one owner."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""TenantLimits of one tenant: others are not affected, and time gives tokens back."""
+"""Limits of one tenant: other tenants are not affected, and tokens come back with time."""
 
 import pytest
 

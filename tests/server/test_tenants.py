@@ -1,6 +1,4 @@
-"""Tenants: nothing of one can be seen, used or changed by another, and one's limits are not
-another's.
-"""
+"""Tenants: nothing of one tenant can be seen, used or changed by another, and limits are separate."""
 
 import asyncio
 from collections import Counter

@@ -1,5 +1,5 @@
-"""Training through the server: in the order of the numbers, each once, with the results of the engine
-alone.
+"""Training through the server: in the order of the numbers, each once, with the results of the
+engine alone.
 """
 
 import asyncio

@@ -1,8 +1,8 @@
-"""A client that speaks the protocol over a socket as the SDK does, call by call: what a crash run,
-a soak run or a load test needs.
+"""A client that uses the protocol over a socket, call by call, for crash runs, soak runs and load
+tests.
 
-`WireClient` raises `Refused` with the status for what the server refuses and `Down` when it is not
-there; `Patient` repeats, as the SDK does, what a server that comes back would take.
+`WireClient` raises `Refused` with the status if the server rejects a request, and `Down` if it is
+not there; `Patient` retries like the SDK.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PAUSE_SECONDS = 0.05
 
 
 class Down(Exception):
-    """The server is not there, or went before it answered."""
+    """The server is not there, or ended before it answered."""
 
 
 class Refused(Exception):
@@ -107,7 +107,7 @@ class WireClient:
         return [checkpoint["tinker_path"] for checkpoint in found["checkpoints"]]
 
     async def result(self, request_id: str) -> Outcome:
-        """As `Server.result`, without the kinds of JSON results."""
+        """Return the result of a request."""
         try:
             answer = await self._send(
                 "POST", "/retrieve_future", orjson.dumps({"request_id": request_id})
@@ -147,7 +147,7 @@ class WireClient:
 
 @dataclass(frozen=True)
 class Patient:
-    """Calls a `WireClient` until the server lives long enough to answer."""
+    """Retries the calls of a `WireClient` until the server lives long enough to answer."""
 
     client: WireClient
 

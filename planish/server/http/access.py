@@ -62,9 +62,7 @@ class RequestMetrics:
             buckets=_BUCKETS,
             registry=registry,
         )
-        self.open = Gauge(
-            "planish_http_requests_open", "RequestLog that are being answered", registry=registry
-        )
+        self.open = Gauge("planish_http_requests_open", "Requests in progress", registry=registry)
 
 
 @dataclass

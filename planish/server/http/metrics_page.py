@@ -76,13 +76,13 @@ def families(measured: Metrics) -> Iterator[Metric]:
         )
     yield _counter(
         "planish_requests_accepted",
-        "RequestLog by kind",
+        "Accepted requests by kind",
         ("kind",),
         {(kind,): n for kind, n in counted.accepted.items()},
     )
     yield _counter(
         "planish_requests_answered",
-        "RequestLog by kind and state",
+        "Answered requests by kind and state",
         ("kind", "state"),
         counted.answered,
     )
@@ -141,7 +141,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
     ("planish_snapshots", "Snapshots of models", lambda c: c.snapshots),
     (
         "planish_replayed_requests",
-        "RequestLog done again to bring a model back",
+        "Requests that were replayed to load a model",
         lambda c: c.replayed,
     ),
     ("planish_adapter_loads", "Adapters loaded into memory", lambda c: c.loads),
