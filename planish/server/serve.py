@@ -45,13 +45,12 @@ from planish.server.http import routes_sampling
 from planish.server.http.access import Access, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
 from planish.server.http.context import ALL_BODIES, HttpState, read_keys
-from planish.server.http.metrics_page import metrics_route
+from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
 from planish.server.options import ServeOptions, add_arguments, options_of
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
-from planish.server.substituted_losses import SubstitutedLosses
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
 from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -200,3 +201,22 @@ _GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
         lambda m: m.disk_is_full,
     ),
 )
+
+
+@dataclass(frozen=True, eq=False)
+class SubstitutedLosses(Collector):
+    """Collects the counts of an engine: operations by the loss that was asked for and its
+    substitute.
+    """
+
+    counts: Mapping[tuple[str, str], int]
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "planish_substituted_losses",
+            "Gradients of another loss than was asked for (--substitute-loss)",
+            labels=("loss", "computed"),
+        )
+        for labels, count in dict(self.counts).items():
+            family.add_metric(labels, count)
+        yield family

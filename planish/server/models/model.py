@@ -1,6 +1,6 @@
 """A training model on the server: one actor that owns the model's requests and its state.
 
-A request is checked, journaled and queued by `submit` (intake.py). A worker, which runs while there
+A request is checked, journaled and queued by `submit` (request_queue.py). A worker, which runs while there
 is something to do, pins the model's adapter in memory and gives the requests to the engine in the
 order of their numbers. A few requests are in the engine at once, so that the device does not wait
 for the event loop. Requests that read or write a named checkpoint wait until all earlier ones are
@@ -31,9 +31,8 @@ from planish.server.durable.request_log import (
 )
 from planish.server.durable.store import Transaction, crash_point
 from planish.server.models import replay, steps
-from planish.server.models.intake import RequestIntake
 from planish.server.models.replay import AdapterState, ReplayCost
-from planish.server.models.request_queue import InFlight, QueueItem, RequestQueue
+from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
 from planish.server.results import Abandoned, Accepted, Done, Failed, Tenant
 from planish.server.samplers import Samplers
 from planish.server.services import Services

@@ -1,4 +1,7 @@
-"""The requests of one model: those that wait, in the order of their numbers, and those in flight.
+"""The requests of one model: which are accepted, the order in which they run, and those in flight.
+
+A rejected request has used up its number, because the client continues with the next one. It is
+journaled as refused: the optim_step after a missing part of a gradient must fail.
 
 A request may be taken from the queue when all lower numbers were taken. A missing number blocks
 the requests after it until the model stops waiting for it. From then on the number is skipped, and
@@ -15,11 +18,37 @@ unique. The model skips all numbers in between, and the database remembers that.
 from __future__ import annotations
 
 import asyncio
-from typing import Any, Generic, TypeVar
+import time
+from collections.abc import Coroutine
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from planish.server.durable.journal import RequestRow
-from planish.server.durable.request_log import QueuedRequest
+from planish.engine.checkpoint_labels import check_name, check_ttl
+from planish.errors import StorageError
+from planish.server.durable import journal
+from planish.server.durable.checkpoints import check_source
+from planish.server.durable.journal import JournalEntry, RequestRow, encode_request, kind_of
+from planish.server.durable.names import check_name_is_not_private
+from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
+from planish.server.durable.request_log import AlsoWrite, QueuedRequest, new_row, run_uncancelled
+from planish.server.results import Accepted, BadRequest, Gone, ServerError
+from planish.server.samplers import Samplers
+from planish.server.services import Services
+from planish.service import (
+    ForwardBackward,
+    LoadWeights,
+    Operation,
+    PublishSampler,
+    SaveWeights,
+    SaveWeightsForSampler,
+    UnloadModel,
+)
+from planish.wire.client_errors import name_of
 
+if TYPE_CHECKING:
+    from planish.server.models.model import Model
+
+R = TypeVar("R")
 T = TypeVar("T")
 
 RESTART = 1 << 61
@@ -27,6 +56,8 @@ RESTART = 1 << 61
 
 QueueItem = QueuedRequest | RequestRow
 """A request to run, or the row of an answered request whose effect must be repeated."""
+_MAX_SEQ = 2**62
+"""Higher numbers could not be shifted by RESTART and still fit into the database."""
 
 
 class RequestQueue(Generic[T]):
@@ -133,4 +164,204 @@ class InFlight:
             await self.change()
         await asyncio.gather(
             *(written for number, written in self.unwritten.items() if number <= seq)
+        )
+
+
+class RequestIntake:
+    """Decides which requests one model takes, and under which numbers."""
+
+    def __init__(
+        self, model: Model, services: Services, samplers: Samplers, unload_seq: int | None
+    ) -> None:
+        self._model = model
+        self._services = services
+        self._samplers = samplers
+        self._unload_seq = unload_seq
+        """Requests from this number on are rejected, because the model is being unloaded."""
+        self.arriving: dict[int, asyncio.Task[Any]] = {}
+        """Requests being checked and journaled, by number."""
+
+    async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
+        """Journal and queue an operation, which runs once all lower numbers have run.
+
+        The same number with the same operation returns the same request id; with another operation
+        it raises BadRequest. An operation that is rejected (BadRequest, NotFound) has used up its
+        number. Gone if the model or its session has ended.
+        """
+        if not 1 <= seq_id <= _MAX_SEQ:
+            raise BadRequest(f"seq_id={seq_id}: the requests of a model are numbered from 1")
+        await self._services.sessions.touch(self._model.tenant, self._model.row.session)
+        seq = await self._stored_seq(seq_id, operation)
+        accepted = Accepted(f"{self._model.id}:{seq}", self._model.id)
+        try:
+            entry = await self._services.request_log.encode(operation, seq)
+        except ValueError as error:
+            await self._use_up(seq, error, kind_of(operation))
+            raise
+        if not await self._is_repeated(seq, accepted.request_id, entry.digest):
+            await self._arrive(seq, self._accept(seq, operation, entry))
+        return accepted
+
+    async def reject(self, seq_id: int, error: Exception, kind: str) -> None:
+        """Use up the number of a request whose body could not be read. `kind` is that of `Done`."""
+        seq = seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
+        if 1 <= seq <= _MAX_SEQ:
+            await self._use_up(seq, error, kind)
+
+    async def unload(self, request_id: str, entry: JournalEntry) -> None:
+        """Journal and queue the unloading of the model, after everything accepted before."""
+        before = self._unload_seq
+        self._unload_seq = self._end if before is None else before
+        row = replace(
+            new_row(self._model.tenant, self._model.id, self._unload_seq, entry), id=request_id
+        )
+        try:
+            await run_uncancelled(self._journal(row, entry))
+        except (ServerError, StorageError):
+            self._unload_seq = before
+            raise
+
+    @property
+    def _end(self) -> int:
+        """A number above every number that was used."""
+        return max([self._model.queue.end, *(seq + 1 for seq in self.arriving)])
+
+    async def _stored_seq(self, seq_id: int, operation: Operation[Any]) -> int:
+        """Return the number under which the request is stored (the top of this file says why it may
+        differ from the client's).
+        """
+        if seq_id == 1 and (self._end == 2 or isinstance(operation, LoadWeights)):
+            first = await self._services.store.read(
+                lambda connection: journal.row(connection, f"{self._model.id}:1")
+            )
+            if first is None or first.digest == encode_request(operation, 1).digest:
+                return seq_id
+            if first.kind == "load_weights" and self._end == 2:
+                skipped = RESTART + 1
+                await self._services.store.write(
+                    lambda transaction: change(
+                        transaction, ModelRow, self._model.id, passed=skipped
+                    )
+                )
+                self._model.skip_below(skipped)
+        return seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
+
+    async def _arrive(self, seq: int, work: Coroutine[Any, Any, R]) -> R:
+        """Run the acceptance of a request to its end, even if the caller is cancelled: a journaled
+        request must be queued.
+        """
+        task = asyncio.create_task(work)
+        self.arriving[seq] = task
+        task.add_done_callback(lambda _: self.arriving.pop(seq))
+        return await asyncio.shield(task)
+
+    async def _is_repeated(self, seq: int, request_id: str, digest: bytes) -> bool:
+        """Return whether this request was accepted before. BadRequest or Gone if its number cannot
+        be used.
+        """
+        while (arriving := self.arriving.get(seq)) is not None:
+            await asyncio.wait([arriving])
+        if self._unload_seq is not None and seq >= self._unload_seq:
+            raise Gone(f"model_id={self._model.id!r} is being unloaded and takes no more requests")
+        if not self._model.queue.is_used(seq):
+            return False
+        if await self._services.request_log.repeats(request_id, digest):
+            return True
+        if seq < self._model.queue.skipped_below:
+            raise BadRequest(
+                f"seq_id={seq} of {self._model.id!r} came too late and was skipped; "
+                "continue with the next sequence number"
+            )
+        raise Gone(
+            f"seq_id={seq} of {self._model.id!r} was answered long ago, and its result was removed"
+        )
+
+    async def _accept(self, seq: int, operation: Operation[Any], entry: JournalEntry) -> None:
+        try:
+            await self._check(operation)
+        except (ValueError, ServerError) as error:
+            await self._journal_rejected(seq, error, entry.kind)
+            raise
+        sampler = (
+            self._sampler_row(seq, operation) if isinstance(operation, PublishSampler) else None
+        )
+        await self._journal(new_row(self._model.tenant, self._model.id, seq, entry), entry, sampler)
+
+    async def _check(self, operation: Operation[Any]) -> None:
+        """Raise what is wrong with an operation, as far as it is known before it runs."""
+        limit = self._services.settings.journal_bytes
+        match operation:
+            case ForwardBackward(forward_only=False) if self._model.adapter.cost.bytes > limit:
+                raise BadRequest(
+                    f"model_id={self._model.id!r}: the data of one gradient have "
+                    f"{self._model.adapter.cost.bytes:,} bytes, and may have {limit:,}; the next "
+                    "optim_step will fail, take steps with less data"
+                )
+            case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
+                check_name("name", name)
+                check_ttl(operation.ttl_seconds)
+                check_name_is_not_private(name)
+            case LoadWeights(path=path):
+                check_source(path)
+                await self._services.checkpoints.readable(self._model.tenant, path)
+            case PublishSampler(sampler_id=sampler_id):
+                if await self._services.store.read(
+                    lambda db: select(db, SamplerRow, "id = ?", [sampler_id])
+                ):
+                    raise BadRequest(
+                        f"sampling_session_id={sampler_id!r} has already been used; continue with "
+                        "the next sequence number"
+                    )
+
+    async def _use_up(self, seq: int, error: Exception, kind: str) -> None:
+        """Journal a rejected request, unless its number cannot be used any more."""
+        is_late = self._unload_seq is not None and seq >= self._unload_seq
+        if not (is_late or self._model.queue.is_used(seq) or seq in self.arriving):
+            await self._arrive(seq, self._journal_rejected(seq, error, kind))
+
+    async def _journal_rejected(self, seq: int, error: Exception, kind: str) -> None:
+        row = RequestRow(
+            id=f"{self._model.id}:{seq}",
+            tenant=self._model.row.tenant,
+            kind=kind,
+            owner=self._model.id,
+            seq=seq,
+            state="refused",
+            digest=None,
+            accepted=time.time(),
+            message=str(error),
+            category="user",
+            error_class=name_of(error),
+        )
+        await self._journal(row, JournalEntry(kind, b"", b"", UnloadModel(self._model.id)))
+
+    async def _journal(
+        self, row: RequestRow, entry: JournalEntry, sampler: SamplerRow | None = None
+    ) -> None:
+        """Write a request to disk, together with the sampler that it publishes, and queue it."""
+        also: AlsoWrite | None = (
+            None if sampler is None else lambda transaction: put(transaction, sampler)
+        )
+        request = await self._services.request_log.accept(row, entry, also)
+        if request is not None:
+            if sampler is not None:
+                self._samplers.add(sampler, self._model)
+            self._model.enqueue(request)
+            if sampler is not None:
+                self._services.sessions.clear_if_ended(sampler.session)
+
+    def _sampler_row(self, seq: int, operation: PublishSampler) -> SamplerRow:
+        now = time.time()
+        return SamplerRow(
+            id=operation.sampler_id,
+            tenant=self._model.row.tenant,
+            session=self._model.row.session,
+            base_model=self._model.row.base_model,
+            model_path=None,
+            model=self._model.id,
+            seq=seq,
+            source=None,
+            memory_bytes=self._model.row.sampling_bytes,
+            created=now,
+            used=now,
         )
