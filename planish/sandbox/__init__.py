@@ -1,7 +1,7 @@
-"""Programs of a model, run where a hostile one can do no harm; docs/sandbox.md says why that is so.
+"""Run model-written programs in isolation, so that a hostile one can do no harm.
 
-`Sandbox.run` runs a Python program; a `StdinTest` or `FunctionTest` runs one and compares what
-comes out.
+`Sandbox.run` runs a Python program. A `StdinTest` or `FunctionTest` runs a program and compares its
+output or return value with the expected one. docs/sandbox.md explains the isolation.
 """
 
 from planish.sandbox.errors import SandboxError, SandboxUnavailableError

@@ -1,5 +1,5 @@
-"""The command line of one sandbox: what bubblewrap is asked for, and the limits that the program's
-first process sets.
+"""The command line of one sandbox: the options of bubblewrap, and the resource limits that
+/start.py sets.
 """
 
 import json
@@ -21,14 +21,14 @@ ENVIRONMENT = {
     "HOME": SCRATCH,
     "LANG": "C.UTF-8",
     "LD_LIBRARY_PATH": LIBRARIES,
-    # Arenas of threads would reserve address space by the gigabyte.
+    # glibc reserves address space for a malloc arena per thread, which would exceed RLIMIT_AS.
     "MALLOC_ARENA_MAX": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
-    # The order of a set is the same in every run, and so is the reward.
+    # A fixed hash seed gives sets the same order in every run, so the reward is reproducible.
     "PYTHONHASHSEED": "0",
     "PYTHONUTF8": "1",
 }
-"""All variables that a program has, beside PWD."""
+"""All environment variables of a program, except PWD, which bubblewrap sets."""
 
 
 def sandbox_command(
@@ -41,8 +41,9 @@ def sandbox_command(
     file_descriptors: Mapping[str, int],
     arguments: Sequence[str],
 ) -> list[str]:
-    """bubblewrap, /start.py, the interpreter and /program/main.py. `file_descriptors`: the files to
-    be there, by their paths.
+    """Return the command: bubblewrap runs /start.py, which runs /program/main.py.
+
+    `file_descriptors` maps paths in the sandbox to open descriptors of their contents.
     """
     options = [
         "--unshare-all",
@@ -55,13 +56,13 @@ def sandbox_command(
     options += ["--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"]
     for name, value in ENVIRONMENT.items():
         options += ["--setenv", name, value]
-    for here, there in runtime.binds:
-        options += ["--ro-bind", here, there]
+    for host_path, sandbox_path in runtime.binds:
+        options += ["--ro-bind", host_path, sandbox_path]
     for directory in runtime.hidden:
         options += ["--tmpfs", directory, "--remount-ro", directory]
     options += ["--dev-bind", "/dev/null", "/dev/null"]
-    for there, descriptor in file_descriptors.items():
-        options += ["--ro-bind-data", str(descriptor), there]
+    for sandbox_path, descriptor in file_descriptors.items():
+        options += ["--ro-bind-data", str(descriptor), sandbox_path]
     if limits.scratch_bytes:
         options += ["--size", str(limits.scratch_bytes), "--tmpfs", SCRATCH]
     options += ["--remount-ro", "/", "--chdir", SCRATCH if limits.scratch_bytes else PROGRAM]
@@ -72,13 +73,14 @@ def sandbox_command(
 
 
 def resource_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """(soft, hard) by the names of the module `resource`."""
+    """Return (soft, hard) limits, by their names in the standard module `resource`."""
     return {
         "RLIMIT_AS": (limits.process_bytes, limits.process_bytes),
-        # At the first a signal that names the cause, at the second the end.
+        # At the soft limit the kernel sends SIGXCPU, which names the cause; at the hard limit it
+        # sends SIGKILL.
         "RLIMIT_CPU": (limits.cpu_seconds, limits.cpu_seconds + 1),
         "RLIMIT_FSIZE": (limits.scratch_bytes, limits.scratch_bytes),
-        # bubblewrap's own process counts too.
+        # The kernel counts bubblewrap's own process too.
         "RLIMIT_NPROC": (limits.tasks + 1, limits.tasks + 1),
         "RLIMIT_NOFILE": (OPEN_FILES, OPEN_FILES),
         "RLIMIT_STACK": (STACK_BYTES, limits.process_bytes),

@@ -1,13 +1,13 @@
-"""What can go wrong with the sandbox itself. That a program fails in it is no error but a result."""
+"""Errors of the sandbox itself. A program that fails in the sandbox is a result, not an error."""
 
 from planish.errors import PlanishError, UserError
 
 
 class SandboxUnavailableError(UserError):
-    """This machine lacks something that the sandbox needs; the message says what to install or to
-    allow. Nothing was run.
+    """This machine lacks something that the sandbox needs. The message says what to install or
+    allow. No program was run.
     """
 
 
 class SandboxError(PlanishError):
-    """The sandbox itself failed, and nothing is known about the program."""
+    """The sandbox itself failed, so the program's result is unknown."""

@@ -1,4 +1,4 @@
-"""What a program may use, all of it set by the kernel and none of it for the program to raise."""
+"""Resource limits of a program. The program cannot raise them."""
 
 import math
 from dataclasses import dataclass
@@ -7,30 +7,30 @@ from planish.errors import UserError
 
 MIB = 1 << 20
 THREADS = 32
-"""Of a program that is one process."""
+"""The largest number of threads of a program with `Limits.processes` = 1."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Of one run."""
+    """Resource limits of one run. UserError if a value is out of range."""
 
     cpu_seconds: int = 4
-    """Of each process; whole seconds, as the kernel counts them."""
+    """CPU time of each process, in whole seconds, because the kernel counts whole seconds."""
     wall_seconds: float = 12.0
-    """From before the start to the end, whatever the program waits for."""
+    """Wall time of the run, including the start of the sandbox and all waiting."""
     memory_bytes: int = 512 * MIB
-    """Of all processes together, as address space."""
+    """Address space of all processes together."""
     output_bytes: int = MIB
-    """Of standard output, and of standard error."""
+    """Largest size of standard output, and of standard error."""
     processes: int = 1
-    """1: the program itself, with up to 32 threads. More: so many processes and threads in all,
-    each of which has an equal share of the memory.
+    """With 1, the program is a single process with up to 32 threads. With more, this limits the
+    number of processes and threads together, and each process gets an equal share of the memory.
     """
     scratch_bytes: int = 0
-    """Of files under /tmp, which are gone with the run; 0: there is no place to write to."""
+    """Size of /tmp, which is deleted after the run. With 0, the program cannot write files."""
 
     def __post_init__(self) -> None:
-        # The kernel counts in whole numbers; 512e6 is none to Python.
+        # setrlimit takes ints only, and 512e6 is a float in Python.
         for name in ("cpu_seconds", "memory_bytes", "output_bytes", "processes", "scratch_bytes"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
@@ -42,7 +42,7 @@ class Limits:
             (
                 "memory_bytes",
                 self.process_bytes >= 64 * MIB,
-                "at least 64 MiB a process: Python needs as much to begin",
+                "at least 64 MiB per process: Python needs this much to start",
             ),
             ("output_bytes", self.output_bytes >= 1, "at least 1"),
             ("scratch_bytes", self.scratch_bytes >= 0, "a number of bytes, 0 for no files"),
@@ -52,10 +52,10 @@ class Limits:
 
     @property
     def process_bytes(self) -> int:
-        """The address space of one process."""
+        """The address space of one process, in bytes."""
         return self.memory_bytes // max(1, self.processes)
 
     @property
     def tasks(self) -> int:
-        """Processes and threads, as the kernel counts them together."""
+        """The largest number of processes and threads together, as the kernel counts them."""
         return THREADS if self.processes == 1 else self.processes

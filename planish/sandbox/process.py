@@ -1,12 +1,12 @@
-"""One process of bubblewrap from start to end: input given, output held up to a limit, everything
-killed in time.
+"""The life of one bubblewrap process: write its input, read its output up to a limit, kill it in
+time.
 
-It ends by itself, or `end` kills it: when its time is up, when it prints too much, when its caller
-is cancelled. What is killed is the first process of the program's namespace, with which the kernel
-kills all others; bubblewrap outside then ends by itself. Killed first, it might leave a namespace
-behind that it has just made, so its telling of the process's number is waited for. Output is read
-until its pipes close; then the first process is waited for, which goes when no other of the program
-is left.
+The process exits, or `end` kills it: when its time is up, when it prints too much, or when the
+caller is cancelled. `end` kills the init process of the program's PID namespace. The kernel then
+kills every other process of that namespace, and bubblewrap, which runs outside, exits. Killing
+bubblewrap itself could leave a namespace behind that it has just made, so `end` takes effect as
+soon as bubblewrap has reported the pid of the init process. Output is read until the pipes close.
+Then `finish` waits for the init process, which exits after all other processes of the program.
 """
 
 import asyncio
@@ -22,54 +22,56 @@ BLOCK_BYTES = 1 << 16
 
 
 class Ending(StrEnum):
-    """How a run came to its end."""
+    """Why a run ended."""
 
     EXITED = "exited"
-    """By itself, or by a signal: see the exit code."""
+    """The program exited or died of a signal; see the exit code."""
     CPU_TIME = "cpu_time"
+    """The program exceeded `Limits.cpu_seconds`."""
     WALL_TIME = "wall_time"
+    """The program exceeded `Limits.wall_seconds`."""
     OUTPUT = "output"
-    """It printed more than it may."""
+    """The program printed more than `Limits.output_bytes`."""
 
 
 @dataclass
 class Capture:
-    """The beginning of a stream, and what to do when there is more than `most`."""
+    """The first `max_bytes` bytes of a stream. `on_overflow` is called when there are more."""
 
-    most: int
-    at_most: Callable[[], None]
-    held: bytearray = field(default_factory=bytearray)
+    max_bytes: int
+    on_overflow: Callable[[], None]
+    data: bytearray = field(default_factory=bytearray)
 
     async def read(self, stream: asyncio.StreamReader) -> None:
+        """Read `stream` to its end, and drop the bytes after the first `max_bytes`."""
         while block := await stream.read(BLOCK_BYTES):
-            room = self.most - len(self.held)
-            self.held += block[:room]
-            if len(block) > room:
-                self.at_most()
+            remaining = self.max_bytes - len(self.data)
+            self.data += block[:remaining]
+            if len(block) > remaining:
+                self.on_overflow()
 
 
 class SandboxProcess:
-    """bubblewrap as it runs. It may be told to end before it has begun."""
+    """A running bubblewrap process. `end` may be called before the process has started."""
 
     def __init__(self, output_bytes: int) -> None:
         self.ending = Ending.EXITED
         self.exit_code: int | None = None
-        """Of the program, as bubblewrap saw it; None if it never came to that."""
+        """The program's exit code as bubblewrap reported it; None if the program did not exit."""
         self.stdout = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
         self.stderr = Capture(output_bytes, lambda: self.end(Ending.OUTPUT))
-        self._told = b""
-        self._is_to_end = False
+        self._status_buffer = b""
+        self._kill_requested = False
         self._has_ended = False
-        self._first: int | None = None
-        """A handle of the first process within, which no later process of the same number can be
-        taken for.
-        """
+        self._init_pidfd: int | None = None
+        """A pidfd of the namespace's init process. Unlike a pid, it never names a later process."""
 
     async def finish(
         self, process: asyncio.subprocess.Process, status: int, stdin: bytes, wall_seconds: float
     ) -> None:
-        """Until nothing of the program is left. `status`: where bubblewrap writes what it knows, to
-        be read without waiting.
+        """Write `stdin`, read the output, and return when no process of the program is left.
+
+        `status` is the non-blocking descriptor of the pipe to which bubblewrap writes its status.
         """
         assert process.stdin is not None
         assert process.stdout is not None
@@ -79,7 +81,7 @@ class SandboxProcess:
         loop.add_reader(status, self._read_status, status)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(feed(process.stdin, stdin))
+                tasks.create_task(write_input(process.stdin, stdin))
                 tasks.create_task(self.stdout.read(process.stdout))
                 tasks.create_task(self.stderr.read(process.stderr))
                 tasks.create_task(process.wait())
@@ -90,48 +92,48 @@ class SandboxProcess:
             loop.remove_reader(status)
             self._has_ended = True
             self._read_status(status)
-            if self._first is not None:
-                await ended(self._first)
-                os.close(self._first)
-                self._first = None
+            if self._init_pidfd is not None:
+                await wait_for_exit(self._init_pidfd)
+                os.close(self._init_pidfd)
+                self._init_pidfd = None
 
     def end(self, why: Ending) -> None:
-        """Kill all of it, as soon as there is anything. The first reason counts."""
+        """Kill the program, or do so as soon as it starts. `ending` keeps the first reason given."""
         if self.ending is Ending.EXITED:
             self.ending = why
-        self._is_to_end = True
-        if self._first is not None:
+        self._kill_requested = True
+        if self._init_pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._first, signal.SIGKILL)
+                signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
 
     def _read_status(self, status: int) -> None:
-        """Take in whole lines; bubblewrap may be in the middle of one."""
+        """Read the complete lines of bubblewrap's status, which it may still be writing."""
         with contextlib.suppress(BlockingIOError):
-            self._told += os.read(status, BLOCK_BYTES)
-        *lines, self._told = self._told.split(b"\n")
+            self._status_buffer += os.read(status, BLOCK_BYTES)
+        *lines, self._status_buffer = self._status_buffer.split(b"\n")
         for entry in map(json.loads, lines):
-            # Once bubblewrap has ended, the number may be another process's.
+            # Once bubblewrap has exited, another process may have been given this pid.
             if "child-pid" in entry and not self._has_ended:
                 with contextlib.suppress(ProcessLookupError):
-                    self._first = os.pidfd_open(entry["child-pid"])
+                    self._init_pidfd = os.pidfd_open(entry["child-pid"])
             self.exit_code = entry.get("exit-code", self.exit_code)
-        if self._is_to_end:
+        if self._kill_requested:
             self.end(self.ending)
 
 
-async def ended(process: int) -> None:
-    """Until a process, by its handle, is gone; the first of a namespace goes after all others."""
+async def wait_for_exit(pidfd: int) -> None:
+    """Wait until the process of `pidfd` has exited."""
     loop = asyncio.get_running_loop()
-    gone = asyncio.Event()
-    loop.add_reader(process, gone.set)
+    exited = asyncio.Event()
+    loop.add_reader(pidfd, exited.set)
     try:
-        await gone.wait()
+        await exited.wait()
     finally:
-        loop.remove_reader(process)
+        loop.remove_reader(pidfd)
 
 
-async def feed(stream: asyncio.StreamWriter, data: bytes) -> None:
-    """Give a program its input, as far as it wants it."""
+async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:
+    """Write `data` to a program's input and close it. The program may stop reading early."""
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(data)
         await stream.drain()

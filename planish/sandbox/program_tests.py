@@ -1,67 +1,73 @@
-"""Tests of programs: what goes in and what must come out.
+"""Tests of model-written programs: an input, and the expected output.
 
-What must come out stays on this side. A program gets its input, or the arguments of one call, and
-what it prints or returns is compared here; so it cannot read the answer, and ending early,
-tampering with the caller or printing a verdict only makes another answer. Each test is a run of its
-own, in a sandbox of its own: nothing is left from one to the next.
+The expected output never enters the sandbox. The program gets only its input, or the arguments of
+one call, and its output is compared outside. So a program cannot read the answer. If it exits
+early, tampers with the driver or prints a verdict, it only gives a wrong answer. Each test runs in
+a fresh sandbox, so no test can influence the next one.
 """
 
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from planish.errors import UserError
-from planish.sandbox.call import plain
+from planish.sandbox.call import to_json_value
 from planish.sandbox.process import Ending
 from planish.sandbox.sandbox import Execution, Sandbox
 
 CALL = Path(__file__).with_name("call.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-6
-"""Relative, or absolute below 1."""
+"""The tolerance for floats: relative, or absolute for numbers below 1."""
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
 
 
 class Outcome(StrEnum):
-    """Of one test."""
+    """How one test ended."""
 
     PASSED = "passed"
     WRONG = "wrong"
-    """It ended well with another answer."""
+    """The program exited normally with a wrong answer."""
     FAILED = "failed"
-    """It ended with an error."""
+    """The program exited with an error."""
     TIME = "time"
+    """The program exceeded its CPU time or wall time."""
     OUTPUT = "output"
-    """It printed more than it may."""
+    """The program printed more than `Limits.output_bytes`."""
 
 
 @dataclass(frozen=True)
 class TestResult:
-    __test__ = False  # for pytest: a class of ours, not one with tests
+    """The outcome of one test, and what the program did."""
+
+    # pytest would otherwise collect this class because of its name.
+    __test__ = False
 
     outcome: Outcome
     execution: Execution
     answer: str
-    """What the program printed, or, as JSON, what the function returned."""
+    """The program's standard output, or the function's return value as JSON."""
 
 
 @dataclass(frozen=True)
 class StdinTest:
-    """A program reads `stdin` and must print `stdout`.
+    """A test of a program that reads `stdin` and must print `stdout`.
 
-    Lines are compared word by word, whatever blanks there are; empty lines at the end do not count.
-    A number that is expected with a decimal point may differ by 1e-6.
+    Lines are compared word by word; the amount of white space between words and empty lines at the
+    end do not matter. If the expected word is a number with a decimal point, the printed number may
+    differ by 1e-6.
     """
 
     stdin: str
     stdout: str
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:
+        """Run the program `source` and compare its output. SandboxError if it could not run."""
         done = await sandbox.run(source, stdin=self.stdin)
         printed = done.stdout.decode(errors="replace")
         return TestResult(outcome_of(done, lambda: same_text(printed, self.stdout)), done, printed)
@@ -69,11 +75,11 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """A function, or a method of the class `Solution`, is called with `arguments` and must return
-    `returned`.
+    """A test of a function, or of a method of the class `Solution`: called with `arguments`, it must
+    return `returned`.
 
-    Both are made of None, booleans, numbers, texts, lists, tuples, sets and mappings. A tuple may
-    be returned for a list; a float may differ by 1e-6; True is not 1.
+    `arguments` and `returned` consist of None, booleans, numbers, strings, lists, tuples, sets and
+    mappings. Lists and tuples compare equal, floats may differ by 1e-6, and True is not equal to 1.
     """
 
     function: str
@@ -87,27 +93,34 @@ class FunctionTest:
             if not is_literal(getattr(self, name)):
                 raise UserError(
                     f"FunctionTest.{name} of {self.function} holds a value that has no literal form; give None, booleans, "
-                    "finite numbers, texts, lists, tuples, sets and mappings"
+                    "finite numbers, strings, lists, tuples, sets and mappings"
                 )
 
     async def run(self, sandbox: Sandbox, source: str) -> TestResult:
+        """Call the function in `source` and compare its return value. SandboxError if it could not
+        run.
+        """
         call = json.dumps({"function": self.function, "arguments": repr(tuple(self.arguments))})
         done = await sandbox.run(CALL, files={"solution.py": source, "call.json": call})
         try:
             returned = json.loads(done.stdout)["returned"]
             answer = json.dumps(returned, ensure_ascii=False)
         except (ValueError, RecursionError, KeyError, TypeError):
-            # The driver writes nothing else: the program did, or ended before.
+            # The driver prints one valid JSON object, so the program printed something itself or
+            # ended before the driver could print.
             return TestResult(outcome_of(done, lambda: False), done, "")
         return TestResult(
-            outcome_of(done, lambda: same_value(returned, plain(self.returned))), done, answer
+            outcome_of(done, lambda: same_value(returned, to_json_value(self.returned))),
+            done,
+            answer,
         )
 
 
 ProgramTest = StdinTest | FunctionTest
 
 
-def outcome_of(done: Execution, is_right: Any) -> Outcome:
+def outcome_of(done: Execution, is_right: Callable[[], bool]) -> Outcome:
+    """Return the outcome of a run. `is_right` is called only if the program exited with code 0."""
     if done.ending in (Ending.CPU_TIME, Ending.WALL_TIME):
         return Outcome.TIME
     if done.ending is Ending.OUTPUT:
@@ -118,8 +131,9 @@ def outcome_of(done: Execution, is_right: Any) -> Outcome:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    ours, theirs = lines_of(printed), lines_of(expected)
-    return len(ours) == len(theirs) and all(map(same_line, ours, theirs))
+    """Whether two texts have the same words in each line; see `StdinTest`."""
+    actual, expected_lines = lines_of(printed), lines_of(expected)
+    return len(actual) == len(expected_lines) and all(map(same_line, actual, expected_lines))
 
 
 def lines_of(text: str) -> list[list[str]]:
@@ -132,18 +146,18 @@ def same_line(printed: Sequence[str], expected: Sequence[str]) -> bool:
 
 def same_word(printed: str, expected: str) -> bool:
     if DECIMAL.fullmatch(expected) and NUMBER.fullmatch(printed):
-        return close(float(printed), float(expected))
+        return is_close(float(printed), float(expected))
     return printed == expected
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Of values as `plain` makes them."""
+    """Whether two values in the form of `to_json_value` are equal, up to `TOLERANCE` for floats."""
     if isinstance(returned, bool) or isinstance(expected, bool):
         return returned is expected
     if isinstance(returned, float | int) and isinstance(expected, float | int):
         if isinstance(returned, int) and isinstance(expected, int):
             return returned == expected
-        return close(returned, expected)
+        return is_close(returned, expected)
     if isinstance(returned, list) and isinstance(expected, list):
         return len(returned) == len(expected) and all(map(same_value, returned, expected))
     if isinstance(returned, dict) and isinstance(expected, dict):
@@ -153,15 +167,15 @@ def same_value(returned: Any, expected: Any) -> bool:
     return type(returned) is type(expected) and returned == expected
 
 
-def close(ours: float, theirs: float) -> bool:
+def is_close(actual: float, expected_lines: float) -> bool:
     try:
-        return math.isclose(ours, theirs, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
-    except OverflowError:  # a whole number beyond all floats
+        return math.isclose(actual, expected_lines, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
+    except OverflowError:  # an int larger than any float
         return False
 
 
 def is_literal(value: Any) -> bool:
-    """Whether `ast.literal_eval(repr(value))` is the value."""
+    """Whether `ast.literal_eval(repr(value))` gives `value` back."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:

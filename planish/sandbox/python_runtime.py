@@ -1,9 +1,9 @@
-"""The files of a Python interpreter, and nothing else, at places that say nothing about this
+"""The files of a Python interpreter, at paths in the sandbox that reveal nothing about this
 machine.
 
 A sandbox has the interpreter in /python/bin, its standard library without installed packages in
-/python/lib, and the shared libraries that these load. What `ldd` names is all there is: no shell,
-no other program, no configuration.
+/python/lib, and the shared libraries that `ldd` lists for them. It has no other files: no shell, no
+other program, no configuration.
 """
 
 import json
@@ -22,7 +22,7 @@ from planish.sandbox.errors import SandboxUnavailableError
 
 PREFIX = "/python"
 LIBRARIES = f"{PREFIX}/libraries"
-ASK = """
+RUNTIME_QUERY = """
 import json, os, sys, sysconfig
 assert sys.version_info >= (3, 10)
 paths = sysconfig.get_paths(vars={"base": sys.base_prefix, "platbase": sys.base_exec_prefix, "installed_base": sys.base_prefix})
@@ -34,25 +34,28 @@ PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class PythonRuntime:
-    """Where its parts are on this machine, and where in the sandbox."""
+    """Where the parts of an interpreter are on this machine, and where in the sandbox."""
 
     binds: Sequence[tuple[str, str]]
-    """(path here, path there), to be read only."""
+    """(path on this machine, path in the sandbox) of each read-only bind mount."""
     hidden: Sequence[str]
-    """Directories there that are to be empty."""
+    """Directories that are covered with an empty one; paths in the sandbox."""
     executable: str
-    """Path there."""
+    """Path of the interpreter in the sandbox."""
 
 
 @cache
 def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
-    """The files of `python`, or of the interpreter that runs this; if another user must read them
-    and cannot, of the system's.
+    """Return the runtime of `python`, by default of the interpreter that runs planish.
+
+    With `for_other_user`, every user must be able to read the files. If the default interpreter's
+    files are not readable by all, the system's interpreter is used. UserError if there is no such
+    interpreter, SandboxUnavailableError if no interpreter is readable by all.
     """
     candidates = (
         [python] if python else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
     )
-    closed: list[str] = []
+    unreadable_paths: list[str] = []
     for candidate in candidates:
         if shutil.which(candidate) is None:
             continue
@@ -62,51 +65,65 @@ def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
         )
         if unreadable is None:
             return runtime
-        closed.append(unreadable)
-    if not closed:
+        unreadable_paths.append(unreadable)
+    if not unreadable_paths:
         raise UserError(
-            f"python={python}: there is no such interpreter; give the path of a Python of 3.10 or later"
+            f"python={python}: there is no such interpreter; give the path of Python 3.10 or later"
         )
     raise SandboxUnavailableError(
-        f"planish runs as root, its sandbox as an ordinary user, and that one cannot read {closed[0]}; run planish as an "
+        f"planish runs as root, its sandbox as an ordinary user, and that one cannot read {unreadable_paths[0]}; run planish as an "
         "ordinary user, or install a Python that all users can read (Debian, Ubuntu: apt-get install python3)"
     )
 
 
 def runtime_of(python: str) -> PythonRuntime:
+    """Ask the interpreter `python` where its files are. UserError if it cannot be run."""
     try:
-        told = subprocess.run(
-            [python, "-I", "-c", ASK], capture_output=True, check=True, text=True, timeout=60
+        answer = subprocess.run(
+            [python, "-I", "-c", RUNTIME_QUERY],
+            capture_output=True,
+            check=True,
+            text=True,
+            timeout=60,
         ).stdout
-        parts = json.loads(told)
+        parts = json.loads(answer)
     except (OSError, subprocess.SubprocessError, ValueError) as error:
         raise UserError(
-            f"python={python} is no Python that can be used; give the path of one of 3.10 or later"
+            f"python={python} is no Python that can be used; give the path of Python 3.10 or later"
         ) from error
     library = Path(parts["library"])
-    there = f"{PREFIX}/{parts['libdir']}/{library.name}"
+    sandbox_library = f"{PREFIX}/{parts['libdir']}/{library.name}"
     executable = f"{PREFIX}/bin/{Path(parts['executable']).name}"
     extensions = sorted(str(path) for path in (library / "lib-dynload").glob("*.so"))
-    binds = [(parts["executable"], executable), (str(library), there)]
+    binds = [(parts["executable"], executable), (str(library), sandbox_library)]
     binds += shared_libraries([parts["executable"], *extensions])
     return PythonRuntime(
-        binds, [f"{there}/{name}" for name in PACKAGES if (library / name).is_dir()], executable
+        binds,
+        [f"{sandbox_library}/{name}" for name in PACKAGES if (library / name).is_dir()],
+        executable,
     )
 
 
 def shared_libraries(files: Sequence[str]) -> list[tuple[str, str]]:
-    """What these files load: the dynamic linker at its own place, all else in one directory."""
+    """Return the bind mounts of the shared libraries that `files` load.
+
+    The dynamic linker keeps its path, because executables name it by that path. All other libraries
+    go into one directory.
+    """
     if shutil.which("ldd") is None:
         raise SandboxUnavailableError(
-            "ldd is missing, which tells what an interpreter loads; install it (Debian: libc-bin)"
+            "ldd, which lists an interpreter's shared libraries, is missing; install it (Debian: "
+            "libc-bin)"
         )
     listed = subprocess.run(["ldd", *files], capture_output=True, text=True, timeout=60).stdout
     return sorted(set(_read_listing(listed)))
 
 
 def _read_listing(listed: str) -> Iterator[tuple[str, str]]:
-    """Lines are "NAME => PATH (ADDRESS)" or, for the linker, "PATH (ADDRESS)"; the kernel's own
-    part has no path.
+    """Yield the bind mounts of the libraries in the output of ldd.
+
+    A line is "NAME => PATH (ADDRESS)", or "PATH (ADDRESS)" for the dynamic linker. The kernel's
+    vDSO has no path and needs no mount.
     """
     for words in map(str.split, listed.splitlines()):
         if len(words) >= 3 and words[1] == "=>" and words[2].startswith("/"):
@@ -116,7 +133,7 @@ def _read_listing(listed: str) -> Iterator[tuple[str, str]]:
 
 
 def is_open_to_all(path: str) -> bool:
-    """Whether a user who owns nothing here can read it."""
+    """Whether every user of this machine can read the file."""
     real = Path(os.path.realpath(path))
     can_reach = all(parent.stat().st_mode & stat.S_IXOTH for parent in real.parents)
     return can_reach and bool(real.stat().st_mode & stat.S_IROTH)

@@ -1,14 +1,14 @@
-"""Python programs, each in a sandbox of its own, many at once.
+"""Run Python programs concurrently, each in its own sandbox.
 
-bubblewrap makes the sandbox: namespaces of its own for users, processes, network, IPC, host name
-and control groups; a file system that holds a Python runtime and is read only; no environment; no
-capabilities; a filter of system calls (planish/sandbox/system_calls.py). Limits are set within
-(planish/sandbox/start.py). Under root, bubblewrap runs as nobody, since the kernel does not count
-the processes of root.
+bubblewrap creates the sandbox: new namespaces for users, processes, network, IPC, host name and
+control groups; a read-only file system that holds only a Python runtime; an empty environment; no
+capabilities; a seccomp filter (planish/sandbox/system_calls.py). planish/sandbox/start.py sets the
+resource limits inside. If planish runs as root, bubblewrap runs as nobody, because the kernel does
+not apply RLIMIT_NPROC to root.
 
-Invariants: nothing is ever run without all of this, and a machine that cannot do it is refused.
-When `run` returns, fails or is cancelled, every process of the program is dead. All that a program
-can tell is what it prints.
+Invariants: no program ever runs without all of this, and a machine that cannot provide it is
+rejected. When `run` returns, fails or is cancelled, every process of the program is dead. A program
+can pass information out only through its standard output, standard error and exit code.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ NOBODY = 65534
 SIGNAL_KILLED = 128 + 9
 SIGNAL_CPU_TIME = 128 + 24
 INSTALL = (
-    "programs of a model run in a sandbox and never without one, and that needs bubblewrap; install it (Debian, Ubuntu: "
+    "model-written programs run only in a sandbox, which needs bubblewrap; install it (Debian, Ubuntu: "
     "apt-get install bubblewrap; Fedora: dnf install bubblewrap)"
 )
 ALLOW_NAMESPACES = (
@@ -48,22 +48,22 @@ ALLOW_NAMESPACES = (
 
 @dataclass(frozen=True)
 class Execution:
-    """What a program did."""
+    """The result of one run."""
 
     ending: Ending
     exit_code: int | None
-    """128 + the number of the signal that ended it; None if it was ended from without."""
+    """The program's exit code, 128 + N if signal N ended it, or None if planish killed it."""
     stdout: bytes
     stderr: bytes
     seconds: float
-    """From before the start to the end."""
+    """Wall time of the run, including the start of the sandbox."""
 
 
 class Sandbox:
-    """Runs programs within `limits`, at most `concurrency` of them at once in an event loop.
+    """Runs programs within `limits`, at most `concurrency` of them at once per event loop.
 
-    Making one refuses a machine that lacks what it needs (SandboxUnavailableError); `check` also
-    tries whether it holds.
+    The constructor raises SandboxUnavailableError if the machine lacks a requirement. `check` also
+    tests that the sandbox really isolates.
     """
 
     def __init__(
@@ -73,8 +73,9 @@ class Sandbox:
         concurrency: int | None = None,
         python: str | None = None,
     ) -> None:
-        """`concurrency`: by default one for each processor. `python`: the interpreter, by default
-        the one that runs this or, where that is closed to other users, the system's.
+        """`concurrency` is the number of CPUs by default. `python` is the interpreter: by default
+        the one that runs planish or, if other users cannot read that one and planish runs as root,
+        the system's.
         """
         self.limits = limits or Limits()
         self.concurrency = (os.cpu_count() or 1) if concurrency is None else concurrency
@@ -82,7 +83,7 @@ class Sandbox:
             raise UserError(f"concurrency={concurrency}: give at least 1")
         if sys.platform != "linux":
             raise SandboxUnavailableError(
-                f"the sandbox for programs is made of Linux's namespaces; {sys.platform} has none"
+                f"the sandbox for programs uses Linux namespaces; {sys.platform} has none"
             )
         bwrap = shutil.which("bwrap")
         if bwrap is None:
@@ -103,9 +104,11 @@ class Sandbox:
         arguments: Sequence[str] = (),
         files: Mapping[str, str] | None = None,
     ) -> Execution:
-        """Run a program; `files` lie beside it, by their names, and may be imported or read.
+        """Run the program `source` and return its result, whether the program succeeds or fails.
 
-        What the program does wrong is in the result. SandboxError: it was not run.
+        `files` maps names to texts: the files are in the program's directory, where the program can
+        import or read them. SandboxError if the program could not be run, UserError for a bad
+        argument.
         """
         contents = {START: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():
@@ -120,7 +123,7 @@ class Sandbox:
             return await self._run(contents, stdin.encode("utf-8", "surrogatepass"), arguments)
 
     async def check(self) -> None:
-        """SandboxUnavailableError unless a program that tries to get out is held."""
+        """Run a program that tries to escape. SandboxUnavailableError if any attempt succeeds."""
         try:
             done = await self.run(
                 SELF_TEST,
@@ -145,8 +148,8 @@ class Sandbox:
         self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
     ) -> Execution:
         process = SandboxProcess(self.limits.output_bytes)
-        # A task of its own, which no cancellation breaks off: between the start of a process and
-        # its end there is no place where it may be forgotten.
+        # The work is a separate, shielded task. A cancellation between the start of the process and
+        # its end would otherwise leave the process running.
         work = asyncio.create_task(self._execute(process, contents, stdin, arguments))
         try:
             return await asyncio.shield(work)
@@ -163,12 +166,13 @@ class Sandbox:
         arguments: Sequence[str],
     ) -> Execution:
         began = time.monotonic()
-        with contextlib.ExitStack() as held:
+        with contextlib.ExitStack() as stack:
             descriptors = {
-                path: held.enter_context(memory_file(content)) for path, content in contents.items()
+                path: stack.enter_context(memory_file(content))
+                for path, content in contents.items()
             }
-            filter_descriptor = held.enter_context(memory_file(self._filter))
-            status_read, status_write = held.enter_context(status_pipe())
+            filter_descriptor = stack.enter_context(memory_file(self._filter))
+            status_read, status_write = stack.enter_context(status_pipe())
             command = sandbox_command(
                 self._bwrap,
                 self._runtime,
@@ -185,16 +189,16 @@ class Sandbox:
         exit_code = process.exit_code if process.ending is Ending.EXITED else None
         if process.ending is Ending.EXITED and exit_code is None:
             raise SandboxError(
-                f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.held))})"
+                f"bubblewrap could not make the sandbox ({last_line(bytes(process.stderr.data))})"
             )
         seconds = time.monotonic() - began
-        # The kernel kills who ignores its signal, a second of CPU time later.
-        ignored = exit_code == SIGNAL_KILLED and seconds >= self.limits.cpu_seconds + 1
+        # If a program ignores SIGXCPU, the kernel kills it after one more second of CPU time.
+        ignored_sigxcpu = exit_code == SIGNAL_KILLED and seconds >= self.limits.cpu_seconds + 1
         return Execution(
-            Ending.CPU_TIME if exit_code == SIGNAL_CPU_TIME or ignored else process.ending,
+            Ending.CPU_TIME if exit_code == SIGNAL_CPU_TIME or ignored_sigxcpu else process.ending,
             exit_code,
-            bytes(process.stdout.held),
-            bytes(process.stderr.held),
+            bytes(process.stdout.data),
+            bytes(process.stderr.data),
             seconds,
         )
 
@@ -227,7 +231,7 @@ class Sandbox:
 
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
-    """A file without a name, to be read from its beginning."""
+    """An anonymous in-memory file with `content`, positioned at its start; yields its descriptor."""
     descriptor = os.memfd_create("planish")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -240,7 +244,7 @@ def memory_file(content: bytes) -> Iterator[int]:
 
 @contextlib.contextmanager
 def status_pipe() -> Iterator[tuple[int, int]]:
-    """A pipe whose first end never waits."""
+    """A pipe whose read end is non-blocking; yields (read end, write end)."""
     read, write = os.pipe()
     try:
         os.set_blocking(read, False)
@@ -251,5 +255,6 @@ def status_pipe() -> Iterator[tuple[int, int]]:
 
 
 def last_line(output: bytes) -> str:
+    """Return the last line of `output` for an error message."""
     lines = output.decode(errors="replace").strip().splitlines()
-    return lines[-1] if lines else "it said nothing"
+    return lines[-1] if lines else "it printed nothing"

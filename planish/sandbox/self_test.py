@@ -1,6 +1,7 @@
-"""Runs in the sandbox when it is checked: tries to get out, and prints what it got as a JSON list.
+"""The program that `Sandbox.check` runs in the sandbox. It tries to escape and prints a JSON list of
+the attempts that succeeded.
 
-python main.py PROCESSES HAS_SCRATCH
+    python main.py PROCESSES HAS_SCRATCH
 """
 
 import ctypes
@@ -36,8 +37,8 @@ def write_scratch() -> None:
 
 
 def variables() -> None:
-    ours = {"HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PWD"}
-    if not {name for name in os.environ if not name.startswith("PYTHON")} - ours:
+    set_by_planish = {"HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PWD"}
+    if not {name for name in os.environ if not name.startswith("PYTHON")} - set_by_planish:
         raise OSError
 
 
@@ -71,7 +72,8 @@ ATTEMPTS: dict[str, Callable[[], object]] = {
 }
 
 
-def got() -> list[str]:
+def successful_escapes() -> list[str]:
+    """Return the names of the attempts that succeeded."""
     names = []
     for name, attempt in ATTEMPTS.items():
         try:
@@ -83,4 +85,4 @@ def got() -> list[str]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(got()))
+    print(json.dumps(successful_escapes()))

@@ -1,8 +1,7 @@
-"""Runs in the sandbox, before the program: sets the limits that the kernel keeps, then becomes the
-program.
+"""Runs in the sandbox before the program: sets the resource limits, then executes the program.
 
-Whoever wanted the program may be dead already, too early for bubblewrap to have noticed: then
-nobody reads what it prints, nobody would end it, and it does not begin.
+The planish process may have died before bubblewrap could notice. Then nobody would read the
+program's output or kill it in time, so start.py exits without running the program.
 
     python -I -S start.py '{"RLIMIT_CPU": [4, 5], ...}' PYTHON ARGUMENT...
 """
@@ -18,9 +17,11 @@ if __name__ == "__main__":
     os.closerange(3, 1024)
     for name, (soft, hard) in json.loads(limits).items():
         kind = getattr(resource, name)
-        _, most = resource.getrlimit(kind)
-        most = hard if most == resource.RLIM_INFINITY else min(hard, most)
-        resource.setrlimit(kind, (min(soft, most), most))
+        _, current_hard = resource.getrlimit(kind)
+        if current_hard != resource.RLIM_INFINITY:
+            hard = min(hard, current_hard)
+        resource.setrlimit(kind, (min(soft, hard), hard))
+    # Standard output is a pipe to planish. With an empty event mask, poll reports only its closing.
     reader = select.poll()
     reader.register(1, 0)
     if not reader.poll(0):

@@ -1,10 +1,10 @@
-"""The system calls that a program in the sandbox has: what Python needs to compute, read and print.
-All others do not exist.
+"""The seccomp filter: the system calls that Python needs to compute, read and print are allowed, all
+others fail.
 
-The list is one of what is allowed, so a call that a future kernel adds is refused too. There are no
-sockets, no shared memory that outlives its process, no tracing, no mounts, no keys, no namespaces;
-and no second process unless `processes` asks for it. The filter itself is compiled by libseccomp,
-which knows the numbers of the calls on each architecture.
+This is an allow list, so a call that a future kernel adds fails too. A program has no sockets, no
+shared memory that outlives its process, no tracing, no mounts, no keys, no namespaces, and no second
+process unless `Limits.processes` is above 1. libseccomp compiles the filter, because it knows the
+call numbers of each architecture.
 """
 
 import ctypes
@@ -41,24 +41,26 @@ PROCESS = """
 """
 ALLOWED = tuple(" ".join((FILES, MEMORY, TIME, WAITING, SIGNALS, THREADS, PROCESS)).split())
 FORKS = ("fork", "vfork")
-# Programs meet these: "not permitted" says more to them than "not implemented", which is what all
-# others get.
+# Ordinary programs try these calls. EPERM ("not permitted") explains the failure better than ENOSYS
+# ("not implemented"), with which all other calls fail.
 NOT_PERMITTED = ("socket", "socketpair", "ptrace", "mount", "unshare", "setuid")
-TERMINAL_QUESTIONS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
-"""ioctl: TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX, FIOCLEX. Every other one speaks to a driver."""
+ALLOWED_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
+"""The allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX and FIOCLEX. All others could
+reach a device driver.
+"""
 
 CLONE_THREAD = 0x00010000
 CLONE_NEW_NAMESPACE = 0x7E020000
 ALLOW = 0x7FFF0000
 REFUSE = 0x00050000
-"""With the error number in its lower half."""
+"""SCMP_ACT_ERRNO: the errno goes into the lower 16 bits."""
 EQUAL, MASKED_EQUAL = 4, 7
-"""Comparisons of libseccomp."""
+"""SCMP_CMP_EQ and SCMP_CMP_MASKED_EQ of libseccomp."""
 
 
 class Comparison(ctypes.Structure):
-    """struct scmp_arg_cmp: `argument operation first (second)`; for MASKED_EQUAL, `argument & first
-    == second`.
+    """libseccomp's struct scmp_arg_cmp. `argument` is the index of a call's argument. EQUAL compares
+    that argument with `first`; MASKED_EQUAL compares (argument & first) with `second`.
     """
 
     _fields_ = (
@@ -71,12 +73,12 @@ class Comparison(ctypes.Structure):
 
 @cache
 def compiled_filter(allow_processes: bool) -> bytes:
-    """The filter as the kernel takes it (struct sock_filter, one after the other)."""
-    rules = SystemCallRules()
+    """Return the filter as the kernel reads it: an array of struct sock_filter."""
+    rules = SeccompFilter()
     try:
         for name in ALLOWED:
             rules.add(ALLOW, name)
-        for number in TERMINAL_QUESTIONS:
+        for number in ALLOWED_IOCTLS:
             rules.add(ALLOW, "ioctl", Comparison(1, EQUAL, number, 0))
         if allow_processes:
             for name in FORKS:
@@ -90,15 +92,13 @@ def compiled_filter(allow_processes: bool) -> bytes:
                 rules.add(REFUSE | errno.EPERM, name)
         for name in NOT_PERMITTED:
             rules.add(REFUSE | errno.EPERM, name)
-        return rules.exported()
+        return rules.to_bytes()
     finally:
         rules.release()
 
 
-class SystemCallRules:
-    """A filter of libseccomp that is being made: what no rule names fails as a call that does not
-    exist.
-    """
+class SeccompFilter:
+    """A seccomp filter under construction. Calls without a rule fail with ENOSYS."""
 
     def __init__(self) -> None:
         self._library = seccomp_library()
@@ -109,7 +109,7 @@ class SystemCallRules:
             )
 
     def add(self, action: int, call: str, *comparisons: Comparison) -> None:
-        """A call that this architecture does not have is left out."""
+        """Add a rule for `call`, or none if this architecture does not have the call."""
         number = self._library.seccomp_syscall_resolve_name(call.encode())
         if number < 0:
             return
@@ -122,7 +122,8 @@ class SystemCallRules:
                 f"libseccomp refuses the rule for {call} ({os.strerror(-code)}); update libseccomp"
             )
 
-    def exported(self) -> bytes:
+    def to_bytes(self) -> bytes:
+        """Return the compiled filter."""
         descriptor = os.memfd_create("filter")
         try:
             code = self._library.seccomp_export_bpf(self._context, descriptor)
@@ -135,11 +136,13 @@ class SystemCallRules:
             os.close(descriptor)
 
     def release(self) -> None:
+        """Free libseccomp's memory of this filter."""
         self._library.seccomp_release(self._context)
 
 
 @cache
 def seccomp_library() -> ctypes.CDLL:
+    """Load libseccomp. SandboxUnavailableError if it is not installed."""
     found: Sequence[str] = [
         name for name in ("libseccomp.so.2", ctypes.util.find_library("seccomp")) if name
     ]
@@ -163,6 +166,6 @@ def seccomp_library() -> ctypes.CDLL:
         library.seccomp_export_bpf.argtypes = [ctypes.c_void_p, ctypes.c_int]
         return library
     raise SandboxUnavailableError(
-        "programs of a model run in a sandbox, and that needs libseccomp; install it (Debian, Ubuntu: apt-get install "
+        "model-written programs run only in a sandbox, which needs libseccomp; install it (Debian, Ubuntu: apt-get install "
         "libseccomp2; Fedora: dnf install libseccomp)"
     )

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from planish.errors import UserError
 from planish.sandbox import FunctionTest, Outcome, StdinTest
-from planish.sandbox.call import plain
+from planish.sandbox.call import to_json_value
 from planish.sandbox.program_tests import is_literal, same_text, same_value
 
 SCALARS = (
@@ -83,7 +83,9 @@ def test_printed_text(printed, expected, same):
     ],
 )
 def test_returned_values(returned, expected, same):
-    assert same_value(json.loads(json.dumps(plain(returned))), plain(expected)) is same
+    assert (
+        same_value(json.loads(json.dumps(to_json_value(returned))), to_json_value(expected)) is same
+    )
 
 
 @given(VALUES)
@@ -92,7 +94,7 @@ def test_a_value_comes_through_as_itself(value):
     assert is_literal(value)
     there = ast.literal_eval(repr(value))
     assert there == value
-    assert same_value(json.loads(json.dumps(plain(there))), plain(value))
+    assert same_value(json.loads(json.dumps(to_json_value(there))), to_json_value(value))
 
 
 @pytest.mark.parametrize(

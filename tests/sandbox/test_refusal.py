@@ -195,5 +195,5 @@ def test_limits_that_no_run_can_have(wrong):
 
 
 def test_each_process_needs_memory():
-    with pytest.raises(UserError, match="64 MiB a process"):
+    with pytest.raises(UserError, match="64 MiB per process"):
         Limits(processes=16)
