@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish.errors import PlanishError
 from planish.files import short_path
 
 SCHEMA = 1
@@ -55,6 +56,8 @@ class Section:
         found: list[Finding] = []
         try:
             found.extend(probe())
+        except PlanishError as error:
+            found.append(Finding("error", str(error), remedy="change what this message names"))
         except Exception as error:
             text = f"not known: {type(error).__name__}: {first_line(str(error))}"
             remedy = "please report it with the output of `planish doctor --json`"

@@ -14,7 +14,8 @@ def numerics(prepared: Prepared | None) -> Iterator[Finding]:
     """
     found = prepared.numerics if prepared is not None else None
     if found is None:
-        reason = "in this time" if prepared is None else "without a base model on this machine"
+        missing = "without a base model on this machine, or where kernels are in error"
+        reason = "in this time" if prepared is None else missing
         yield Finding("batch_invariant", f"not found out {reason}", {})
         return
     replaced = f"; torch for {', '.join(found.replaced)}" if found.replaced else ""

@@ -147,6 +147,15 @@ def test_several_causes_at_once_without_a_network(here):
     assert "kernels/cpu_kernels" not in found
 
 
+def test_an_unknown_switch_of_the_kernels_names_the_allowed_ones(monkeypatch):
+    monkeypatch.setenv("PLANISH_KERNELS", "fast")
+    section = Section.gather(
+        "kernels", lambda: acceleration.kernel_findings(EngineSettings(device="cpu"), Prepared())
+    )
+    assert section.findings[-1].text == "PLANISH_KERNELS='fast': give 'auto', 'native' or 'torch'"
+    assert section.findings[-1].remedy == "change what this message names"
+
+
 def test_a_wrong_device_is_refused_before_anything_is_asked(capsys):
     assert main(["doctor", "--device", "tpu"]) == 1
     assert "--device 'tpu': give 'auto', 'cpu'" in capsys.readouterr().err
