@@ -303,4 +303,3 @@ add_submodules(
     ),
     sys.modules[__name__],
 )
-__all__.extend(REFUSED)
