@@ -1,9 +1,9 @@
-"""The trajectories of one group, played at once under the rules of a strategy.
+"""The trajectories of one group, rolled out at once under the rules of a strategy.
 
-A failed trajectory is played again in the environment at its place in a fresh group: `make_envs` is
-called again on the same builder, never twice at a time, and what else it made is left unplayed. So
-a builder that keeps what it made must keep all of it for `cleanup`, which comes once, at the very
-end. Environments that play with each other have no meaning one by one: a builder with
+A failed trajectory is rolled out again in the environment with its index in a fresh group:
+`make_envs` is called again on the same builder, never twice at a time, and the other environments
+of that group stay unused. So a builder that keeps what it made must keep all of it for `cleanup`,
+which is called once, at the very end. Environments that play with each other have no meaning one by one: a builder with
 `plays_together = True` has all of its environments cancelled and made anew when one of them fails,
 and its group is never a smaller one.
 
@@ -35,15 +35,15 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """A trajectory and the environment that it was played in."""
+    """A trajectory and its environment."""
 
     trajectory: Trajectory
     env: Env
 
 
 @dataclass
-class GroupPlay:
-    """One group being played."""
+class GroupRun:
+    """The rollouts of one group, with its retries and failures."""
 
     builder: EnvGroupBuilder
     policy: TokenCompleter
@@ -61,23 +61,21 @@ class GroupPlay:
         self._retried = 0
         self._making = asyncio.Lock()
 
-    async def play(self) -> list[FinishedRollout]:
-        """What was played to its end, in the order of the environments; raises if that is too
-        little.
-        """
-        envs = await self.again(self._make_envs)
+    async def run(self) -> list[FinishedRollout]:
+        """The finished rollouts in the order of the environments. Raises if they are too few."""
+        envs = await self.retry(self._make_envs)
         self.rules = self.strategy.rules(len(envs))
         if plays_together(self.builder):
-            return await self._play_together(envs)
-        with lone_error():
+            return await self._run_together(envs)
+        with first_of_group():
             async with asyncio.TaskGroup() as tasks:
-                playing = [
-                    tasks.create_task(self._play_one(index, env)) for index, env in enumerate(envs)
+                running = [
+                    tasks.create_task(self._run_one(index, env)) for index, env in enumerate(envs)
                 ]
-        return [played for task in playing if (played := task.result()) is not None]
+        return [finished for task in running if (finished := task.result()) is not None]
 
-    async def again(self, work: Callable[[], Awaitable[T]]) -> T:
-        """The result of `work`, done again while it fails and there are retries."""
+    async def retry(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Return the result of `work`, which is repeated while it fails and there are retries."""
         while True:
             try:
                 return await work()
@@ -85,13 +83,13 @@ class GroupPlay:
                 if not self._takes_retry(error):
                     raise
 
-    async def _play_one(self, index: int, env: Env) -> FinishedRollout | None:
+    async def _run_one(self, index: int, env: Env) -> FinishedRollout | None:
         """None: it failed, and the group can do without it."""
         for attempt in count():
             try:
                 if attempt > 0:
                     env = (await self._make_envs())[index]
-                played = await self._attempt(index, env, attempt)
+                finished = await self._attempt(index, env, attempt)
             except Exception as error:
                 if not self._takes_retry(
                     error, is_needed=self._successful < self.rules.min_successful
@@ -99,17 +97,17 @@ class GroupPlay:
                     return self._leave_out(error)
             else:
                 self._successful += 1
-                return played
+                return finished
         raise AssertionError("attempts are counted without end")
 
-    async def _play_together(self, envs: Sequence[Env]) -> list[FinishedRollout]:
+    async def _run_together(self, envs: Sequence[Env]) -> list[FinishedRollout]:
         for attempt in count():
             try:
                 if attempt > 0:
                     envs = await self._make_envs()
-                with lone_error():
+                with first_of_group():
                     async with asyncio.TaskGroup() as tasks:
-                        playing = [
+                        running = [
                             tasks.create_task(self._attempt(i, env, attempt))
                             for i, env in enumerate(envs)
                         ]
@@ -117,7 +115,7 @@ class GroupPlay:
                 if not self._takes_retry(error):
                     raise
             else:
-                return [task.result() for task in playing]
+                return [task.result() for task in running]
         raise AssertionError("attempts are counted without end")
 
     async def _attempt(self, index: int, env: Env, attempt: int) -> FinishedRollout:
@@ -153,7 +151,7 @@ class GroupPlay:
     def _takes_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
         """Note a failure; whether it is to be made good, which uses up a retry."""
         self.failures.append(RolloutError(type(error).__name__, str(error)))
-        if not is_needed or not is_chance(error) or self._retried == self.rules.retries:
+        if not is_needed or not may_succeed_again(error) or self._retried == self.rules.retries:
             return False
         self._retried += 1
         logger.info("retry %d of %d after %r", self._retried, self.rules.retries, error)
@@ -170,7 +168,7 @@ class GroupPlay:
             raise error
 
 
-def is_chance(error: Exception) -> bool:
+def may_succeed_again(error: Exception) -> bool:
     """Whether another attempt may go well: see planish/rl/rollout/strategy.py."""
     return not isinstance(error, (UserError, EngineClosedError))
 
@@ -201,7 +199,7 @@ def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
 
 
 @contextmanager
-def lone_error() -> Iterator[None]:
+def first_of_group() -> Iterator[None]:
     """Of the errors of a task group the first is raised, as it is; the others followed from it, or
     would have been next.
     """

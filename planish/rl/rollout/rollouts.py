@@ -1,4 +1,4 @@
-"""Groups of episodes: all environments of a group are played at once, graded together, and given
+"""Groups of episodes: all environments of a group are rolled out at once, graded together, and given
 back.
 
 Legend: G trajectories of a group.
@@ -9,7 +9,7 @@ which group it happened. A cancellation that an environment lets out without hav
 end is an error like others.
 
 With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory
-g is played by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
+g is sampled by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
 """
 
 import logging
@@ -26,9 +26,9 @@ from planish.processes.interruption import run_uncancelled
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.group_rollout import (
     FinishedRollout,
-    GroupPlay,
-    is_chance,
+    GroupRun,
     located,
+    may_succeed_again,
     named,
     time_limit,
 )
@@ -46,7 +46,7 @@ Grade = tuple[float, Metrics]
 
 @dataclass(frozen=True)
 class GroupRollout:
-    """One group after it was played, with all that is said of it later."""
+    """One group after it was finished, with all that is said of it later."""
 
     group_idx: int
     """Within its batch."""
@@ -54,7 +54,7 @@ class GroupRollout:
     group: TrajectoryGroup
     """At least one trajectory."""
     sampler_step: int | None
-    """Training steps behind the weights that played it."""
+    """Training steps of the weights that sampled it."""
     tree: logtree.Node | None
     """What its environments logged; None when this group is not logged."""
     seconds: float = 0.0
@@ -80,43 +80,50 @@ async def do_group_rollout(
     are its `rollout_errors` too. With `termination.zero_reward_on_limit`, the reward of the group
     holds what bounds the total of a trajectory by 0.
     """
-    play = GroupPlay(builder, policy, strategy or FailFast(), seed, on_turn)
+    run = GroupRun(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
-        async with cleanup_after(builder, play.rules):
-            played_G = await play.play()
-            grades_G = await play.again(
-                lambda: graded(builder, played_G, termination or TerminationRewardPolicy())
+        async with cleanup_after(builder, run.rules):
+            finished_G = await run.run()
+            grades_G = await run.retry(
+                lambda: graded(builder, finished_G, termination or TerminationRewardPolicy())
             )
     except Exception as error:
-        if not play.rules.drops_group or not is_chance(error):
+        if not run.rules.drops_group or not may_succeed_again(error):
             raise
         logger.warning("a group was dropped: %r in %s", error, named(builder))
         return None
     finally:
         if failures is not None:
-            failures += play.failures
+            failures += run.failures
     return TrajectoryGroup(
-        [played.trajectory for played in played_G],
+        [finished.trajectory for finished in finished_G],
         [reward for reward, _ in grades_G],
         [metrics for _, metrics in grades_G],
-        play.failures,
+        run.failures,
     )
 
 
 async def graded(
-    builder: EnvGroupBuilder, played_G: list[FinishedRollout], termination: TerminationRewardPolicy
+    builder: EnvGroupBuilder,
+    finished_G: list[FinishedRollout],
+    termination: TerminationRewardPolicy,
 ) -> list[Grade]:
     """What the group adds to the reward of each trajectory, within the bounds of `termination`."""
-    skipped_G = [termination.skips_grading(played.trajectory.stop_reason) for played in played_G]
+    skipped_G = [
+        termination.skips_grading(finished.trajectory.stop_reason) for finished in finished_G
+    ]
     graded_G = [
-        played for played, is_skipped in zip(played_G, skipped_G, strict=True) if not is_skipped
+        finished
+        for finished, is_skipped in zip(finished_G, skipped_G, strict=True)
+        if not is_skipped
     ]
     answers: list[Grade] = []
     if graded_G:
         with located("compute_group_rewards", builder):
             async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
                 given = await builder.compute_group_rewards(
-                    [played.trajectory for played in graded_G], [played.env for played in graded_G]
+                    [finished.trajectory for finished in graded_G],
+                    [finished.env for finished in graded_G],
                 )
         answers = validate_grades(given, builder, len(graded_G))
     remaining = iter(answers)
@@ -124,17 +131,17 @@ async def graded(
         (0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G
     ]
     return [
-        clamp_reward(grade, played, termination)
-        for grade, played in zip(grades_G, played_G, strict=True)
+        clamp_reward(grade, finished, termination)
+        for grade, finished in zip(grades_G, finished_G, strict=True)
     ]
 
 
 def clamp_reward(
-    grade: Grade, played: FinishedRollout, termination: TerminationRewardPolicy
+    grade: Grade, finished: FinishedRollout, termination: TerminationRewardPolicy
 ) -> Grade:
     """The grade by which the total reward of the trajectory is what `termination` makes of it."""
     reward, metrics = grade
-    trajectory = played.trajectory
+    trajectory = finished.trajectory
     total = trajectory.step_rewards + reward
     allowed = termination.bounded(total, trajectory.stop_reason)
     return (reward if allowed == total else allowed - trajectory.step_rewards), metrics

@@ -21,7 +21,7 @@ from typing import Any, Self
 from planish.completers import TokenCompleter
 from planish.errors import UserError
 from planish.processes.interruption import interrupts_held_back, run_uncancelled
-from planish.rl.rollout.group_rollout import lone_error
+from planish.rl.rollout.group_rollout import first_of_group
 from planish.rl.rollout.processes import worker
 from planish.rl.rollout.processes.messages import (
     GRACE_SECONDS,
@@ -99,7 +99,7 @@ class RolloutProcess:
         inbox = self._inboxes[play.group] = asyncio.Queue()
         try:
             await self._wire.send(play)
-            with lone_error():
+            with first_of_group():
                 async with asyncio.TaskGroup() as tasks:
                     last = await Conversation(
                         self._wire, inbox, tasks, {0: policy}, on_turn
