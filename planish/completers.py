@@ -1,8 +1,8 @@
-"""Policies as functions: tokens in and tokens out, or messages in and a message out.
+"""Policies as async functions: from tokens to tokens, or from messages to a message.
 
-An environment is played by a TokenCompleter. A MessageCompleter is for parts of an environment that
-talk (an opponent, a judge) and do not care for tokens. Neither is trained by being called: what was
-sampled, with its logprobs, comes back.
+A rollout samples its policy through a TokenCompleter, which returns tokens with logprobs. A
+MessageCompleter is for other models in an environment, such as an opponent or a judge, where tokens
+do not matter. Calling a completer does not train anything.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ StopCondition = list[str] | list[int]
 
 @dataclass(frozen=True)
 class TokensWithLogprobs:
-    """What a policy wrote in one turn."""
+    """The tokens that a policy sampled in one turn."""
 
     tokens: list[int]
     maybe_logprobs: list[float] | None
-    """Of each token at the sampler's temperature; None if the policy has none, and then it cannot
-    be trained on.
+    """The logprob of each token at the sampling temperature. None if the policy does not return
+    logprobs; such tokens cannot be trained on.
     """
     stop_reason: StopReason = "stop"
     sequence_id: str | None = None
@@ -37,42 +37,42 @@ class TokensWithLogprobs:
 
     @property
     def logprobs(self) -> list[float]:
+        """The logprob of each token. ValueError if the policy did not return logprobs."""
         if self.maybe_logprobs is None:
             raise ValueError(
-                "these tokens have no logprobs: they come from a policy that gives none"
+                "these tokens have no logprobs, because their policy does not return any; use a policy that does"
             )
         return self.maybe_logprobs
 
 
 class TokenCompleter(ABC):
-    """A policy over tokens."""
+    """A policy that takes and returns tokens."""
 
     @abstractmethod
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        """Go on from `model_input` until a stop, or at most `max_tokens` (None: the policy's own
-        limit).
+        """Sample a continuation of `model_input`, up to a `stop` or `max_tokens` (None: the policy's
+        own limit).
         """
 
     def seeded(self, seed: int) -> TokenCompleter:
-        """This policy with draws that are a function of `seed` and the number of the call; itself
-        if it draws nothing.
+        """Return this policy with sampling seeded by `seed` and the number of the call. A policy that
+        does not sample returns itself.
         """
         return self
 
 
 class MessageCompleter(ABC):
-    """A policy over messages."""
+    """A policy that takes a conversation and returns the next message."""
 
     @abstractmethod
-    async def __call__(self, messages: Sequence[Message]) -> Message: ...
+    async def __call__(self, messages: Sequence[Message]) -> Message:
+        """Return the answer to `messages`."""
 
 
 class TinkerTokenCompleter(TokenCompleter):
-    """The policy that a sampling client holds. The name is the one that programs of this field
-    know.
-    """
+    """A TokenCompleter that samples from a SamplingClient. The name is that of the tinker cookbook."""
 
     def __init__(
         self,
@@ -82,7 +82,9 @@ class TinkerTokenCompleter(TokenCompleter):
         context_window: int | None = None,
         seed: int | None = None,
     ) -> None:
-        """`context_window`: with it, an answer gets no more tokens than the prompt leaves room for."""
+        """Sample up to `max_tokens` per call. With `context_window` (in tokens), prompt and answer
+        together do not exceed it.
+        """
         self.sampling_client = sampling_client
         self.max_tokens = max_tokens
         self.temperature = temperature
@@ -91,6 +93,7 @@ class TinkerTokenCompleter(TokenCompleter):
         self._calls = 0
 
     def seeded(self, seed: int) -> TinkerTokenCompleter:
+        """Return a copy whose calls sample with seeds derived from `seed`."""
         return TinkerTokenCompleter(
             self.sampling_client, self.max_tokens, self.temperature, self.context_window, seed=seed
         )
@@ -99,7 +102,7 @@ class TinkerTokenCompleter(TokenCompleter):
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
         params = SamplingParams(
-            max_tokens=self._room(model_input, max_tokens),
+            max_tokens=self._max_tokens_for(model_input, max_tokens),
             temperature=self.temperature,
             stop=stop,
             seed=self._next_seed(),
@@ -116,17 +119,17 @@ class TinkerTokenCompleter(TokenCompleter):
             response.prompt_cache_hit_tokens,
         )
 
-    def _room(self, model_input: ModelInput, max_tokens: int | None) -> int:
-        most = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
+    def _max_tokens_for(self, model_input: ModelInput, max_tokens: int | None) -> int:
+        limit = self.max_tokens if max_tokens is None else min(self.max_tokens, max_tokens)
         if self.context_window is None:
-            return most
-        room = self.context_window - model_input.length
-        if room < 1:
+            return limit
+        remaining = self.context_window - model_input.length
+        if remaining < 1:
             raise UserError(
                 f"the prompt has {model_input.length} tokens, and context_window={self.context_window} leaves no room for an "
-                "answer; shorten it, or bound the episode with max_trajectory_tokens"
+                "answer; shorten it, or limit the episode with max_trajectory_tokens"
             )
-        return min(most, room)
+        return min(limit, remaining)
 
     def _next_seed(self) -> int | None:
         if self.seed is None:
@@ -136,7 +139,7 @@ class TinkerTokenCompleter(TokenCompleter):
 
 
 class TinkerMessageCompleter(MessageCompleter):
-    """The policy that a sampling client holds, for messages."""
+    """A MessageCompleter that samples from a SamplingClient and renders messages with `renderer`."""
 
     def __init__(
         self,
@@ -159,7 +162,8 @@ class TinkerMessageCompleter(MessageCompleter):
 
 
 def derived_seed(seed: int, *place: int) -> int:
-    """A seed for one place of a run, such as (step, group, trajectory): the same in every run,
-    unlike at every other place.
+    """Return a seed derived from `seed` and a position in the run, such as (step, group, trajectory).
+
+    It is the same in every run, and differs between positions (up to collisions of 31 bits).
     """
     return random.Random(":".join(map(str, (seed, *place)))).getrandbits(31)

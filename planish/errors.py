@@ -1,20 +1,21 @@
-"""The error tree. Every message names the argument at fault and what to do next.
+"""The exceptions that planish raises. Every message names the wrong argument and the remedy.
 
     PlanishError
-    |- UserError (also ValueError)     the call is wrong; nothing was changed; retrying as it is
-                                       cannot help
-    |  |- UnknownModelError            no source has a base model of this name
-    |  |- UnsupportedError             a known feature that planish does not offer
-    |  |- DamagedFileError             a file is truncated, altered, or not what its name says
-    |  |- CheckpointError              a checkpoint is missing, expired, or of another base model,
-       rank or kind
-    |  `- NonFiniteError               a loss, gradient or input holds NaN or infinity; the step was
-       refused
-    |- EngineClosedError (RuntimeError)  the engine was closed, or stopped by an earlier fault
-    `- StorageError (OSError)          the disk refused a write; what was on it before is whole
+    |- UserError (ValueError)            the call is wrong; nothing was changed, and repeating the
+    |  |                                 same call fails again
+    |  |- UnknownModelError              no base model of this name was found
+    |  |- UnsupportedError               a known feature that planish does not have
+    |  |- DamagedFileError               a file is truncated, altered, or of another kind
+    |  |- CheckpointError                a checkpoint is missing, expired, or of another base model,
+    |  |                                 rank or kind
+    |  `- NonFiniteError                 a loss, gradient or input contains NaN or infinity; the
+    |                                    step was rejected
+    |- EngineClosedError (RuntimeError)  the engine was closed, or stopped after an earlier error
+    |- StorageError (OSError)            a write to disk failed; existing files are undamaged
+    `- UnjudgedAnswerError               a grader cannot tell whether an answer is right
 
-Each class also derives from its standard relative, so `except ValueError` and `except OSError`
-hold.
+The classes also derive from the built-in exceptions in parentheses, so `except ValueError` and
+`except OSError` catch them.
 """
 
 from collections.abc import Iterator
@@ -26,19 +27,19 @@ class PlanishError(Exception):
 
 
 class UserError(PlanishError, ValueError):
-    """The call is wrong. No state was changed."""
+    """A call is wrong, for example an argument. No state was changed."""
 
 
 class UnknownModelError(UserError):
-    """No source has a base model of this name; the message lists what was tried."""
+    """No base model of this name was found. The message lists the places that were searched."""
 
 
 class UnsupportedError(UserError):
-    """A feature that exists in the field, but not here; refused rather than ignored."""
+    """A feature that similar libraries have and planish does not. It is rejected, never ignored."""
 
 
 class DamagedFileError(UserError):
-    """A file is truncated, altered, or not what its name says."""
+    """A file is truncated, altered, or of another kind than expected."""
 
 
 class CheckpointError(UserError):
@@ -46,28 +47,27 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss, gradient or input holds NaN or infinity. Weights and optimizer state are as they
-    were.
-    """
+    """A loss, gradient or input contains NaN or infinity. Weights and optimizer state are unchanged."""
 
 
 class EngineClosedError(PlanishError, RuntimeError):
-    """The engine was closed, or stopped by an earlier fault that the message names."""
+    """The engine was closed, or stopped after an earlier error that the message names."""
 
 
 class StorageError(PlanishError, OSError):
-    """The disk refused a write. Nothing that was whole before is damaged."""
+    """A write to disk failed. Files that existed before are undamaged."""
 
 
 class UnjudgedAnswerError(PlanishError):
-    """A grader cannot say whether an answer is right. An environment counts the answer as wrong;
-    any other error of a grader ends the rollout.
+    """A grader cannot tell whether an answer is right. The environment then counts the answer as
+    wrong. Any other error of a grader ends the rollout.
     """
 
 
 def refused_step(error: BaseException) -> UserError:
-    """The error of an optimizer step behind a forward_backward that ended with `error`:
-    NonFiniteError if that was one.
+    """Return the error for an optim_step that follows a forward_backward which failed with `error`.
+
+    It is a NonFiniteError if `error` is one, otherwise a UserError.
     """
     kind = NonFiniteError if isinstance(error, NonFiniteError) else UserError
     reason = str(error) or type(error).__name__
@@ -78,8 +78,8 @@ def refused_step(error: BaseException) -> UserError:
 
 @contextmanager
 def as_user_errors(option: str) -> Iterator[None]:
-    """A plain ValueError of the block is a UserError that names `option`: for commands, which read
-    what a user typed.
+    """Turn a plain ValueError of the block into a UserError that names `option`. For command-line
+    options.
     """
     try:
         yield

@@ -1,16 +1,18 @@
-"""The seam between those who ask and the engine that does: operations as frozen dataclasses in,
-futures out.
+"""`Service`, the interface between clients and an engine: operations are frozen dataclasses,
+results are futures.
 
-The embedded engine implements `Service` in process, a client of a server implements it over the
-wire, and the server exposes one; a test can run against any.
+The engine implements `Service` in process, `RemoteService` implements it over HTTP, and the server
+exposes an engine. Tests can run against each of them.
 
-Operations of one model run in the order in which they were submitted. `submit` raises at once on
-input that cannot be right, before anything is queued; what only shows while the work is done comes
-through the future. A future can be cancelled until its operation has begun, that of `Sample` until
-it is answered. If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model
-fails too, so a pipelined pair is applied as a whole or not at all. One that `submit` refuses was
-never there: who goes on behind it puts a `ForwardBackwardLater` whose data are that error in its
-place, as TrainingClient does.
+Operations of one model run in the order in which they were submitted. `submit` rejects invalid
+input at once, before it queues anything; later errors arrive through the future. A future can be
+cancelled until its operation has begun; the future of a `Sample` can be cancelled until it has its
+result.
+
+If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model fails too, so a
+pipelined pair is applied completely or not at all. A `ForwardBackward` that `submit` rejects does
+not count as failed, because it was never queued. A caller that queues an `OptimStep` anyway must
+submit a `ForwardBackwardLater` with the error instead, as TrainingClient does.
 """
 
 from __future__ import annotations
@@ -49,33 +51,35 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Operation(Generic[R_co]):
-    """Something to do; its parameter is the type of its result."""
+    """Base class of all operations. The type parameter is the type of the result."""
 
 
 @dataclass(frozen=True)
 class CreateModel(Operation[GetInfoResponse]):
-    """A new adapter on a base model, fresh or from a checkpoint (`from_path`)."""
+    """Create an adapter on a base model, with new weights or those of a checkpoint (`from_path`)."""
 
     model_id: str
     base_model: str | None = None
-    """A name; None only with `from_path`, which knows its base model."""
+    """The name of the base model. None is allowed with `from_path`: then it is the checkpoint's."""
     lora: LoraConfig = field(default_factory=LoraConfig)
-    """Ignored with `from_path`: the checkpoint's own shape counts."""
+    """Ignored with `from_path`: the adapter then has the checkpoint's shape."""
     from_path: str | None = None
     with_optimizer: bool = False
-    """With `from_path`: restore the optimizer's state and step too."""
+    """With `from_path`: also restore the optimizer state and step."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class UnloadModel(Operation[None]):
-    """Frees a model's memory. Its checkpoints and samplers stay."""
+    """Free the memory of a training model. Its checkpoints and samplers are kept."""
 
     model_id: str
 
 
 @dataclass(frozen=True)
 class ForwardBackward(Operation[ForwardBackwardOutput]):
+    """Compute loss and logprobs and, unless `forward_only`, add to the accumulated gradient."""
+
     model_id: str
     data: Sequence[Datum]
     loss_fn: str
@@ -85,14 +89,14 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
 
 @dataclass(frozen=True)
 class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
-    """A `ForwardBackward` whose data are still being made. It keeps its place: later operations of
-    the model wait for them.
+    """A `ForwardBackward` whose data are not known yet. Later operations of the model wait until
+    they are.
     """
 
     model_id: str
     data: Future[Sequence[Datum]]
-    """Its error becomes that of the operation. While it is `running()` somebody makes it, and a
-    `close` that finishes waits for it.
+    """An error of this future becomes the error of the operation. `close(finish=True)` waits for
+    this future while it is `running()`.
     """
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
@@ -100,13 +104,15 @@ class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
 
 @dataclass(frozen=True)
 class OptimStep(Operation[OptimStepResponse]):
+    """Apply the accumulated gradient with AdamW, and clear it."""
+
     model_id: str
     adam_params: AdamParams
 
 
 @dataclass(frozen=True)
 class _Save:
-    """A checkpoint with a name."""
+    """The fields that both kinds of named checkpoints share."""
 
     model_id: str
     name: str
@@ -122,12 +128,12 @@ class _Save:
 
 @dataclass(frozen=True)
 class SaveWeights(_Save, Operation[SaveWeightsResponse]):
-    """A training checkpoint: adapter, optimizer, step."""
+    """Save a training checkpoint: adapter, optimizer state and step."""
 
 
 @dataclass(frozen=True)
 class LoadWeights(Operation[LoadWeightsResponse]):
-    """Replaces the adapter of an existing model by a checkpoint of the same shape."""
+    """Replace the adapter of an existing model with a checkpoint of the same shape."""
 
     model_id: str
     path: str
@@ -136,15 +142,15 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 @dataclass(frozen=True)
 class SaveWeightsForSampler(_Save, Operation[SaveWeightsForSamplerResponse]):
-    """A named sampler checkpoint: the adapter alone. Without `overwrite`, a name is taken again by
-    equal weights only.
+    """Save a sampler checkpoint: the adapter alone. Without `overwrite`, an existing name is accepted
+    only if its weights are equal.
     """
 
 
 @dataclass(frozen=True)
 class PublishSampler(Operation[str]):
-    """An ephemeral sampler of the model's weights as they are after the operations before this one;
-    answers its id.
+    """Create a sampler without a checkpoint, from the model's weights after all earlier operations.
+    The result is its id.
     """
 
     model_id: str
@@ -153,7 +159,7 @@ class PublishSampler(Operation[str]):
 
 @dataclass(frozen=True)
 class CreateSampler(Operation[str]):
-    """A sampler of a base model, or of a checkpoint by its path; answers its id."""
+    """Create a sampler for a base model, or for the checkpoint at `model_path`. The result is its id."""
 
     sampler_id: str
     base_model: str | None = None
@@ -162,31 +168,33 @@ class CreateSampler(Operation[str]):
 
 @dataclass(frozen=True)
 class ReleaseSampler(Operation[None]):
-    """Frees a sampler once its running requests are done."""
+    """Free a sampler as soon as its running requests are done."""
 
     sampler_id: str
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one sample, at the moment it was drawn."""
+    """One sampled token, for streaming."""
 
     sample: int
-    """0 .. num_samples - 1"""
+    """Index of the sample in its request, from 0 to num_samples - 1."""
     token: int
     logprob: float
     topk: Sequence[tuple[int, float]]
-    """The likeliest tokens with their logprobs, as many as `topk_sample_logprobs` asks for."""
+    """The `topk_sample_logprobs` most likely tokens, as (token id, logprob)."""
 
 
 MAX_SAMPLES = 4096
-"""Of one request: each has an id in the acceptance of a server, and a number of its own to be drawn
-by.
+"""Maximum `num_samples` of one request. A server lists an id for every sample when it accepts the
+request, and every sample has its own random stream.
 """
 
 
 @dataclass(frozen=True)
 class Sample(Operation[SampleResponse]):
+    """Sample `num_samples` continuations of a prompt, or only score the prompt (`prompt_only`)."""
+
     sampler_id: str
     prompt: ModelInput
     num_samples: int
@@ -195,29 +203,29 @@ class Sample(Operation[SampleResponse]):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
-    """int64 [P - 1, K]: token ids whose logprobs at prompt positions 1..P-1 are asked for; -1 =
-    none.
+    """int64 [P - 1, K]: K token ids for each of the prompt positions 1..P-1, whose logprobs are
+    returned; -1 = no token.
     """
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
-    """Ask for what the loss stable_reinforce reads. Refused, unless another loss stands in for that
-    loss: then nothing is recorded.
+    """Request the data that the loss stable_reinforce needs. Rejected, unless the engine substitutes
+    another loss for stable_reinforce; then nothing is recorded.
     """
     prompt_only: bool = False
-    """Draw nothing; answer what was asked about the prompt (`compute_logprobs`)."""
+    """Sample nothing; return only the requested prompt logprobs (`compute_logprobs`)."""
     on_token: Callable[[DrawnToken], None] | None = field(default=None, repr=False, compare=False)
-    """Called with each token as it is drawn, in the engine's thread: let it be short. If it raises,
-    this operation fails.
+    """Called with each token when it is sampled. It runs in the engine thread, so it must return
+    fast. If it raises, this operation fails.
 
-    It cannot travel: a client of a server refuses it.
+    A client of a server rejects this option.
     """
 
     def __post_init__(self) -> None:
         _keep_whole(
             self,
             "num_samples",
-            remedy=f"a whole number from 1 to {MAX_SAMPLES}; more take several requests",
+            remedy=f"a whole number from 1 to {MAX_SAMPLES}; split more samples into several requests",
             low=1,
             high=MAX_SAMPLES,
         )
@@ -235,8 +243,8 @@ class Sample(Operation[SampleResponse]):
 
 
 def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:
-    """The fields as ints of Python's, also where they are numpy's. UserError for what is no whole
-    number, or out of bounds.
+    """Convert the named fields to Python ints. UserError if one is not a whole number or is out of
+    bounds.
     """
     for name in names:
         try:
@@ -247,7 +255,7 @@ def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **b
 
 
 def _keep_flag(operation: Any, name: str) -> None:
-    """The field as a bool of Python's. UserError for what only counts as true or false."""
+    """Convert the field to a Python bool. UserError unless it is a Python or numpy bool."""
     value = getattr(operation, name)
     if not isinstance(value, (bool, np.bool_)):
         raise UserError(f"{name}={value!r}: give True or False")
@@ -256,6 +264,8 @@ def _keep_flag(operation: Any, name: str) -> None:
 
 @dataclass(frozen=True)
 class SamplerInfo:
+    """A sampler's id, base model and checkpoint path (None for a base model or unsaved weights)."""
+
     sampler_id: str
     base_model: str
     model_path: str | None
@@ -263,7 +273,7 @@ class SamplerInfo:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint says of itself."""
+    """A checkpoint with its base model and adapter shape."""
 
     base_model: str
     lora: LoraConfig
@@ -271,83 +281,90 @@ class CheckpointInfo:
 
 
 class Service(Protocol):
-    """An engine, near or far."""
+    """An engine in this process, or on a server.
+
+    Methods raise EngineClosedError after `close`, except where the answer is in memory already.
+    """
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        """Queue `operation`. Raises ValueError at once on bad input, EngineClosedError after
+        """Queue `operation`. Raise ValueError at once on invalid input, EngineClosedError after
         `close`.
 
-        `CreateModel`, `CreateSampler` and `LoadWeights` may take seconds here, to read the base
-        model or the checkpoint.
+        For `CreateModel`, `CreateSampler` and `LoadWeights` this call may take seconds, because an
+        engine reads the base model or the checkpoint in it.
         """
         ...
 
-    # What is read: EngineClosedError after `close`, but for what the service holds of models and
-    # samplers.
+    def capabilities(self) -> GetServerCapabilitiesResponse:
+        """Return the base models that this service offers."""
+        ...
 
-    def capabilities(self) -> GetServerCapabilitiesResponse: ...
-
-    def sampler_info(self, sampler_id: str) -> SamplerInfo: ...
+    def sampler_info(self, sampler_id: str) -> SamplerInfo:
+        """Return a sampler's base model and checkpoint. Available after `close` too."""
+        ...
 
     def tokenizer_directory(self, base_model: str) -> Path:
-        """A local directory from which the base model's tokenizer loads."""
+        """Return a local directory with the base model's tokenizer files."""
         ...
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Saved checkpoints, newest first. CheckpointError for a run of which nothing is known."""
+        """Return saved checkpoints, newest first. CheckpointError if the run is unknown."""
         ...
 
-    def checkpoint_info(self, path: str) -> CheckpointInfo: ...
+    def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return base model and adapter shape of the checkpoint at a tinker:// path."""
+        ...
 
-    def delete_checkpoint(self, path: str) -> None: ...
+    def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at a tinker:// path."""
+        ...
 
     def close(self, finish: bool = True) -> None:
-        """Take no more work, and return when the device is free. `finish`: do what is queued first;
-        otherwise it fails.
+        """Accept no more operations, and return when the device is free. With `finish`, queued
+        operations run first; otherwise they fail.
         """
         ...
 
 
 @dataclass(frozen=True)
 class AdapterBytes:
-    """The most memory that one adapter takes."""
+    """Maximum memory of one adapter, in bytes."""
 
     training: int
+    """The adapter with its gradients and optimizer state."""
     sampling: int
-    """One version, without what trains it."""
+    """One version of the adapter's weights, for sampling."""
 
 
 class HostedService(Service, Protocol):
-    """An engine on this machine, as a server needs it."""
+    """An engine on this machine, with the additional methods that a server needs."""
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
-        """ValueError if `operation` could not be served by any sampler of the base model; nothing
-        is queued.
-        """
+        """Raise ValueError if no sampler of the base model could run `operation`. Nothing is queued."""
         ...
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
-        """What an adapter of this shape would take; the base model is not loaded for it."""
+        """Return the memory of an adapter of this shape, without loading the base model."""
         ...
 
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> None:
-        """Make the checkpoint `destination` of the files of `source`; it stays when `source` goes.
-        Metadata are the same.
+        """Copy the checkpoint `source`, with its metadata, to the path `destination`. The copy stays
+        when `source` is deleted.
         """
         ...
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire so long from now; None keeps it."""
+        """Let a checkpoint expire `ttl_seconds` from now; None keeps it for ever."""
         ...
 
     def clear_leftovers(self) -> None:
-        """Remove what killed processes left half written."""
+        """Remove incomplete files of processes that were killed."""
         ...
 
     def checkpoint_files(self, path: str) -> Mapping[str, Path]:
-        """The files of a checkpoint by name."""
+        """Return the files of a checkpoint: name to path."""
         ...
 
 
@@ -359,12 +376,13 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.1},
 }
-"""Besides temperature, which all of them have."""
+"""The options of each loss with their defaults, in addition to `temperature`, which every loss has.
+"""
 
 
 SUBSTITUTABLE_LOSSES = ("stable_reinforce",)
-"""Losses of the public SDK whose formulas are not public. They are refused, unless whoever starts
-the engine names a loss to compute in their place.
+"""Losses of the tinker SDK whose formulas are not public. They are rejected unless the engine was
+started with a loss to substitute for them.
 """
 
 SUBSTITUTE_REMEDY = (
@@ -374,25 +392,27 @@ SUBSTITUTE_REMEDY = (
 
 
 def checked_substitutes(given: Mapping[str, str]) -> dict[str, str]:
-    """A copy of `given`, which maps refused losses to losses of planish. UserError names the entry
-    at fault.
+    """Return a copy of `given`, which maps rejected losses to losses of planish. UserError names an
+    invalid entry.
     """
-    stand_ins = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
+    substitutes = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
     for name, by in given.items():
         if name not in SUBSTITUTABLE_LOSSES:
             names = ", ".join(SUBSTITUTABLE_LOSSES)
             raise UserError(
-                f"substitute_losses: {name!r} is no loss that planish refuses; {names} is"
+                f"substitute_losses: {name!r} cannot be substituted; the losses that can be are: {names}"
             )
-        if by not in stand_ins:
+        if by not in substitutes:
             raise UserError(
-                f"substitute_losses: {by!r} cannot stand in for {name!r}; give one of {', '.join(stand_ins)}"
+                f"substitute_losses: {by!r} cannot be substituted for {name!r}; give one of {', '.join(substitutes)}"
             )
     return dict(given)
 
 
 def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    """`given` checked and filled with the loss's defaults; UserError names the key at fault."""
+    """Return the checked options of loss `name`, with defaults for missing ones. UserError names an
+    invalid key.
+    """
     config: dict[str, float] = {"temperature": 1.0, **LOSS_OPTIONS[name]}
     for key, value in (given or {}).items():
         if key not in config:
@@ -416,7 +436,7 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
 
 
 def option_value(key: str, value: Any) -> float:
-    """`value` as a float; UserError unless it is a finite number."""
+    """Convert `value` to a float. UserError, which names `key`, unless it is a finite number."""
     number = value.item() if isinstance(value, np.generic) else value
     is_number = isinstance(number, (int, float)) and not isinstance(value, bool)
     if not is_number or not -sys.float_info.max <= number <= sys.float_info.max:

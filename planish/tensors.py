@@ -1,5 +1,6 @@
-"""Tensors as operations carry them: int64 or float32, dense or CSR, independent of any framework;
-torch is imported only to make one.
+"""TensorData, the tensor type of all operations: int64 or float32, dense or CSR.
+
+The values are numpy arrays. torch is imported only to convert to a torch tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ TensorDtype = Literal["int64", "float32"]
 
 _NUMPY_DTYPE: dict[str, type[np.generic]] = {"int64": np.int64, "float32": np.float32}
 
-# The dtype that a plain list gets, by the name of the loss input it is given for.
+# The dtype of a plain list, by the name of the loss input.
 LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
     "target_tokens": "int64",
     "weights": "float32",
@@ -34,8 +35,8 @@ LOSS_INPUT_DTYPES: dict[str, TensorDtype] = {
 
 
 class HoldsArrays:
-    """A dataclass with arrays among its fields: equal where these hold the same numbers, NaN
-    included. (`==` of two arrays is an array.)
+    """Base of dataclasses with array fields: two objects are equal if their arrays are, where NaN
+    equals NaN. (The default `==` fails, since comparing two arrays gives an array.)
     """
 
     def __eq__(self, other: object) -> bool:
@@ -57,8 +58,9 @@ def _same(one: Any, other: Any) -> bool:
 class TensorData(HoldsArrays):
     """A dense or CSR tensor of int64 or float32, independent of any framework.
 
-    A CSR tensor (`sparse_crow_indices` and `sparse_col_indices` given) is two-dimensional, `data`
-    holds only the listed values, and every other entry is 0 unless a `pad_value` is asked for.
+    A CSR tensor is given by `sparse_crow_indices` and `sparse_col_indices`. It is two-dimensional,
+    and `data` contains only the stored values. The other entries are 0, or the `pad_value` that is
+    given on conversion.
     """
 
     dtype: TensorDtype
@@ -103,15 +105,15 @@ class TensorData(HoldsArrays):
 
     @property
     def data(self) -> list[Any]:
-        """The stored values as one flat list (of a CSR tensor: the listed values only)."""
+        """The stored values as one flat list (of a CSR tensor: without the padding)."""
         return self._values.reshape(-1).tolist()
 
     @classmethod
     def from_numpy(cls, array: np.ndarray) -> TensorData:
-        """A copy, in its shape: whole numbers become int64, others float32."""
+        """Copy an array of any shape: integers become int64, floating point becomes float32."""
         if not isinstance(array, (np.ndarray, np.generic)):
             raise UserError(
-                f"TensorData.from_numpy: a {type(array).__name__} is given; give an array of numpy"
+                f"TensorData.from_numpy: got a {type(array).__name__}; give a numpy array"
             )
         kind = {"f": "float32", "i": "int64"}.get(array.dtype.kind)
         if kind is None:
@@ -122,12 +124,12 @@ class TensorData(HoldsArrays):
 
     @classmethod
     def from_torch(cls, tensor: torch.Tensor) -> TensorData:
-        """A copy, in its shape, from whatever device and without its gradient: whole numbers become
-        int64, others float32.
+        """Copy a tensor of any shape and device, without its gradient: integers become int64,
+        floating point becomes float32.
         """
         if not hasattr(tensor, "detach"):
             raise UserError(
-                f"TensorData.from_torch: a {type(tensor).__name__} is given; give a tensor of torch"
+                f"TensorData.from_torch: got a {type(tensor).__name__}; give a torch tensor"
             )
         dense = tensor.detach().cpu()
         return cls.from_numpy(
@@ -136,7 +138,7 @@ class TensorData(HoldsArrays):
 
     @classmethod
     def from_torch_sparse(cls, tensor: torch.Tensor, pad_value: int = 0) -> TensorData:
-        """CSR where that is smaller than dense (2-D tensors only), otherwise dense."""
+        """Copy a tensor as CSR if it has two dimensions and CSR is smaller, otherwise as dense."""
         dense = cls.from_torch(tensor)
         if tensor.ndim != 2:
             return dense
@@ -148,7 +150,7 @@ class TensorData(HoldsArrays):
         return cls(array[rows, cols], dense.dtype, array.shape, crow.tolist(), cols.tolist())
 
     def to_numpy(self, pad_value: int = 0) -> np.ndarray:
-        """The dense array; entries that a CSR tensor does not list are `pad_value`."""
+        """Return the dense array. Entries that a CSR tensor does not store are `pad_value`."""
         if self.sparse_crow_indices is None or self.sparse_col_indices is None:
             return self._values
         assert self.shape is not None
@@ -158,7 +160,7 @@ class TensorData(HoldsArrays):
         return out
 
     def to_torch(self, pad_value: int = 0) -> torch.Tensor:
-        """As `to_numpy`, on the CPU."""
+        """Return the dense tensor on the CPU; `pad_value` as in `to_numpy`."""
         import torch
 
         array = self.to_numpy(pad_value)
@@ -166,7 +168,7 @@ class TensorData(HoldsArrays):
         return torch.from_numpy(array if array.flags.writeable else array.copy())
 
     def tolist(self, pad_value: int = 0) -> list[Any]:
-        """As `to_numpy`, in nested lists."""
+        """Return the dense values as nested lists; `pad_value` as in `to_numpy`."""
         return self.to_numpy(pad_value).tolist()
 
     def __len__(self) -> int:
@@ -174,7 +176,7 @@ class TensorData(HoldsArrays):
 
 
 def as_tensor_data(key: str, value: Any) -> TensorData:
-    """`value` as TensorData; `key` names it in errors and decides the dtype of plain lists."""
+    """Convert `value` to TensorData. `key` names it in errors and selects the dtype of a plain list."""
     if isinstance(value, TensorData):
         return value
     if isinstance(value, np.ndarray):
@@ -185,7 +187,7 @@ def as_tensor_data(key: str, value: Any) -> TensorData:
         if key not in LOSS_INPUT_DTYPES:
             known = ", ".join(sorted(LOSS_INPUT_DTYPES))
             raise UserError(
-                f"loss_fn_inputs[{key!r}]: a plain list is taken only for {known}; give a TensorData or an array"
+                f"loss_fn_inputs[{key!r}]: a plain list is allowed only for {known}; give a TensorData or an array"
             )
         return _named(key, lambda: TensorData(list(value), LOSS_INPUT_DTYPES[key]))
     raise UserError(
@@ -209,11 +211,12 @@ def _as_array(data: Sequence[Any] | np.ndarray, dtype: TensorDtype) -> np.ndarra
         return array.astype(_NUMPY_DTYPE[dtype])
     if array.dtype.kind not in "iufb":
         kind = "None" if any(value is None for value in array.flat) else array.dtype
-        raise UserError(f"values of kind {kind} are not numbers; replace them")
+        raise UserError(f"values of type {kind} are not numbers; give numbers")
     if dtype == "int64" and array.dtype.kind == "f" and not np.array_equal(array, np.trunc(array)):
-        raise UserError("fractions given for an int64 tensor")
-    # A copy if it is the caller's own: operations are queued, and must see the values of the moment
-    # they were given.
+        raise UserError(
+            "an int64 tensor cannot hold fractions; give whole numbers or dtype='float32'"
+        )
+    # Copy the caller's arrays: operations are queued, so later changes must not affect them.
     return array.astype(_NUMPY_DTYPE[dtype], copy=array is data or array.base is not None)
 
 
@@ -229,9 +232,9 @@ def _check_csr(
         or np.any(np.diff(crow) < 0)
     ):
         raise UserError(
-            "TensorData: sparse_crow_indices must rise from 0 to the number of values, one entry a row and one more"
+            "TensorData: sparse_crow_indices must not decrease, must begin with 0 and end with the number of values, and needs rows + 1 entries"
         )
     if len(col) != values.size or any(not 0 <= c < shape[1] for c in col):
         raise UserError(
-            "TensorData: sparse_col_indices needs one column within the shape for each value"
+            "TensorData: sparse_col_indices needs one column index, within the shape, for each value"
         )

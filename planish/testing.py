@@ -1,13 +1,12 @@
-"""Small real models for tests: directories that `transformers` loads, and a tokenizer of bytes.
+"""Tiny random models for tests, as Hugging Face model directories with a byte tokenizer.
 
-`tiny_model` writes an ordinary Hugging Face directory with transformers' own classes, so it serves
-as the oracle of every test of a model: what planish computes on it can be compared with
-`AutoModelForCausalLM.from_pretrained(path)`.
+`tiny_model` writes the directory with transformers' own classes, so a test can compare planish with
+`AutoModelForCausalLM.from_pretrained(path)` as the reference implementation.
 
-Invariants: the same arguments give the same bytes; token id b < 256 is the byte b, so any text has
-a round trip; the special tokens that the chat formats of the supported families need are single
-ids; weights are large enough that logits differ. The random weights know nothing: a test that needs
-a model that answers uses the embedded default model.
+The same arguments give the same bytes. Token id b < 256 is the byte b, so encoding and decoding
+preserve any text. The special tokens of the supported chat formats are single ids. Weights are
+large enough that logits differ clearly. A test that needs sensible answers uses the embedded
+default model instead.
 """
 
 import json
@@ -48,7 +47,7 @@ SPECIAL_TOKENS = (
     "<|end_header_id|>",
     "<|eot_id|>",
 )
-"""Ids 256, 257, ...: control tokens of ChatML and of Llama 3; decoding can skip them."""
+"""Control tokens of ChatML and of Llama 3, with the ids 256, 257, ...; decoding can skip them."""
 
 WORD_TOKENS = (
     "<think>",
@@ -58,14 +57,14 @@ WORD_TOKENS = (
     "<tool_response>",
     "</tool_response>",
 )
-"""The ids after those: single tokens that are part of the text, as in the Qwen families."""
+"""Tokens that are part of the text, as in the Qwen families, with the ids after SPECIAL_TOKENS."""
 
 END_OF_TURN = "<|im_end|>"
 EOS_TOKEN_ID = 256 + SPECIAL_TOKENS.index(END_OF_TURN)
 NUM_TOKENS = 256 + len(SPECIAL_TOKENS) + len(WORD_TOKENS)
 VOCAB_SIZE = 272
-"""The default vocabulary of a tiny model; as in real checkpoints it is a little larger than the
-tokenizer.
+"""The default vocabulary size of a tiny model. As in real checkpoints, it is a little larger than
+the tokenizer's.
 """
 
 CHAT_TEMPLATE = (
@@ -80,7 +79,7 @@ WEIGHT_STD = 0.15
 
 
 def byte_symbols() -> list[str]:
-    """The character by which byte-level BPE writes each byte, in the order of the bytes."""
+    """Return the character that byte-level BPE uses for each byte, in byte order."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     shifted = {byte: chr(256 + rank) for rank, byte in enumerate(others)}
@@ -88,7 +87,9 @@ def byte_symbols() -> list[str]:
 
 
 def byte_tokenizer() -> Tokenizer:
-    """Byte-level BPE without merges: id b is the byte b; then SPECIAL_TOKENS and WORD_TOKENS."""
+    """Return a byte-level BPE tokenizer without merges: id b is the byte b, followed by
+    SPECIAL_TOKENS and WORD_TOKENS.
+    """
     vocab = {symbol: byte for byte, symbol in enumerate(byte_symbols())}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -143,11 +144,11 @@ def tiny_model(
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
-            f"family {family!r} is not in {sorted(CONFIGS)}, or dtype {dtype!r} not in {sorted(DTYPES)}"
+            f"family={family!r}, dtype={dtype!r}: give a family of {sorted(CONFIGS)} and a dtype of {sorted(DTYPES)}"
         )
     if vocab_size < NUM_TOKENS:
         raise ValueError(
-            f"vocab_size {vocab_size} is too small: the byte tokenizer has {NUM_TOKENS} tokens"
+            f"vocab_size={vocab_size}: give at least {NUM_TOKENS}, the number of tokens of the byte tokenizer"
         )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
@@ -181,8 +182,8 @@ def tiny_model(
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:
-    """Fill every parameter from one seeded stream: matrices and biases around 0, norm scales around
-    1.
+    """Fill every parameter with seeded normal noise: around 1 for norm scales, around 0 for all
+    others.
     """
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -199,7 +200,7 @@ def save_weights(
     directory = Path(directory)
     if not 1 <= shards <= len(tensors):
         raise ValueError(
-            f"shards must be between 1 and the number of tensors, {len(tensors)}; it is {shards}"
+            f"shards={shards}: give a number from 1 to {len(tensors)}, the number of tensors"
         )
     if shards == 1:
         save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})

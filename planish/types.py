@@ -1,9 +1,8 @@
-"""The vocabulary of planish: what goes into an operation and what comes out of it.
+"""The arguments and results of all operations, as plain data classes.
 
-Field names and meanings are those of the public SDK that people already write against, so code
-moves over by changing an import. Everything here is plain data: no torch is imported until a tensor
-is asked for, and every constructor checks what it can check alone (shapes, kinds, ranges); what
-needs a model (vocabulary, context) is checked by the service.
+Field names and meanings are those of the tinker SDK, so its users only change an import. Every
+constructor checks types, shapes and ranges. Checks that need a model (vocabulary, context length)
+are made by the service. Importing this module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ StopReason = Literal["stop", "length"]
 
 _SHOWN_TOKENS = 16
 
-_LEAST_TEMPERATURE = 1e-30
-"""Logits of 3e8 divided by it are float32 numbers."""
+_MIN_TEMPERATURE = 1e-30
+"""Logits up to 3e8, divided by this temperature, still fit in float32."""
 _SEED = "a whole number from -2**63 to 2**64 - 1, or None"
-"""As torch's generators take them."""
+"""The seeds that torch's generators accept, for error messages."""
 
 
 @dataclass(frozen=True)
 class EncodedTextChunk:
-    """A run of token ids."""
+    """A list of consecutive token ids."""
 
     tokens: list[int]
     type: Literal["encoded_text"] = "encoded_text"
@@ -61,7 +60,7 @@ class EncodedTextChunk:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """A sequence of chunks that together are one token sequence."""
+    """A token sequence, given as a list of chunks."""
 
     chunks: list[EncodedTextChunk] = field(default_factory=list)
 
@@ -70,24 +69,24 @@ class ModelInput:
         for chunk in chunks:
             if not isinstance(chunk, EncodedTextChunk):
                 raise UserError(
-                    f"ModelInput.chunks holds a {type(chunk).__name__}; planish reads text only: give EncodedTextChunk(tokens=[...])"
+                    f"ModelInput.chunks contains a {type(chunk).__name__}; planish supports text only: give EncodedTextChunk(tokens=[...])"
                 )
         object.__setattr__(self, "chunks", chunks)
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int] | np.ndarray | torch.Tensor) -> ModelInput:
-        """One chunk of these token ids: a flat list, or an array or tensor of whole numbers with
-        one dimension.
+        """Return a ModelInput with one chunk of these token ids: a flat list, or a one-dimensional
+        integer array or tensor.
         """
         return cls(chunks=[EncodedTextChunk(tokens=tokens)])  # type: ignore[arg-type]
 
     @classmethod
     def empty(cls) -> ModelInput:
-        """No tokens."""
+        """Return a ModelInput without tokens."""
         return cls(chunks=[])
 
     def to_ints(self) -> list[int]:
-        """All token ids in one list."""
+        """Return all token ids as one list."""
         return [token for chunk in self.chunks for token in chunk.tokens]
 
     @property
@@ -96,25 +95,25 @@ class ModelInput:
         return sum(chunk.length for chunk in self.chunks)
 
     def append(self, chunk: EncodedTextChunk) -> ModelInput:
-        """A longer one; this stays as it is."""
+        """Return a copy with `chunk` at the end."""
         return ModelInput(chunks=[*self.chunks, chunk])
 
     def append_int(self, token: int) -> ModelInput:
-        """A longer one; this stays as it is."""
+        """Return a copy with one more token at the end."""
         return self.append(EncodedTextChunk(tokens=[token]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _ProvenanceSpan:
     sequence_id: str
-    """`SampledSequence.sequence_id`"""
+    """The `sequence_id` of a SampledSequence."""
     offset: int = 0
     length: int
 
     def __post_init__(self) -> None:
         if not isinstance(self.sequence_id, str) or not self.sequence_id:
             raise UserError(
-                f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give that of a SampledSequence"
+                f"{type(self).__name__}.sequence_id={self.sequence_id!r}: give the sequence_id of a SampledSequence"
             )
         for name in ("offset", "length"):
             _keep_whole(self, name, "a whole number of at least 0", low=0)
@@ -122,12 +121,14 @@ class _ProvenanceSpan:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptProvenanceSpan(_ProvenanceSpan):
-    """`length` positions that hold the tokens from `offset` on of the prompt of a sample."""
+    """`length` positions whose tokens come from a sample's prompt, starting at prompt token
+    `offset`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampledProvenanceSpan(_ProvenanceSpan):
-    """`length` positions that hold the tokens from `offset` on of a sample."""
+    """`length` positions whose tokens were sampled, starting at sampled token `offset`."""
 
 
 ProvenanceSpans = list[PromptProvenanceSpan | SampledProvenanceSpan]
@@ -189,8 +190,10 @@ class Datum:
     def with_provenance(
         self, model_input: ProvenanceSpans, loss_fn_inputs: ProvenanceSpans
     ) -> Datum:
-        """A copy that says from which samples its tokens are: runs of positions that together cover
-        `model_input`, and `target_tokens`. No loss of planish reads it.
+        """Return a copy that records which samples its tokens come from.
+
+        `model_input` and `loss_fn_inputs` are lists of spans that cover all positions of
+        `model_input` and of `target_tokens`. No loss of planish reads the spans.
         """
         return Datum(self.model_input, self.loss_fn_inputs, model_input, loss_fn_inputs)
 
@@ -203,19 +206,19 @@ def _check_spans(name: str, spans: Any, length: int | None) -> None:
     covered = sum(span.length for span in spans)
     if length is not None and covered != length:
         raise UserError(
-            f"Datum.{name} covers {covered} positions of {length}; its runs must cover all of them"
+            f"Datum.{name} covers {covered} of {length} positions; its spans must cover all of them"
         )
 
 
 def check_data(data: Any) -> None:
-    """UserError unless `data` is a list of Datum, whose inputs are TensorData still."""
+    """Raise UserError unless `data` is a list of Datum with TensorData inputs."""
     if isinstance(data, Datum) or not isinstance(data, Sequence):
         raise UserError(f"data is a {type(data).__name__}; give a list of Datum")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             raise UserError(f"data[{index}] is a {type(datum).__name__}; give a Datum")
         for name, value in datum.loss_fn_inputs.items():
-            if not isinstance(value, TensorData):  # put there after the datum was made
+            if not isinstance(value, TensorData):  # replaced after the Datum was made
                 raise UserError(
                     f"data[{index}].loss_fn_inputs[{name!r}] is a {type(value).__name__}; give TensorData"
                 )
@@ -223,15 +226,15 @@ def check_data(data: Any) -> None:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens."""
+    """How tokens are sampled."""
 
     max_tokens: int | None = None
-    """Most tokens to draw; None = until the model's context is full."""
+    """Maximum number of tokens to sample; None = until the model's context is full."""
     seed: int | None = None
-    """Makes the draw reproducible; the samples of one request still differ from each other."""
+    """Makes sampling reproducible. The samples of one request still differ from each other."""
     stop: str | Sequence[str] | Sequence[int] | None = None
-    """None = the model's end-of-sequence tokens; strings or token ids replace them; [] = never stop
-    early.
+    """None = the model's end-of-sequence tokens. Strings or token ids replace these; [] = never
+    stop early.
     """
     temperature: float = 1.0
     """0 = greedy."""
@@ -240,7 +243,7 @@ class SamplingParams:
     top_p: float = 1.0
     """1 = off."""
     min_p: float = 0.0
-    """Keep tokens at least this fraction as likely as the likeliest; 0 = off."""
+    """Keep only tokens whose probability is at least `min_p` times the highest one; 0 = off."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -248,10 +251,10 @@ class SamplingParams:
         if self.seed is not None:
             _keep_whole(self, "seed", _SEED, high=2**64 - 1)
         _keep_number(self, "temperature", low=0.0)
-        if 0 < self.temperature < _LEAST_TEMPERATURE:
+        if 0 < self.temperature < _MIN_TEMPERATURE:
             raise UserError(
-                f"SamplingParams.temperature={self.temperature!r}: logits divided by it are no numbers; give 0, which is greedy, "
-                f"or at least {_LEAST_TEMPERATURE:g}"
+                f"SamplingParams.temperature={self.temperature!r}: dividing the logits by it overflows; give 0 for greedy decoding, "
+                f"or at least {_MIN_TEMPERATURE:g}"
             )
         if self.top_k != -1:
             _keep_whole(self, "top_k", "a whole number of at least 1, or -1 for off", low=1)
@@ -270,7 +273,7 @@ class AdamParams:
     eps: float = 1e-12
     weight_decay: float = 0.0
     grad_clip_norm: float = 0.0
-    """Largest global gradient norm; larger gradients are scaled down to it. 0 = off."""
+    """Maximum global gradient norm: gradients with a larger norm are scaled down. 0 = off."""
 
     def __post_init__(self) -> None:
         for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm"):
@@ -281,7 +284,7 @@ class AdamParams:
 
 @dataclass(frozen=True)
 class LoraConfig:
-    """Shape and initialisation of an adapter (Hu et al. 2021); alpha is 32 whatever the rank."""
+    """Shape and initialisation of a LoRA adapter (Hu et al. 2021). Alpha is 32 at every rank."""
 
     rank: int = 32
     seed: int | None = None
@@ -306,15 +309,15 @@ class LoraConfig:
 
 @dataclass(frozen=True, eq=False)
 class TopkLogprobs(HoldsArrays):
-    """The k likeliest tokens at each of n positions: two (n, k) arrays. Rows of NaN were not
-    computed.
+    """The k most likely tokens at each of n positions, as two [n, k] arrays. The logprobs are NaN at
+    positions that were not computed.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
 
     def tolist(self) -> list[list[tuple[int, float]] | None]:
-        """One list of (token id, logprob) pairs a position; None where not computed."""
+        """Return one list of (token id, logprob) pairs per position; None where not computed."""
         rows = zip(self.token_ids.tolist(), self.logprobs.tolist(), strict=True)
         return [
             None if any(math.isnan(p) for p in probs) else list(zip(ids, probs, strict=True))
@@ -324,8 +327,8 @@ class TopkLogprobs(HoldsArrays):
 
 @dataclass(frozen=True)
 class PromptAltTokens:
-    """`k` draws at every prompt position after the first: tokens int64 and logprobs float32, both
-    [P - 1, k].
+    """`k` sampled alternatives at every prompt position after the first: tokens (int64) and logprobs
+    (float32), both [P - 1, k].
     """
 
     tokens: TensorData
@@ -334,7 +337,7 @@ class PromptAltTokens:
 
 @dataclass(frozen=True, eq=False)
 class SampledSequence(HoldsArrays):
-    """One sample. The stop token, if one was drawn, is the last of `tokens`."""
+    """One sample. If a stop token was sampled, it is the last of `tokens`."""
 
     stop_reason: StopReason
     sequence_id: str
@@ -342,45 +345,50 @@ class SampledSequence(HoldsArrays):
     """int32 [n]"""
     logprobs_np: np.ndarray = field(repr=False)
     """float32 [n]: log-softmax(logits / temperature) of each token, before top_k, top_p and min_p
-    (temperature 0: of the logits).
+    (at temperature 0: log-softmax(logits)).
     """
     topk_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
 
     @cached_property
     def tokens(self) -> list[int]:
+        """The sampled token ids."""
         return self.tokens_np.tolist()
 
     @cached_property
     def logprobs(self) -> list[float]:
+        """The logprob of each sampled token, as in `logprobs_np`."""
         return self.logprobs_np.tolist()
 
     @cached_property
     def topk_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        """Per position the most likely tokens as (token id, logprob); None if not requested."""
         return self.topk_logprobs_np.tolist() if self.topk_logprobs_np is not None else None
 
 
 @dataclass(frozen=True, eq=False)
 class SampleResponse(HoldsArrays):
-    """What `sample` answers."""
+    """The result of `sample`."""
 
     sequences: list[SampledSequence]
     prompt_logprobs_np: np.ndarray | None = field(default=None, repr=False)
-    """float32 [P], at temperature 1; NaN where undefined (the first token) or not asked for."""
+    """float32 [P], at temperature 1; NaN where undefined (the first token) or not requested."""
     topk_prompt_logprobs_np: TopkLogprobs | None = field(default=None, repr=False)
     target_prompt_logprobs: TensorData | None = None
-    """float32, shape of the request's tensor; 0.0 where it had -1."""
+    """float32, in the shape of the requested token ids; 0.0 where the requested id was -1."""
     prompt_alt_tokens: PromptAltTokens | None = None
     prompt_cache_hit_tokens: int = 0
-    """Prompt tokens whose keys and values came from the prefix cache."""
+    """Number of prompt tokens whose keys and values came from the prefix cache."""
 
     @cached_property
     def prompt_logprobs(self) -> list[float | None] | None:
+        """The logprob of each prompt token; None where undefined or not requested."""
         if self.prompt_logprobs_np is None:
             return None
         return [None if math.isnan(p) else p for p in self.prompt_logprobs_np.tolist()]
 
     @cached_property
     def topk_prompt_logprobs(self) -> list[list[tuple[int, float]] | None] | None:
+        """Per prompt position the most likely tokens as (token id, logprob)."""
         return (
             self.topk_prompt_logprobs_np.tolist()
             if self.topk_prompt_logprobs_np is not None
@@ -390,42 +398,50 @@ class SampleResponse(HoldsArrays):
 
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """What `forward` and `forward_backward` answer."""
+    """The result of `forward` and `forward_backward`."""
 
     loss_fn_output_type: str
     loss_fn_outputs: list[dict[str, TensorData]]
-    """One dictionary a datum; "logprobs" has the shape of its target_tokens."""
+    """One dictionary per datum; its "logprobs" have the shape of the datum's target_tokens."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Keys are "name:reduction"; "loss:sum" is always there."""
+    """Keys have the form "name:reduction"; "loss:sum" is always present."""
 
 
 @dataclass(frozen=True)
 class OptimStepResponse:
-    """What `optim_step` answers."""
+    """The result of `optim_step`."""
 
     metrics: dict[str, float] = field(default_factory=dict)
-    """"grad_norm" before clipping; "adam_step", counted from 1 (not "step": loops put these beside
-    a "step" of their own).
+    """"grad_norm" before clipping, and "adam_step", counted from 1. (The key is not "step", because
+    training loops log these metrics next to their own "step".)
     """
 
 
 @dataclass(frozen=True)
 class SaveWeightsResponse:
+    """The checkpoint that `save_state` wrote."""
+
     path: str
 
 
 @dataclass(frozen=True)
 class SaveWeightsForSamplerResponse:
+    """The checkpoint that `save_weights_for_sampler` wrote."""
+
     path: str
 
 
 @dataclass(frozen=True)
 class LoadWeightsResponse:
+    """The checkpoint that `load_state` loaded."""
+
     path: str
 
 
 @dataclass(frozen=True)
 class ModelData:
+    """The base model of a training model."""
+
     arch: str
     model_name: str
     tokenizer_id: str | None = None
@@ -433,7 +449,7 @@ class ModelData:
 
 @dataclass(frozen=True)
 class GetInfoResponse:
-    """What is known of one training model."""
+    """A training model: its id, base model and LoRA rank."""
 
     model_id: str
     model_data: ModelData
@@ -442,11 +458,14 @@ class GetInfoResponse:
 
     @property
     def model_name(self) -> str:
+        """The name of the base model."""
         return self.model_data.model_name
 
 
 @dataclass(frozen=True)
 class SupportedModel:
+    """A base model that a service offers."""
+
     model_name: str
     max_context_length: int | None = None
     trainable: bool = True
@@ -455,10 +474,12 @@ class SupportedModel:
 
 @dataclass(frozen=True)
 class GetServerCapabilitiesResponse:
+    """The base models that a service offers."""
+
     supported_models: list[SupportedModel]
 
     def context_of(self, model_name: str) -> int | None:
-        """Tokens that the model's context holds; None if that is not said."""
+        """Return the context length of a model in tokens; None if it is not known."""
         return next(
             (
                 model.max_context_length
@@ -490,7 +511,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Cursor:
-    """Which part of a list was asked for."""
+    """The requested page of a list."""
 
     offset: int
     limit: int
@@ -499,7 +520,7 @@ class Cursor:
 
 @dataclass(frozen=True)
 class CheckpointsListResponse:
-    """Newest first."""
+    """Checkpoints, newest first."""
 
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
@@ -507,13 +528,13 @@ class CheckpointsListResponse:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """A model with checkpoints. Its metadata are those of its newest checkpoint."""
+    """A training model that has checkpoints. `user_metadata` is that of its newest checkpoint."""
 
     training_run_id: str
     base_model: str
     is_lora: bool
     last_request_time: datetime
-    """When its newest checkpoint was saved."""
+    """The time at which the newest checkpoint was saved."""
     lora_rank: int | None = None
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
@@ -524,7 +545,7 @@ class TrainingRun:
 
 @dataclass(frozen=True)
 class TrainingRunsResponse:
-    """The latest first."""
+    """Training runs, the most recent first."""
 
     training_runs: list[TrainingRun]
     cursor: Cursor
@@ -546,7 +567,7 @@ class WeightsInfoResponse:
 class CheckpointPath:
     """A parsed checkpoint path, `tinker://<run>/<weights|sampler_weights>/<name>`.
 
-    The scheme is the public SDK's, so a path from planish works in either client.
+    The scheme is that of the tinker SDK, so both clients accept the same paths.
     """
 
     run_id: str
@@ -559,10 +580,14 @@ class CheckpointPath:
 
     @property
     def checkpoint_id(self) -> str:
+        """ "weights/NAME" or "sampler_weights/NAME"."""
         return str(self).split("/", 3)[3]
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
+        """Parse a path with the scheme tinker:// or planish://. UserError if it is not a path of a
+        checkpoint.
+        """
         for scheme in ("tinker://", "planish://"):
             if isinstance(path, str) and path.startswith(scheme):
                 parts = path.removeprefix(scheme).split("/")
@@ -575,7 +600,7 @@ class CheckpointPath:
 
 
 def with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    """`params` with another seed."""
+    """Return a copy of `params` with another seed."""
     return replace(params, seed=seed)
 
 
@@ -586,7 +611,7 @@ TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or Non
 
 
 def is_ttl(seconds: object) -> bool:
-    """Whether it can be a checkpoint's time to live; None is for ever."""
+    """Return whether `seconds` is a valid time to live of a checkpoint; None means for ever."""
     if not isinstance(seconds, int) or isinstance(seconds, bool):
         return seconds is None
     return 1 <= seconds <= LONGEST_TTL_SECONDS
@@ -595,10 +620,9 @@ def is_ttl(seconds: object) -> bool:
 def whole_number(
     name: str, value: Any, remedy: str, low: int = -(2**63), high: int = 2**63 - 1
 ) -> int:
-    """`value` as an int of Python's, also where it is numpy's; of 64 bits, as neither a request nor
-    a tensor holds more.
+    """Return `value`, a Python or numpy integer of at most 64 bits, as a Python int.
 
-    UserError names it, with the remedy.
+    Raise UserError with `name` and `remedy` if `value` is not an integer from `low` to `high`.
     """
     if _is_int(value) and not -(2**63) <= value <= 2**64 - 1:
         raise UserError(f"{name} has more than 64 bits: give {remedy}")
@@ -624,7 +648,9 @@ def _keep_number(
     open_low: bool = False,
     open_high: bool = False,
 ) -> None:
-    """The field as a float of Python's: optimizers and JSON take no other kind."""
+    """Convert the field to a Python float, the only type that optimizers and JSON accept. UserError
+    if it is not a finite number in the range.
+    """
     given = getattr(options, name)
     value = given.item() if isinstance(given, np.generic) else given
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -642,7 +668,7 @@ def _token_list(tokens: Any, name: str) -> list[int]:
     values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     if isinstance(values, Mapping) and "input_ids" in values:
         raise UserError(
-            f"{name} is a {type(tokens).__name__}, as tokenizers give it; take its ['input_ids']"
+            f"{name} is a {type(tokens).__name__}, as tokenizers return it; give its ['input_ids']"
         )
     if isinstance(values, (str, bytes, Mapping, Set)) or not isinstance(values, Iterable):
         raise UserError(
@@ -653,12 +679,12 @@ def _token_list(tokens: Any, name: str) -> list[int]:
         for token in values:
             if not _is_int(token):
                 raise UserError(
-                    f"{name} holds {token!r}; give one list of token ids, which are whole numbers"
+                    f"{name} contains {token!r}; give one list of token ids, which are whole numbers"
                 )
         values = [int(token) for token in values]
     if values and (max(values) >= 2**63 or min(values) < -(2**63)):
         raise UserError(
-            f"{name} holds a number of more than 64 bits, which no vocabulary has; use the model's own tokenizer"
+            f"{name} contains a number of more than 64 bits, which is in no vocabulary; use the model's own tokenizer"
         )
     return values
 
@@ -667,7 +693,7 @@ def _stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
             raise UserError(
-                "SamplingParams.stop is an empty string, which every text contains; give [] for no stop"
+                "SamplingParams.stop is an empty string, which would stop at once; give [] to never stop early"
             )
         return stop
     values = stop.tolist() if hasattr(stop, "tolist") else stop

@@ -119,7 +119,7 @@ def test_lists_take_the_dtype_of_their_key():
         ([[1], [1, 2]], "unequal"),
         ([0.5], "fractions"),
         (["a"], "not numbers"),
-        ([None, 1.0], "None are not numbers; replace"),
+        ([None, 1.0], "None are not numbers; give"),
         (np.array([True]), "bool"),
         (7, "is a int"),
     ],

@@ -1,3 +1,1 @@
-"""What a user holds: clients that turn method calls into operations of a `Service`, and the futures
-that come back.
-"""
+"""The clients that users call. Their methods submit operations to a `Service` and return futures."""

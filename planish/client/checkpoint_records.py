@@ -1,10 +1,9 @@
-"""Training runs and checkpoints, as a server tells them, or as they lie in this machine's own
-directory.
+"""Lists of training runs and checkpoints, for commands: from a server or from a local directory.
 
-Rows are the objects of the server's REST interface; those of the directory are made alike. A server
-is asked once a question and no session is begun, so that looking leaves no trace. The directory is
-that of `ServiceClient()` without a server; what a server keeps is changed through the server only,
-since it has notes of its own about each checkpoint.
+Rows are the objects of the server's REST API; rows of the local directory have the same fields. No
+session is created on the server, so listing leaves no trace there. The local directory is that of
+`ServiceClient()` without a server. Checkpoints of a server must be changed through the server,
+because it keeps its own records about them.
 """
 
 from __future__ import annotations
@@ -43,32 +42,44 @@ _PAGE = 1000
 
 
 class Records(Protocol):
-    """Newest first. Paths are tinker://RUN/KIND/NAME."""
+    """Training runs and checkpoints. Lists are newest first; a path is tinker://RUN/KIND/NAME."""
 
-    def runs(self, limit: int | None) -> list[Row]: ...
+    def runs(self, limit: int | None) -> list[Row]:
+        """Return at most `limit` training runs (None: all)."""
+        ...
 
-    def run(self, run_id: str) -> Row: ...
+    def run(self, run_id: str) -> Row:
+        """Return one training run. CheckpointError if it does not exist."""
+        ...
 
-    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]: ...
+    def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
+        """Return at most `limit` checkpoints of a run, or of all runs."""
+        ...
 
     def checkpoint(self, path: str) -> Row:
-        """What the list says of it, with its base model and adapter."""
+        """Return the row of a checkpoint, with its base model and adapter shape."""
         ...
 
-    def delete(self, path: str) -> None: ...
+    def delete(self, path: str) -> None:
+        """Delete a checkpoint."""
+        ...
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        """From now on; None keeps it."""
+        """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
         ...
 
-    def set_public(self, path: str, public: bool) -> None: ...
+    def set_public(self, path: str, public: bool) -> None:
+        """Publish a checkpoint of a server, or make it private again."""
+        ...
 
     def download(self, path: str, directory: Path) -> list[Path]:
-        """Put the files of a checkpoint into a directory that exists."""
+        """Copy the files of a checkpoint into an existing directory, and return their paths."""
         ...
 
 
 class ServerRecords:
+    """The training runs and checkpoints of a server."""
+
     def __init__(self, url: str, key: str | None) -> None:
         with as_user_errors("--base-url"):
             self._url = checked_url(url)
@@ -78,32 +89,32 @@ class ServerRecords:
         return self._pages("/training_runs", "training_runs", limit)
 
     def run(self, run_id: str) -> Row:
-        return self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}")
+        return self._call("GET", f"/training_runs/{quote(run_id, safe=':')}")
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
         if run_id is None:
             return self._pages("/checkpoints", "checkpoints", limit)
-        found = self._ask("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")[
+        found = self._call("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")[
             "checkpoints"
         ]
         return found[:limit]
 
     def checkpoint(self, path: str) -> Row:
-        return _as_one(self._ask("POST", "/weights_info", json={"tinker_path": path}))
+        return _as_one(self._call("POST", "/weights_info", json={"tinker_path": path}))
 
     def delete(self, path: str) -> None:
-        self._ask("DELETE", _endpoint(path))
+        self._call("DELETE", _endpoint(path))
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
-        self._ask("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
+        self._call("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
 
     def set_public(self, path: str, public: bool) -> None:
-        self._ask("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
+        self._call("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
 
     def download(self, path: str, directory: Path) -> list[Path]:
-        urls = self._ask("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
+        urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
-            _finished(self._fetched(url, directory / _file_name(name)))
+            _run_coroutine(self._download_file(url, directory / _file_name(name)))
             for name, url in sorted(urls.items())
         ]
 
@@ -111,16 +122,16 @@ class ServerRecords:
         found: list[Row] = []
         while limit is None or len(found) < limit:
             wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
-            page = self._ask("GET", path, params={"limit": wanted, "offset": len(found)})[name]
+            page = self._call("GET", path, params={"limit": wanted, "offset": len(found)})[name]
             found += page
             if len(page) < wanted:
                 break
         return found
 
-    def _ask(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
-        return _finished(self._asked(method, API + path, **options))
+    def _call(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
+        return _run_coroutine(self._request(method, API + path, **options))
 
-    async def _asked(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
+    async def _request(self, method: str, path: str, **options: Any) -> Mapping[str, Any]:
         http = Http(self._url, self._headers)
         try:
             response = await http.request(method, path, **options)
@@ -132,17 +143,17 @@ class ServerRecords:
             raise refusal(response)
         return body_of(response)
 
-    async def _fetched(self, url: str, target: Path) -> Path:
-        http, aside = Http(self._url, {}), target.with_name(f".{target.name}.part")
+    async def _download_file(self, url: str, target: Path) -> Path:
+        http, partial_file = Http(self._url, {}), target.with_name(f".{target.name}.part")
         try:
             async with http.stream("GET", url) as response:
                 if not response.is_success:
                     await response.aread()
                     raise refusal(response)
-                with open(aside, "wb") as file:
-                    async for piece in response.aiter_bytes():
-                        file.write(piece)
-            aside.replace(target)
+                with open(partial_file, "wb") as file:
+                    async for block in response.aiter_bytes():
+                        file.write(block)
+            partial_file.replace(target)
         except NoAnswerError as error:
             raise self._unreachable(error) from error
         except OSError as error:
@@ -151,7 +162,7 @@ class ServerRecords:
             ) from error
         finally:
             with suppress(OSError):
-                aside.unlink(missing_ok=True)
+                partial_file.unlink(missing_ok=True)
             await http.close()
         return target
 
@@ -162,7 +173,7 @@ class ServerRecords:
 
 
 class LocalRecords:
-    """Of the runs of engines in processes of this machine."""
+    """The training runs and checkpoints that local engines saved in a directory."""
 
     def __init__(self, data_dir: Path | None) -> None:
         self._store = CheckpointStore(data_directory(data_dir))
@@ -176,7 +187,7 @@ class LocalRecords:
         checkpoints = self._store.records(run_id)
         if not checkpoints:
             raise CheckpointError(
-                f"{run_id!r}: there is no run of this name with checkpoints; `planish runs` lists them"
+                f"{run_id!r}: no run of this name has checkpoints; `planish runs` lists the runs"
             )
         return self._run(run_id, checkpoints)
 
@@ -198,7 +209,7 @@ class LocalRecords:
         self._store.set_ttl(_parsed(path), seconds)
 
     def set_public(self, path: str, public: bool) -> None:
-        raise UnsupportedError("there is nobody to publish to without a server; give --base-url")
+        raise UnsupportedError("checkpoints can be published on a server only; give --base-url")
 
     def download(self, path: str, directory: Path) -> list[Path]:
         files = self._store.files(_parsed(path))
@@ -231,42 +242,41 @@ class LocalRecords:
 
 
 def records_of(base_url: str | None, api_key: str | None, data_dir: Path | None) -> Records:
-    """A server's if one is named, here or in the environment, else those of this machine."""
+    """Return the records of a server if `base_url` or the environment names one, else local ones."""
     url = chosen_url(base_url, api_key, {"data_dir": data_dir})
     return LocalRecords(data_dir) if url is None else ServerRecords(url, checked_key(api_key))
 
 
 def downloaded(records: Records, path: str, out: Path, option: str) -> list[Path]:
-    """The files of a checkpoint in a directory that is new or empty; `option` named it, for the
-    errors' words.
+    """Download a checkpoint into `out`, which must be new or empty, and return the file paths.
+
+    `option` is the text before the path in error messages.
     """
     try:
         existed = out.exists()
         if existed and (not out.is_dir() or any(out.iterdir())):
             raise UserError(
-                f"{option}{out}: there is something already; give a directory that is new or empty"
+                f"{option}{out}: the directory is not empty; give a new or empty directory"
             )
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StorageError(
-            f"{option}{out}: {error}; give a directory that can be written to"
-        ) from error
+        raise StorageError(f"{option}{out}: {error}; give a writable directory") from error
     try:
         return records.download(path, out)
     except BaseException:
-        with suppress(OSError):  # something is in it
+        with suppress(OSError):  # some files were written before the error
             if not existed:
                 out.rmdir()
         raise
 
 
 def as_json(rows: object) -> str:
-    """With line breaks, for programs and for people."""
+    """Return the rows as indented JSON."""
     return orjson.dumps(rows, option=orjson.OPT_INDENT_2).decode()
 
 
-def _finished(work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`, also where an event loop runs in this thread, as in a notebook."""
+def _run_coroutine(work: Coroutine[Any, Any, R]) -> R:
+    """Run `work` and return its result, even if this thread runs an event loop, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -294,18 +304,18 @@ def _run_of(checkpoint: Checkpoint) -> str:
 
 
 def _endpoint(path: str) -> str:
-    """Of a checkpoint; external weights have paths that only a server knows, so they are not parsed
-    here.
+    """Return the REST path of a checkpoint. `CheckpointPath.parse` does not fit here, because the
+    paths of external weights have a kind that only servers know.
     """
     prefix, run_id, checkpoint_id = "tinker://", *path.removeprefix("tinker://").partition("/")[::2]
     if not path.startswith(prefix) or not run_id or checkpoint_id.count("/") != 1:
         raise CheckpointError(
-            f"{path!r} is no path of a checkpoint; give tinker://RUN/weights/NAME as the list shows it"
+            f"{path!r} is not the path of a checkpoint; give tinker://RUN/weights/NAME as in `planish checkpoints list`"
         )
     return f"/training_runs/{quote(run_id, safe=':')}/checkpoints/{quote(checkpoint_id, safe='/:')}"
 
 
 def _file_name(name: str) -> str:
     if Path(name).name != name or name.startswith("."):
-        raise CheckpointError(f"the server names a file {name!r}, which is no name of a file")
+        raise CheckpointError(f"the server sent {name!r}, which is not a valid file name")
     return name

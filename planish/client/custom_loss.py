@@ -1,8 +1,8 @@
-"""Any differentiable function of the logprobs as a loss, by two passes of the trainer.
+"""Custom losses: any differentiable function of the logprobs, computed in two passes.
 
-For a loss L(l) of the logprobs l, cross entropy with weights w = -dL/dl held constant has the
-gradient of L, since it is -sum w l. So: a forward pass gives l, the caller's function gives L,
-autograd gives dL/dl, and a second pass applies it.
+For a loss L(l) of the logprobs l, let w = -dL/dl, held constant. Weighted cross entropy, -sum w l,
+then has the same gradient as L. So a forward pass returns l, the caller's function computes L,
+autograd computes dL/dl, and a second forward and backward pass accumulates the gradient.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CustomGradient:
-    """What the caller's function gave."""
+    """The gradient of a custom loss, as weights for cross entropy."""
 
     data: list[Datum]
-    """For the second pass."""
+    """The datums of the second pass, with -dL/dl as "weights"."""
     metrics: Mapping[str, float]
-    """Its own, and "loss:sum"."""
+    """The metrics that the loss returned, and "loss:sum"."""
 
 
 def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
-    """The datums with their targets alone."""
-    # Loaded in the caller's thread, where it is interrupted if the program ends meanwhile.
+    """Return the datums with target_tokens as their only loss input."""
+    # Import torch in the caller's thread: Ctrl-C can interrupt the import there.
     import torch  # noqa: F401
 
     check_data(data)
@@ -51,10 +51,12 @@ def first_pass_data(data: Sequence[Datum]) -> list[Datum]:
 def custom_gradient(
     data: Sequence[Datum], forward: ForwardBackwardOutput, loss_fn: CustomLoss
 ) -> CustomGradient:
-    """Call `loss_fn(data, logprobs)` and differentiate. UserError for what is no loss,
-    NonFiniteError for one that is not finite.
+    """Call `loss_fn(data, logprobs)` and differentiate its loss by the logprobs.
+
+    UserError if it does not return (loss, metrics), NonFiniteError if the loss or its gradient is
+    not finite.
     """
-    # Loaded here: planish can be imported without torch.
+    # Imported here, because `import planish` must not import torch.
     import torch
 
     leaves = [
@@ -73,7 +75,7 @@ def custom_gradient(
     loss, metrics = outcome
     if not isinstance(metrics, Mapping):
         raise UserError(
-            f"the custom loss's metrics are a {type(metrics).__name__}; give a dictionary of numbers"
+            f"the custom loss returned metrics of type {type(metrics).__name__}; return a dictionary of numbers"
         )
     numbers = {name: _number(name, value) for name, value in metrics.items()}
     if loss.numel() != 1 or not loss.requires_grad:
@@ -111,14 +113,16 @@ def _number(name: str, value: Any) -> float:
     try:
         return float(value)
     except (TypeError, ValueError):
-        raise UserError(f"the custom loss's metric {name!r} is {value!r}; give a number") from None
+        raise UserError(
+            f"the custom loss's metric {name!r} is {value!r}; return a number"
+        ) from None
 
 
 def merged(output: ForwardBackwardOutput, metrics: Mapping[str, float]) -> ForwardBackwardOutput:
-    """The second pass's output with the custom loss and metrics; what the trainer summed is
-    "surrogate_loss:sum".
+    """Return the output of the second pass with the custom loss's metrics. The weighted cross entropy
+    of that pass is renamed to "surrogate_loss:sum".
     """
-    theirs = {**output.metrics, "surrogate_loss:sum": output.metrics["loss:sum"]}
+    surrogate = {**output.metrics, "surrogate_loss:sum": output.metrics["loss:sum"]}
     return ForwardBackwardOutput(
-        output.loss_fn_output_type, output.loss_fn_outputs, {**theirs, **metrics}
+        output.loss_fn_output_type, output.loss_fn_outputs, {**surrogate, **metrics}
     )

@@ -1,8 +1,8 @@
-"""Results under way: one object that both blocking and async code can wait for.
+"""`Pending`, the future that blocking and async code can wait for, and decorators for async methods.
 
-A method is written once, as one that returns a `Pending`; its `_async` form is made from it by
-`submitting` (awaiting it gives the Pending), `awaiting` (gives the result), `in_thread` or
-`reading` (for methods that block).
+A method is written once and returns a `Pending`. Its `_async` form is derived from it: with
+`submitting`, awaiting the call returns the Pending; with `awaiting`, the result; `in_thread` and
+`reading` are for methods that block.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ S = TypeVar("S")
 
 
 class Pending(Generic[T]):
-    """The result of a submitted operation: `.result()`, or `await`."""
+    """The future result of a submitted operation: call `.result()`, or await it."""
 
     def __init__(self, future: Future[T], *, withdraw: bool = False) -> None:
-        """`withdraw`: when a task that awaits this is cancelled, or Ctrl-C ends the wait for it, so
-        is the operation.
+        """With `withdraw`, the operation is cancelled when the task that awaits it is cancelled, or
+        when Ctrl-C interrupts the wait.
         """
         self._future = future
         self._withdraw = withdraw
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a Pending cannot be copied or pickled: wait for its result, and copy or send that"
+            "a Pending cannot be copied or pickled; wait for its result, and copy or send the result"
         )
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for it. TimeoutError after `timeout` seconds; the operation goes on then."""
+        """Wait for the result. TimeoutError after `timeout` seconds; the operation continues."""
         try:
             return self._future.result(timeout)
         except KeyboardInterrupt:
@@ -43,11 +43,12 @@ class Pending(Generic[T]):
             raise
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Wait for it without blocking the event loop. TimeoutError after `timeout` seconds; the
-        operation goes on then.
+        """Wait for the result without blocking the event loop. TimeoutError after `timeout` seconds;
+        the operation continues.
         """
         try:
-            # The shield lets several tasks wait, and one of them give up.
+            # Several tasks may wait for one future: without the shield, cancelling one of them
+            # would cancel the future for all.
             return await asyncio.wait_for(
                 asyncio.shield(asyncio.wrap_future(self._future)), timeout
             )
@@ -60,28 +61,28 @@ class Pending(Generic[T]):
         return self.result_async().__await__()
 
     async def coroutine(self) -> T:
-        """The same as awaiting it, for functions that insist on a coroutine."""
+        """Return the result, as `await` does. For functions that accept only coroutines."""
         return await self.result_async()
 
     def future(self) -> Future[T]:
-        """The underlying future. Its callbacks run in the thread of the engine, or of the
-        connection: let them be short, and wait for nothing.
+        """Return the underlying future. Its callbacks run in the engine thread or in the connection's
+        thread, so they must be short and must not wait.
         """
         return self._future
 
     def done(self) -> bool:
-        """Whether there is a result, an error, or it was cancelled."""
+        """Return whether there is a result or an error, or the operation was cancelled."""
         return self._future.done()
 
     def cancel(self) -> bool:
-        """Withdraw the operation if it can still be: a sampling request until it is answered,
-        others until they begin.
+        """Cancel the operation, and return whether that was possible. Sampling requests can be
+        cancelled until they are finished, other operations until they begin.
         """
         return self._future.cancel()
 
 
 class _Chained(Future[T]):
-    """A future made from another one; cancelling it cancels that."""
+    """A future derived from `source`. Cancelling it cancels `source`."""
 
     def __init__(self, source: Future[S]) -> None:
         super().__init__()
@@ -96,8 +97,8 @@ class _Chained(Future[T]):
 
 
 def chained(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
-    """A future of `convert(result)`. `convert` runs once, in the thread that answers `source`: let
-    it be short.
+    """Return a future of `convert(result of source)`. `convert` runs once, in the thread that
+    completes `source`, so it must be short.
     """
     future: _Chained[T] = _Chained(source)
 
@@ -115,57 +116,57 @@ def chained(source: Future[S], convert: Callable[[S], T]) -> Future[T]:
 
 
 def completed(value: T) -> Pending[T]:
-    """A result that is there already."""
+    """Return a Pending that already has the result `value`."""
     future: Future[T] = Future()
     future.set_result(value)
     return Pending(future)
 
 
 def submitting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, Pending[T]]]:
-    """The async form of a method that submits: awaiting it gives the Pending; the operation is in
-    its place by then.
+    """Return an async form of `method` whose awaited value is the Pending. The operation has been
+    submitted by then.
     """
 
     @wraps(method)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> Pending[T]:
+    async def async_method(*args: P.args, **kwargs: P.kwargs) -> Pending[T]:
         return method(*args, **kwargs)
 
-    return _renamed(twin, method)
+    return _renamed(async_method, method)
 
 
 def awaiting(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The async form of a method whose result is what is wanted."""
+    """Return an async form of `method` whose awaited value is the result."""
 
     @wraps(method)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+    async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return await method(*args, **kwargs)
 
-    return _renamed(twin, method)
+    return _renamed(async_method, method)
 
 
 def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The async form of a method that blocks: it runs in another thread."""
+    """Return an async form of a blocking `method`, which runs in another thread."""
 
     @wraps(method)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+    async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return await asyncio.to_thread(method, *args, **kwargs)
 
-    return _renamed(twin, method)
+    return _renamed(async_method, method)
 
 
 def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The async form of a method that does its work before it returns a completed result: that runs
-    in another thread.
+    """Return an async form of a blocking `method` that returns a completed Pending. It runs in another
+    thread, and the awaited value is the result.
     """
 
     @wraps(method)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+    async def async_method(*args: P.args, **kwargs: P.kwargs) -> T:
         return (await asyncio.to_thread(method, *args, **kwargs)).result()
 
-    return _renamed(twin, method)
+    return _renamed(async_method, method)
 
 
-def _renamed(twin: Callable[P, S], method: Callable[P, object]) -> Callable[P, S]:
-    twin.__name__ = f"{method.__name__}_async"
-    twin.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{twin.__name__}"
-    return twin
+def _renamed(async_method: Callable[P, S], method: Callable[P, object]) -> Callable[P, S]:
+    async_method.__name__ = f"{method.__name__}_async"
+    async_method.__qualname__ = f"{method.__qualname__.rpartition('.')[0]}.{async_method.__name__}"
+    return async_method

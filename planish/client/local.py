@@ -1,8 +1,7 @@
-"""The one place where a client reaches for what is behind it: an engine in this process, or a
-server.
+"""Creates the service behind a client: an engine in this process, or a connection to a server.
 
-The engine is imported at its first use, and so is the HTTP client (remote_http), so `import
-planish` loads neither.
+The engine and the HTTP client (in remote_http) are imported at first use, so `import planish`
+imports neither.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from planish.errors import UserError
 from planish.service import Service
 
 URL_VARIABLE = "PLANISH_BASE_URL"
-"""Names the server of clients that are given none. TINKER_BASE_URL is not read: where it is set,
-for scripts of the public SDK, a ServiceClient() without a URL is still an engine in its process.
+"""The environment variable with the default server URL. TINKER_BASE_URL is not read: even if it is
+set for scripts of the tinker SDK, ServiceClient() without a URL starts an engine in this process.
 """
 
 
 def start_engine(
     models: Mapping[str, str] | None, data_dir: str | Path | None, settings: Mapping[str, Any]
 ) -> Service:
-    """An engine in this process; `settings` are the fields of EngineSettings."""
+    """Start an engine in this process. `settings` are the fields of EngineSettings."""
     from planish.engine.engine import Engine
     from planish.engine.settings import EngineSettings
 
@@ -33,7 +32,7 @@ def start_engine(
 
 
 def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]) -> Service:
-    """A session with a server."""
+    """Begin a session with a server."""
     return RemoteService(base_url, api_key, user_metadata)
 
 
@@ -50,8 +49,10 @@ def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | 
 def chosen_url(
     base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]
 ) -> str | None:
-    """`base_url`, or what the environment says; None is this process. UserError if both are meant,
-    or a key of no server is given.
+    """Return the server URL: `base_url`, else that of the environment; None means this process.
+
+    UserError if there is a URL and also `engine_options` that only a local engine has, or an
+    `api_key` without a URL.
     """
     source, url = (
         ("base_url", base_url)
@@ -61,9 +62,9 @@ def chosen_url(
     given = [name for name, value in engine_options.items() if value not in (None, "auto")]
     if url and given:
         raise UserError(
-            f"{source}={url!r} names a server, and {', '.join(given)} is for an engine in this process; "
-            "leave one of them out (the server has such options of its own)"
+            f"{source}={url!r} names a server, but {', '.join(given)} is for an engine in this process; "
+            "leave out one of them (`planish serve` has options for the server's engine)"
         )
     if api_key is not None and not url:
-        raise UserError("api_key is for a server, and base_url is missing; give both, or neither")
+        raise UserError("api_key is given without base_url; give both, or neither")
     return url or None

@@ -297,7 +297,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
     (
         "many samples",
         lambda c: sample(c, n=4097),
-        "^num_samples=4097: give.*1 to 4096; more take several requests",
+        "^num_samples=4097: give.*1 to 4096; split more samples",
     ),
     ("samples without end", lambda c: sample(c, n=10**20), "^num_samples has more than 64 bits"),
     (

@@ -140,7 +140,7 @@ def test_options_are_those_of_every_service_client(tmp_path):
     [
         ((), "name a script"),
         (("--model", "x", "script.py"), "--model 'x': write NAME=PATH"),
-        (("--substitute-loss", "ppo=cispo", "script.py"), "'ppo' is no loss that planish refuses"),
+        (("--substitute-loss", "ppo=cispo", "script.py"), "'ppo' cannot be substituted"),
     ],
 )
 def test_a_wrong_option_is_named_before_the_script_starts(tmp_path, words, named):

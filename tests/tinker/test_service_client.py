@@ -112,9 +112,9 @@ def test_without_a_substitute_the_refusal_names_the_option(options):
 @pytest.mark.parametrize(
     ("given", "named"),
     [
-        ({"ppo": "cispo"}, "'ppo' is no loss that planish refuses"),
-        ({"stable_reinforce": "cross_entropy"}, "'cross_entropy' cannot stand in"),
-        ({"stable_reinforce": "other"}, "'other' cannot stand in"),
+        ({"ppo": "cispo"}, "'ppo' cannot be substituted"),
+        ({"stable_reinforce": "cross_entropy"}, "'cross_entropy' cannot be substituted"),
+        ({"stable_reinforce": "other"}, "'other' cannot be substituted"),
     ],
 )
 def test_a_wrong_substitute_is_named(options, given, named):
