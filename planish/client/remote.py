@@ -1,19 +1,19 @@
-"""`Service` on a server: the same operations, over the protocol of planish/wire, so that a script
-runs near or far unchanged.
+"""`RemoteService`, the `Service` of a server: the same operations over the HTTP protocol of
+planish/wire, so scripts run unchanged on a local engine or on a server.
 
-    remote_checks     what is wrong before anything is sent
-    remote_lane       the operations of one model, in order
-    remote_samplers   samplers and samples
-    remote_session    how the session begins, lives and ends
-    remote_link       HTTP (remote_http), repeated until it is answered (remote_patience)
-    remote_thread     the event loop in which all of that runs
-    remote_tokenizer  tokenizers, fetched once
+    remote_checks     validates operations before they are sent
+    remote_lane       sends the operations of one model in order
+    remote_samplers   samplers and sampling requests
+    remote_session    begin, heartbeat and end of the session
+    remote_link       HTTP requests (remote_http) with retries (remote_patience)
+    remote_thread     the event loop thread in which all of these run
+    remote_tokenizer  a cache of downloaded tokenizers
 
-What differs from an engine in this process: `submit` returns before the server has looked, so what
-only the server can see to be wrong (a prompt that is too long, say) comes through the future. The
-caller's ids of models and samplers are names in this object; the server's own, with which paths of
-checkpoints begin, are in what operations answer. A server that is restarted is waited for; what it
-had acknowledged goes on.
+Differences from an engine in this process: `submit` returns before the server has checked the
+operation, so errors that only the server can detect (a prompt that is too long, for example) come
+through the future. Callers choose ids of models and samplers that are valid in this object only.
+Results contain the server's ids, which also begin checkpoint paths. If the server restarts, the
+client waits for it, and operations that the server had accepted continue.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from planish.client.remote_http import is_this_machine
 from planish.client.remote_lane import Entry, Lane
 from planish.client.remote_link import Link, checked_key, checked_url
 from planish.client.remote_patience import PATIENCE_SECONDS
-from planish.client.remote_samplers import Drawing, RemoteSampler
+from planish.client.remote_samplers import RemoteSampler, SampleSender
 from planish.client.remote_session import RemoteSession
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import cache_directory, keep_tokenizer
@@ -70,6 +70,8 @@ _PAGE = 1000
 
 
 class RemoteService:
+    """A `Service` whose engine is on a server."""
+
     def __init__(
         self,
         base_url: str,
@@ -78,11 +80,11 @@ class RemoteService:
         *,
         patience_seconds: float = PATIENCE_SECONDS,
     ) -> None:
-        """Begin a session. `api_key`: by default PLANISH_API_KEY, else TINKER_API_KEY of the
-        environment, else none.
+        """Begin a session. `api_key` defaults to the environment's PLANISH_API_KEY, else
+        TINKER_API_KEY, else no key.
 
-        `patience_seconds`: for so long a server may be away, to be restarted, before what waits for
-        it fails.
+        `patience_seconds` is how long the server may be unreachable, for instance during a restart,
+        before waiting requests fail.
         """
         url = checked_url(base_url)
         self._link = Link(
@@ -95,41 +97,41 @@ class RemoteService:
             self._thread.stop()
             raise
         self._thread.spawn(self._session.keep_alive)
-        self._drawing = Drawing(self._link, self._thread)
-        self._thread.spawn(self._drawing.run)
+        self._sample_sender = SampleSender(self._link, self._thread)
+        self._thread.spawn(self._sample_sender.run)
         self._models: dict[str, Lane] = {}
         self._samplers: dict[str, RemoteSampler] = {}
         self._model_numbers, self._sampler_numbers = itertools.count(), itertools.count()
         self._tokenizers: dict[str, Path] = {}
         self._open: set[Future[Any]] = set()
-        """Not answered yet."""
+        """The futures of unfinished operations."""
         self._saves: set[Future[Any]] = set()
-        """Those of them that are checkpoints."""
+        """The futures among `_open` that save a checkpoint."""
         self._is_closed = False
-        # So that `close` knows of every operation that is given. Reentrant: a sampler may be
-        # collected, and so released, within `submit`.
-        self._giving = threading.RLock()
-        # One that nobody can reach any more lets go of its connection; at exit, one that is left
-        # waits for its checkpoints and tells the server.
+        # `close` must see every submitted operation. The lock is reentrant, because garbage
+        # collection within `submit` may release a sampler, which calls `submit` again.
+        self._submit_lock = threading.RLock()
+        # Garbage collection of this object closes the connection. At exit, a remaining object waits
+        # for its checkpoints and ends the session instead.
         weakref.finalize(self, self._thread.stop).atexit = False
         self._thread.at_exit = _weak_close(self)
 
     def submit(self, operation: Operation[R]) -> Future[R]:
-        """As `Service.submit`, but it reads nothing, and checks no more than it can see."""
+        """Queue `operation` for the server. Checks that need the server come through the future."""
         if self._is_closed:
             raise _closed()
         if not self._thread.is_alive():
             raise EngineClosedError(
-                "the connection to the server is gone, or in the process that this one was forked from; make a new ServiceClient here"
+                "the connection to the server is closed, or belongs to the process that this one was forked from; make a new ServiceClient here"
             )
         check(operation)
-        operation = _kept(operation)
+        operation = _with_copied_inputs(operation)
         answer: Future[Any] = Future()
-        # Until it is answered: of `ServiceClient(...).create_sampling_client(...).sample(...)` the
-        # caller holds the future alone.
-        kept = [self]
-        answer.add_done_callback(lambda _: kept.clear())
-        with self._giving:
+        # Keep this object alive until the operation is finished: after
+        # `ServiceClient(...).create_sampling_client(...).sample(...)` the caller has only the future.
+        keep_alive = [self]
+        answer.add_done_callback(lambda _: keep_alive.clear())
+        with self._submit_lock:
             if self._is_closed:
                 raise _closed()
             self._open.add(answer)
@@ -138,7 +140,7 @@ class RemoteService:
                 self._saves.add(answer)
                 answer.add_done_callback(self._saves.discard)
             try:
-                self._give(operation, answer)
+                self._dispatch(operation, answer)
             except BaseException:
                 self._open.discard(answer)
                 self._saves.discard(answer)
@@ -146,18 +148,22 @@ class RemoteService:
         return cast("Future[R]", answer)
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
+        """Return the base models that the server offers."""
         return capabilities_from_json(self._read("/get_server_capabilities"))
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
+        """Wait until the server has created the sampler; return its base model and checkpoint."""
         return self._sampler(sampler_id).ready.result()
 
     def tokenizer_directory(self, base_model: str) -> Path:
+        """Return a local directory with the tokenizer, downloaded once from the server."""
         if base_model not in self._tokenizers:
             files = self._read("/tokenizer", {"base_model": base_model}).mapping("files")
             self._tokenizers[base_model] = keep_tokenizer(files, cache_directory())
         return self._tokenizers[base_model]
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Return the server's checkpoints of a run, or of all runs, newest first."""
         if run_id is not None:
             return _checkpoints(self._read(f"/training_runs/{quote(run_id, safe=':')}/checkpoints"))
         found: list[Checkpoint] = []
@@ -166,9 +172,10 @@ class RemoteService:
             found += _checkpoints(page)
             if len(page.array("checkpoints")) < _PAGE:
                 return found
-        raise AssertionError("there is no end of pages")
+        raise AssertionError("itertools.count ended")
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return base model and adapter shape of the checkpoint at a tinker:// path."""
         parsed = CheckpointPath.parse(path)
         info = self._post(Posted.json("/weights_info", {"tinker_path": str(parsed)}))
         return CheckpointInfo(
@@ -176,55 +183,56 @@ class RemoteService:
         )
 
     def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at a tinker:// path from the server."""
         parsed = CheckpointPath.parse(path)
         segment = parsed.checkpoint_id.partition("/")[0]
         run, name = quote(parsed.run_id, safe=":"), quote(parsed.name, safe=":")
         self._call(self._link.delete, f"/training_runs/{run}/checkpoints/{segment}/{name}")
 
     def close(self, finish: bool = True) -> None:
-        """End the session. `finish`: wait for what is under way first; otherwise it fails, though
-        the server may still do it.
+        """End the session. With `finish`, wait for unfinished operations first; otherwise their
+        futures fail, although the server may still run them.
         """
-        with self._giving:
+        with self._submit_lock:
             self._is_closed = True
         try:
             for answer in list(self._open) if finish and self._thread.is_alive() else []:
                 with suppress(Exception):
                     answer.result()
         finally:
-            with suppress(RuntimeError, EngineClosedError):  # it was closed before
+            with suppress(RuntimeError, EngineClosedError):  # already closed
                 self._thread.call(self._session.finish, "success" if finish else "interrupted")
             self._thread.stop()
             self._fail_open()
 
-    # What `submit` does with an operation that can be sent.
+    # Sending a checked operation.
 
-    def _give(self, operation: Operation[Any], answer: Future[Any]) -> None:
+    def _dispatch(self, operation: Operation[Any], answer: Future[Any]) -> None:
         match operation:
             case CreateModel():
                 self._create_model(operation, answer)
             case CreateSampler():
                 sampler = self._new_sampler(operation.sampler_id)
                 named = replace(operation, sampler_id=sampler.server_id)
-                self._thread.spawn(self._drawing.create, named, sampler, Entry(named, answer))
+                self._thread.spawn(self._sample_sender.create, named, sampler, Entry(named, answer))
             case ReleaseSampler():
                 sampler = self._sampler(operation.sampler_id)
-                _forget(self._samplers, sampler)
-                self._thread.spawn(self._drawing.release, sampler)
+                _remove_value(self._samplers, sampler)
+                self._thread.spawn(self._sample_sender.release, sampler)
                 answer.set_result(None)
             case Sample():
                 sampler = self._sampler(operation.sampler_id)
-                self._thread.spawn(self._drawing.sample, operation, sampler, answer)
+                self._thread.spawn(self._sample_sender.sample, operation, sampler, answer)
             case PublishSampler():
                 lane, sampler = (
                     self._lane(operation.model_id),
                     self._new_sampler(operation.sampler_id),
                 )
-                answer.add_done_callback(lambda answer: _settle(sampler, lane, answer))
+                answer.add_done_callback(lambda answer: _set_ready(sampler, lane, answer))
                 named = replace(operation, model_id=lane.model_id, sampler_id=sampler.server_id)
                 self._thread.post(lane.put, Entry(named, answer))
             case _:
-                self._give_to_model(cast(Any, operation), answer)
+                self._dispatch_to_model(cast(Any, operation), answer)
 
     def _create_model(self, operation: CreateModel, answer: Future[Any]) -> None:
         server_id = f"{self._session.session_id}:train:{next(self._model_numbers)}"
@@ -235,10 +243,10 @@ class RemoteService:
         self._thread.spawn(lane.work)
         self._thread.post(lane.put, Entry(replace(operation, model_id=server_id), answer))
 
-    def _give_to_model(self, operation: Any, answer: Future[Any]) -> None:
+    def _dispatch_to_model(self, operation: Any, answer: Future[Any]) -> None:
         lane = self._lane(operation.model_id)
         if isinstance(operation, UnloadModel):
-            _forget(self._models, lane)
+            _remove_value(self._models, lane)
         self._thread.post(lane.put, Entry(replace(operation, model_id=lane.model_id), answer))
 
     def _new_sampler(self, sampler_id: str) -> RemoteSampler:
@@ -265,17 +273,19 @@ class RemoteService:
         return sampler
 
     def _checkpoint(self, path: CheckpointPath, info: Fields) -> Checkpoint:
-        """As planish's server tells it; another one lists it among those of its run."""
+        """Return the checkpoint in `info`. Servers other than planish's leave it out; then look it up
+        in the list of the run's checkpoints.
+        """
         if info.has("checkpoint"):
             return checkpoint_from_json(info.object("checkpoint"))
         for checkpoint in self.checkpoints(path.run_id):
             if checkpoint.tinker_path == str(path):
                 return checkpoint
         raise CheckpointError(
-            f"{path} is not among the checkpoints of its run any more; name another one"
+            f"{path} is no longer among the checkpoints of its run; give another path"
         )
 
-    # Waiting for the server.
+    # Requests that block until the server answers.
 
     def _read(self, path: str, params: Mapping[str, str | int] | None = None) -> Fields:
         return Fields.of(self._call(self._link.get, path, params).content)
@@ -290,13 +300,13 @@ class RemoteService:
 
     def _fail_open(self) -> None:
         for answer in list(self._open):
-            with suppress(InvalidStateError):  # answered or cancelled in this moment
+            with suppress(InvalidStateError):  # finished or cancelled just now
                 answer.set_exception(_closed())
 
 
-def _kept(operation: Operation[R]) -> Operation[R]:
-    """With lists and dictionaries of its own: it is written down later, and the caller may go on to
-    change his.
+def _with_copied_inputs(operation: Operation[R]) -> Operation[R]:
+    """Return `operation` with copied lists and dictionaries. It is serialized later, and the caller
+    may change the originals before that.
     """
     match operation:
         case ForwardBackward():
@@ -308,23 +318,26 @@ def _kept(operation: Operation[R]) -> Operation[R]:
             return operation
 
 
-def _forget(known: dict[str, R], gone: R) -> None:
-    """Under all of its names."""
-    for name in [name for name, other in list(known.items()) if other is gone]:
-        known.pop(name, None)
+def _remove_value(known: dict[str, R], removed: R) -> None:
+    """Remove `removed` from a dictionary in which it has two keys, the caller's id and the server's."""
+    for name, value in list(known.items()):
+        if value is removed:
+            known.pop(name, None)
 
 
 def _closed() -> EngineClosedError:
     return EngineClosedError(
-        "the connection to the server was closed before this was done; make a new ServiceClient"
+        "the connection to the server was closed before this operation finished; make a new ServiceClient"
     )
 
 
-def _settle(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
-    """Note what became of a published sampler, before anybody else hears of it."""
+def _set_ready(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
+    """Set `sampler.ready` from the finished PublishSampler. This callback is added first, so it runs
+    before callbacks of the caller.
+    """
     if published.cancelled():
         sampler.ready.set_exception(
-            UserError(f"sampler_id={sampler.server_id!r}: its making was cancelled")
+            UserError(f"sampler_id={sampler.server_id!r}: its creation was cancelled")
         )
     elif (error := published.exception()) is not None:
         sampler.ready.set_exception(error)
@@ -334,9 +347,7 @@ def _settle(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:
-    """Those that planish's clients can use: external weights are files to be fetched by other
-    programs.
-    """
+    """Return the checkpoints of a page without external weights, which clients cannot load."""
     return [
         checkpoint_from_json(fields)
         for fields in page.objects("checkpoints")
@@ -345,8 +356,8 @@ def _checkpoints(page: Fields) -> list[Checkpoint]:
 
 
 def _weak_close(service: RemoteService) -> Callable[[], None]:
-    """Closes the service if it still exists, when the checkpoints that were asked for are on the
-    server's disk.
+    """Return a function that waits for the service's pending checkpoints and then closes it. It does
+    nothing if the service no longer exists.
     """
     reference = weakref.ref(service)
 

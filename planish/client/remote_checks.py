@@ -1,5 +1,5 @@
-"""What can be seen to be wrong before it is sent: values of other kinds, ids of nothing. The server
-finds the rest.
+"""Checks of operations before they are sent: wrong types and missing ids. The server checks the
+rest.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from planish.types import (
 
 
 def check(operation: Operation[Any]) -> None:
-    """ValueError, naming the argument, for what cannot be written as a request."""
+    """Raise ValueError, which names the argument, if `operation` cannot be sent as a request."""
     match operation:
         case CreateModel():
             _check_kind("lora", operation.lora, LoraConfig)
@@ -65,7 +65,7 @@ def check(operation: Operation[Any]) -> None:
                 _check_kind(name, getattr(operation, name), kind)
             if operation.on_token is not None:
                 raise UnsupportedError(
-                    "on_token: a server sends a sample when it is whole; its /v1 endpoints stream tokens"
+                    "on_token: a server returns complete samples; use its /v1 endpoints to stream tokens"
                 )
 
 
@@ -83,7 +83,7 @@ def _check_base_model(name: str | None) -> None:
     if name is not None:
         _check_kind("base_model", name, str)
         if not name:
-            raise UserError("base_model is empty; name one of get_server_capabilities()")
+            raise UserError("base_model is empty; give a name from get_server_capabilities()")
 
 
 def _check_loss(loss_fn: Any, config: Any) -> None:
@@ -94,7 +94,7 @@ def _check_loss(loss_fn: Any, config: Any) -> None:
         )
     for key, value in config.items():
         if not isinstance(key, str):
-            raise UserError(f"loss_fn_config[{key!r}]={value!r}: the names of options are strings")
+            raise UserError(f"loss_fn_config[{key!r}]={value!r}: option names must be strings")
         option_value(key, value)
 
 

@@ -1,8 +1,8 @@
-"""What a server refuses and how it fails, as errors that a script can catch.
+"""Converts error responses of a server to exceptions.
 
-UserError and its kin     the call is wrong: 4xx, or a failed result of category "user"
-ServerUnreachableError    nobody answers, or not for longer than a restart takes
-ServerFaultError          the server itself is at fault: 500, or a failed result of another category
+UserError, subclasses     the call is wrong: 4xx, or a failed result of category "user"
+ServerUnreachableError    the server is not reachable, for longer than a restart takes
+ServerFaultError          the server failed: 500, or a failed result of another category
 EngineClosedError         the session has ended
 """
 
@@ -25,19 +25,19 @@ _KEY_REMEDY = "give api_key, or set PLANISH_API_KEY (or TINKER_API_KEY) to a key
 
 
 class ServerUnreachableError(PlanishError, ConnectionError):
-    """No answer from the server. What it had acknowledged is kept there."""
+    """The server does not answer. It keeps the requests that it had accepted."""
 
 
 class ServerFaultError(PlanishError, RuntimeError):
-    """The server failed for a reason of its own; its log has the whole of it."""
+    """The server failed, and not because of the request. Its log has the details."""
 
 
 class NoSuchEndpointError(UserError):
-    """The server does not know one of planish's additions to the protocol."""
+    """The server lacks an endpoint that planish adds to the tinker protocol."""
 
 
 def body_of(response: Response) -> Mapping[str, Any]:
-    """A JSON object, or none."""
+    """Return the JSON object in a response; {} if the body is something else."""
     try:
         value = orjson.loads(response.content)
     except orjson.JSONDecodeError:
@@ -46,7 +46,7 @@ def body_of(response: Response) -> Mapping[str, Any]:
 
 
 def refusal(response: Response) -> PlanishError:
-    """The error of an answer that is none: status 4xx or 5xx."""
+    """Return the exception for a response with status 4xx or 5xx."""
     body = body_of(response)
     detail = body.get("detail") or response.text[:_MAX_SHOWN] or response.reason_phrase
     is_of_checkpoint = "checkpoints" in response.url.path or "weights" in response.url.path
@@ -56,7 +56,7 @@ def refusal(response: Response) -> PlanishError:
 
 
 def failure(body: Mapping[str, Any]) -> PlanishError:
-    """The error of a request that was done and failed: {"error", "category"}."""
+    """Return the exception for the result of a failed request: {"error", "category"}."""
     message = str(body.get("error"))
     if body.get("category") == "user":
         return named_error(message, body.get(ERROR_CLASS))
@@ -64,7 +64,7 @@ def failure(body: Mapping[str, Any]) -> PlanishError:
 
 
 def error_of_frame(header: Mapping[str, Any]) -> PlanishError:
-    """The error of one request among many: refused, with a status, or failed."""
+    """Return the exception for one request of a batch: rejected (with a status) or failed."""
     if "status" in header:
         return _refused(int(header["status"]), str(header.get("detail")), header, UserError)
     return failure(header)
@@ -75,14 +75,14 @@ def _refused(
 ) -> PlanishError:
     match status:
         case 401 | 403:
-            # The server names the variable of the tinker SDK, which the remedy names too.
+            # Drop the server's remedy: ours names the same variable, and planish's own.
             problem = message.removesuffix(_SDK_REMEDY)
             return UserError(f"{problem}; {_KEY_REMEDY}")
         case 404:
             return named_error(message, body.get(ERROR_CLASS), default)
         case 410:
             return EngineClosedError(
-                f"the server has let go of it: {message}; make a new ServiceClient"
+                f"the server has closed the session: {message}; make a new ServiceClient"
             )
         case _ if status < 500:
             return named_error(message, body.get(ERROR_CLASS))

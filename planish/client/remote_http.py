@@ -1,8 +1,7 @@
-"""Connections to one server, by httpx2, which is loaded with the first of them: `import planish` is
-to cost little.
+"""An HTTP connection pool for one server, based on httpx2.
 
-Whatever goes wrong before an answer is whole is NoAnswerError, so nothing else here knows the
-library.
+httpx2 is imported when the first pool is made, to keep `import planish` fast. Every failure before
+a response is complete becomes a NoAnswerError, so no other module depends on httpx2.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from planish.errors import UserError
 if TYPE_CHECKING:
     from httpx2 import Response
 
-# Below the time after which servers close a connection that nobody uses, so that a request seldom
-# meets a closed one.
+# Less than the idle timeout of servers (uvicorn: 5 s), so that requests rarely meet a connection
+# which the server is closing.
 _KEEP_ALIVE_SECONDS = 4.0
 _CONNECT_SECONDS, _SILENCE_SECONDS = 5.0, 60.0
 
 
 class NoAnswerError(Exception):
-    """Nobody answered, or not to the end; the cause is the library's error."""
+    """The server sent no response, or an incomplete one. The cause is the error of httpx2."""
 
 
 class Http:
-    """A pool of connections that has no limit. Its methods are for one event loop."""
+    """A connection pool without a size limit, for use in one event loop."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """UserError for a URL that cannot be one."""
-        import httpx2  # a tenth of a second, which only those pay who have a server
+        """Create a pool for `url`, with `headers` on every request. UserError if it is not a URL."""
+        import httpx2  # takes 0.1 s, so import it only for a server
 
         try:
             self._client = httpx2.AsyncClient(
@@ -44,31 +43,31 @@ class Http:
                     max_keepalive_connections=None,
                     keepalive_expiry=_KEEP_ALIVE_SECONDS,
                 ),
-                # A proxy of the environment is for the world outside.
+                # The environment's proxy settings do not apply to a server on this machine.
                 trust_env=not is_this_machine(url),
             )
         except httpx2.InvalidURL as error:
             raise UserError(f"base_url={url!r}: {error}") from None
 
     async def close(self) -> None:
+        """Close all connections."""
         await self._client.aclose()
 
     async def request(self, method: str, path: str, **options: Any) -> Response:
-        """The whole answer. `options` are those of httpx2."""
+        """Return the complete response. `options` are the keyword arguments of httpx2."""
         with _no_answer():
             return await self._client.request(method, path, **options)
 
     @asynccontextmanager
     async def stream(self, method: str, path: str, **options: Any) -> AsyncIterator[Response]:
-        """An answer whose body is still to come; NoAnswerError also for what is read of it in the
-        block.
-        """
+        """Yield a response whose body is read in the block, where NoAnswerError may be raised too."""
         with _no_answer():
             async with self._client.stream(method, path, **options) as response:
                 yield response
 
 
 def is_this_machine(url: str) -> bool:
+    """Return whether the host of `url` is this machine by a loopback name or address."""
     host = urlsplit(url).hostname or ""
     return host in ("localhost", "::1") or host.startswith("127.")
 

@@ -1,12 +1,13 @@
-"""One model on a server: its operations are posted in the order in which they were given, each when
-the one before is accepted.
+"""The request queue of one training model on a server.
 
-Results are waited for side by side. What the server refuses has used up its number, and so the next
-operation has the next one.
+Operations are sent in the order of their submission, each after the server has accepted the one
+before. Their results are awaited concurrently. A rejected operation has used its sequence number,
+so the next operation takes the next number.
 
-A step is applied as a whole or not at all. The server refuses an optim_step behind a
-forward_backward that it refused. In the place of one that cannot be sent, because it was cancelled,
-refused on this side, or its data could not be made, it gets an empty one to refuse.
+A training step is applied completely or not at all: the server rejects an optim_step that follows a
+rejected forward_backward. A forward_backward may also fail on the client, because it was cancelled,
+is invalid, or its data could not be computed. Then the client sends an empty forward_backward in
+its place, which the server rejects.
 """
 
 from __future__ import annotations
@@ -43,18 +44,20 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
 _INLINE_TOKENS = 4096
-# The server has read the number of what it refuses so.
+"""Larger batches are serialized in another thread, so that they do not block the event loop."""
 _NUMBER_USED = (400, 404)
+"""Statuses of a rejected operation whose sequence number counts as used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """An operation that was given, and its answer."""
+    """A submitted operation and the future of its result."""
 
     operation: Operation[Any]
     answer: Future[Any]
 
     def fail(self, error: BaseException) -> None:
+        """Set `error` as the result, unless there is a result or the future was cancelled."""
         if not self.answer.done() and (
             self.answer.running() or self.answer.set_running_or_notify_cancel()
         ):
@@ -63,7 +66,10 @@ class Entry:
 
 @dataclass(eq=False)
 class Lane:
-    """Begins with a CreateModel. All but `model_id` belongs to the thread of the connection."""
+    """The request queue of one training model. Its first operation is a CreateModel.
+
+    All fields except `model_id` are used only in the connection's thread.
+    """
 
     model_id: str
     link: Link
@@ -72,17 +78,18 @@ class Lane:
     _entries: asyncio.Queue[Entry] = field(default_factory=asyncio.Queue)
     _next_seq: int = 1
     _failure: PlanishError | None = None
-    """Why nothing can be done any more."""
-    _torn: BaseException | None = None
-    """Why the server is going to refuse the next step, if it was an operation of this side that
-    failed.
+    """If set, every further operation fails with this error."""
+    _gradient_error: BaseException | None = None
+    """The error of a forward_backward that failed on the client. The server then rejects the next
+    optim_step, whose error names this one.
     """
 
     def put(self, entry: Entry) -> None:
+        """Append an operation to the queue."""
         self._entries.put_nowait(entry)
 
     async def work(self) -> None:
-        """Post what is put, until the model is unloaded."""
+        """Send queued operations until the model is unloaded."""
         entry = None
         while entry is None or not isinstance(entry.operation, UnloadModel):
             entry = await self._entries.get()
@@ -103,13 +110,13 @@ class Lane:
                 await self._add_gradient_later(operation, entry)
             case operation if entry.answer.set_running_or_notify_cancel():
                 await self._post(operation, entry)
-                if isinstance(operation, LoadWeights):  # which drops the gradient
-                    self._torn = None
+                if isinstance(operation, LoadWeights):  # loading clears the gradient
+                    self._gradient_error = None
 
     async def _create(self, operation: CreateModel, entry: Entry) -> None:
         if not entry.answer.set_running_or_notify_cancel():
             self._failure = UserError(
-                f"model_id={self.model_id!r}: its making was cancelled; create another one"
+                f"model_id={self.model_id!r}: its creation was cancelled; create another model"
             )
             return
         try:
@@ -120,7 +127,7 @@ class Lane:
             )
         except PlanishError as error:
             self._failure = UserError(
-                f"model_id={self.model_id!r}: it could not be created ({error}); create another one"
+                f"model_id={self.model_id!r}: it could not be created ({error}); create another model"
             )
             raise
         self.info = info_from_json(Fields.of(found.content))
@@ -128,14 +135,14 @@ class Lane:
 
     async def _add_gradient(self, operation: ForwardBackward, entry: Entry) -> None:
         if not entry.answer.set_running_or_notify_cancel():
-            await self._leave_out(UserError("it was cancelled"))
+            await self._skip_gradient(UserError("it was cancelled"))
             return
         number = self._next_seq
         try:
             await self._post(operation, entry)
         except Exception as error:
             if number == self._next_seq:
-                await self._leave_out(error)
+                await self._skip_gradient(error)
             raise
 
     async def _add_gradient_later(self, operation: ForwardBackwardLater, entry: Entry) -> None:
@@ -151,23 +158,23 @@ class Lane:
             await self._add_gradient(now, entry)
         else:
             entry.fail(error)
-            await self._leave_out(error)
+            await self._skip_gradient(error)
 
-    async def _leave_out(self, error: BaseException) -> None:
-        """A part of the gradient is not coming."""
-        self._torn = self._torn or error
+    async def _skip_gradient(self, error: BaseException) -> None:
+        """Make the server reject the next optim_step, because a forward_backward failed here."""
+        self._gradient_error = self._gradient_error or error
         if self._failure is None:
-            await self._accepted(ForwardBackward(self.model_id, [], "cross_entropy"))
+            await self._send_numbered(ForwardBackward(self.model_id, [], "cross_entropy"))
 
     async def _post(self, operation: Operation[Any], entry: Entry) -> None:
-        """Post it, and wait for its result beside what comes next."""
-        request_id, torn = await self._accepted(operation), None
+        """Send `operation`, and await its result in a task of its own."""
+        request_id, gradient_error = await self._send_numbered(operation), None
         if isinstance(operation, OptimStep):
-            torn, self._torn = self._torn, None
-        self.thread.spawn(self._await_result, operation, request_id, entry, torn)
+            gradient_error, self._gradient_error = self._gradient_error, None
+        self.thread.spawn(self._await_result, operation, request_id, entry, gradient_error)
 
-    async def _accepted(self, operation: Operation[Any]) -> str:
-        """Post an operation under the next number; answers the id of the request."""
+    async def _send_numbered(self, operation: Operation[Any]) -> str:
+        """Send an operation with the next sequence number, and return the id of the request."""
         if _tokens(operation) > _INLINE_TOKENS:
             posted = await in_pool(training_request, operation, self._next_seq)
         else:
@@ -175,11 +182,11 @@ class Lane:
         try:
             response = await self.link.post(posted, returned=_NUMBER_USED)
         except UserError:
-            raise  # the number was not read
+            raise  # rejected before the server read the sequence number
         except Exception as error:
-            # Whether the number is used up, nobody knows.
+            # The server may or may not have used the sequence number, so stop this queue.
             self._failure = EngineClosedError(
-                f"model_id={self.model_id!r}: the server was lost ({error})"
+                f"model_id={self.model_id!r}: the connection to the server was lost ({error})"
             )
             raise
         self._next_seq += 1
@@ -188,7 +195,11 @@ class Lane:
         return _request_id(response)
 
     async def _await_result(
-        self, operation: Operation[Any], request_id: str, entry: Entry, torn: BaseException | None
+        self,
+        operation: Operation[Any],
+        request_id: str,
+        entry: Entry,
+        gradient_error: BaseException | None,
     ) -> None:
         takes_protobuf = isinstance(operation, ForwardBackward)
         try:
@@ -196,7 +207,9 @@ class Lane:
             result = training_result(operation, content)
         except Exception as error:
             entry.fail(
-                refused_step(torn) if torn is not None and isinstance(error, UserError) else error
+                refused_step(gradient_error)
+                if gradient_error is not None and isinstance(error, UserError)
+                else error
             )
         else:
             entry.answer.set_result(result)

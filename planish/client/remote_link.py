@@ -1,10 +1,10 @@
-"""HTTP to one server: every request is repeated until it is answered, and a repetition is the same
-request.
+"""HTTP requests to one server, with retries.
 
-What may be repeated: a connection that broke, a server that is restarting (5xx, connection
-refused), a limit (429). Bodies carry numbers (planish/wire/client_operations.py), so the server
-does nothing twice. A server that stays silent longer than a restart takes is an error; one that
-says "later" is waited for as long as it says so.
+A request is retried after a broken connection, while the server restarts (5xx, connection refused),
+and when it hits a rate limit (429). Request bodies contain sequence numbers
+(planish/wire/client_operations.py), so the server executes a retried request only once. A server
+that is unreachable for longer than a restart takes is an error. A rate limit is waited for without
+a time limit.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 API = "/api/v1"
 _MIN_POLL_SECONDS = 0.5
 _MIN_COMPRESSED = 64 * 1024
-_MOST_ASKED = 64
-"""Requests that the server has at once, apart from those for results."""
+_MAX_CONCURRENT_REQUESTS = 64
+"""Maximum number of concurrent requests, not counting requests for results."""
 _NO_ENDPOINT = (404, 405)
 _KEY_VARIABLES = ("PLANISH_API_KEY", "TINKER_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -45,19 +45,24 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass
 class Link:
-    """Use it within `async with`, in one event loop. UserError for a URL that cannot be one."""
+    """A connection to one server. Use it as an async context manager, in one event loop.
+
+    Raise UserError if `url` is invalid.
+    """
 
     url: str
     api_key: str | None
     patience: float = PATIENCE_SECONDS
     compress: bool = False
-    """Large bodies by zstd: for a server that is not on this machine."""
-    _asking: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MOST_ASKED))
+    """Compress large bodies with zstd. Useful for a server on another machine."""
+    _request_slots: asyncio.Semaphore = field(
+        default_factory=lambda: asyncio.Semaphore(_MAX_CONCURRENT_REQUESTS)
+    )
 
     def __post_init__(self) -> None:
         headers = {"Accept": JSON} | ({"X-API-Key": self.api_key} if self.api_key else {})
-        # Two pools: the time to find a free connection grows with their number, and polls hold
-        # many.
+        # Polls for results keep many connections open, and the search for a free connection takes
+        # time proportional to their number, so other requests have a pool of their own.
         self._calling, self._polling = Http(self.url, headers), Http(self.url, headers)
 
     async def __aenter__(self) -> Link:
@@ -68,10 +73,12 @@ class Link:
         await self._polling.close()
 
     async def get(self, path: str, params: Mapping[str, str | int] | None = None) -> Response:
-        return await self._answered("GET", path, params=params)
+        """Return the response of a GET request, after retries; PlanishError if it is an error."""
+        return await self._request("GET", path, params=params)
 
     async def delete(self, path: str) -> None:
-        await self._answered("DELETE", path)
+        """Send a DELETE request, with retries; PlanishError if it fails."""
+        await self._request("DELETE", path)
 
     async def post(
         self,
@@ -81,28 +88,28 @@ class Link:
         patience: float | None = None,
         silence: float | None = None,
     ) -> Response:
-        """The answer of the endpoint; PlanishError for a status that is an error, and not one of
-        those `returned`.
+        """Return the response of a POST request, after retries. PlanishError for an error status,
+        unless it is in `returned`.
 
-        Seconds: `patience` for all repetitions, `silence` for the answer to one of them.
+        `patience` limits all retries together and `silence` the wait for one response, in seconds.
         """
         content, headers = await self._packed(posted)
         options: dict[str, Any] = {"content": content, "headers": headers}
         if silence is not None:
             options["timeout"] = silence
-        return await self._answered("POST", posted.path, patience, returned, **options)
+        return await self._request("POST", posted.path, patience, returned, **options)
 
     async def frames(self, request: Callable[[], Posted | None]) -> AsyncIterator[Frame]:
-        """The frames of an answer that goes on. When it breaks off, it is asked for by what
-        `request` gives then; None is the end.
+        """Yield the frames of a streamed response to `request()`.
 
-        NoSuchEndpointError if the server knows no such answers.
+        When the stream ends or breaks, `request` is called again: it returns the next request, or
+        None to stop. NoSuchEndpointError if the server does not have the endpoint.
         """
         patience = Patience(self.patience, self.url)
         posted = request()
         while posted is not None:
             content, headers = await self._packed(posted)
-            broken = NoAnswerError("the answer ended early")  # as when the server is about to stop
+            broken = NoAnswerError("the response ended early")  # e.g. the server shuts down
             try:
                 async with self._polling.stream(
                     "POST", API + posted.path, content=content, headers=headers
@@ -125,7 +132,7 @@ class Link:
                 await patience.after_silence(broken)
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
-        """The result of an accepted request, however long it takes; PlanishError if it failed."""
+        """Wait without a time limit for the result of an accepted request. PlanishError if it failed."""
         posted = Posted.json(
             "/retrieve_future", {"request_id": request_id, "allow_metadata_only": False}
         )
@@ -145,7 +152,7 @@ class Link:
                 continue
             if response.status_code == 408:
                 patience.heard()
-                # A server that is stopping sends everybody away at once.
+                # A server that shuts down answers polls at once, so limit the rate of polls.
                 await asyncio.sleep(
                     _MIN_POLL_SECONDS if time.monotonic() - began < _MIN_POLL_SECONDS else 0
                 )
@@ -168,7 +175,7 @@ class Link:
             "Content-Encoding": "zstd",
         }
 
-    async def _answered(
+    async def _request(
         self,
         method: str,
         path: str,
@@ -180,7 +187,7 @@ class Link:
         repeated = False
         while True:
             try:
-                async with self._asking:
+                async with self._request_slots:
                     response = await self._calling.request(method, API + path, **options)
             except NoAnswerError as error:
                 await patience.after_silence(error)
@@ -188,13 +195,13 @@ class Link:
                 if response.is_success or response.status_code in returned:
                     return response
                 if method == "DELETE" and repeated and response.status_code == 404:
-                    return response  # the first time, only the answer was lost
+                    return response  # an earlier try deleted it, and its response was lost
                 await patience.after_refusal(response)
             repeated = True
 
 
 def checked_url(base_url: str) -> str:
-    """The URL without what it cannot mean; UserError if it is none."""
+    """Return the URL without trailing slash and API path. UserError if it is not a server URL."""
     parts = urlsplit(base_url.strip()) if isinstance(base_url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"base_url={base_url!r}: give a URL such as http://127.0.0.1:8000")
@@ -205,15 +212,15 @@ def checked_url(base_url: str) -> str:
     with suppress(ValueError):
         _ = parts.port
         return base_url.strip().rstrip("/").removesuffix(API)
-    raise UserError(f"base_url={base_url!r}: its port is no number from 0 to 65535")
+    raise UserError(f"base_url={base_url!r}: give a port from 0 to 65535")
 
 
 def checked_key(given: str | None) -> str | None:
-    """The key, or that of the environment; UserError for what is none."""
+    """Return the API key: `given`, else the environment's, else None. UserError if it is invalid."""
     named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
     source, key = next(((source, key) for source, key in named if key), ("", None))
     if key is not None and not _KEY.fullmatch(key):
         raise UserError(
-            f"{source} holds something that is no key: give printable characters without blanks"
+            f"{source} is not a valid key; give printable ASCII characters without blanks"
         )
     return key

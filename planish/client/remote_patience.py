@@ -1,6 +1,4 @@
-"""When a request is repeated, and until when: a server may be restarted, or have too much to do,
-but it is not waited for for ever.
-"""
+"""The retry policy for requests: which failures are retried, after which delay, and for how long."""
 
 from __future__ import annotations
 
@@ -16,20 +14,18 @@ if TYPE_CHECKING:
     from httpx2 import Response
 
 PATIENCE_SECONDS = 600.0
-"""How long a server may be silent."""
+"""How long a server may be unreachable before its requests fail."""
 LATER = (408, 425, 429, 503)
-"""Statuses by which a server asks to be asked again."""
+"""Statuses with which a server asks the client to retry later."""
 _NEVER = (501, 505)
-_FIRST_DELAY, _LONGEST_DELAY, _LONGEST_WISH = 0.2, 5.0, 60.0
+_FIRST_DELAY, _MAX_DELAY, _MAX_RETRY_AFTER = 0.2, 5.0, 60.0
 _MAX_FAULTS = 5
-"""Answers 500 in a row: a server at fault says so a few times; one that restarts says something
-else.
-"""
+"""Number of consecutive 500 responses that are retried. A restarting server sends other statuses."""
 
 
 @dataclass
 class Patience:
-    """Of one request, over its repetitions."""
+    """The retry state of one request, or of one stream of requests."""
 
     seconds: float
     url: str
@@ -38,11 +34,11 @@ class Patience:
     _faults: int = 0
 
     def heard(self) -> None:
-        """The server is there, and does its work."""
+        """Reset the state, because the server has answered."""
         self._delay, self._silent_since, self._faults = _FIRST_DELAY, None, 0
 
     async def after_silence(self, error: Exception) -> None:
-        """Wait; ServerUnreachableError if that has been done for too long."""
+        """Wait before the next try. ServerUnreachableError after `seconds` without an answer."""
         if self._is_over():
             raise ServerUnreachableError(
                 f"no server answers at {self.url} ({error}); start one with `planish serve` or check the URL, "
@@ -51,8 +47,8 @@ class Patience:
         await self.pause()
 
     async def after_refusal(self, response: Response) -> None:
-        """Wait if the answer means "later"; otherwise it is raised. A limit (429) is waited for as
-        long as it takes.
+        """Wait before the next try, or raise the response's error if it cannot be retried or the
+        time is over. For a rate limit (429), no time limit applies.
         """
         status = response.status_code
         self._faults = self._faults + 1 if status == 500 else 0
@@ -65,10 +61,10 @@ class Patience:
         await self.pause(_retry_after(response))
 
     async def pause(self, at_least: float = 0.0) -> None:
-        """Longer each time, until the server is heard."""
-        # Many requests wait for one server: each at a moment of its own.
+        """Sleep for the current delay, and double it up to a maximum."""
+        # Jitter, so that many waiting requests do not all retry at the same moment.
         await asyncio.sleep(max(at_least, self._delay) * random.uniform(1.0, 1.5))
-        self._delay = min(2 * self._delay, _LONGEST_DELAY)
+        self._delay = min(2 * self._delay, _MAX_DELAY)
 
     def _is_over(self) -> bool:
         now = time.monotonic()
@@ -77,8 +73,8 @@ class Patience:
 
 
 def _retry_after(response: Response) -> float:
-    """Seconds that the server asks for."""
+    """Return the seconds of the Retry-After header; 0 if there is none."""
     try:
-        return min(_LONGEST_WISH, max(0.0, float(response.headers.get("retry-after", "0"))))
+        return min(_MAX_RETRY_AFTER, max(0.0, float(response.headers.get("retry-after", "0"))))
     except ValueError:
         return 0.0

@@ -1,12 +1,12 @@
-"""Samplers on a server, and what is drawn from them.
+"""Samplers on a server, and sampling requests to them.
 
-Requests that are given at about the same time travel as one, whose answer brings each result as it
-is done: with one HTTP request for each sample, and another for its result, the wire would cost more
-than drawing a short sample. A batch whose connection breaks is sent again as far as it is not
-answered; the server knows its requests by sampler and number. A server of the protocol that is not
-planish's has no such batches; there each sample travels alone.
+Sampling requests that are submitted at about the same time are sent as one HTTP request, whose
+response streams each result when it is finished. Two HTTP requests per sample would take longer
+than sampling a short answer. If the connection of a batch breaks, its unfinished requests are sent
+again; the server recognises them by sampler and number. Servers other than planish's do not support
+batches, so they get one request per sample.
 
-A sample can be given up until it is answered; the server is told, and draws no more for it.
+A sample can be cancelled until it is finished. The server is told, and stops sampling it.
 """
 
 from __future__ import annotations
@@ -41,50 +41,51 @@ _INLINE_BYTES = 64 * 1024
 
 @dataclass(eq=False)
 class RemoteSampler:
-    """`unanswered` (requests, its making included) and `is_released` belong to the thread of the
-    connection.
+    """A sampler on the server. `num_pending` and `is_released` are used only in the connection's
+    thread.
     """
 
     server_id: str
     ready: Future[SamplerInfo] = field(default_factory=Future)
-    """Answered when the server has it; its error is that of its making."""
+    """Done when the server has created the sampler, or with the error of its creation."""
     numbers: Iterator[int] = field(default_factory=itertools.count)
-    """Of its requests."""
-    unanswered: int = 0
+    """The sequence numbers of its requests."""
+    num_pending: int = 0
+    """Number of unfinished requests, including the creation."""
     is_released: bool = False
 
 
 @dataclass(eq=False)
-class Draw:
-    """One request on its way."""
+class SampleRequest:
+    """One sampling request that is not finished."""
 
     body: bytes
     content: asyncio.Future[bytes]
-    """The result, when it is there."""
+    """The future of the serialized result."""
     request_id: str | None = None
-    """Given by the server when it has accepted it."""
+    """The server's id of the request; None until the server has accepted it."""
     sequence_ids: Sequence[str] = ()
-    is_given_up: bool = False
-    """Nobody waits for it any more."""
+    is_cancelled: bool = False
+    """The caller has cancelled the request."""
 
 
 @dataclass(eq=False)
-class Drawing:
-    """Makes samplers and draws from them. All methods run in the thread of the connection."""
+class SampleSender:
+    """Creates samplers and sends sampling requests. All methods run in the connection's thread."""
 
     link: Link
     thread: LoopThread
     has_batches: bool = True
-    """Until the server says that it has none."""
-    _waiting: asyncio.Queue[Draw] = field(default_factory=asyncio.Queue)
+    """Whether the server supports batches. Set to False when it answers that it does not."""
+    _waiting: asyncio.Queue[SampleRequest] = field(default_factory=asyncio.Queue)
     _streams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_STREAMS))
 
     async def create(self, operation: CreateSampler, sampler: RemoteSampler, entry: Entry) -> None:
-        """`operation` names the sampler as the server will."""
+        """Create a sampler on the server. `operation.sampler_id` is the server's id."""
         if not entry.answer.set_running_or_notify_cancel():
             sampler.ready.set_exception(CancelledError())
             return
-        sampler.unanswered += 1
+        sampler.num_pending += 1
         try:
             await self.link.post(create_sampler_request(operation))
             found = await self.link.get(f"/samplers/{sampler.server_id}")
@@ -96,34 +97,34 @@ class Drawing:
             sampler.ready.set_result(info)
             entry.answer.set_result(info.sampler_id)
         finally:
-            sampler.unanswered -= 1
+            sampler.num_pending -= 1
         if sampler.is_released:
             await self.release(sampler)
 
     async def release(self, sampler: RemoteSampler) -> None:
-        """Let the server free it, when all of its requests are answered."""
+        """Release the sampler on the server when all of its requests are finished."""
         sampler.is_released = True
-        if not sampler.unanswered:
+        if not sampler.num_pending:
             posted = Posted.json("/planish/release", {"sampler_id": sampler.server_id})
-            with suppress(PlanishError):  # then it goes with the session
+            with suppress(PlanishError):  # the end of the session releases it
                 await self.link.post(posted, patience=0)
 
     async def sample(self, operation: Sample, sampler: RemoteSampler, answer: Future[Any]) -> None:
-        """Draw, and answer."""
+        """Send a sampling request, and set its result in `answer`."""
         entry = Entry(operation, answer)
-        sampler.unanswered += 1
+        sampler.num_pending += 1
         try:
             await self._until_ready(sampler)
             request = sample_request(
                 replace(operation, sampler_id=sampler.server_id), next(sampler.numbers)
             )
-            draw = Draw(request.content, asyncio.get_running_loop().create_future())
+            pending = SampleRequest(request.content, asyncio.get_running_loop().create_future())
             answer.add_done_callback(
-                lambda _: answer.cancelled() and self.thread.post(self._give_up, draw)
+                lambda _: answer.cancelled() and self.thread.post(self._cancel, pending)
             )
-            self._waiting.put_nowait(draw)
-            content = await draw.content
-            ids = None if operation.prompt_only else draw.sequence_ids  # nothing was drawn
+            self._waiting.put_nowait(pending)
+            content = await pending.content
+            ids = None if operation.prompt_only else pending.sequence_ids  # nothing is sampled
             if len(content) > _INLINE_BYTES:
                 response = await in_pool(sample_response_from_message, content, ids)
             else:
@@ -133,103 +134,107 @@ class Drawing:
         except Exception as error:
             entry.fail(error)
         finally:
-            sampler.unanswered -= 1
+            sampler.num_pending -= 1
         if sampler.is_released:
             await self.release(sampler)
 
     async def run(self) -> None:
-        """Send what waits, in batches, until the connection ends."""
+        """Send waiting requests in batches until the connection ends."""
         while True:
             await self._streams.acquire()
             batch = [await self._waiting.get()]
-            # Who has sent one is about to send more.
+            # Callers submit many requests in a row: wait briefly to collect them in one batch.
             await asyncio.sleep(_GATHER_SECONDS)
             size = len(batch[0].body)
             while not self._waiting.empty() and len(batch) < _MAX_BATCH and size < _MAX_BATCH_BYTES:
                 batch.append(self._waiting.get_nowait())
                 size += len(batch[-1].body)
-            self.thread.spawn(self._draw, batch)
+            self.thread.spawn(self._send_batch, batch)
 
-    async def _draw(self, batch: list[Draw]) -> None:
-        """Send a batch until each of its requests is answered, or has left it to be sent again."""
-        sent: list[Draw] = []
+    async def _send_batch(self, batch: list[SampleRequest]) -> None:
+        """Send a batch, repeatedly if the connection breaks, until all of its requests are finished
+        or were moved back to the queue.
+        """
+        sent: list[SampleRequest] = []
 
-        def unanswered() -> Posted | None:
-            sent[:] = [draw for draw in batch if not draw.content.done()]
-            bodies = b",".join(draw.body for draw in sent)
+        def unfinished() -> Posted | None:
+            sent[:] = [pending for pending in batch if not pending.content.done()]
+            bodies = b",".join(pending.body for pending in sent)
             return Posted("/planish/draw", b'{"requests":[' + bodies + b"]}") if sent else None
 
         try:
             if self.has_batches:
-                async for frame in self.link.frames(unanswered):
-                    draw = sent[frame.header["index"]]
-                    if self._is_to_repeat(draw, frame):
-                        batch.remove(draw)
+                async for frame in self.link.frames(unfinished):
+                    pending = sent[frame.header["index"]]
+                    if self._handle_frame(pending, frame):
+                        batch.remove(pending)
         except NoSuchEndpointError:
             self.has_batches = False
         except Exception as error:
-            for draw in batch:
-                if not draw.content.done():
-                    draw.content.set_exception(error)
+            for pending in batch:
+                if not pending.content.done():
+                    pending.content.set_exception(error)
         finally:
             self._streams.release()
-        for draw in batch:
-            if not draw.content.done():
-                self.thread.spawn(self._draw_alone, draw)
+        for pending in batch:
+            if not pending.content.done():
+                self.thread.spawn(self._send_single, pending)
 
-    async def _draw_alone(self, draw: Draw) -> None:
-        """As the public SDK does it."""
+    async def _send_single(self, pending: SampleRequest) -> None:
+        """Send one request and poll for its result, as the tinker SDK does."""
         try:
-            accepted = Fields.of((await self.link.post(Posted("/asample", draw.body))).content)
-            draw.sequence_ids = accepted.optional(accepted.array, "sample_sequence_ids", [])
+            accepted = Fields.of((await self.link.post(Posted("/asample", pending.body))).content)
+            pending.sequence_ids = accepted.optional(accepted.array, "sample_sequence_ids", [])
             request_id = accepted.identifier("request_id")
-            self._accepted(draw, request_id)
+            self._accepted(pending, request_id)
             content = await self.link.result(request_id, takes_protobuf=True)
         except Exception as error:
-            if not draw.content.done():
-                draw.content.set_exception(error)
+            if not pending.content.done():
+                pending.content.set_exception(error)
         else:
-            if not draw.content.done():
-                draw.content.set_result(content)
+            if not pending.content.done():
+                pending.content.set_result(content)
 
-    def _accepted(self, draw: Draw, request_id: str) -> None:
-        draw.request_id = request_id
-        if draw.is_given_up:
-            self.thread.spawn(self._tell_given_up, request_id)
+    def _accepted(self, pending: SampleRequest, request_id: str) -> None:
+        pending.request_id = request_id
+        if pending.is_cancelled:
+            self.thread.spawn(self._cancel_on_server, request_id)
 
-    def _is_to_repeat(self, draw: Draw, frame: Frame) -> bool:
-        """Note what a frame says of a request. Whether that is "later": then it is sent again,
-        apart from this batch.
+    def _handle_frame(self, pending: SampleRequest, frame: Frame) -> bool:
+        """Record the content of a frame. Return True if the server asks to retry the request later:
+        then it leaves this batch and is queued again.
         """
         header = frame.header
         request_id = header.get("request_id")
         if request_id is not None:
-            draw.sequence_ids = header["sample_sequence_ids"]
-            self._accepted(draw, request_id)
-        if not header["last"] or draw.content.done():
+            pending.sequence_ids = header["sample_sequence_ids"]
+            self._accepted(pending, request_id)
+        if not header["last"] or pending.content.done():
             return False
         if header.get("status") in LATER:
-            self.thread.spawn(self._repeat, draw, header.get("retry_after") or _RETRY_SECONDS)
+            self.thread.spawn(
+                self._requeue_after, pending, header.get("retry_after") or _RETRY_SECONDS
+            )
             return True
         if "status" in header or "error" in header:
-            draw.content.set_exception(error_of_frame(header))
+            pending.content.set_exception(error_of_frame(header))
         else:
-            draw.content.set_result(frame.content)
+            pending.content.set_result(frame.content)
         return False
 
-    async def _repeat(self, draw: Draw, seconds: float) -> None:
+    async def _requeue_after(self, pending: SampleRequest, seconds: float) -> None:
         await asyncio.sleep(seconds)
-        self._waiting.put_nowait(draw)
+        self._waiting.put_nowait(pending)
 
-    def _give_up(self, draw: Draw) -> None:
-        draw.is_given_up = True
-        if not draw.content.done():
-            draw.content.set_exception(CancelledError())
-            if draw.request_id is not None:
-                self.thread.spawn(self._tell_given_up, draw.request_id)
+    def _cancel(self, pending: SampleRequest) -> None:
+        pending.is_cancelled = True
+        if not pending.content.done():
+            pending.content.set_exception(CancelledError())
+            if pending.request_id is not None:
+                self.thread.spawn(self._cancel_on_server, pending.request_id)
 
-    async def _tell_given_up(self, request_id: str) -> None:
-        with suppress(PlanishError):  # then it is drawn, and nobody asks for it
+    async def _cancel_on_server(self, request_id: str) -> None:
+        with suppress(PlanishError):  # otherwise the server samples it, and its result is dropped
             await self.link.post(
                 Posted.json("/cancel_future", {"request_id": request_id}), patience=0
             )

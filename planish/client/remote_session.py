@@ -1,4 +1,4 @@
-"""A client's session with a server: how it begins, is kept alive, and ends."""
+"""A client's session with a server: begin, heartbeat and end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.wire.client_operations import Posted
 
 WIRE = "planish_wire"
-"""The field of the server's settings that says which version of planish's additions to the protocol
-it speaks.
-"""
+"""The field of the server's settings with the version of planish's additions to the protocol."""
 WIRE_VERSION = 1
 
 _FIRST_CONTACT_SECONDS = 5.0
@@ -32,20 +30,22 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RemoteSession:
+    """An open session on a server."""
+
     session_id: str
     link: Link
 
     @classmethod
     async def begin(cls, link: Link, user_metadata: Mapping[str, str]) -> RemoteSession:
-        """ServerUnreachableError if nobody answers, UserError if it is no server of ours, or takes
-        other keys.
+        """Begin a session. ServerUnreachableError if no server answers; UserError if it is not a
+        planish server, speaks another version, or rejects the key.
         """
         sdk = {"sdk_version": f"planish {version('planish')}"}
         settings = await _first(link, Posted.json("/client/config", sdk))
         spoken = settings.get(WIRE, WIRE_VERSION)
         if spoken != WIRE_VERSION:
             raise UserError(
-                f"the server at {link.url} speaks version {spoken} of planish's protocol, and this client version "
+                f"the server at {link.url} speaks version {spoken} of planish's protocol, but this client speaks version "
                 f"{WIRE_VERSION}; install the same planish on both sides"
             )
         fields: dict[str, Any] = {
@@ -56,11 +56,11 @@ class RemoteSession:
         }
         created = await _first(link, Posted.json("/create_session", fields))
         if not isinstance(created.get("session_id"), str):
-            raise _stranger(link, "its answer to create_session has no session_id")
+            raise _not_planish(link, "its answer to create_session has no session_id")
         return cls(created["session_id"], link)
 
     async def keep_alive(self) -> None:
-        """Tell the server that this client is there, until the session has ended."""
+        """Send heartbeats until the session has ended."""
         posted = Posted.json(
             "/session_heartbeat", {"session_id": self.session_id, "type": "session_heartbeat"}
         )
@@ -84,8 +84,8 @@ class RemoteSession:
                     heard = time.monotonic()
 
     async def finish(self, reason: str) -> None:
-        """Let the server free what the session holds. If it cannot be told, it finds out by the
-        silence.
+        """End the session, so that the server frees its models and samplers. If the request fails,
+        the server frees them after its session timeout.
         """
         posted = Posted.json(
             f"/sessions/{self.session_id}/finish", {"reason": {"type": reason}, "detail": None}
@@ -99,14 +99,14 @@ async def _first(link: Link, posted: Posted) -> Mapping[str, Any]:
     response = await link.post(posted, returned=(404, 405), patience=seconds, silence=seconds)
     body = body_of(response)
     if not response.is_success or (not body and response.content.strip() != b"{}"):
-        raise _stranger(
+        raise _not_planish(
             link, f"its answer to {posted.path} is {response.status_code} {response.text[:100]!r}"
         )
     return body
 
 
-def _stranger(link: Link, why: str) -> UserError:
+def _not_planish(link: Link, why: str) -> UserError:
     return UserError(
-        f"base_url={link.url}: somebody answers there, but it is no planish server ({why}); give the URL that "
+        f"base_url={link.url}: a server answers, but it is not a planish server ({why}); give the URL that "
         "`planish serve` prints"
     )

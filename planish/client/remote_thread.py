@@ -1,7 +1,7 @@
-"""An event loop in a thread of its own, so that blocking and async code can use one connection.
+"""An event loop in a thread of its own, so that blocking and async code can share a connection.
 
-Everything that is awaited runs there, as tasks of one group that ends with the thread. Nothing in
-it may block.
+All coroutines run in that thread, as tasks of one group that ends with the thread. Nothing in the
+thread may block.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _EXIT_SECONDS = 1.0
-"""Only a task that blocks the loop, which none may do, keeps the thread longer."""
+"""How long the program waits for the thread at exit. Only a blocked event loop takes longer."""
 
 
 class LoopThread:
+    """A background thread that runs an event loop."""
+
     def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
-        """`context` is entered before anything runs, and left when everything has ended. What keeps
-        the loop from starting is raised.
+        """Start the thread. `context` is entered before any task runs, and left after all tasks have
+        ended. An error while starting is raised here.
         """
         self._started = threading.Event()
         self._failure: BaseException | None = None
         self.at_exit: Callable[[], object] | None = None
-        """Called in the main thread when the program has ended, before the thread is asked to end.
-        """
+        """Called in the main thread at exit, before the thread is asked to stop."""
         self._thread = BackgroundThread(
             partial(self._run, context), name, stop=self._stop_at_exit, exit_seconds=_EXIT_SECONDS
         )
@@ -42,11 +43,12 @@ class LoopThread:
             raise self._failure
 
     def is_alive(self) -> bool:
+        """Return whether the thread runs. False in a forked child process."""
         return self._thread.is_alive()
 
     def _run(self, context: AbstractAsyncContextManager[Any]) -> None:
-        # Not `asyncio.run`, which starts a thread to shut down the loop's pool: Python 3.12 starts
-        # none when the program has ended.
+        # `asyncio.run` would start a thread to shut down the loop's pool, and Python 3.12 cannot
+        # start threads at exit.
         loop = asyncio.new_event_loop()
         pool = ThreadPoolExecutor(thread_name_prefix="planish-remote")
         loop.set_default_executor(pool)
@@ -75,23 +77,23 @@ class LoopThread:
     def spawn(
         self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Run `function(...)` there, from any thread; nothing if the thread has ended. It must
-        raise nothing but CancelledError.
+        """Start the coroutine `function(...)` in the loop. May be called from any thread; does nothing
+        if the loop thread has ended. The coroutine may raise no exception but CancelledError.
         """
         self.post(lambda: self._begin(function(*args, **kwargs)))
 
     def post(self, function: Callable[..., object], *args: Any) -> None:
-        """Call `function(...)` there soon, in the order of the posts; nothing if the thread has
-        ended.
+        """Schedule a call of `function(...)` in the loop. Calls run in the order of `post`; does
+        nothing if the loop thread has ended.
         """
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run `function(...)` there and wait for what it returns; EngineClosedError if the thread
-        ends meanwhile.
+        """Run the coroutine `function(...)` in the loop, wait, and return its result.
+        EngineClosedError if the loop thread ends before that.
         """
-        assert not self._thread.is_current, "a callback of a future waits for the server"
+        assert not self._thread.is_current, "a future's callback must not wait for the server"
 
         async def work() -> T:
             return await function(*args, **kwargs)
@@ -104,7 +106,7 @@ class LoopThread:
             raise _ended() from None
 
     def stop(self) -> None:
-        """Cancel what runs and end; waits for the end, except in the thread itself."""
+        """Cancel all tasks and end the thread. Waits for the end, except when called in the thread."""
         self._request_stop()
         if not self._thread.is_current:
             self._thread.join()
@@ -129,8 +131,9 @@ class LoopThread:
 
 
 async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """`function(...)` in another thread, so that the loop goes on; here if the program ends, since
-    its pools take no more then.
+    """Run `function(...)` in another thread, so that the loop is not blocked, and return its result.
+
+    At exit it runs in this thread, because thread pools then accept no more work.
     """
     call = partial(function, *args, **kwargs)
     try:

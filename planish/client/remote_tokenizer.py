@@ -1,8 +1,8 @@
-"""Tokenizers that a server gives out, kept on this machine's disk.
+"""A disk cache of the tokenizers that servers send.
 
-A directory is named by the digest of what is in it, so it is written once, never changes, and never
-belongs to another model than the one that was asked for, whatever a server calls it. What lies
-there comes from the server: names of files are checked, and planish.tokenizer runs no code of them.
+A cache directory is named by the digest of its files. It is written once and never changes, and
+models of the same name on different servers cannot be confused. The files are not trusted: file
+names are checked, and planish.tokenizer runs no code from the files.
 """
 
 from __future__ import annotations
@@ -21,48 +21,49 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}")
 
 
 def cache_directory() -> Path:
-    """`PLANISH_HOME`/tokenizers, by default ~/.cache/planish/tokenizers."""
+    """Return $PLANISH_HOME/tokenizers, by default ~/.cache/planish/tokenizers."""
     return cache_home() / "tokenizers"
 
 
 def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
-    """The directory of `cache` that holds these files, by name; written if it is not there.
-    UserError for what cannot be a file.
+    """Return the directory in `cache` with these files (name to text), and write it if it is missing.
+
+    UserError if a name or a content is invalid, StorageError if the directory cannot be written.
     """
     for name, text in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(text, str):
             raise UserError(
-                f"the server's tokenizer has a file {name[:100]!r}, which is none; the server is not planish's"
+                f"the server's tokenizer has an invalid file {name[:100]!r}; connect to a planish server"
             )
     if not files:
         raise UserError(
-            "the server has no files of this tokenizer; look at the model's directory there"
+            "the server has no files for this tokenizer; check the model's directory on the server"
         )
     directory = cache / _digest(files)
     if directory.is_dir():
         return directory
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=".", dir=cache))
+        partial = Path(tempfile.mkdtemp(prefix=".", dir=cache))
         try:
             for name, text in files.items():
-                (aside / name).write_text(text, encoding="utf-8", newline="")
-            aside.chmod(0o755)
-            _move(aside, directory)
+                (partial / name).write_text(text, encoding="utf-8", newline="")
+            partial.chmod(0o755)
+            _move(partial, directory)
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise StorageError(
-            f"cannot keep the tokenizer in {cache} ({error}); set PLANISH_HOME to where there is room"
+            f"cannot keep the tokenizer in {cache} ({error}); set PLANISH_HOME to a directory with free space"
         ) from error
     return directory
 
 
-def _move(aside: Path, directory: Path) -> None:
+def _move(partial: Path, directory: Path) -> None:
     try:
-        aside.rename(directory)
+        partial.rename(directory)
     except OSError:
-        if not directory.is_dir():  # otherwise another process was faster, with the same files
+        if not directory.is_dir():  # it exists if another process has just written the same files
             raise
 
 

@@ -1,4 +1,4 @@
-"""What there is, apart from training: base models and checkpoints."""
+"""RestClient: lists of base models, checkpoints and training runs, and the removal of checkpoints."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from planish.types import (
     WeightsInfoResponse,
 )
 
-_NO_SERVER = "ask the server itself, by the public SDK or `planish checkpoints --base-url`"
-_NO_ACCOUNTS = "there are no accounts, projects, sessions or bills here"
+_NO_SERVER = "use the tinker SDK or `planish checkpoints --base-url` with the server"
+_NO_ACCOUNTS = "planish has no accounts, projects, session lists or bills"
 
 
 class RestClient(RefusesMethods):
-    """Made by `ServiceClient.create_rest_client`. The work is done when a method returns; its
-    result is a future all the same.
+    """Lists and deletes checkpoints. Made by `ServiceClient.create_rest_client`.
+
+    Methods block until the work is done, and return a completed Pending as the tinker SDK does.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -44,7 +45,7 @@ class RestClient(RefusesMethods):
             ),
             _NO_ACCOUNTS,
         ),
-        "copy_weights": "checkpoints of this machine can be read as they are; " + _NO_SERVER,
+        "copy_weights": "local checkpoints can be loaded by their path; " + _NO_SERVER,
         "get_current_checkpoint_storage_usage": "`planish checkpoints list` shows sizes",
         "get_external_weights_urls": "`planish checkpoints download` copies the files",
         "get_sampler": "a SamplingClient has model_path and get_base_model()",
@@ -57,16 +58,16 @@ class RestClient(RefusesMethods):
         self._service = service
 
     def get_server_capabilities(self) -> Pending[GetServerCapabilitiesResponse]:
-        """The base models that can be named here."""
+        """Return the base models that are available."""
         return completed(self._service.capabilities())
 
     get_server_capabilities_async = reading(get_server_capabilities)
 
     def list_checkpoints(self, training_run_id: str) -> Pending[CheckpointsListResponse]:
-        """The checkpoints of one model, newest first."""
+        """Return the checkpoints of one training run, newest first."""
         if not isinstance(training_run_id, str) or not training_run_id or "/" in training_run_id:
             raise UserError(
-                f"training_run_id={training_run_id!r}: give the id of a model, such as client.model_id"
+                f"training_run_id={training_run_id!r}: give the id of a training model, such as client.model_id"
             )
         return completed(CheckpointsListResponse(self._service.checkpoints(training_run_id)))
 
@@ -75,7 +76,7 @@ class RestClient(RefusesMethods):
     def list_user_checkpoints(
         self, limit: int = 100, offset: int = 0
     ) -> Pending[CheckpointsListResponse]:
-        """All checkpoints, newest first."""
+        """Return a page of all checkpoints, newest first."""
         _check_page(limit, offset)
         found = self._service.checkpoints()
         cursor = Cursor(offset, limit, len(found))
@@ -86,7 +87,7 @@ class RestClient(RefusesMethods):
     def get_training_run(
         self, training_run_id: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
-        """A model that has checkpoints. CheckpointError if it has none."""
+        """Return one training run. CheckpointError if it has no checkpoints."""
         found = self._service.checkpoints(training_run_id)
         if not found:
             raise CheckpointError(
@@ -99,7 +100,7 @@ class RestClient(RefusesMethods):
     def get_training_run_by_tinker_path(
         self, tinker_path: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
-        """The model of which a checkpoint was saved."""
+        """Return the training run of the checkpoint at `tinker_path`."""
         return self.get_training_run(CheckpointPath.parse(tinker_path).run_id)
 
     get_training_run_by_tinker_path_async = reading(get_training_run_by_tinker_path)
@@ -107,7 +108,7 @@ class RestClient(RefusesMethods):
     def list_training_runs(
         self, limit: int = 20, offset: int = 0, access_scope: str = "owned"
     ) -> Pending[TrainingRunsResponse]:
-        """The models that have checkpoints, the latest first."""
+        """Return a page of the training runs that have checkpoints, the most recent first."""
         _check_page(limit, offset)
         found = sorted(self._service.checkpoints(), key=_run_of)
         runs = [self._training_run(run, list(mine)) for run, mine in groupby(found, key=_run_of)]
@@ -118,7 +119,7 @@ class RestClient(RefusesMethods):
     list_training_runs_async = reading(list_training_runs)
 
     def get_telemetry(self) -> None:
-        """Return None: planish reports nothing to anybody."""
+        """Return None: planish sends no telemetry."""
 
     def _training_run(self, run_id: str, checkpoints: list[Checkpoint]) -> TrainingRun:
         newest = sorted(checkpoints, key=lambda checkpoint: checkpoint.time, reverse=True)
@@ -139,7 +140,7 @@ class RestClient(RefusesMethods):
         )
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> Pending[WeightsInfoResponse]:
-        """Base model and shape of a checkpoint."""
+        """Return base model and adapter shape of the checkpoint at `tinker_path`."""
         info = self._service.checkpoint_info(tinker_path)
         lora = info.lora
         return completed(
@@ -156,7 +157,7 @@ class RestClient(RefusesMethods):
     get_weights_info_by_tinker_path_async = reading(get_weights_info_by_tinker_path)
 
     def delete_checkpoint(self, training_run_id: str, checkpoint_id: str) -> Pending[None]:
-        """Remove it from the disk. `checkpoint_id`: weights/NAME or sampler_weights/NAME."""
+        """Delete a checkpoint. `checkpoint_id` is weights/NAME or sampler_weights/NAME."""
         return self.delete_checkpoint_from_tinker_path(
             f"tinker://{training_run_id}/{checkpoint_id}"
         )
@@ -164,7 +165,7 @@ class RestClient(RefusesMethods):
     delete_checkpoint_async = reading(delete_checkpoint)
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> Pending[None]:
-        """The same by its path, `tinker://RUN/weights/NAME` or `tinker://RUN/sampler_weights/NAME`."""
+        """Delete the checkpoint at tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME."""
         self._service.delete_checkpoint(str(CheckpointPath.parse(tinker_path)))
         return completed(None)
 

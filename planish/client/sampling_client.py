@@ -1,5 +1,5 @@
-"""Sampling from one fixed version of the weights: a base model, a checkpoint, or what a training
-client had at some moment.
+"""SamplingClient: sampling from one fixed version of the weights, which is a base model, a
+checkpoint, or the state of a training client at some point.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class SamplingClient(RefusesMethods):
-    """Made by `ServiceClient.create_sampling_client` and the methods of TrainingClient. Dropping it
-    frees the version it holds.
+    """Samples from one version of the weights. Made by `ServiceClient.create_sampling_client` and by
+    methods of TrainingClient. When it is garbage-collected, this version is freed.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
         "get_sampler_handle": "a sampler belongs to the process that made it; save a checkpoint "
         "and give its path to another process",
-        "on_queue_state_change": "there is no queue of a server to watch",
-        "holder": "there is no connection to hold",
+        "on_queue_state_change": "planish does not report the state of its queue",
+        "holder": "planish clients have no connection holder",
     }
 
     def __init__(
@@ -38,7 +38,7 @@ class SamplingClient(RefusesMethods):
         self._base_model = info.base_model
         self._session = session
         self._record_stability_info = record_stability_info
-        # At exit the engine goes as a whole.
+        # At exit the whole engine or session is closed, so no finalizer is needed.
         weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
@@ -55,13 +55,13 @@ class SamplingClient(RefusesMethods):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> Pending[SampleResponse]:
-        """`num_samples` continuations of `prompt`; the prompt is computed once.
+        """Sample `num_samples` continuations of `prompt`; the prompt is computed once.
 
-        `prompt_logprobs_last_n` leaves out all but the last n of the prompt's logprobs.
-        `target_prompt_logprobs`: int64 [P - 1, K], token ids whose logprobs at prompt positions
-        1..P-1 are wanted, -1 for none. `prompt_alt_tokens_k`: so many draws at each of those
-        positions. ValueError at once for what cannot be served, such as a prompt that leaves no
-        room for `max_tokens`.
+        `prompt_logprobs_last_n` limits the prompt logprobs to the last n positions.
+        `target_prompt_logprobs` (int64 [P - 1, K]) holds token ids whose logprobs at prompt positions
+        1..P-1 are returned; -1 for none. `prompt_alt_tokens_k` is the number of alternative tokens to
+        sample at each of these positions. A local engine raises ValueError at once for an invalid
+        request, such as a prompt too long for `max_tokens`; with a server, the result raises it.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -83,8 +83,10 @@ class SamplingClient(RefusesMethods):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Pending[list[float | None]]:
-        """The logprob of each token of `prompt` given those before it, at temperature 1; None for
-        the first.
+        """Return the logprob of each token of `prompt`, given the tokens before it, at temperature 1.
+
+        The value is None for the first token, and for tokens before the last
+        `prompt_logprobs_last_n`.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -102,28 +104,28 @@ class SamplingClient(RefusesMethods):
     compute_logprobs_async = awaiting(compute_logprobs)
 
     def get_base_model(self) -> str:
-        """The name of the base model."""
+        """Return the name of the base model."""
         return self._base_model
 
     async def get_base_model_async(self) -> str:
-        """As `get_base_model`."""
+        """Return the name of the base model."""
         return self._base_model
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer."""
+        """Return the base model's tokenizer."""
         return self._session.tokenizer(self._base_model)
 
     get_tokenizer_async = in_thread(get_tokenizer)
 
     def get_telemetry(self) -> None:
-        """Return None: planish reports nothing to anybody."""
+        """Return None: planish sends no telemetry."""
 
     def result(self, timeout: float | None = None) -> SamplingClient:
-        """Itself, for code that takes what made it for a future."""
+        """Return this client, for code that expects a future from the method that made it."""
         return self
 
     def __await__(self) -> Generator[None, None, SamplingClient]:
-        """Itself, for code that awaits what made it."""
+        """Return this client, for code that awaits the method that made it."""
         return self
         yield
 
@@ -134,8 +136,8 @@ def create_sampling_client(
     model_path: str | None,
     record_stability_info: bool = False,
 ) -> SamplingClient:
-    """Of a base model or a checkpoint. Whatever ends the wait for it, Ctrl-C for instance, frees
-    it.
+    """Create a sampler for a base model or a checkpoint, and return its client. If the wait fails or
+    is interrupted, the sampler is released.
     """
     operation = CreateSampler(session.new_sampler_id(), base_model, model_path)
     try:

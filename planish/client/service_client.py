@@ -1,5 +1,5 @@
-"""The way in: a ServiceClient is an engine in this process or a session with a server, and makes
-the clients that train and sample on it.
+"""ServiceClient, the entry point: it starts an engine in this process or a session with a server,
+and creates the clients for training and sampling.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraCon
 
 
 class ServiceClient(RefusesMethods):
-    """An engine with its base models, adapters and samplers, near or far; all are freed by `close`
-    or the end of a `with` block.
+    """An engine in this process or on a server. `close`, or the end of a `with` block, finishes queued
+    work and frees all models and samplers.
 
-    Without either, the end of the program waits for the checkpoints that were asked for, and gives
-    up everything else.
+    Without either, the program waits at exit for checkpoints that are being saved, and drops all
+    other queued work.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
-        "copy_weights": "checkpoints of this machine can be read as they are",
+        "copy_weights": "local checkpoints can be loaded by their path",
         "create_custom_loss": "give the function itself to forward_backward_custom",
-        "get_console_url": "there is no console; `planish runs` lists training runs",
-        "holder": "there is no connection to hold",
+        "get_console_url": "planish has no console; `planish runs` lists training runs",
+        "holder": "planish clients have no connection holder",
     }
 
     def __init__(
@@ -60,22 +60,22 @@ class ServiceClient(RefusesMethods):
         substitute_losses: Mapping[str, str] | None = None,
         service: Service | None = None,
     ) -> None:
-        """`base_url` is the URL of a server (default: PLANISH_BASE_URL of the environment; without
-        either, the engine is in this process), `api_key` a key of it (default: PLANISH_API_KEY,
-        else TINKER_API_KEY). Scripts are the same near and far.
+        """Start an engine in this process, or connect to a server if there is a URL.
 
-        For an engine in this process: `models` maps names of base models to directories (or to
-        themselves, for models that are used together on a GPU); `data_dir`
-        is where checkpoints are kept (default: PLANISH_DATA, else ~/.local/share/planish/runs); the
-        options from `dtype` on are those of `planish.engine.settings.EngineSettings`; None is a
-        default.
+        `base_url` is the URL of a server (default: the environment's PLANISH_BASE_URL), and
+        `api_key` its key (default: PLANISH_API_KEY, else TINKER_API_KEY).
 
-        `user_metadata` goes into every checkpoint. `service` is used instead of a new engine or
-        session, and not closed.
+        The other options are for an engine in this process. `models` maps names of base models to
+        directories, or to themselves, for models that are used together on a GPU. `data_dir` is the directory for checkpoints (default: PLANISH_DATA, else
+        ~/.local/share/planish/runs). The options from `dtype` on are the fields of
+        `planish.engine.settings.EngineSettings`; None means the default.
+
+        `user_metadata` is stored with every checkpoint. `service` is an existing service to use
+        instead of a new engine or session; `close` does not close it.
         """
         if project_id is not None:
             raise UnsupportedError(
-                f"project_id={project_id!r}: there are no projects here; use user_metadata"
+                f"project_id={project_id!r}: planish has no projects; use user_metadata"
             )
         settings = {
             "dtype": dtype,
@@ -88,12 +88,14 @@ class ServiceClient(RefusesMethods):
             "substitute_losses": substitute_losses,
         }
         if isinstance(user_metadata, str):
-            raise UserError(f"user_metadata={user_metadata!r}: the URL of a server is base_url=...")
+            raise UserError(
+                f"user_metadata={user_metadata!r}: give a dictionary, or base_url=... for the URL of a server"
+            )
         metadata = _checked(user_metadata)
         if service is not None:
             if base_url is not None or api_key is not None:
                 raise UserError(
-                    "base_url and api_key are those of a session, and service is one already; give one of them"
+                    "base_url and api_key are for a new session, and service is an existing one; give one of them"
                 )
             made = service
         elif url := chosen_url(
@@ -119,10 +121,10 @@ class ServiceClient(RefusesMethods):
         self._close(finish=kind is None)
 
     def close(self, status: str = "success", detail: str | None = None) -> None:
-        """Finish what is queued and free everything. Ctrl-C gives up what is queued.
+        """Finish queued operations and free everything. Ctrl-C drops queued operations.
 
-        `status` "errored" or "interrupted" gives up what is queued; `detail` is for people who read
-        the call.
+        With `status` "errored" or "interrupted", queued operations are dropped. `detail` has no
+        effect.
         """
         if status not in ("success", "errored", "interrupted"):
             raise UserError(f"status={status!r}: give 'success', 'errored' or 'interrupted'")
@@ -145,9 +147,9 @@ class ServiceClient(RefusesMethods):
         user_metadata: Mapping[str, str] | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
-        """A new adapter on a base model. `seed` makes its initial weights reproducible.
+        """Create an adapter on a base model. `seed` makes its initial weights reproducible.
 
-        `optimizer` is None or AdamOptimizerConfig(), since AdamW is the one optimizer.
+        `optimizer` may be None or AdamOptimizerConfig(), because planish has only AdamW.
         """
         _check_optimizer(optimizer)
         lora = LoraConfig(
@@ -172,10 +174,10 @@ class ServiceClient(RefusesMethods):
         weights_access_token: str | None = None,
         optimizer: Any = None,
     ) -> TrainingClient:
-        """A new adapter with the weights of a checkpoint and a fresh optimizer.
+        """Create an adapter with the weights of a checkpoint and new optimizer state.
 
-        `base_model` only to put the adapter on another base model of the same architecture than it
-        was made for.
+        Give `base_model` only to use another base model, of the same architecture, than the
+        checkpoint's.
         """
         refuse_options(weights_access_token=weights_access_token)
         _check_optimizer(optimizer)
@@ -190,7 +192,7 @@ class ServiceClient(RefusesMethods):
         user_metadata: Mapping[str, str] | None = None,
         weights_access_token: str | None = None,
     ) -> TrainingClient:
-        """A new adapter that goes on where `save_state` was called, bit for bit."""
+        """Create an adapter that resumes bit for bit from a checkpoint of `save_state`."""
         refuse_options(weights_access_token=weights_access_token)
         return self._create_from_state(path, base_model, user_metadata, with_optimizer=True)
 
@@ -205,31 +207,31 @@ class ServiceClient(RefusesMethods):
         retry_config: Any = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Sampling from a base model, or from a checkpoint (of either kind) by its path.
+        """Create a client that samples from a base model, or from the checkpoint (of either kind) at
+        `model_path`.
 
-        `retry_config` of the public SDK changes nothing: an engine in this process needs no
-        retries, and a session with a server has its own. `record_stability_info`: see
-        `planish.service.Sample`.
+        `retry_config` of the tinker SDK has no effect: a local engine needs no retries, and the
+        connection to a server has its own. `record_stability_info`: see `planish.service.Sample`.
         """
         if model_path is None and base_model is None:
             raise UserError("create_sampling_client: give model_path (a checkpoint) or base_model")
         if isinstance(model_path, str) and "://" not in model_path:
             raise UserError(
-                f"model_path={model_path!r} is no checkpoint's path (tinker://...); for a base model give base_model={model_path!r}"
+                f"model_path={model_path!r} is not the path of a checkpoint (tinker://...); for a base model give base_model={model_path!r}"
             )
         return create_sampling_client(self._session, base_model, model_path, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def create_rest_client(self) -> RestClient:
-        """Checkpoints and base models: lists, information, removal."""
+        """Create a client that lists base models and checkpoints, and deletes checkpoints."""
         return RestClient(self._session.service)
 
     def get_telemetry(self) -> None:
-        """Return None: planish reports nothing to anybody."""
+        """Return None: planish sends no telemetry."""
 
     def get_server_capabilities(self) -> GetServerCapabilitiesResponse:
-        """The base models that can be named here."""
+        """Return the base models that are available."""
         return self._session.service.capabilities()
 
     get_server_capabilities_async = in_thread(get_server_capabilities)
@@ -241,7 +243,9 @@ class ServiceClient(RefusesMethods):
         user_metadata: Mapping[str, str] | None,
         with_optimizer: bool,
     ) -> TrainingClient:
-        CheckpointPath.parse(path)  # None would ask for an adapter that is not from a checkpoint
+        CheckpointPath.parse(
+            path
+        )  # reject None, which would create an adapter without a checkpoint
         operation = CreateModel(
             self._session.new_model_id(),
             base_model,
@@ -256,7 +260,7 @@ class ServiceClient(RefusesMethods):
         future = service.submit(operation)
         try:
             return TrainingClient(self._session, future.result())
-        except BaseException:  # Ctrl-C, for instance
+        except BaseException:  # including Ctrl-C
             future.cancel()
             discard(service, UnloadModel(operation.model_id))
             raise

@@ -1,6 +1,4 @@
-"""What the clients of one ServiceClient share: the service, ids that are not in use, and tokenizers
-that are read once.
-"""
+"""`Session`, the state that all clients of one ServiceClient share, and helpers for the clients."""
 
 from __future__ import annotations
 
@@ -20,22 +18,22 @@ if TYPE_CHECKING:
 
 
 _NO_OPTION = {
-    "weights_access_token": "there are no access tokens here; checkpoints of this machine need none",
-    "optimizer": "AdamW is the one optimizer here; leave it out or give AdamOptimizerConfig()",
+    "weights_access_token": "planish has no access tokens; leave it out",
+    "optimizer": "planish has only AdamW; leave it out or give AdamOptimizerConfig()",
     "loss_type_input": "custom losses take logprobs; leave it out or give 'logprobs'",
 }
 
 
 class RefusedMethodError(UnsupportedError, AttributeError):
-    """A method of the public SDK that planish does not have. `hasattr` sees no such attribute."""
+    """A method of the tinker SDK that planish does not have. `hasattr` returns False for it."""
 
 
 class RefusesMethods:
-    """A client whose missing methods say why they are missing."""
+    """Base class of clients whose error for a missing SDK method gives the reason."""
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Methods of the public SDK that planish does not have, each with the reason. `NAME_async` is
-    refused with NAME.
+    """Methods of the tinker SDK that planish does not have: name to reason. An entry NAME also covers
+    NAME_async.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -47,6 +45,8 @@ class RefusesMethods:
 
 
 class Session:
+    """The service, the counters for new ids, and the loaded tokenizers."""
+
     def __init__(self, service: Service, user_metadata: Mapping[str, str]) -> None:
         self.service = service
         self.user_metadata = dict(user_metadata)
@@ -57,14 +57,16 @@ class Session:
         self._lock = threading.Lock()
 
     def new_model_id(self) -> str:
+        """Return an unused id for a training model."""
         return f"{self._id}:train:{next(self._models)}"
 
     def new_sampler_id(self) -> str:
+        """Return an unused id for a sampler."""
         return f"{self._id}:sample:{next(self._samplers)}"
 
     def tokenizer(self, base_model: str) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer, as `transformers` loads it; one object for all clients, which
-        stays when the service is closed.
+        """Return the base model's tokenizer. It is loaded once, and available after the service is
+        closed.
         """
         with self._lock:
             if base_model not in self._tokenizers:
@@ -75,8 +77,8 @@ class Session:
 
 
 def refuse_options(**given: object) -> None:
-    """UnsupportedError for options of the public SDK that have no meaning here; None and False are
-    their defaults.
+    """Raise UnsupportedError for an option of the tinker SDK that planish does not have, unless it is
+    None or False.
     """
     for name, value in given.items():
         if value:
@@ -84,18 +86,18 @@ def refuse_options(**given: object) -> None:
 
 
 def refuse_to_pickle(self: object) -> NoReturn:
-    """The `__reduce__` of clients: a copy would free what the original holds, in another process
-    there is nothing to hold.
+    """Raise TypeError. Clients use this as `__reduce__`, because the finalizer of a copy would free
+    the original's model, and another process does not have the model.
     """
     raise TypeError(
         f"a {type(self).__name__} cannot be copied or pickled: it belongs to the process that made it; in another one, "
-        "make a ServiceClient and go on from the path of a checkpoint"
+        "make a ServiceClient and load a checkpoint by its path"
     )
 
 
 def discard(service: Service, operation: Operation[Any]) -> None:
-    """Submit an operation that frees something, from a finalizer: what is gone already, or closed,
-    is fine.
+    """Submit an operation that frees a model or sampler. Ignore that it is already freed or that the
+    service is closed.
     """
     with suppress(EngineClosedError, UserError):
         service.submit(operation)

@@ -1,5 +1,6 @@
-"""Training one adapter: methods submit operations, which run in the order of the calls; submit
-several before waiting for the first.
+"""TrainingClient: trains one adapter. Methods submit operations, which run in the order of the calls.
+
+For best throughput, submit several operations before waiting for the first result.
 """
 
 from __future__ import annotations
@@ -52,40 +53,40 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOSS_SECONDS = 10.0
-"""For how long a program that ends waits for a custom loss that is being computed."""
+"""How long the program waits at exit for a custom loss that is being computed."""
 
 
 class TrainingClient(RefusesMethods):
-    """Made by ServiceClient. Dropping it frees the adapter's memory; its checkpoints and sampling
-    clients stay.
+    """Trains one adapter. Made by ServiceClient. When it is garbage-collected, the adapter's memory is
+    freed; checkpoints and sampling clients are kept.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
-        "get_console_url": "there is no console; `planish runs` lists training runs",
+        "get_console_url": "planish has no console; `planish runs` lists training runs",
         "save_weights_external": "save_weights_for_sampler writes a PEFT adapter, which "
         "`planish checkpoints download` copies",
-        "holder": "there is no connection to hold",
+        "holder": "planish clients have no connection holder",
     }
 
     def __init__(self, session: Session, info: GetInfoResponse) -> None:
         self._session = session
         self._info = info
         self._losses: set[int] = set()
-        """Threads in which custom losses of this client run."""
-        # At exit the engine goes as a whole.
+        """Ids of the threads that compute custom losses of this client."""
+        # At exit the whole engine or session is closed, so no finalizer is needed.
         weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
 
     @property
     def model_id(self) -> str:
-        """Its name, which is the RUN of its checkpoints' paths."""
+        """The id of the training model, which is RUN in the paths of its checkpoints."""
         return self._info.model_id
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Pending[ForwardBackwardOutput]:
-        """Loss and logprobs without a gradient."""
+        """Compute loss and logprobs without a gradient."""
         config = loss_fn_config or {}
         operation = ForwardBackward(self.model_id, data, loss_fn, config, forward_only=True)
         return Pending(self._submit(operation))
@@ -95,15 +96,17 @@ class TrainingClient(RefusesMethods):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Pending[ForwardBackwardOutput]:
-        """Add the gradient of the loss, summed over all tokens and datums, to what the next
-        `optim_step` applies.
+        """Add the gradient of the loss, summed over all tokens and datums, to the accumulated gradient
+        that the next `optim_step` applies.
 
-        If it is refused, fails or is cancelled, that step fails too; so what is wrong with the data
-        is told by the result, not here. Losses: planish/engine/losses.py; their config:
-        planish/service.py.
+        If this operation is rejected, fails or is cancelled, the next `optim_step` fails too.
+        Invalid data are therefore reported by the result, not raised here. The losses are in
+        planish/engine/losses.py, their options in planish.service.LOSS_OPTIONS.
         """
         return Pending(
-            self._submit_part(ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {}))
+            self._submit_gradient(
+                ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
+            )
         )
 
     forward_backward_async = submitting(forward_backward)
@@ -115,12 +118,12 @@ class TrainingClient(RefusesMethods):
         *,
         loss_type_input: str | None = None,
     ) -> Pending[ForwardBackwardOutput]:
-        """`forward_backward` for `loss_fn(data, logprobs) -> (loss, metrics)`, any differentiable
-        function.
+        """Run `forward_backward` with a custom loss: a differentiable function
+        `loss_fn(data, logprobs) -> (loss, metrics)`.
 
-        `logprobs` holds a leaf tensor a datum, of the shape of its target_tokens. `loss_fn` runs in
-        a thread of its own; calls that follow wait for it, and so does `ServiceClient.close`, so
-        calls of this client within it are refused. If it raises, or the data are refused, the next
+        `logprobs` has one leaf tensor per datum, in the shape of its target_tokens. `loss_fn` runs
+        in a thread of its own. Later operations of this client and `ServiceClient.close` wait for
+        it, so `loss_fn` must not call this client. If it raises, or the data are invalid, the next
         `optim_step` fails.
         """
         refuse_options(loss_type_input=loss_type_input != "logprobs" and loss_type_input)
@@ -131,7 +134,7 @@ class TrainingClient(RefusesMethods):
             )
             first = self._submit(first_pass)
         except UserError as error:
-            return Pending(self._submit_failed_part(error))
+            return Pending(self._submit_failed_gradient(error))
         weighted: Future[Sequence[Datum]] = Future()
         weighted.set_running_or_notify_cancel()  # so that `close` waits for it
         metrics: dict[str, float] = {}
@@ -157,11 +160,13 @@ class TrainingClient(RefusesMethods):
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Pending[OptimStepResponse]:
-        """Apply the accumulated gradient by AdamW, and drop it. `adam_params` is another name of
+        """Apply the accumulated gradient with AdamW, and clear it. `adam_params` is another name for
         `optim_params`.
         """
         if (optim_params is None) == (adam_params is None):
-            raise UserError("optim_step: give AdamParams(learning_rate=...) once")
+            raise UserError(
+                "optim_step: give either optim_params or adam_params, as AdamParams(learning_rate=...)"
+            )
         adam_params = optim_params if adam_params is None else adam_params
         assert adam_params is not None
         return Pending(self._submit(OptimStep(self.model_id, adam_params)))
@@ -175,8 +180,8 @@ class TrainingClient(RefusesMethods):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Pending[SaveWeightsResponse]:
-        """A checkpoint with optimizer state. A gradient that no `optim_step` has applied yet is not
-        part of it.
+        """Save a training checkpoint with optimizer state. It does not include a gradient that has not
+        been applied yet.
         """
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
         return Pending(self._submit(operation))
@@ -186,9 +191,7 @@ class TrainingClient(RefusesMethods):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Replace the weights by those of a checkpoint of the same shape; the optimizer starts
-        anew.
-        """
+        """Load the weights of a checkpoint of the same shape, and reset the optimizer state."""
         refuse_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
@@ -197,7 +200,7 @@ class TrainingClient(RefusesMethods):
     def load_state_with_optimizer(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Replace weights, optimizer state and step by those of a checkpoint of `save_state`."""
+        """Load weights, optimizer state and step of a checkpoint of `save_state`."""
         refuse_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path, with_optimizer=True)))
 
@@ -211,7 +214,7 @@ class TrainingClient(RefusesMethods):
         *,
         overwrite: bool = False,
     ) -> Pending[SaveWeightsForSamplerResponse]:
-        """A checkpoint of the weights alone, in PEFT's layout."""
+        """Save a sampler checkpoint: the weights alone, in PEFT's format."""
         operation = SaveWeightsForSampler(
             self.model_id, name, ttl_seconds, overwrite, user_metadata or {}
         )
@@ -226,11 +229,11 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """A client of the weights as they are after the operations so far; it keeps them while
-        training goes on.
+        """Return a client that samples from the weights after all operations submitted so far. Later
+        training does not change its weights.
 
-        Nothing is written, unless a `name` asks for a checkpoint too. With kind="inflight" the
-        client is the same: it stays at these weights.
+        With `name`, the weights are also saved as a sampler checkpoint. `kind` "inflight" has the
+        same effect as "snapshot".
         """
         if name is not None:
             path = self.save_weights_for_sampler(name).result().path
@@ -244,7 +247,7 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """As `save_weights_and_get_sampling_client`."""
+        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop."""
         if name is not None:
             path = (await self.save_weights_for_sampler(name)).path
             return await self.create_sampling_client_async(
@@ -264,39 +267,41 @@ class TrainingClient(RefusesMethods):
     def create_sampling_client(
         self, model_path: str, retry_config: Any = None, record_stability_info: bool = False
     ) -> SamplingClient:
-        """A client of a checkpoint. The other options: `ServiceClient.create_sampling_client`."""
+        """Create a client that samples from a checkpoint; options as in `ServiceClient`."""
         return create_sampling_client(self._session, None, model_path, record_stability_info)
 
     create_sampling_client_async = in_thread(create_sampling_client)
 
     def get_telemetry(self) -> None:
-        """Return None: planish reports nothing to anybody."""
+        """Return None: planish sends no telemetry."""
 
     def get_info(self) -> GetInfoResponse:
-        """Its id, base model and rank."""
+        """Return the model's id, base model and LoRA rank."""
         return self._info
 
     async def get_info_async(self) -> GetInfoResponse:
-        """As `get_info`."""
+        """Return the model's id, base model and LoRA rank."""
         return self._info
 
     def get_tokenizer(self) -> PreTrainedTokenizerBase:
-        """The base model's tokenizer."""
+        """Return the base model's tokenizer."""
         return self._session.tokenizer(self._info.model_data.model_name)
 
     get_tokenizer_async = in_thread(get_tokenizer)
 
-    def _submit_part(self, operation: ForwardBackward) -> Future[ForwardBackwardOutput]:
-        """Whoever submits a step behind it, before looking at its outcome, asks for both or none:
-        so a refusal is an outcome.
+    def _submit_gradient(self, operation: ForwardBackward) -> Future[ForwardBackwardOutput]:
+        """Submit a forward_backward, and report a rejection through the future.
+
+        Callers may queue `optim_step` before they read this result, and expect that both succeed or
+        both fail. Raising here would skip the `optim_step` that must fail.
         """
         try:
             return self._submit(operation)
         except UserError as error:
-            return self._submit_failed_part(error)
+            return self._submit_failed_gradient(error)
 
-    def _submit_failed_part(self, error: UserError) -> Future[ForwardBackwardOutput]:
-        """A part of the gradient that fails with `error`, in its place among the operations."""
+    def _submit_failed_gradient(self, error: UserError) -> Future[ForwardBackwardOutput]:
+        """Submit, in place of a rejected forward_backward, one that fails with `error`."""
         data: Future[Sequence[Datum]] = Future()
         data.set_exception(error)
         return self._submit(ForwardBackwardLater(self.model_id, data, "cross_entropy"))
@@ -304,15 +309,15 @@ class TrainingClient(RefusesMethods):
     def _submit(self, operation: Operation[T]) -> Future[T]:
         if threading.get_ident() in self._losses:
             raise UserError(
-                "a custom loss calls the client that waits for it; compute what it needs before, or on another client"
+                "a custom loss called its own client, which waits for the loss; call the client before the loss, or use another client"
             )
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Itself, for code that takes what made it for a future."""
+        """Return this client, for code that expects a future from the method that made it."""
         return self
 
     def __await__(self) -> Generator[None, None, TrainingClient]:
-        """Itself, for code that awaits what made it."""
+        """Return this client, for code that awaits the method that made it."""
         return self
         yield

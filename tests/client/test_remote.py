@@ -137,7 +137,7 @@ def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, 
 
 
 def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch):
-    monkeypatch.setattr("planish.client.remote_link._MOST_ASKED", 1)
+    monkeypatch.setattr("planish.client.remote_link._MAX_CONCURRENT_REQUESTS", 1)
     with ServiceClient(base_url=server.url) as client:
         waiting, other = (client.create_lora_training_client("tiny", rank=4) for _ in range(2))
         with failing(server, lambda path: later(429) if path.endswith("/optim_step") else None):
@@ -325,8 +325,8 @@ CONFIG, SESSION = "/api/v1/client/config", "/api/v1/create_session"
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        ({}, "is no planish server.*404.*nothing here"),
-        ({CONFIG: (200, b"<html>")}, "is no planish server"),
+        ({}, "is not a planish server.*404.*nothing here"),
+        ({CONFIG: (200, b"<html>")}, "is not a planish server"),
         ({CONFIG: (200, b"{}"), SESSION: (200, b"{}")}, "has no session_id"),
         ({CONFIG: (200, b'{"planish_wire": 7}')}, "speaks version 7.*same planish on both sides"),
         ({CONFIG: (401, b'{"detail": "who are you"}')}, "who are you.*api_key"),
@@ -377,7 +377,7 @@ def test_a_missing_key_is_told_once(model_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("key", ["two words", "ключ", "a\nb"])
 def test_what_is_no_key_is_refused(key):
-    with pytest.raises(UserError, match="api_key holds something that is no key"):
+    with pytest.raises(UserError, match="api_key is not a valid key"):
         ServiceClient(base_url="http://127.0.0.1:1", api_key=key)
 
 

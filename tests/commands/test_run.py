@@ -81,7 +81,7 @@ def test_a_refused_method_is_an_error_of_the_script(tmp_path):
     done = run(tmp_path, "script.py")
     assert done.returncode == 1
     assert "script.py" in done.stderr
-    assert "RestClient.whoami is not offered: there are no accounts" in done.stderr
+    assert "RestClient.whoami is not offered: planish has no accounts" in done.stderr
     assert "commands/run.py" not in done.stderr
 
 
