@@ -1,7 +1,7 @@
-"""Files that survive a kill or a power cut.
+"""Atomic and durable file writes.
 
-A file is whole or absent (`write_whole`). A row that is appended to a JSONL file (`RowFile`) is
-whole, or is removed when the file is opened again.
+`write_whole` replaces a file atomically. `RowFile` appends rows to a JSONL file; if a crash leaves
+an incomplete last row, the next process that opens the file removes it.
 """
 
 import errno
@@ -24,21 +24,23 @@ Row = dict[str, Any]
 
 
 def cache_home() -> Path:
-    """PLANISH_HOME, or ~/.cache/planish."""
+    """Return the cache directory: $PLANISH_HOME, by default ~/.cache/planish."""
     return Path(os.environ.get("PLANISH_HOME") or "~/.cache/planish").expanduser().absolute()
 
 
 def short_path(path: Path) -> str:
-    """The path as people write it: with ~ for the home directory."""
+    """Return the path for display, with ~ for the home directory."""
     try:
         return str(Path("~") / path.relative_to(Path.home()))
-    except (ValueError, RuntimeError):  # elsewhere, or a user without a home directory
+    except (ValueError, RuntimeError):  # not in the home directory, or the user has none
         return str(path)
 
 
 def hold_directory(path: Path, option: str, what: str) -> FileLock:
-    """The lock of a directory, made if it is not there. `option` named it, `what` is written there;
-    both are for the errors' words.
+    """Create a directory if it is missing, lock it, and return the lock.
+
+    `option` (the name of the option that gave the path) and `what` (what is written there) appear in
+    error messages. UserError if another process has the lock.
     """
     lock = FileLock(path / ".lock")
     try:
@@ -49,17 +51,15 @@ def hold_directory(path: Path, option: str, what: str) -> FileLock:
             f"{option}={path}: another process is writing {what}; wait for it or give another {option}"
         ) from error
     except OSError as error:
-        raise StorageError(
-            f"{option}={path}: {error}; give a directory that can be written to"
-        ) from error
+        raise StorageError(f"{option}={path}: {error}; give a writable directory") from error
     return lock
 
 
 def read_rows(path: str | Path) -> list[Row]:
-    """The objects of a JSONL file; [] if there is no file. A torn last line, as a kill leaves it,
-    is left out.
+    """Return the objects of a JSONL file; [] if the file is missing.
 
-    Raises DamagedFileError when any other line is not an object.
+    An incomplete last line, which a crash may leave, is skipped. DamagedFileError if any other line
+    is not an object.
     """
     path = Path(path)
     if not path.exists():
@@ -78,10 +78,12 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def give_usual_mode(path: Path) -> None:
-    """Give a file the mode that the umask allows to new files. Libraries that write a file aside,
-    safetensors among them, leave it readable to its owner alone.
+    """Set the file mode to the default for new files (0o666 without the umask).
+
+    Some libraries, such as safetensors, write through temporary files that only the owner can read.
     """
-    # The umask can only be read by setting it, which another thread may notice; a new file shows it.
+    # The umask can only be read by changing it, which would affect other threads. The mode of a new
+    # file shows it.
     probe = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}.mode")
     handle = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
     try:
@@ -92,33 +94,35 @@ def give_usual_mode(path: Path) -> None:
 
 
 def write_whole(path: str | Path, data: bytes | str) -> None:
-    """Put `data` at `path` such that a reader, now or after a power cut, sees the old file or the
-    whole new one.
+    """Write `data` to `path` atomically and durably: readers see the old or the complete new file,
+    even after a power failure. StorageError if that fails.
     """
     path = Path(path)
     payload = data.encode() if isinstance(data, str) else data
-    aside: str | None = None
+    temporary: str | None = None
     try:
-        handle, aside = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        handle, temporary = tempfile.mkstemp(
+            prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+        )
         with os.fdopen(handle, "wb") as file:
             file.write(payload)
             file.flush()
             os.fsync(file.fileno())
-        give_usual_mode(Path(aside))  # mkstemp makes it private
-        os.replace(aside, path)
+        give_usual_mode(Path(temporary))  # mkstemp creates files that only the owner can read
+        os.replace(temporary, path)
         sync_directory(path.parent)
     except OSError as error:
-        raise StorageError(f"cannot write {path} ({error}); free space or rights there") from error
+        raise StorageError(
+            f"cannot write {path} ({error}); check free space and permissions there"
+        ) from error
     finally:
-        if aside is not None:
+        if temporary is not None:
             with suppress(FileNotFoundError):
-                os.unlink(aside)
+                os.unlink(temporary)
 
 
 class RowFile:
-    """A JSONL file that is open for appending; the torn last line of an earlier process is repaired
-    at the start.
-    """
+    """A JSONL file that is open for appending. Opening it repairs an incomplete last line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -126,7 +130,7 @@ class RowFile:
         self._file = self._open()
 
     def append(self, *rows: Row) -> None:
-        """All of the rows by one write."""
+        """Append all rows in one write. StorageError if it fails; then none of them is in the file."""
         line = "".join(json.dumps(row, allow_nan=False) + "\n" for row in rows).encode()
         whole = self._file.seek(0, os.SEEK_END)
         try:
@@ -134,12 +138,13 @@ class RowFile:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         except OSError as error:
             with suppress(OSError):
-                self._file.truncate(whole)  # or the next row would begin in the middle of a line
+                self._file.truncate(whole)  # else the next row would continue a partial line
             raise StorageError(
                 f"cannot append to {self.path} ({error}); free space and start again"
             ) from error
 
     def sync(self) -> None:
+        """Flush the file to disk (fsync)."""
         try:
             os.fsync(self._file.fileno())
         except OSError as error:
@@ -148,15 +153,16 @@ class RowFile:
             ) from error
 
     def keep(self, is_kept: Callable[[Row], bool]) -> None:
-        """Drop all rows but those. DamagedFileError: a row has not what `is_kept` looks at."""
+        """Remove the rows for which `is_kept` is false. DamagedFileError if it fails on a row."""
         rows = read_rows(self.path)
         kept = []
         for row in rows:
             try:
-                kept += [row] if is_kept(row) else []
+                if is_kept(row):
+                    kept.append(row)
             except (KeyError, TypeError) as error:
                 raise DamagedFileError(
-                    f"{self.path}: the row {json.dumps(row)[:200]} is none of a run's ({error}); repair or remove that line"
+                    f"{self.path}: the row {json.dumps(row)[:200]} has unexpected fields ({error}); repair or remove that line"
                 ) from error
         if len(kept) < len(rows):
             write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
@@ -164,6 +170,7 @@ class RowFile:
             self._file = self._open()
 
     def close(self) -> None:
+        """Close the file."""
         self._file.close()
 
     def _open(self) -> io.FileIO:
@@ -176,9 +183,7 @@ class RowFile:
 
 
 def _repair(path: Path) -> None:
-    """End the file with a whole line: the newline that a kill cut off is put back, half a row is
-    removed.
-    """
+    """Make the file end with a complete line: add a missing newline, or remove an incomplete row."""
     if not path.exists():
         return
     content = path.read_bytes()
@@ -194,12 +199,13 @@ def _repair(path: Path) -> None:
 def _parse(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except ValueError:  # also when the cut fell inside a character
+    except ValueError:  # includes UnicodeDecodeError of a truncated character
         return None
     return row if isinstance(row, dict) else None
 
 
 def read_object(path: Path) -> Row:
+    """Read a file that contains one JSON object. DamagedFileError if it does not."""
     found = _parse(path.read_bytes())
     if found is None:
         raise DamagedFileError(f"{path} is not a JSON object; repair it or give another log_path")
@@ -207,10 +213,10 @@ def read_object(path: Path) -> Row:
 
 
 def plain_values(values: Mapping[str, Any]) -> Row:
-    """What JSON can hold: numbers of other libraries become Python's, paths their text, functions
-    and other objects their name.
+    """Convert values to JSON types: numpy and torch numbers to Python numbers, paths to strings,
+    functions and other objects to their qualified names.
 
-    No name holds an address, so the same options give the same text in every process.
+    Names contain no memory addresses, so equal options give equal JSON in every process.
     """
     return json.loads(json.dumps(dict(values), default=_to_json))
 
@@ -227,6 +233,7 @@ def _to_json(value: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
+    """Flush a directory to disk (fsync), so that renames in it are durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

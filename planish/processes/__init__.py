@@ -1,1 +1,1 @@
-"""Work in other processes: Ctrl-C, and programs that answer questions and can be killed."""
+"""Signal handling, background threads, and worker processes that can be killed."""

@@ -1,8 +1,8 @@
-"""A program that answers questions in a process of its own, which is killed when it takes too long.
+"""Runs a program in a worker process that answers requests, and is killed if one takes too long.
 
-For work that nothing inside a process can stop, such as a computer algebra system on 9^{9^{9^{9}}}.
-The process starts at the first question; worker_program.py, which it runs, says what a program is
-and what the two say to each other.
+This is for work that cannot be interrupted within a process, such as a computer algebra system that
+evaluates 9^{9^{9^{9}}}. The process starts at the first request. worker_program.py, which runs in
+it, describes programs and the protocol.
 """
 
 import json
@@ -23,15 +23,15 @@ START_SECONDS = 120.0
 
 
 class WorkerError(PlanishError):
-    """A question has no answer: the program failed on it, took too long, or ended."""
+    """A request has no result: the program failed, took too long, or ended."""
 
 
 class WorkerStartError(PlanishError):
-    """The program could not begin its work."""
+    """The program could not start."""
 
 
 class WorkerProcess:
-    """One process at a time. Questions from several threads take turns."""
+    """A worker process. Requests of several threads run one after the other."""
 
     def __init__(
         self,
@@ -40,8 +40,8 @@ class WorkerProcess:
         *,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        """`environment`: variables that the program has besides those of this process."""
-        # -P: the modules beside a program must not stand in front of installed ones.
+        """`environment` is added to the environment variables of this process."""
+        # -P: files next to the program must not shadow installed modules.
         runner = Path(__file__).with_name("worker_program.py")
         self._command = [sys.executable, "-P", str(runner), str(program), *arguments]
         self._environment = {**os.environ, **(environment or {})}
@@ -49,19 +49,21 @@ class WorkerProcess:
         self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
-        """The program's answer. WorkerError if it has none, WorkerStartError if there is no program
-        that could be asked.
+        """Return the program's answer to a request, both JSON objects.
+
+        WorkerError if the program fails, takes more than `timeout_seconds` or ends;
+        WorkerStartError if it cannot be started.
         """
         with self._lock:
             try:
                 process = self._running()
                 assert process.stdin is not None
-                with suppress(BrokenPipeError):  # it has ended, which _receive says
+                with suppress(BrokenPipeError):  # the process has ended, which _receive reports
                     process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
                 reply = self._receive(process, timeout_seconds)
             except BaseException:
-                # or an answer still to come, after Ctrl-C, say, would be taken for that to the next
-                # question
+                # After Ctrl-C or a timeout, the late answer would be read as the answer to the next
+                # request.
                 self._stop()
                 raise
         if "error" in reply:
@@ -69,16 +71,16 @@ class WorkerProcess:
         return reply
 
     def close(self) -> None:
-        """End the process; another question would start the next one."""
+        """End the process. Another request would start a new one."""
         with self._lock:
             self._stop()
 
     def _running(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
-        self._stop()  # it was killed while nobody asked
-        # Only Ctrl-C is kept from it: what ends all processes of a terminal or of a job is to end
-        # this one too.
+        self._stop()  # clean up a process that ended between requests
+        # Ctrl-C is for this process, which then kills the worker. The worker stays in our process
+        # group, so that whatever ends a whole terminal or job ends the worker too.
         with interrupts_held_back():
             self._process = process = subprocess.Popen(
                 self._command,
@@ -97,7 +99,7 @@ class WorkerProcess:
 
     def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
-        waiting = select.poll()  # unlike select, it takes any number of a file
+        waiting = select.poll()  # unlike select.select, it allows file numbers above 1023
         waiting.register(process.stdout, select.POLLIN)
         if not waiting.poll(seconds * 1000):
             raise WorkerError(f"no answer in {seconds:g} s")

@@ -1,16 +1,14 @@
-"""What runs in the process of a `worker_process.WorkerProcess`: a program's answers, and what all
-such programs need.
+"""The main program of the process of a `worker_process.WorkerProcess`.
 
     python -P worker_program.py PROGRAM ARGUMENT...
 
-PROGRAM is a Python file. Its function `start`, given the arguments, returns the function that
-answers questions; what either raises is the reason why there is no answer. Memory is bounded, and
-what a program prints goes to standard error.
+PROGRAM is a Python file. Its function `start(*arguments)` returns a function that answers requests.
+An exception of either function is returned as the error. Memory is limited, and what the program
+prints goes to standard error.
 
-One line of JSON goes out at the start, {"ready": true} or {"error": REASON}. Then [SECONDS,
-QUESTION] comes in and an object goes out, the answer or again {"error": REASON}, until standard
-input ends. This file imports nothing of planish, so that the process starts fast and needs no start
-method, no guard in the user's script and no main thread.
+Protocol: at the start, this program writes a line of JSON, {"ready": true} or {"error": REASON}.
+Then it reads lines [SECONDS, REQUEST], and writes one object for each, the answer or {"error":
+REASON}, until standard input ends. This file imports nothing of planish, so the process starts fast.
 """
 
 import importlib.util
@@ -26,6 +24,7 @@ SPARE_SECONDS = 1.0
 
 
 def main() -> None:
+    """Start the program and answer requests until standard input ends."""
     program, *arguments = sys.argv[1:]
     questions, out = private_pipes()
     try:
@@ -37,8 +36,8 @@ def main() -> None:
     send(out, {"ready": True})
     for line in questions:
         seconds, question = json.loads(line)
-        # If the one that asks is killed meanwhile, nobody else ends an endless answer; the signal
-        # does, whatever is computed.
+        # If the parent process is killed, it cannot kill this one. The default action of SIGALRM
+        # then ends a computation that never returns.
         signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
         reply = answered(answer, question)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -46,8 +45,10 @@ def main() -> None:
 
 
 def private_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes of the protocol, out of the way of what prints, reads, or calls `exit`, which
-    closes standard input.
+    """Return the pipes of the protocol, as copies of standard input and output.
+
+    Standard output then goes to standard error and standard input is empty, so a program that
+    prints, reads or calls `exit` (which closes standard input) does not disturb the protocol.
     """
     pipes = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -56,10 +57,10 @@ def private_pipes() -> tuple[TextIO, TextIO]:
 
 
 def limit_memory() -> None:
-    """A huge number becomes a MemoryError here instead of the end of the training process."""
+    """Limit memory, so that a huge number raises MemoryError and does not exhaust the machine."""
     try:
         import resource
-    except ImportError:  # not on this system
+    except ImportError:  # not available on this system
         return
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(
@@ -68,7 +69,7 @@ def limit_memory() -> None:
 
 
 def load(program: str) -> Any:
-    """The module in a file, wherever it is."""
+    """Import a Python file as a module."""
     spec = importlib.util.spec_from_file_location("program", program)
     assert spec is not None
     assert spec.loader is not None

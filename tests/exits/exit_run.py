@@ -53,7 +53,7 @@ OWN_STDERR: Mapping[str, str] = {
     "ctrl-c": "(" + TRACEBACK + r"[\w.]*(CancelledError|KeyboardInterrupt)\n)"
     r"(\nDuring handling of the above exception, another exception occurred:\n\n)?)+",
 }
-ANNOUNCED = r"(the program ends when its checkpoints are written .*\n)?"
+ANNOUNCED = r"(waiting for checkpoints that are still being saved .*\n)?"
 """What planish says when a checkpoint takes more than a second."""
 STATUS = {
     "return": 0,
