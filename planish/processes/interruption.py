@@ -1,8 +1,7 @@
-"""Ctrl-C and SIGTERM as requests: the loop ends at a point from which it can be resumed. A second
-one ends it at once. And what else may end a task from outside: cancellation, and the first error of
-several tasks.
+"""Graceful interruption: the first Ctrl-C or SIGTERM asks a training loop to stop at a point from
+which it can be resumed; the second one ends it at once. Also helpers for cancelled and failed tasks.
 
-A program that has a handler of its own for SIGTERM, or ignores it, keeps that.
+If the program has its own handler for SIGTERM, or ignores it, that stays in effect.
 """
 
 import asyncio
@@ -25,20 +24,22 @@ T = TypeVar("T")
 Handler = Callable[[int, FrameType | None], object]
 
 _ONE_SIGTERM_SECONDS = 1.0
-"""`timeout` sends two signals at once, one to the program and one to its process group."""
-_ANSWERS = {
+"""Within this time a second SIGTERM counts as the same request: `timeout` sends two at once, one to
+the program and one to its process group.
+"""
+_MESSAGES = {
     signal.SIGINT: "Ctrl-C: stopping where the run can be resumed; a second one ends it at once",
     signal.SIGTERM: "SIGTERM: stopping where the run can be resumed; a second one ends it at once",
 }
 
 
 class Interrupted(Exception):
-    """The run was asked to end while something was waited for that can be left undone."""
+    """The run was asked to stop during work that may be dropped."""
 
 
 class Terminated(SystemExit):
-    """SIGTERM ended the program. Its exit status is 143, 128 + SIGTERM, which is what a shell
-    reports of a program that the signal ended.
+    """SIGTERM ended the program. The exit status is 143 (128 + SIGTERM), as shells report it for a
+    program that the signal killed.
     """
 
     def __init__(self) -> None:
@@ -46,14 +47,14 @@ class Terminated(SystemExit):
 
 
 def ending(number: int) -> BaseException:
-    """The exception that leaves a run which a signal ended, once it is saved: KeyboardInterrupt for
-    SIGINT, Terminated for SIGTERM.
+    """Return the exception to raise after a run was stopped by a signal and saved: KeyboardInterrupt
+    for SIGINT, Terminated for SIGTERM.
     """
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
 
 class Interruption:
-    """Whether the run was asked to end, and waiting that heeds it."""
+    """A request to stop a run that uses asyncio, and waits that end when it comes."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -61,20 +62,21 @@ class Interruption:
 
     @property
     def is_asked(self) -> bool:
+        """Whether the run was asked to stop."""
         return self._asked.is_set()
 
     @property
     def ending(self) -> BaseException:
-        """The exception to raise when the run was asked to end, and is saved."""
+        """The exception to raise when the run was asked to stop and is saved."""
         return ending(self._signal)
 
     def ask(self) -> None:
-        """End the run at the next point where it can be."""
+        """Ask the run to stop at the next point from which it can be resumed."""
         self._asked.set()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`. If the run is asked to end, or this is cancelled, `work` is
-        cancelled and has ended before Interrupted, or the cancellation, is raised.
+        """Return the result of `work`. If the run is asked to stop, or this call is cancelled, cancel
+        `work`, wait until it has ended, and raise Interrupted or CancelledError.
         """
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._asked.wait())
@@ -87,27 +89,28 @@ class Interruption:
             task.cancel()
             await asyncio.wait({task})
             if not task.cancelled():
-                task.exception()  # or the event loop would complain that nobody asked for it
+                task.exception()  # else asyncio logs "exception was never retrieved"
         raise Interrupted
 
     @contextmanager
     def heed_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """Within the block the first Ctrl-C or SIGTERM asks the run to end, and `say` gets the
-        answer. The next Ctrl-C is an ordinary KeyboardInterrupt; the next SIGTERM ends the process.
+        """In this block the first Ctrl-C or SIGTERM asks the run to stop, and `say` is called with a
+        message for the user. The next Ctrl-C raises KeyboardInterrupt; the next SIGTERM ends the
+        process.
 
-        Signals arrive in the main thread only, and from there in `run_in_thread`, which leaves
-        SIGTERM alone. In any other thread the block does nothing. A signal that the process
-        ignores, such as Ctrl-C behind nohup, stays ignored.
+        This works in the main thread, and, for Ctrl-C only, within `run_in_thread`. In any other
+        thread the block has no effect. A signal that the process ignores, such as Ctrl-C under
+        nohup, stays ignored.
         """
         loop = asyncio.get_running_loop()
 
         def answer(number: int) -> None:
             self._signal = number
             self.ask()
-            say(_ANSWERS[signal.Signals(number)])
+            say(_MESSAGES[signal.Signals(number)])
 
         def ask(number: int) -> None:
-            with suppress(RuntimeError):  # the loop has just ended
+            with suppress(RuntimeError):  # the event loop has just been closed
                 loop.call_soon_threadsafe(answer, number)
 
         if (waiting := _main_thread.get()) is not None:
@@ -121,14 +124,14 @@ class Interruption:
 
 
 class StopRequest:
-    """Whether a loop without asyncio was asked to end, by Ctrl-C or SIGTERM.
+    """A request to stop a loop that does not use asyncio, by Ctrl-C or SIGTERM.
 
-    Use it as a context manager in the main thread. In any other thread no signal asks the loop to
-    end. In a notebook SIGTERM keeps its effect.
+    Use it as a context manager in the main thread. In any other thread it has no effect. In a
+    notebook, SIGTERM keeps its usual effect.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        """The first signal is answered by `say`; the next ones end the loop at once."""
+        """`say` is called with a message at the first signal. Later signals end the loop at once."""
         self._say = say
         self._signal: int | None = None
         self._is_at_once = False
@@ -137,8 +140,8 @@ class StopRequest:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            # The answer comes from another thread, since a signal may interrupt the main thread in
-            # the middle of a line that it is writing.
+            # Print the message in another thread: the signal may have interrupted the main thread
+            # while it writes a line, and stdout cannot be re-entered.
             end = partial(self._asked.put, None)
             thread = BackgroundThread(self._answer, "planish-signals", stop=end, exit_seconds=1.0)
             self._handlers.callback(thread.join)
@@ -151,19 +154,17 @@ class StopRequest:
 
     @property
     def ending(self) -> BaseException:
-        """The exception to raise when the loop was asked to end, and is saved."""
+        """The exception to raise when the loop was asked to stop and is saved."""
         return ending(self._signal or signal.SIGINT)
 
     def check(self) -> None:
-        """Raise Interrupted if the loop was asked to end."""
+        """Raise Interrupted if the loop was asked to stop."""
         if self._signal is not None:
             raise Interrupted
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a request raise Interrupted in the middle of the block, whose work may be left
-        undone.
-        """
+        """In this block a signal raises Interrupted immediately. For work that may be dropped."""
         self._is_at_once = True
         try:
             self.check()
@@ -179,11 +180,11 @@ class StopRequest:
 
     def _answer(self) -> None:
         while (number := self._asked.get()) is not None:
-            self._say(_ANSWERS[signal.Signals(number)])
+            self._say(_MESSAGES[signal.Signals(number)])
 
 
 def _runs_a_loop() -> bool:
-    """Whether an event loop runs in this thread: around code without asyncio, a notebook's."""
+    """Return whether an event loop runs in this thread, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -193,9 +194,9 @@ def _runs_a_loop() -> bool:
 
 @contextmanager
 def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iterator[None]:
-    """Within the block of the main thread the first Ctrl-C or SIGTERM calls `ask`."""
+    """In this block, in the main thread, the first Ctrl-C or SIGTERM calls `ask`."""
     with (
-        _ControlC(_further_one(signal.getsignal(signal.SIGINT))) as control_c,
+        _ControlC(_next_control_c_handler(signal.getsignal(signal.SIGINT))) as control_c,
         control_c.asking(ask),
         _Sigterm(lambda: control_c.ask(signal.SIGTERM)) if heeds_sigterm else nullcontext(),
     ):
@@ -204,8 +205,8 @@ def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iter
 
 @contextmanager
 def sigterm_like_control_c() -> Iterator[None]:
-    """Within the block, in the main thread, SIGTERM ends what runs as Ctrl-C does, and `Terminated`
-    leaves the block. A second one ends the process.
+    """In this block, in the main thread, SIGTERM stops the code as Ctrl-C would, and the block raises
+    `Terminated`. A second SIGTERM ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -215,7 +216,7 @@ def sigterm_like_control_c() -> Iterator[None]:
     def end() -> bool:
         nonlocal has_come
         has_come = True
-        control_c = signal.getsignal(signal.SIGINT)  # asyncio's cancels the task that runs
+        control_c = signal.getsignal(signal.SIGINT)  # asyncio's handler cancels the main task
         if not callable(control_c):
             raise Terminated
         control_c(signal.SIGINT, None)
@@ -231,10 +232,10 @@ def sigterm_like_control_c() -> Iterator[None]:
 
 
 class _Sigterm:
-    """A handler of SIGTERM for a block of the main thread, unless the program has one of its own.
+    """Handles SIGTERM in a block of the main thread, unless the program has its own handler.
 
-    The first signal calls `first`. If that returns False, the signal ends the process, as further
-    ones do.
+    The first signal calls `first`. If `first` returns False, the signal ends the process, as later
+    signals do.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
@@ -258,25 +259,25 @@ class _Sigterm:
         if not (self._first() if is_first else now - self._came < _ONE_SIGTERM_SECONDS):
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-            os._exit(128 + number)  # the first process of a container does not die of it
+            os._exit(128 + number)  # the signal does not kill PID 1 of a container
 
 
-def _further_one(before: Any) -> Handler:
-    """What a Ctrl-C does that nobody is asked by, where `before` is what the first one would have
-    done.
+def _next_control_c_handler(before: Any) -> Handler:
+    """Return the handler for a second Ctrl-C, where `before` is the handler from before the block.
 
-    asyncio's would cancel the run, which then waits until all that it plays has cleaned up. That of
-    others is theirs: a KeyboardInterrupt in the loop of a notebook ends the notebook.
+    asyncio's handler is replaced by KeyboardInterrupt, because it would cancel the run, which then
+    waits until all rollouts have cleaned up. Handlers of others are kept: in a notebook, for
+    example, a KeyboardInterrupt in the event loop would end the kernel.
     """
-    is_asyncios = isinstance(
+    is_from_asyncio = isinstance(
         getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner
     )
-    return before if callable(before) and not is_asyncios else signal.default_int_handler
+    return before if callable(before) and not is_from_asyncio else signal.default_int_handler
 
 
 class _ControlC:
-    """What Ctrl-C does, in the main thread, within the block: it asks, or `further` where there is
-    nobody to ask.
+    """Handles Ctrl-C in a block of the main thread: it calls the function of `asking` once, and
+    otherwise the handler `further`.
     """
 
     def __init__(self, further: Handler = signal.default_int_handler) -> None:
@@ -295,7 +296,7 @@ class _ControlC:
 
     @contextmanager
     def asking(self, ask: Callable[[int], None]) -> Iterator[None]:
-        """Within the block, in whichever thread it is, the first one calls `ask` with its number."""
+        """In this block, which may be in any thread, the first signal calls `ask` with its number."""
         self._ask = ask
         try:
             yield
@@ -303,8 +304,8 @@ class _ControlC:
             self._ask = None
 
     def ask(self, number: int) -> bool:
-        """Call `ask` of the block for this signal. False if there is no such block, or it was asked
-        before.
+        """Pass a signal to the `asking` block. Return False if there is no such block, or if it has had
+        a signal before.
         """
         ask, self._ask = self._ask, None
         if ask is None:
@@ -318,15 +319,15 @@ class _ControlC:
 
 
 _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=None)
-"""That which waits for the loop of this context, if it is not the loop's own thread."""
+"""The Ctrl-C handler of the main thread while it waits in `run_in_thread`; None elsewhere."""
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work` from an event loop in a thread of its own, while this one waits: for a
-    notebook, whose loop runs already.
+    """Run `work` in an event loop in another thread, wait, and return its result. For notebooks, where
+    this thread already runs a loop.
 
-    Ctrl-C does what it does to a run in this thread: the first one within `on_control_c` asks. Any
-    other cancels `work`, and is raised when that has cleaned up.
+    The first Ctrl-C within `Interruption.heed_signals` asks the run to stop. Any other Ctrl-C
+    cancels `work`, and KeyboardInterrupt is raised after `work` has cleaned up.
     """
     if threading.current_thread() is not threading.main_thread():
         return _run_in_thread(work, None)
@@ -349,17 +350,17 @@ def _run_in_thread(work: Coroutine[Any, Any, T], control_c: _ControlC | None) ->
         try:
             return done.result()
         except KeyboardInterrupt:
-            with suppress(RuntimeError):  # it has just ended
+            with suppress(RuntimeError):  # the loop has just been closed
                 begun.result()()
             raise
 
 
 @contextmanager
 def interrupts_held_back() -> Iterator[None]:
-    """Ctrl-C and SIGTERM do not reach a process that is started in the block before that process
-    lets them.
+    """Block SIGINT and SIGTERM in this thread. A process started in the block inherits the mask, so
+    it does not get these signals until it unblocks them.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # not on this system
+    if not hasattr(signal, "pthread_sigmask"):  # not available on this system
         yield
         return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
@@ -371,12 +372,11 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """A cancellation that leaves the block, and that nobody asked this task for, is a RuntimeError,
-    and so is SystemExit.
+    """Turn SystemExit, and a CancelledError without a cancellation of this task, into RuntimeError.
 
-    Code that awaits a task of its own which was cancelled lets a cancellation out: asyncio takes it
-    for the end of the task around it, of which nobody would hear. SystemExit, of code that calls
-    `exit()`, would end the program at once, with nothing saved.
+    Code that awaits a cancelled task of its own raises CancelledError. asyncio would then treat the
+    surrounding task as cancelled, and the error would be lost. SystemExit, from code that calls
+    `exit()`, would end the program before anything is saved.
     """
     try:
         yield
@@ -385,7 +385,7 @@ def only_errors() -> Iterator[None]:
         if task is None or task.cancelling() > 0:
             raise
         raise RuntimeError(
-            "CancelledError: what was awaited was cancelled, and nobody asked for that here"
+            "CancelledError: an awaited task was cancelled, although this task was not"
         ) from error
     except SystemExit as error:
         raise RuntimeError(f"SystemExit: {error}") from error
@@ -393,15 +393,14 @@ def only_errors() -> Iterator[None]:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Several tasks run at once; of their errors the first is raised as it is, and says how many
-    others there were.
+    """Turn an exception group of concurrent tasks into its first error, with a note about the others.
 
-    Interrupted comes before all others, since they followed from it.
+    Interrupted takes precedence, because it causes the others.
     """
     try:
         yield
     except BaseExceptionGroup as group:
-        # two tasks may have seen one error
+        # Two tasks may have raised the same error object.
         leaves = list({id(error): error for error in leaves_of(group)}.values())
         first = next((error for error in leaves if isinstance(error, Interrupted)), leaves[0])
         if len(leaves) > 1:
@@ -413,11 +412,11 @@ def first_error() -> Iterator[None]:
 
 
 async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """The results in order. The first error ends the others, and nothing outlives the call."""
+    """Run coroutines concurrently and return their results in order. The first error cancels the rest."""
     with first_error():
         async with asyncio.TaskGroup() as tasks:
-            begun = [tasks.create_task(each) for each in work]
-    return [task.result() for task in begun]
+            started = [tasks.create_task(coroutine) for coroutine in work]
+    return [task.result() for task in started]
 
 
 async def run_uncancelled(work: Coroutine[Any, Any, T]) -> T:
@@ -435,7 +434,7 @@ async def run_uncancelled(work: Coroutine[Any, Any, T]) -> T:
 
 
 def leaves_of(error: BaseException) -> list[BaseException]:
-    """The errors in a group and in the groups within it, each with the notes of what held it."""
+    """Return the errors of a nested exception group, each with the notes of its groups."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     for part in error.exceptions:

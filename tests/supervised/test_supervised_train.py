@@ -284,7 +284,7 @@ class Cancelled(SamplingClientEvaluator):
     [
         ([Digest, Digest], UserError, "the metric 'sampled/steps', which is that of another"),
         ([Covering], UserError, "the metric 'step', which is the row's"),
-        ([Cancelled], RuntimeError, "nobody asked for that"),
+        ([Cancelled], RuntimeError, "although this task was not"),
     ],
 )
 def test_what_an_evaluator_may_not_do_is_told(service, chats, tmp_path, evaluators, error, message):
