@@ -52,13 +52,13 @@ class TokenCompleter(ABC):
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
-        """Sample a continuation of `model_input`, up to a `stop` or `max_tokens` (None: the policy's
-        own limit).
+        """Sample a continuation of `model_input`, up to a `stop` or `max_tokens` (None: the
+        policy's own limit).
         """
 
     def seeded(self, seed: int) -> TokenCompleter:
-        """Return this policy with sampling seeded by `seed` and the number of the call. A policy that
-        does not sample returns itself.
+        """Return this policy with sampling seeded by `seed` and the number of the call. A policy
+        that does not sample returns itself.
         """
         return self
 
@@ -162,7 +162,8 @@ class TinkerMessageCompleter(MessageCompleter):
 
 
 def derived_seed(seed: int, *place: int) -> int:
-    """Return a seed derived from `seed` and a position in the run, such as (step, group, trajectory).
+    """Return a seed derived from `seed` and a position in the run, such as (step, group,
+    trajectory).
 
     It is the same in every run, and differs between positions (up to collisions of 31 bits).
     """

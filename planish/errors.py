@@ -47,7 +47,9 @@ class CheckpointError(UserError):
 
 
 class NonFiniteError(UserError):
-    """A loss, gradient or input contains NaN or infinity. Weights and optimizer state are unchanged."""
+    """A loss, gradient or input contains NaN or infinity. Weights and optimizer state are
+    unchanged.
+    """
 
 
 class EngineClosedError(PlanishError, RuntimeError):

@@ -39,8 +39,8 @@ def short_path(path: Path) -> str:
 def hold_directory(path: Path, option: str, what: str) -> FileLock:
     """Create a directory if it is missing, lock it, and return the lock.
 
-    `option` (the name of the option that gave the path) and `what` (what is written there) appear in
-    error messages. UserError if another process has the lock.
+    `option` (the name of the option that gave the path) and `what` (what is written there) appear
+    in error messages. UserError if another process has the lock.
     """
     lock = FileLock(path / ".lock")
     try:

@@ -142,8 +142,8 @@ class LoadWeights(Operation[LoadWeightsResponse]):
 
 @dataclass(frozen=True)
 class SaveWeightsForSampler(_Save, Operation[SaveWeightsForSamplerResponse]):
-    """Save a sampler checkpoint: the adapter alone. Without `overwrite`, an existing name is accepted
-    only if its weights are equal.
+    """Save a sampler checkpoint: the adapter alone. Without `overwrite`, an existing name is
+    accepted only if its weights are equal.
     """
 
 
@@ -159,7 +159,9 @@ class PublishSampler(Operation[str]):
 
 @dataclass(frozen=True)
 class CreateSampler(Operation[str]):
-    """Create a sampler for a base model, or for the checkpoint at `model_path`. The result is its id."""
+    """Create a sampler for a base model, or for the checkpoint at `model_path`. The result is its
+    id.
+    """
 
     sampler_id: str
     base_model: str | None = None
@@ -209,8 +211,8 @@ class Sample(Operation[SampleResponse]):
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
-    """Request the data that the loss stable_reinforce needs. Rejected, unless the engine substitutes
-    another loss for stable_reinforce; then nothing is recorded.
+    """Request the data that the loss stable_reinforce needs. Rejected, unless the engine
+    substitutes another loss for stable_reinforce; then nothing is recorded.
     """
     prompt_only: bool = False
     """Sample nothing; return only the requested prompt logprobs (`compute_logprobs`)."""
@@ -340,7 +342,9 @@ class HostedService(Service, Protocol):
     """An engine on this machine, with the additional methods that a server needs."""
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if no sampler of the base model could run `operation`. Nothing is queued."""
+        """Raise ValueError if no sampler of the base model could run `operation`. Nothing is
+        queued.
+        """
         ...
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
@@ -350,8 +354,8 @@ class HostedService(Service, Protocol):
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> None:
-        """Copy the checkpoint `source`, with its metadata, to the path `destination`. The copy stays
-        when `source` is deleted.
+        """Copy the checkpoint `source`, with its metadata, to the path `destination`. The copy
+        stays when `source` is deleted.
         """
         ...
 

@@ -176,7 +176,9 @@ class TensorData(HoldsArrays):
 
 
 def as_tensor_data(key: str, value: Any) -> TensorData:
-    """Convert `value` to TensorData. `key` names it in errors and selects the dtype of a plain list."""
+    """Convert `value` to TensorData. `key` names it in errors and selects the dtype of a plain
+    list.
+    """
     if isinstance(value, TensorData):
         return value
     if isinstance(value, np.ndarray):

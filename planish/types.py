@@ -309,8 +309,8 @@ class LoraConfig:
 
 @dataclass(frozen=True, eq=False)
 class TopkLogprobs(HoldsArrays):
-    """The k most likely tokens at each of n positions, as two [n, k] arrays. The logprobs are NaN at
-    positions that were not computed.
+    """The k most likely tokens at each of n positions, as two [n, k] arrays. The logprobs are NaN
+    at positions that were not computed.
     """
 
     token_ids: np.ndarray
@@ -327,8 +327,8 @@ class TopkLogprobs(HoldsArrays):
 
 @dataclass(frozen=True)
 class PromptAltTokens:
-    """`k` sampled alternatives at every prompt position after the first: tokens (int64) and logprobs
-    (float32), both [P - 1, k].
+    """`k` sampled alternatives at every prompt position after the first: tokens (int64) and
+    logprobs (float32), both [P - 1, k].
     """
 
     tokens: TensorData

@@ -119,8 +119,8 @@ def _number(name: str, value: Any) -> float:
 
 
 def merged(output: ForwardBackwardOutput, metrics: Mapping[str, float]) -> ForwardBackwardOutput:
-    """Return the output of the second pass with the custom loss's metrics. The weighted cross entropy
-    of that pass is renamed to "surrogate_loss:sum".
+    """Return the output of the second pass with the custom loss's metrics. The weighted cross
+    entropy of that pass is renamed to "surrogate_loss:sum".
     """
     surrogate = {**output.metrics, "surrogate_loss:sum": output.metrics["loss:sum"]}
     return ForwardBackwardOutput(

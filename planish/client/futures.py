@@ -1,4 +1,5 @@
-"""`Pending`, the future that blocking and async code can wait for, and decorators for async methods.
+"""`Pending`, the future that blocking and async code can wait for, and decorators for async
+methods.
 
 A method is written once and returns a `Pending`. Its `_async` form is derived from it: with
 `submitting`, awaiting the call returns the Pending; with `awaiting`, the result; `in_thread` and
@@ -43,8 +44,8 @@ class Pending(Generic[T]):
             raise
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Wait for the result without blocking the event loop. TimeoutError after `timeout` seconds;
-        the operation continues.
+        """Wait for the result without blocking the event loop. TimeoutError after `timeout`
+        seconds; the operation continues.
         """
         try:
             # Several tasks may wait for one future: without the shield, cancelling one of them
@@ -65,8 +66,8 @@ class Pending(Generic[T]):
         return await self.result_async()
 
     def future(self) -> Future[T]:
-        """Return the underlying future. Its callbacks run in the engine thread or in the connection's
-        thread, so they must be short and must not wait.
+        """Return the underlying future. Its callbacks run in the engine thread or in the
+        connection's thread, so they must be short and must not wait.
         """
         return self._future
 
@@ -155,8 +156,8 @@ def in_thread(method: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
 
 
 def reading(method: Callable[P, Pending[T]]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """Return an async form of a blocking `method` that returns a completed Pending. It runs in another
-    thread, and the awaited value is the result.
+    """Return an async form of a blocking `method` that returns a completed Pending. It runs in
+    another thread, and the awaited value is the result.
     """
 
     @wraps(method)

@@ -127,8 +127,8 @@ class RemoteService:
         check(operation)
         operation = _with_copied_inputs(operation)
         answer: Future[Any] = Future()
-        # Keep this object alive until the operation is finished: after
-        # `ServiceClient(...).create_sampling_client(...).sample(...)` the caller has only the future.
+        # Keep this object alive until the operation is finished: the caller of
+        # `ServiceClient(...).create_sampling_client(...).sample(...)` has only the future.
         keep_alive = [self]
         answer.add_done_callback(lambda _: keep_alive.clear())
         with self._submit_lock:
@@ -273,8 +273,8 @@ class RemoteService:
         return sampler
 
     def _checkpoint(self, path: CheckpointPath, info: Fields) -> Checkpoint:
-        """Return the checkpoint in `info`. Servers other than planish's leave it out; then look it up
-        in the list of the run's checkpoints.
+        """Return the checkpoint in `info`. Servers other than planish's leave it out; then look it
+        up in the list of the run's checkpoints.
         """
         if info.has("checkpoint"):
             return checkpoint_from_json(info.object("checkpoint"))
@@ -319,7 +319,9 @@ def _with_copied_inputs(operation: Operation[R]) -> Operation[R]:
 
 
 def _remove_value(known: dict[str, R], removed: R) -> None:
-    """Remove `removed` from a dictionary in which it has two keys, the caller's id and the server's."""
+    """Remove `removed` from a dictionary in which it has two keys, the caller's id and the
+    server's.
+    """
     for name, value in list(known.items()):
         if value is removed:
             known.pop(name, None)
@@ -332,8 +334,8 @@ def _closed() -> EngineClosedError:
 
 
 def _set_ready(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
-    """Set `sampler.ready` from the finished PublishSampler. This callback is added first, so it runs
-    before callbacks of the caller.
+    """Set `sampler.ready` from the finished PublishSampler. This callback is added first, so it
+    runs before callbacks of the caller.
     """
     if published.cancelled():
         sampler.ready.set_exception(
@@ -356,8 +358,8 @@ def _checkpoints(page: Fields) -> list[Checkpoint]:
 
 
 def _weak_close(service: RemoteService) -> Callable[[], None]:
-    """Return a function that waits for the service's pending checkpoints and then closes it. It does
-    nothing if the service no longer exists.
+    """Return a function that waits for the service's pending checkpoints and then closes it. It
+    does nothing if the service no longer exists.
     """
     reference = weakref.ref(service)
 

@@ -132,7 +132,9 @@ class Link:
                 await patience.after_silence(broken)
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
-        """Wait without a time limit for the result of an accepted request. PlanishError if it failed."""
+        """Wait without a time limit for the result of an accepted request. PlanishError if it
+        failed.
+        """
         posted = Posted.json(
             "/retrieve_future", {"request_id": request_id, "allow_metadata_only": False}
         )

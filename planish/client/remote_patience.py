@@ -20,7 +20,8 @@ LATER = (408, 425, 429, 503)
 _NEVER = (501, 505)
 _FIRST_DELAY, _MAX_DELAY, _MAX_RETRY_AFTER = 0.2, 5.0, 60.0
 _MAX_FAULTS = 5
-"""Number of consecutive 500 responses that are retried. A restarting server sends other statuses."""
+"""Number of consecutive 500 responses that are retried. A restarting server sends other statuses.
+"""
 
 
 @dataclass

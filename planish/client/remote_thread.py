@@ -28,8 +28,8 @@ class LoopThread:
     """A background thread that runs an event loop."""
 
     def __init__(self, name: str, context: AbstractAsyncContextManager[Any]) -> None:
-        """Start the thread. `context` is entered before any task runs, and left after all tasks have
-        ended. An error while starting is raised here.
+        """Start the thread. `context` is entered before any task runs, and left after all tasks
+        have ended. An error while starting is raised here.
         """
         self._started = threading.Event()
         self._failure: BaseException | None = None
@@ -77,8 +77,9 @@ class LoopThread:
     def spawn(
         self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Start the coroutine `function(...)` in the loop. May be called from any thread; does nothing
-        if the loop thread has ended. The coroutine may raise no exception but CancelledError.
+        """Start the coroutine `function(...)` in the loop. May be called from any thread; does
+        nothing if the loop thread has ended. The coroutine may raise no exception but
+        CancelledError.
         """
         self.post(lambda: self._begin(function(*args, **kwargs)))
 
@@ -131,7 +132,8 @@ class LoopThread:
 
 
 async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Run `function(...)` in another thread, so that the loop is not blocked, and return its result.
+    """Run `function(...)` in another thread, so that the loop is not blocked, and return its
+    result.
 
     At exit it runs in this thread, because thread pools then accept no more work.
     """

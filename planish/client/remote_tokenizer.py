@@ -26,7 +26,8 @@ def cache_directory() -> Path:
 
 
 def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
-    """Return the directory in `cache` with these files (name to text), and write it if it is missing.
+    """Return the directory in `cache` with these files (name to text), and write it if it is
+    missing.
 
     UserError if a name or a content is invalid, StorageError if the directory cannot be written.
     """

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 class SamplingClient(RefusesMethods):
-    """Samples from one version of the weights. Made by `ServiceClient.create_sampling_client` and by
-    methods of TrainingClient. When it is garbage-collected, this version is freed.
+    """Samples from one version of the weights. Made by `ServiceClient.create_sampling_client` and
+    by methods of TrainingClient. When it is garbage-collected, this version is freed.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -58,10 +58,11 @@ class SamplingClient(RefusesMethods):
         """Sample `num_samples` continuations of `prompt`; the prompt is computed once.
 
         `prompt_logprobs_last_n` limits the prompt logprobs to the last n positions.
-        `target_prompt_logprobs` (int64 [P - 1, K]) holds token ids whose logprobs at prompt positions
-        1..P-1 are returned; -1 for none. `prompt_alt_tokens_k` is the number of alternative tokens to
-        sample at each of these positions. A local engine raises ValueError at once for an invalid
-        request, such as a prompt too long for `max_tokens`; with a server, the result raises it.
+        `target_prompt_logprobs` (int64 [P - 1, K]) holds token ids whose logprobs at prompt
+        positions 1..P-1 are returned; -1 for none. `prompt_alt_tokens_k` is the number of
+        alternative tokens to sample at each of these positions. A local engine raises ValueError at
+        once for an invalid request, such as a prompt too long for `max_tokens`; with a server, the
+        result raises it.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -83,7 +84,8 @@ class SamplingClient(RefusesMethods):
     def compute_logprobs(
         self, prompt: ModelInput, prompt_logprobs_last_n: int | None = None
     ) -> Pending[list[float | None]]:
-        """Return the logprob of each token of `prompt`, given the tokens before it, at temperature 1.
+        """Return the logprob of each token of `prompt`, given the tokens before it, at temperature
+        1.
 
         The value is None for the first token, and for tokens before the last
         `prompt_logprobs_last_n`.
@@ -136,8 +138,8 @@ def create_sampling_client(
     model_path: str | None,
     record_stability_info: bool = False,
 ) -> SamplingClient:
-    """Create a sampler for a base model or a checkpoint, and return its client. If the wait fails or
-    is interrupted, the sampler is released.
+    """Create a sampler for a base model or a checkpoint, and return its client. If the wait fails
+    or is interrupted, the sampler is released.
     """
     operation = CreateSampler(session.new_sampler_id(), base_model, model_path)
     try:

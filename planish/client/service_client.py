@@ -27,8 +27,8 @@ from planish.types import CheckpointPath, GetServerCapabilitiesResponse, LoraCon
 
 
 class ServiceClient(RefusesMethods):
-    """An engine in this process or on a server. `close`, or the end of a `with` block, finishes queued
-    work and frees all models and samplers.
+    """An engine in this process or on a server. `close`, or the end of a `with` block, finishes
+    queued work and frees all models and samplers.
 
     Without either, the program waits at exit for checkpoints that are being saved, and drops all
     other queued work.
@@ -66,9 +66,10 @@ class ServiceClient(RefusesMethods):
         `api_key` its key (default: PLANISH_API_KEY, else TINKER_API_KEY).
 
         The other options are for an engine in this process. `models` maps names of base models to
-        directories, or to themselves, for models that are used together on a GPU. `data_dir` is the directory for checkpoints (default: PLANISH_DATA, else
-        ~/.local/share/planish/runs). The options from `dtype` on are the fields of
-        `planish.engine.settings.EngineSettings`; None means the default.
+        directories, or to themselves, for models that are used together on a GPU. `data_dir` is the
+        directory for checkpoints (default: PLANISH_DATA, else ~/.local/share/planish/runs). The
+        options from `dtype` on are the fields of `planish.engine.settings.EngineSettings`; None
+        means the default.
 
         `user_metadata` is stored with every checkpoint. `service` is an existing service to use
         instead of a new engine or session; `close` does not close it.
@@ -207,8 +208,8 @@ class ServiceClient(RefusesMethods):
         retry_config: Any = None,
         record_stability_info: bool = False,
     ) -> SamplingClient:
-        """Create a client that samples from a base model, or from the checkpoint (of either kind) at
-        `model_path`.
+        """Create a client that samples from a base model, or from the checkpoint (of either kind)
+        at `model_path`.
 
         `retry_config` of the tinker SDK has no effect: a local engine needs no retries, and the
         connection to a server has its own. `record_stability_info`: see `planish.service.Sample`.

@@ -32,8 +32,8 @@ class RefusesMethods:
     """Base class of clients whose error for a missing SDK method gives the reason."""
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Methods of the tinker SDK that planish does not have: name to reason. An entry NAME also covers
-    NAME_async.
+    """Methods of the tinker SDK that planish does not have: name to reason. An entry NAME also
+    covers NAME_async.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -77,8 +77,8 @@ class Session:
 
 
 def refuse_options(**given: object) -> None:
-    """Raise UnsupportedError for an option of the tinker SDK that planish does not have, unless it is
-    None or False.
+    """Raise UnsupportedError for an option of the tinker SDK that planish does not have, unless it
+    is None or False.
     """
     for name, value in given.items():
         if value:
@@ -96,8 +96,8 @@ def refuse_to_pickle(self: object) -> NoReturn:
 
 
 def discard(service: Service, operation: Operation[Any]) -> None:
-    """Submit an operation that frees a model or sampler. Ignore that it is already freed or that the
-    service is closed.
+    """Submit an operation that frees a model or sampler. Ignore that it is already freed or that
+    the service is closed.
     """
     with suppress(EngineClosedError, UserError):
         service.submit(operation)

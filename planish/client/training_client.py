@@ -1,4 +1,5 @@
-"""TrainingClient: trains one adapter. Methods submit operations, which run in the order of the calls.
+"""TrainingClient: trains one adapter. Methods submit operations, which run in the order of the
+calls.
 
 For best throughput, submit several operations before waiting for the first result.
 """
@@ -57,8 +58,8 @@ _LOSS_SECONDS = 10.0
 
 
 class TrainingClient(RefusesMethods):
-    """Trains one adapter. Made by ServiceClient. When it is garbage-collected, the adapter's memory is
-    freed; checkpoints and sampling clients are kept.
+    """Trains one adapter. Made by ServiceClient. When it is garbage-collected, the adapter's memory
+    is freed; checkpoints and sampling clients are kept.
     """
 
     refused: ClassVar[Mapping[str, str]] = {
@@ -96,8 +97,8 @@ class TrainingClient(RefusesMethods):
     def forward_backward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> Pending[ForwardBackwardOutput]:
-        """Add the gradient of the loss, summed over all tokens and datums, to the accumulated gradient
-        that the next `optim_step` applies.
+        """Add the gradient of the loss, summed over all tokens and datums, to the accumulated
+        gradient that the next `optim_step` applies.
 
         If this operation is rejected, fails or is cancelled, the next `optim_step` fails too.
         Invalid data are therefore reported by the result, not raised here. The losses are in
@@ -160,8 +161,8 @@ class TrainingClient(RefusesMethods):
     def optim_step(
         self, optim_params: AdamParams | None = None, *, adam_params: AdamParams | None = None
     ) -> Pending[OptimStepResponse]:
-        """Apply the accumulated gradient with AdamW, and clear it. `adam_params` is another name for
-        `optim_params`.
+        """Apply the accumulated gradient with AdamW, and clear it. `adam_params` is another name
+        for `optim_params`.
         """
         if (optim_params is None) == (adam_params is None):
             raise UserError(
@@ -180,8 +181,8 @@ class TrainingClient(RefusesMethods):
         overwrite: bool = False,
         user_metadata: Mapping[str, str] | None = None,
     ) -> Pending[SaveWeightsResponse]:
-        """Save a training checkpoint with optimizer state. It does not include a gradient that has not
-        been applied yet.
+        """Save a training checkpoint with optimizer state. It does not include a gradient that has
+        not been applied yet.
         """
         operation = SaveWeights(self.model_id, name, ttl_seconds, overwrite, user_metadata or {})
         return Pending(self._submit(operation))
@@ -229,8 +230,8 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """Return a client that samples from the weights after all operations submitted so far. Later
-        training does not change its weights.
+        """Return a client that samples from the weights after all operations submitted so far.
+        Later training does not change its weights.
 
         With `name`, the weights are also saved as a sampler checkpoint. `kind` "inflight" has the
         same effect as "snapshot".

@@ -79,8 +79,8 @@ class BackgroundThread:
             self._thread.join()
 
     def _join_at_exit(self, began: float) -> None:
-        """Wait for the thread at exit, which began at the monotonic time `began`. Ctrl-C ends a wait
-        that has a time limit.
+        """Wait for the thread at exit, which began at the monotonic time `began`. Ctrl-C ends a
+        wait that has a time limit.
         """
         deadline = None if self._exit_seconds is None else began + self._exit_seconds
         while True:

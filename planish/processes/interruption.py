@@ -1,5 +1,6 @@
 """Graceful interruption: the first Ctrl-C or SIGTERM asks a training loop to stop at a point from
-which it can be resumed; the second one ends it at once. Also helpers for cancelled and failed tasks.
+which it can be resumed; the second one ends it at once. Also helpers for cancelled and failed
+tasks.
 
 If the program has its own handler for SIGTERM, or ignores it, that stays in effect.
 """
@@ -47,8 +48,8 @@ class Terminated(SystemExit):
 
 
 def ending(number: int) -> BaseException:
-    """Return the exception to raise after a run was stopped by a signal and saved: KeyboardInterrupt
-    for SIGINT, Terminated for SIGTERM.
+    """Return the exception to raise after a run was stopped by a signal and saved:
+    KeyboardInterrupt for SIGINT, Terminated for SIGTERM.
     """
     return Terminated() if number == signal.SIGTERM else KeyboardInterrupt()
 
@@ -75,8 +76,8 @@ class Interruption:
         self._asked.set()
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """Return the result of `work`. If the run is asked to stop, or this call is cancelled, cancel
-        `work`, wait until it has ended, and raise Interrupted or CancelledError.
+        """Return the result of `work`. If the run is asked to stop, or this call is cancelled,
+        cancel `work`, wait until it has ended, and raise Interrupted or CancelledError.
         """
         task = asyncio.ensure_future(work)
         asked = asyncio.ensure_future(self._asked.wait())
@@ -94,8 +95,8 @@ class Interruption:
 
     @contextmanager
     def heed_signals(self, say: Callable[[str], None]) -> Iterator[None]:
-        """In this block the first Ctrl-C or SIGTERM asks the run to stop, and `say` is called with a
-        message for the user. The next Ctrl-C raises KeyboardInterrupt; the next SIGTERM ends the
+        """In this block the first Ctrl-C or SIGTERM asks the run to stop, and `say` is called with
+        a message for the user. The next Ctrl-C raises KeyboardInterrupt; the next SIGTERM ends the
         process.
 
         This works in the main thread, and, for Ctrl-C only, within `run_in_thread`. In any other
@@ -205,8 +206,8 @@ def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iter
 
 @contextmanager
 def sigterm_like_control_c() -> Iterator[None]:
-    """In this block, in the main thread, SIGTERM stops the code as Ctrl-C would, and the block raises
-    `Terminated`. A second SIGTERM ends the process.
+    """In this block, in the main thread, SIGTERM stops the code as Ctrl-C would, and the block
+    raises `Terminated`. A second SIGTERM ends the process.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -304,8 +305,8 @@ class _ControlC:
             self._ask = None
 
     def ask(self, number: int) -> bool:
-        """Pass a signal to the `asking` block. Return False if there is no such block, or if it has had
-        a signal before.
+        """Pass a signal to the `asking` block. Return False if there is no such block, or if it has
+        had a signal before.
         """
         ask, self._ask = self._ask, None
         if ask is None:
@@ -323,8 +324,8 @@ _main_thread: ContextVar[_ControlC | None] = ContextVar("main thread", default=N
 
 
 def run_in_thread(work: Coroutine[Any, Any, T]) -> T:
-    """Run `work` in an event loop in another thread, wait, and return its result. For notebooks, where
-    this thread already runs a loop.
+    """Run `work` in an event loop in another thread, wait, and return its result. For notebooks,
+    where this thread already runs a loop.
 
     The first Ctrl-C within `Interruption.heed_signals` asks the run to stop. Any other Ctrl-C
     cancels `work`, and KeyboardInterrupt is raised after `work` has cleaned up.
@@ -393,7 +394,8 @@ def only_errors() -> Iterator[None]:
 
 @contextmanager
 def first_error() -> Iterator[None]:
-    """Turn an exception group of concurrent tasks into its first error, with a note about the others.
+    """Turn an exception group of concurrent tasks into its first error, with a note about the
+    others.
 
     Interrupted takes precedence, because it causes the others.
     """
@@ -412,7 +414,9 @@ def first_error() -> Iterator[None]:
 
 
 async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run coroutines concurrently and return their results in order. The first error cancels the rest."""
+    """Run coroutines concurrently and return their results in order. The first error cancels the
+    rest.
+    """
     with first_error():
         async with asyncio.TaskGroup() as tasks:
             started = [tasks.create_task(coroutine) for coroutine in work]

@@ -8,7 +8,8 @@ prints goes to standard error.
 
 Protocol: at the start, this program writes a line of JSON, {"ready": true} or {"error": REASON}.
 Then it reads lines [SECONDS, REQUEST], and writes one object for each, the answer or {"error":
-REASON}, until standard input ends. This file imports nothing of planish, so the process starts fast.
+REASON}, until standard input ends. This file imports nothing of planish, so the process starts
+fast.
 """
 
 import importlib.util
