@@ -77,7 +77,7 @@ def test_what_is_no_list_of_tokens_names_its_kind(tokens):
         ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"
     ):
         ModelInput.from_ints(tokens)
-    with pytest.raises(ValueError, match=r"is a dict.*take its \['input_ids'\]"):
+    with pytest.raises(ValueError, match=r"is a dict.*give its \['input_ids'\]"):
         ModelInput.from_ints({"input_ids": [1]})  # type: ignore[arg-type]
 
 
@@ -134,10 +134,10 @@ def test_what_is_no_dictionary_of_inputs_or_no_tensor_names_its_kind():
     with pytest.raises(ValueError, match="loss_fn_inputs is a list; give a dictionary"):
         Datum(ModelInput.from_ints([1]), [1])  # type: ignore[arg-type]
     for other in ([1.0], np.ones(1)):
-        with pytest.raises(ValueError, match=f"from_torch: a {type(other).__name__}"):
+        with pytest.raises(ValueError, match=f"from_torch: got a {type(other).__name__}"):
             TensorData.from_torch(other)  # type: ignore[arg-type]
     for other in ([1.0], torch.ones(1)):
-        with pytest.raises(ValueError, match=f"from_numpy: a {type(other).__name__}"):
+        with pytest.raises(ValueError, match=f"from_numpy: got a {type(other).__name__}"):
             TensorData.from_numpy(other)  # type: ignore[arg-type]
 
 
@@ -298,7 +298,7 @@ def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
 
 
 def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
-    with pytest.raises(ValueError, match="holds 1.7; give one list"):
+    with pytest.raises(ValueError, match="contains 1.7; give one list"):
         EncodedTextChunk([np.int64(1), 1.7])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="64 bits"):
         EncodedTextChunk([1, 2**70])

@@ -533,7 +533,7 @@ def remote_sampling_client(shared_remote_client) -> SamplingClient:
         ({"base_url": "http://user:pw@localhost:8000"}, "base_url.*api_key"),
         ({"base_url": "http://localhost:99999"}, "port"),
         ({"base_url": "http://localhost:8000", "api_key": "two words"}, "api_key"),
-        ({"api_key": "tml-x"}, "base_url is missing"),
+        ({"api_key": "tml-x"}, "api_key is given without base_url"),
         ({"project_id": "p"}, "project_id"),
         ({"user_metadata": "http://localhost:8000"}, "user_metadata.*base_url"),
         ({"models": "a/directory"}, "models is str"),

@@ -138,5 +138,5 @@ def test_options_without_meaning_are_refused_by_name(service):
         training.save_weights_and_get_sampling_client(kind="other")
     with pytest.raises(UserError, match="status='fine'"):
         service.close("fine")
-    with pytest.raises(UserError, match="once"):
+    with pytest.raises(UserError, match="either optim_params or adam_params"):
         training.optim_step()
