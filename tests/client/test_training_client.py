@@ -218,7 +218,7 @@ def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
         (lambda data, lp: (torch.tensor(1.0), {}), "gradient"),
         (lambda data, lp: (lp[0].sum() * math.nan, {}), "not finite"),
         (lambda data, lp: (lp[0].sum() / 0.0, {}), "not finite"),
-        (lambda data, lp: (lp[0].sum(), [1.0]), "metrics are a list"),
+        (lambda data, lp: (lp[0].sum(), [1.0]), "metrics of type list"),
         (lambda data, lp: (lp[0].sum(), {"note": "x"}), "metric 'note' is 'x'"),
     ],
 )
