@@ -1,9 +1,8 @@
-"""Tokenizers of local model directories.
+"""Load and save the tokenizers of local model directories, through `transformers`.
 
-A model's own tokenizer is the only truth about its tokens, and it is read through `transformers`,
-which users know. Invariants: only a local directory is read, never the network; code inside a
-checkpoint never runs; `transformers` is imported at the first load, because that import takes
-seconds and may bring torch.
+Invariants: only a local directory is read, never the network; code inside a checkpoint never runs;
+`transformers` is imported at the first load, because that import takes seconds and may import
+torch.
 """
 
 import json
@@ -19,11 +18,10 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model directory: `encode`, `decode`, `apply_chat_template`, ... as
-    `transformers` has them.
+    """Load the tokenizer of a model directory as a tokenizer of `transformers`.
 
-    Raises UnknownModelError when `directory` is no directory or holds no tokenizer,
-    DamagedFileError when its files cannot be read or ask for code of their own.
+    Raises UnknownModelError if `directory` is not a directory or holds no tokenizer, and
+    DamagedFileError if its files cannot be read or require code from the checkpoint.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -39,7 +37,7 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     try:
         return _load(directory)
     except Exception as error:
-        # transformers and tokenizers raise bare Exception for files that they cannot parse
+        # transformers and tokenizers raise bare Exception for files that they cannot parse.
         raise DamagedFileError(
             f"the tokenizer in {directory} cannot be loaded ({error}); copy tokenizer.json and tokenizer_config.json "
             "from the model again (a tokenizer that runs code of its own must be converted to tokenizer.json)"
@@ -47,17 +45,17 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _load(directory: Path) -> "PreTrainedTokenizerBase":
-    # Loaded here and not above: the import takes seconds and brings torch.
+    # A module-level import would cost every command seconds, because transformers imports torch.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    # tokenizer.json is the model's own pipeline; the classes that AutoTokenizer picks by family
-    # rebuild parts of it.
+    # tokenizer.json holds the model's exact pipeline. The class that AutoTokenizer picks for a model
+    # family rebuilds parts of that pipeline and may change them.
     loader = PreTrainedTokenizerFast if (directory / "tokenizer.json").is_file() else AutoTokenizer
     tokenizer = loader.from_pretrained(
         str(directory), local_files_only=True, trust_remote_code=False
     )
-    # It is told by whoever takes the tokens, with what is to be done; this warning would be a line
-    # of its own form in a server's log.
+    # Silence the tokenizer's length warning: planish's callers check the length themselves, and
+    # their errors name a remedy.
     tokenizer.deprecation_warnings["sequence-length-is-longer-than-the-specified-maximum"] = True
     return tokenizer
 
@@ -70,10 +68,11 @@ def save_tokenizer(
     max_length: int,
     tokens: Mapping[str, str],
 ) -> None:
-    """Write tokenizer.json and tokenizer_config.json; `tokens` names the roles, such as
-    {"eos_token": "<|im_end|>"}.
+    """Write tokenizer.json and tokenizer_config.json into `directory`.
 
-    The class is written as PreTrainedTokenizerFast, the one that takes tokenizer.json as it is.
+    `tokens` gives the special tokens by role, such as {"eos_token": "<|im_end|>"}. `max_length` is
+    the model's context in tokens. The config names the class PreTrainedTokenizerFast, which uses
+    tokenizer.json unchanged.
     """
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",

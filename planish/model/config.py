@@ -1,10 +1,10 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3: the families differ in the
-fields of `ModelConfig` alone. The rule of this module: a config that asks for anything that the
-decoder would compute otherwise is refused, by name, before a weight is read; a missing field takes
-the default that `transformers` gives it, where that is one number. The model's name is not part of
-it: the same architecture from the hub and from a GGUF file compares equal.
+One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3, because these families
+differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
+is rejected before any weight is read, and the error names the field. Required dimensions must be
+present; any other missing field takes the default of `transformers`. A `ModelConfig` does not
+contain the model's name, so the same architecture from the hub and from a GGUF file compares equal.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ FAMILIES: dict[str, Family] = {
 
 @dataclass(frozen=True)
 class Llama3RopeScaling:
-    """Llama 3.1's scaling by frequency bands; the fields are those of config.json."""
+    """Llama 3.1's RoPE scaling by frequency bands; the fields are those of config.json."""
 
     factor: float
     low_freq_factor: float
@@ -39,33 +39,33 @@ class Llama3RopeScaling:
 
 @dataclass(frozen=True)
 class LinearRopeScaling:
-    """Positions divided by `factor`."""
+    """RoPE scaling that divides the positions by `factor`."""
 
     factor: float
 
 
 @dataclass(frozen=True)
 class YarnRopeScaling:
-    """YaRN (Peng et al. 2023): pairs that turn slowly are stretched by `factor`, fast ones kept,
-    those between interpolated.
+    """YaRN (Peng et al. 2023): low-frequency dimension pairs are scaled by `factor`, high-frequency
+    pairs are kept, and the pairs in between are interpolated.
     """
 
     factor: float
     original_max_position_embeddings: int
     beta_fast: float
-    """Full turns within the original context from which on a pair is kept."""
+    """Pairs that make at least this many full rotations within the original context are kept."""
     beta_slow: float
-    """Full turns within it below which a pair is stretched."""
+    """Pairs that make at most this many full rotations within the original context are scaled."""
     truncate: bool
-    """The pairs at these two bounds are whole numbers."""
+    """Whether the indices of the two boundary pairs are rounded to integers."""
     attention_factor: float
-    """cos and sin are multiplied by it, and so each logit of attention by its square."""
+    """Factor of cos and sin; each attention logit is therefore multiplied by its square."""
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of all dimensions of a head, halves rotated against each other (not
-    interleaved).
+    """Rotary position embedding over all dimensions of a head. It pairs dimension i with dimension
+    i + head_dim / 2 (not interleaved).
     """
 
     theta: float
@@ -74,6 +74,10 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """The architecture of a base model. UnsupportedError or DamagedFileError if the values
+    contradict each other.
+    """
+
     family: Family
     vocab_size: int
     hidden_size: int
@@ -85,15 +89,15 @@ class ModelConfig:
     rms_norm_eps: float
     rope: RopeConfig
     max_context: int
-    """Longest sequence in tokens that the model was made for: max_position_embeddings, or what YaRN
-    stretches it to.
+    """Longest supported sequence in tokens: max_position_embeddings, or the longer context that
+    YaRN extends it to.
     """
     tied_head: bool
-    """The output head is the embedding matrix; there is no lm_head.weight."""
+    """Whether the output head shares the embedding matrix; then there is no lm_head.weight."""
     qk_norm: bool
-    """RMSNorm of each head's queries and keys before RoPE (Qwen3)."""
+    """Whether each head's queries and keys pass an RMSNorm before RoPE (Qwen3)."""
     qkv_bias: bool
-    """Biases on the query, key and value projections (Qwen2)."""
+    """Whether the query, key and value projections have biases (Qwen2)."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither
     names one.
@@ -112,7 +116,7 @@ class ModelConfig:
         if outside:
             raise DamagedFileError(
                 f"eos_token_id {outside} is outside the vocabulary of {self.vocab_size}; "
-                "config.json or generation_config.json is of another model"
+                "config.json or generation_config.json belongs to another model; copy both again"
             )
 
     @classmethod
@@ -120,8 +124,7 @@ class ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face directory.
 
         Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON,
-        a field missing or of the wrong kind), UnsupportedError (a feature that the decoder does not
-        have).
+        or a field is missing or has the wrong type), UnsupportedError (the decoder lacks a feature).
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():
@@ -142,8 +145,8 @@ class ModelConfig:
             ) from error
 
     def fingerprint(self) -> str:
-        """16 hexadecimal digits that change with all that shapes weights or logits; not with eos or
-        max_context.
+        """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
+        logits: all except `eos_token_ids` and `max_context`.
         """
         fields = asdict(self)
         del fields["eos_token_ids"], fields["max_context"]
@@ -152,7 +155,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; DamagedFileError if it holds anything else."""
+    """Read the JSON object in a file. DamagedFileError if the file holds anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -174,7 +177,7 @@ def _family(fields: Mapping[str, Any], directory: Path) -> Family:
             return FAMILIES[name]
     raise UnsupportedError(
         f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or model_type!r}; "
-        f"planish has {', '.join(FAMILIES)}"
+        f"planish supports {', '.join(FAMILIES)}"
     )
 
 
@@ -182,14 +185,16 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if fields.get("quantization_config"):
         raise UnsupportedError("quantization_config is set; use the unquantized checkpoint")
     if fields.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedError(f"hidden_act {fields['hidden_act']!r}; the decoder has silu")
+        raise UnsupportedError(
+            f"hidden_act {fields['hidden_act']!r}; the decoder supports only silu"
+        )
     if fields.get("attention_bias") and family != "qwen2":
-        raise UnsupportedError("attention_bias is true; biases are supported for Qwen2 alone")
+        raise UnsupportedError("attention_bias is true; biases are supported only for Qwen2")
     if fields.get("mlp_bias"):
         raise UnsupportedError("mlp_bias is true; the decoder's MLP has no biases")
     if (fields.get("pretraining_tp") or 1) > 1:
         raise UnsupportedError(
-            f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are whole"
+            f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are not split"
         )
     if fields.get("rope_interleaved"):
         raise UnsupportedError("rope_interleaved is true; the decoder rotates halves")
@@ -212,7 +217,7 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
 
 def _refuse_mistral_window(fields: Mapping[str, Any]) -> None:
     if fields.get("sliding_window", 4096) is None:
-        # without the field there is a window: transformers' default
+        # Only an explicit null means no window: transformers' default for a missing field is 4096.
         return
     window = _positive({"sliding_window": 4096, **fields}, "sliding_window")
     if window < _max_context(fields, _rope(fields)):
@@ -243,7 +248,7 @@ def _from_fields(
         head_dim = hidden_size // num_heads
     else:
         raise TypeError(
-            f"head_dim is missing, and hidden_size {hidden_size} is no multiple of the {num_heads} heads"
+            f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of the {num_heads} heads"
         )
     rope = _rope(fields)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
@@ -267,8 +272,8 @@ def _from_fields(
 
 
 def _rope(fields: Mapping[str, Any]) -> RopeConfig:
-    """RoPE from `rope_parameters` (transformers 5) or from `rope_theta` with `rope_scaling`
-    (before).
+    """Read RoPE from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
+    (older versions).
     """
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
@@ -305,7 +310,9 @@ def _rope(fields: Mapping[str, Any]) -> RopeConfig:
         )
     if kind == "yarn":
         return RopeConfig(theta, _yarn(parameters))
-    raise UnsupportedError(f"RoPE scaling {kind!r}; planish has default, linear, llama3 and yarn")
+    raise UnsupportedError(
+        f"RoPE scaling {kind!r}; planish supports default, linear, llama3 and yarn"
+    )
 
 
 def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
@@ -330,12 +337,12 @@ def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
 
 
 def _max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
-    written = _positive(fields, "max_position_embeddings")
+    configured = _positive(fields, "max_position_embeddings")
     if not isinstance(rope.scaling, YarnRopeScaling):
-        return written
-    # Who adds YaRN to a model, as Qwen's cards say to, leaves max_position_embeddings at the length
-    # without it.
-    return max(written, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
+        return configured
+    # Qwen's model cards tell users to add YaRN and to leave max_position_embeddings at the length
+    # without YaRN.
+    return max(configured, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:

