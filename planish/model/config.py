@@ -124,7 +124,8 @@ class ModelConfig:
         """Read config.json and generation_config.json of a Hugging Face directory.
 
         Raises UnknownModelError (no such directory or no config.json), DamagedFileError (not JSON,
-        or a field is missing or has the wrong type), UnsupportedError (the decoder lacks a feature).
+        or a field is missing or has the wrong type), UnsupportedError (the decoder lacks a
+        feature).
         """
         directory = Path(path)
         if not (directory / "config.json").is_file():

@@ -97,8 +97,8 @@ class GGUFFile:
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file. UnknownModelError if there is no file, DamagedFileError if it is truncated or
-    not a GGUF file.
+    """Open a GGUF file. UnknownModelError if there is no file, DamagedFileError if it is truncated
+    or not a GGUF file.
     """
     path = Path(path)
     if not path.is_file():
@@ -108,7 +108,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
         metadata = {key: field.contents() for key, field in reader.fields.items()}
         return GGUFFile(path, metadata, {tensor.name: tensor for tensor in reader.tensors})
     except Exception as error:
-        # GGUFReader indexes into the file without checks, so a damaged file can raise any exception.
+        # GGUFReader indexes into the file without checks, so a damaged file can raise anything.
         raise DamagedFileError(
             f"{path} is not a readable GGUF file ({error}); it is truncated or altered"
         ) from error

@@ -254,7 +254,7 @@ def _from_hub_cache(name: str) -> Path:
 
 
 def hub_problem() -> str | None:
-    """Return why the hub cannot be reached, or None if it answers. Takes seconds without a network."""
+    """Return why the hub cannot be reached; None if it answers. Takes seconds without a network."""
     try:
         HfApi().model_info(DEFAULT_MODEL, timeout=HUB_TIMEOUT_SECONDS)
     except Exception as error:  # the exception types depend on the HTTP library
@@ -282,7 +282,7 @@ def _from_hub(name: str) -> Path:
     except UnknownModelError:
         raise
     except Exception as error:
-        # The exception types for no network, no such model and no access depend on the HTTP library.
+        # No network, no such model, no access: the exception types depend on the HTTP library.
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise StorageError(
                 f"no disk space for {name} in the hub's cache ({error}); free space or set HF_HOME"

@@ -33,7 +33,7 @@ _BLOCK_BYTES = 4096
 
 
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on the CPU.
+    """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on CPU.
 
     `lm_head.weight` is absent if the head is tied. Raises UnknownModelError (no weights),
     UnsupportedError (pickled or quantized weights), DamagedFileError (a truncated file, or tensors
@@ -83,8 +83,8 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """Return the names of a model directory's safetensors files. A single file takes precedence over
-    an index. UnknownModelError if there are no weights, UnsupportedError if they are pickled.
+    """Return the names of a model directory's safetensors files. A single file takes precedence
+    over an index. UnknownModelError if there are no weights, UnsupportedError if they are pickled.
     """
     directory = Path(directory)
     if (directory / SINGLE_FILE).is_file():

@@ -178,7 +178,9 @@ def test_the_hub_cache_is_used_without_network_if_it_is_whole(tmp_path):
     directory = put_into_hub_cache(tmp_path, "org/m", shards=2)
     assert resolve_model("org/m") == directory
     (directory / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(UnknownModelError, match="the hub's cache: the model is missing or incomplete"):
+    with pytest.raises(
+        UnknownModelError, match="the hub's cache: the model is missing or incomplete"
+    ):
         resolve_model("org/m")
 
 
