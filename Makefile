@@ -1,32 +1,40 @@
-# demo and test set themselves up: a virtual environment, pinned packages, the embedded model. Nothing else is needed.
+# demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint bench bench-peers clean
+.PHONY: help demo test test-all lint bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
-# A wheel of exactly this torch is installed first, so that no other package draws in a larger one.
+# torch is installed first, so that no other package pulls in a larger build of it.
 TORCH := torch==2.13.0
 TESTS ?= tests
-# Their many processes compile our modules once.
-# Of one thread each: tiny models gain nothing from two. A file's tests stay in one, which makes its servers and models once. One more
-# than there are cores on the smallest machine, since a quarter of the time is waiting for processes that are started.
+# All tests of a file run in one process, which starts their servers and loads their models once.
+# Three processes keep two cores busy, because tests wait for the programs that they start.
 TEST_PROCESSES ?= 3
 
 help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
-	@echo "make test   the test suite; the slow tests, which CI runs too: make test TESTS=\"tests -m slow\""
+	@echo "make test   the test suite"
+	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
 	@echo "make lint   ruff and pyright"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
-	@echo "make clean  remove what the others made, except the cached model"
+	@echo "make clean  remove everything that these commands made, except the cached model"
 
 demo: $(VENV)/.model
 	$(BIN)/python -m planish.recipes.demo
 
+# One thread per process: tiny models gain nothing from two. Bytecode is written once for all
+# processes.
+PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+
 test: $(VENV)/.dev $(VENV)/.model
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(TESTS)
+	$(PYTEST) $(TESTS)
+
+test-all: $(VENV)/.dev $(VENV)/.model
+	$(PYTEST) -m "slow and not gpu" --timeout 600 $(TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
