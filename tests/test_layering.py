@@ -1,6 +1,7 @@
 """Imports between planish's modules point down, make no cycle, and hide in no function."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,3 +171,10 @@ def test_only_the_local_client_and_records_of_this_machine_reach_the_engine(arro
         a.source for a in arrows if part(a.source) == "client" and part(a.target) == "engine"
     }
     assert reaching == {"planish.client.local", "planish.client.checkpoint_records"}
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest imports test files by their name alone, so two of one name end the collection."""
+    files = Path(__file__).parent.rglob("test_*.py")
+    counts = Counter(path.name for path in files)
+    assert not [name for name, count in counts.items() if count > 1]
