@@ -1,13 +1,13 @@
 """`RemoteService`, the `Service` of a server: the same operations over the HTTP protocol of
 planish/wire, so scripts run unchanged on a local engine or on a server.
 
-    remote_checks     validates operations before they are sent
-    remote_lane       sends the operations of one model in order
-    remote_samplers   samplers and sampling requests
-    remote_session    begin, heartbeat and end of the session
-    remote_link       HTTP requests (remote_http) with retries (remote_patience)
-    remote_thread     the event loop thread in which all of these run
-    remote_tokenizer  a cache of downloaded tokenizers
+    remote_checks       validates operations before they are sent
+    remote_model_queue  sends the operations of one model in order
+    remote_samplers     samplers and sampling requests
+    remote_session      begin, heartbeat and end of the session
+    remote_link         HTTP requests (remote_http) with retries (remote_patience)
+    remote_thread       the event loop thread in which all of these run
+    remote_tokenizer    a cache of downloaded tokenizers
 
 Differences from an engine in this process: `submit` returns before the server has checked the
 operation, so errors that only the server can detect (a prompt that is too long, for example) come
@@ -31,8 +31,8 @@ from urllib.parse import quote
 
 from planish.client.remote_checks import check
 from planish.client.remote_http import is_this_machine
-from planish.client.remote_lane import Entry, Lane
 from planish.client.remote_link import Link, checked_key, checked_url
+from planish.client.remote_model_queue import ModelQueue, QueuedOperation
 from planish.client.remote_patience import PATIENCE_SECONDS
 from planish.client.remote_samplers import RemoteSampler, SampleSender
 from planish.client.remote_session import RemoteSession
@@ -99,7 +99,7 @@ class RemoteService:
         self._thread.spawn(self._session.keep_alive)
         self._sample_sender = SampleSender(self._link, self._thread)
         self._thread.spawn(self._sample_sender.run)
-        self._models: dict[str, Lane] = {}
+        self._models: dict[str, ModelQueue] = {}
         self._samplers: dict[str, RemoteSampler] = {}
         self._model_numbers, self._sampler_numbers = itertools.count(), itertools.count()
         self._tokenizers: dict[str, Path] = {}
@@ -214,7 +214,9 @@ class RemoteService:
             case CreateSampler():
                 sampler = self._new_sampler(operation.sampler_id)
                 named = replace(operation, sampler_id=sampler.server_id)
-                self._thread.spawn(self._sample_sender.create, named, sampler, Entry(named, answer))
+                self._thread.spawn(
+                    self._sample_sender.create, named, sampler, QueuedOperation(named, answer)
+                )
             case ReleaseSampler():
                 sampler = self._sampler(operation.sampler_id)
                 _remove_value(self._samplers, sampler)
@@ -224,30 +226,32 @@ class RemoteService:
                 sampler = self._sampler(operation.sampler_id)
                 self._thread.spawn(self._sample_sender.sample, operation, sampler, answer)
             case PublishSampler():
-                lane, sampler = (
-                    self._lane(operation.model_id),
-                    self._new_sampler(operation.sampler_id),
-                )
-                answer.add_done_callback(lambda answer: _set_ready(sampler, lane, answer))
-                named = replace(operation, model_id=lane.model_id, sampler_id=sampler.server_id)
-                self._thread.post(lane.put, Entry(named, answer))
+                queue = self._model_queue(operation.model_id)
+                sampler = self._new_sampler(operation.sampler_id)
+                answer.add_done_callback(lambda answer: _set_ready(sampler, queue, answer))
+                named = replace(operation, model_id=queue.model_id, sampler_id=sampler.server_id)
+                self._thread.post(queue.put, QueuedOperation(named, answer))
             case _:
                 self._dispatch_to_model(cast(Any, operation), answer)
 
     def _create_model(self, operation: CreateModel, answer: Future[Any]) -> None:
         server_id = f"{self._session.session_id}:train:{next(self._model_numbers)}"
-        lane = Lane(server_id, self._link, self._thread)
-        if self._models.setdefault(operation.model_id, lane) is not lane:
+        queue = ModelQueue(server_id, self._link, self._thread)
+        if self._models.setdefault(operation.model_id, queue) is not queue:
             raise UserError(f"model_id={operation.model_id!r} is in use; give another")
-        self._models[server_id] = lane
-        self._thread.spawn(lane.work)
-        self._thread.post(lane.put, Entry(replace(operation, model_id=server_id), answer))
+        self._models[server_id] = queue
+        self._thread.spawn(queue.work)
+        self._thread.post(
+            queue.put, QueuedOperation(replace(operation, model_id=server_id), answer)
+        )
 
     def _dispatch_to_model(self, operation: Any, answer: Future[Any]) -> None:
-        lane = self._lane(operation.model_id)
+        queue = self._model_queue(operation.model_id)
         if isinstance(operation, UnloadModel):
-            _remove_value(self._models, lane)
-        self._thread.post(lane.put, Entry(replace(operation, model_id=lane.model_id), answer))
+            _remove_value(self._models, queue)
+        self._thread.post(
+            queue.put, QueuedOperation(replace(operation, model_id=queue.model_id), answer)
+        )
 
     def _new_sampler(self, sampler_id: str) -> RemoteSampler:
         sampler = RemoteSampler(f"{self._session.session_id}:sample:{next(self._sampler_numbers)}")
@@ -256,13 +260,13 @@ class RemoteService:
         self._samplers[sampler.server_id] = sampler
         return sampler
 
-    def _lane(self, model_id: str) -> Lane:
-        lane = self._models.get(model_id)
-        if lane is None:
+    def _model_queue(self, model_id: str) -> ModelQueue:
+        queue = self._models.get(model_id)
+        if queue is None:
             raise UserError(
                 f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
             )
-        return lane
+        return queue
 
     def _sampler(self, sampler_id: str) -> RemoteSampler:
         sampler = self._samplers.get(sampler_id)
@@ -333,7 +337,7 @@ def _closed() -> EngineClosedError:
     )
 
 
-def _set_ready(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> None:
+def _set_ready(sampler: RemoteSampler, queue: ModelQueue, published: Future[str]) -> None:
     """Set `sampler.ready` from the finished PublishSampler. This callback is added first, so it
     runs before callbacks of the caller.
     """
@@ -344,8 +348,8 @@ def _set_ready(sampler: RemoteSampler, lane: Lane, published: Future[str]) -> No
     elif (error := published.exception()) is not None:
         sampler.ready.set_exception(error)
     else:
-        assert lane.info is not None
-        sampler.ready.set_result(SamplerInfo(published.result(), lane.info.model_name, None))
+        assert queue.info is not None
+        sampler.ready.set_result(SamplerInfo(published.result(), queue.info.model_name, None))
 
 
 def _checkpoints(page: Fields) -> list[Checkpoint]:

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planish.client.remote_errors import NoSuchEndpointError, error_of_frame
-from planish.client.remote_lane import Entry
 from planish.client.remote_link import Link
+from planish.client.remote_model_queue import QueuedOperation
 from planish.client.remote_patience import LATER
 from planish.client.remote_thread import LoopThread, in_pool
 from planish.errors import PlanishError
@@ -80,9 +80,11 @@ class SampleSender:
     _waiting: asyncio.Queue[SampleRequest] = field(default_factory=asyncio.Queue)
     _streams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_STREAMS))
 
-    async def create(self, operation: CreateSampler, sampler: RemoteSampler, entry: Entry) -> None:
+    async def create(
+        self, operation: CreateSampler, sampler: RemoteSampler, queued: QueuedOperation
+    ) -> None:
         """Create a sampler on the server. `operation.sampler_id` is the server's id."""
-        if not entry.answer.set_running_or_notify_cancel():
+        if not queued.answer.set_running_or_notify_cancel():
             sampler.ready.set_exception(CancelledError())
             return
         sampler.num_pending += 1
@@ -92,10 +94,10 @@ class SampleSender:
             info = sampler_info_from_json(Fields.of(found.content))
         except Exception as error:
             sampler.ready.set_exception(error)
-            entry.fail(error)
+            queued.fail(error)
         else:
             sampler.ready.set_result(info)
-            entry.answer.set_result(info.sampler_id)
+            queued.answer.set_result(info.sampler_id)
         finally:
             sampler.num_pending -= 1
         if sampler.is_released:
@@ -111,7 +113,7 @@ class SampleSender:
 
     async def sample(self, operation: Sample, sampler: RemoteSampler, answer: Future[Any]) -> None:
         """Send a sampling request, and set its result in `answer`."""
-        entry = Entry(operation, answer)
+        queued = QueuedOperation(operation, answer)
         sampler.num_pending += 1
         try:
             await self._until_ready(sampler)
@@ -132,7 +134,7 @@ class SampleSender:
             if answer.set_running_or_notify_cancel():
                 answer.set_result(response)
         except Exception as error:
-            entry.fail(error)
+            queued.fail(error)
         finally:
             sampler.num_pending -= 1
         if sampler.is_released:

@@ -50,7 +50,7 @@ _NUMBER_USED = (400, 404)
 
 
 @dataclass(frozen=True, eq=False)
-class Entry:
+class QueuedOperation:
     """A submitted operation and the future of its result."""
 
     operation: Operation[Any]
@@ -65,7 +65,7 @@ class Entry:
 
 
 @dataclass(eq=False)
-class Lane:
+class ModelQueue:
     """The request queue of one training model. Its first operation is a CreateModel.
 
     All fields except `model_id` are used only in the connection's thread.
@@ -75,7 +75,7 @@ class Lane:
     link: Link
     thread: LoopThread
     info: GetInfoResponse | None = None
-    _entries: asyncio.Queue[Entry] = field(default_factory=asyncio.Queue)
+    _operations: asyncio.Queue[QueuedOperation] = field(default_factory=asyncio.Queue)
     _next_seq: int = 1
     _failure: PlanishError | None = None
     """If set, every further operation fails with this error."""
@@ -84,37 +84,37 @@ class Lane:
     optim_step, whose error names this one.
     """
 
-    def put(self, entry: Entry) -> None:
+    def put(self, queued: QueuedOperation) -> None:
         """Append an operation to the queue."""
-        self._entries.put_nowait(entry)
+        self._operations.put_nowait(queued)
 
     async def work(self) -> None:
         """Send queued operations until the model is unloaded."""
-        entry = None
-        while entry is None or not isinstance(entry.operation, UnloadModel):
-            entry = await self._entries.get()
+        queued = None
+        while queued is None or not isinstance(queued.operation, UnloadModel):
+            queued = await self._operations.get()
             try:
-                await self._send(entry)
+                await self._send(queued)
             except Exception as error:
-                entry.fail(error)
+                queued.fail(error)
 
-    async def _send(self, entry: Entry) -> None:
+    async def _send(self, queued: QueuedOperation) -> None:
         if self._failure is not None:
             raise self._failure
-        match entry.operation:
+        match queued.operation:
             case CreateModel() as operation:
-                await self._create(operation, entry)
+                await self._create(operation, queued)
             case ForwardBackward() as operation if not operation.forward_only:
-                await self._add_gradient(operation, entry)
+                await self._add_gradient(operation, queued)
             case ForwardBackwardLater() as operation:
-                await self._add_gradient_later(operation, entry)
-            case operation if entry.answer.set_running_or_notify_cancel():
-                await self._post(operation, entry)
+                await self._add_gradient_later(operation, queued)
+            case operation if queued.answer.set_running_or_notify_cancel():
+                await self._post(operation, queued)
                 if isinstance(operation, LoadWeights):  # loading clears the gradient
                     self._gradient_error = None
 
-    async def _create(self, operation: CreateModel, entry: Entry) -> None:
-        if not entry.answer.set_running_or_notify_cancel():
+    async def _create(self, operation: CreateModel, queued: QueuedOperation) -> None:
+        if not queued.answer.set_running_or_notify_cancel():
             self._failure = UserError(
                 f"model_id={self.model_id!r}: its creation was cancelled; create another model"
             )
@@ -131,21 +131,23 @@ class Lane:
             )
             raise
         self.info = info_from_json(Fields.of(found.content))
-        entry.answer.set_result(self.info)
+        queued.answer.set_result(self.info)
 
-    async def _add_gradient(self, operation: ForwardBackward, entry: Entry) -> None:
-        if not entry.answer.set_running_or_notify_cancel():
+    async def _add_gradient(self, operation: ForwardBackward, queued: QueuedOperation) -> None:
+        if not queued.answer.set_running_or_notify_cancel():
             await self._skip_gradient(UserError("it was cancelled"))
             return
         number = self._next_seq
         try:
-            await self._post(operation, entry)
+            await self._post(operation, queued)
         except Exception as error:
             if number == self._next_seq:
                 await self._skip_gradient(error)
             raise
 
-    async def _add_gradient_later(self, operation: ForwardBackwardLater, entry: Entry) -> None:
+    async def _add_gradient_later(
+        self, operation: ForwardBackwardLater, queued: QueuedOperation
+    ) -> None:
         made = asyncio.Event()
         operation.data.add_done_callback(lambda _: self.thread.post(made.set))
         await made.wait()
@@ -155,9 +157,9 @@ class Lane:
             now = ForwardBackward(
                 operation.model_id, operation.data.result(), operation.loss_fn, config
             )
-            await self._add_gradient(now, entry)
+            await self._add_gradient(now, queued)
         else:
-            entry.fail(error)
+            queued.fail(error)
             await self._skip_gradient(error)
 
     async def _skip_gradient(self, error: BaseException) -> None:
@@ -166,12 +168,12 @@ class Lane:
         if self._failure is None:
             await self._send_numbered(ForwardBackward(self.model_id, [], "cross_entropy"))
 
-    async def _post(self, operation: Operation[Any], entry: Entry) -> None:
+    async def _post(self, operation: Operation[Any], queued: QueuedOperation) -> None:
         """Send `operation`, and await its result in a task of its own."""
         request_id, gradient_error = await self._send_numbered(operation), None
         if isinstance(operation, OptimStep):
             gradient_error, self._gradient_error = self._gradient_error, None
-        self.thread.spawn(self._await_result, operation, request_id, entry, gradient_error)
+        self.thread.spawn(self._await_result, operation, request_id, queued, gradient_error)
 
     async def _send_numbered(self, operation: Operation[Any]) -> str:
         """Send an operation with the next sequence number, and return the id of the request."""
@@ -198,7 +200,7 @@ class Lane:
         self,
         operation: Operation[Any],
         request_id: str,
-        entry: Entry,
+        queued: QueuedOperation,
         gradient_error: BaseException | None,
     ) -> None:
         takes_protobuf = isinstance(operation, ForwardBackward)
@@ -206,13 +208,13 @@ class Lane:
             content = await self.link.result(request_id, takes_protobuf=takes_protobuf)
             result = training_result(operation, content)
         except Exception as error:
-            entry.fail(
+            queued.fail(
                 refused_step(gradient_error)
                 if gradient_error is not None and isinstance(error, UserError)
                 else error
             )
         else:
-            entry.answer.set_result(result)
+            queued.answer.set_result(result)
 
 
 def _request_id(accepted: Response) -> str:
