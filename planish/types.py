@@ -175,12 +175,11 @@ class Datum:
                 "model_input_spans and loss_fn_input_spans go together; give both or neither"
             )
         targets = converted.get("target_tokens")
+        shape = None if targets is None else targets.shape
+        num_targets = shape[0] if shape is not None and len(shape) == 1 else None
         lengths = {
             "model_input_spans": (model_input_spans, model_input.length),
-            "loss_fn_input_spans": (
-                loss_fn_input_spans,
-                targets.shape[0] if targets is not None and len(targets.shape or ()) == 1 else None,
-            ),
+            "loss_fn_input_spans": (loss_fn_input_spans, num_targets),
         }
         for name, (spans, length) in lengths.items():
             if spans is not None:
