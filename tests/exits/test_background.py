@@ -129,4 +129,4 @@ def test_checkpoints_that_take_long_are_announced_and_given_up(monkeypatch, capl
     assert time.monotonic() - begun < WAIT / 2
     announced, given_up = caplog.messages
     assert "(1 left)" in announced
-    assert "without 1 checkpoints" in given_up
+    assert "1 checkpoints are not saved" in given_up
