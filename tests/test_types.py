@@ -72,7 +72,7 @@ def test_tokens_are_whole_numbers(tokens):
 
 
 @pytest.mark.parametrize("tokens", ["text", b"text", {1: 2}, None, 5, torch.tensor(5)])
-def test_what_is_no_list_of_tokens_names_its_kind(tokens):
+def test_invalid_token_lists_are_rejected_with_their_type(tokens):
     with pytest.raises(
         ValueError, match=rf"is a {type(tokens).__name__}; give a list of token ids.*tokenizer"
     ):
@@ -81,7 +81,7 @@ def test_what_is_no_list_of_tokens_names_its_kind(tokens):
         ModelInput.from_ints({"input_ids": [1]})  # type: ignore[arg-type]
 
 
-def test_other_chunks_are_refused():
+def test_chunks_other_than_text_are_rejected():
     with pytest.raises(ValueError, match="text only"):
         ModelInput(chunks=[tinker.types.ImageChunk(data=b"", format="png")])  # type: ignore[list-item]
 
@@ -130,7 +130,7 @@ def test_bad_loss_inputs_name_their_key(value, message):
     assert "target_tokens" in str(caught.value)
 
 
-def test_what_is_no_dictionary_of_inputs_or_no_tensor_names_its_kind():
+def test_invalid_inputs_and_tensors_are_rejected_with_their_type():
     with pytest.raises(ValueError, match="loss_fn_inputs is a list; give a dictionary"):
         Datum(ModelInput.from_ints([1]), [1])  # type: ignore[arg-type]
     for other in ([1.0], np.ones(1)):
@@ -141,7 +141,7 @@ def test_what_is_no_dictionary_of_inputs_or_no_tensor_names_its_kind():
             TensorData.from_numpy(other)  # type: ignore[arg-type]
 
 
-def test_a_tensor_keeps_the_values_it_was_given():
+def test_tensor_data_copies_its_values():
     for given_values in (np.ones(3, np.float32), torch.ones(3)):
         data = (
             TensorData.from_numpy(given_values)
@@ -202,7 +202,7 @@ def test_csr_is_used_where_it_is_smaller_and_pads():
         },
     ],
 )
-def test_impossible_tensors_are_refused(arguments):
+def test_invalid_tensors_are_rejected(arguments):
     with pytest.raises(ValueError):
         TensorData([1, 2], **arguments)
 
@@ -250,7 +250,7 @@ def test_torch_round_trip(dtype):
         (LoraConfig, {"seed": -(2**63) - 1}),
     ],
 )
-def test_options_out_of_range_name_themselves(cls, arguments):
+def test_errors_name_the_option_that_is_out_of_range(cls, arguments):
     with pytest.raises(ValueError) as caught:
         cls(**arguments)
     assert next(iter(arguments)) in str(caught.value)
@@ -286,8 +286,8 @@ def test_options_out_of_range_name_themselves(cls, arguments):
         ),
     ],
 )
-def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
-    """Random generators, optimizers and JSON take no others."""
+def test_numpy_numbers_become_python_numbers(cls, arguments, kinds):
+    """Random generators, optimizers and JSON accept only Python numbers."""
     values = [
         value
         for value in vars(cls(**arguments)).values()
@@ -297,7 +297,7 @@ def test_numbers_of_numpy_become_python_s(cls, arguments, kinds):
     assert {type(value) for value in values} <= kinds
 
 
-def test_every_token_is_looked_at_not_only_the_first_of_numpy_s():
+def test_all_tokens_are_checked_after_a_numpy_token():
     with pytest.raises(ValueError, match="contains 1.7; give one list"):
         EncodedTextChunk([np.int64(1), 1.7])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="64 bits"):
@@ -315,7 +315,7 @@ def test_counts_of_a_sample_are_whole_numbers(name, value):
         Sample(**{**SAMPLE, name: value})
 
 
-def test_an_adapter_that_trains_nothing_is_refused():
+def test_an_adapter_without_trained_modules_is_rejected():
     with pytest.raises(ValueError, match="nothing would be trained"):
         LoraConfig(train_attn=False, train_mlp=False, train_unembed=False)
 
@@ -334,7 +334,7 @@ def test_results_are_python_lists_with_none_where_undefined():
     assert response.sequences[0].topk_logprobs is None
 
 
-def test_checkpoint_paths_are_read_back():
+def test_checkpoint_paths_round_trip():
     path = CheckpointPath("abc:train:0", "sampler", "final")
     assert str(path) == "tinker://abc:train:0/sampler_weights/final"
     assert CheckpointPath.parse(str(path)) == path
@@ -353,14 +353,14 @@ def test_checkpoint_paths_are_read_back():
         None,
     ],
 )
-def test_other_paths_are_refused(path):
+def test_invalid_checkpoint_paths_are_rejected(path):
     with pytest.raises(ValueError, match="tinker://"):
         CheckpointPath.parse(path)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "stop"])
-def test_numbers_that_no_request_can_hold_are_refused_when_they_are_given(name):
-    """In process they were taken, and a client of a server said that an integer exceeds 64 bits."""
+def test_numbers_above_64_bits_are_rejected_at_once(name):
+    """Local engines used to accept these numbers, and requests to servers failed with another error."""
     for number in (2**64, -(2**63) - 1, 10**5000):
         with pytest.raises(ValueError, match=f"^SamplingParams.{name} has more than 64 bits: give"):
             SamplingParams(**cast("Any", {name: [number] if name == "stop" else number}))
@@ -387,7 +387,7 @@ def sampled(tokens: list[int], logprobs: list[float]) -> SampledSequence:
         ),
     ],
 )
-def test_what_holds_arrays_is_equal_where_their_numbers_are(make):
+def test_objects_with_arrays_compare_their_values(make):
     assert make(2.0) == make(2.0)
     assert make(2.0) == pickle.loads(pickle.dumps(make(2.0)))
     assert make(math.nan) == make(math.nan)
@@ -395,7 +395,7 @@ def test_what_holds_arrays_is_equal_where_their_numbers_are(make):
     assert make(2.0) != [2.0]
 
 
-def test_what_holds_much_is_shown_in_short():
+def test_the_repr_of_large_objects_is_short():
     tokens = list(range(100_000))
     prompt = ModelInput.from_ints(tokens)
     datum = Datum(prompt, {"target_tokens": tokens, "weights": [1.0] * len(tokens)})
@@ -409,7 +409,7 @@ def test_what_holds_much_is_shown_in_short():
     assert max(map(len, map(repr, [prompt, datum, sparse]))) < 400
 
 
-def test_what_is_wrong_with_a_value_is_an_error_of_planish():
+def test_invalid_values_raise_planish_errors():
     wrong: list[Callable[[], object]] = [
         lambda: LoraConfig(rank=0),
         lambda: LoraConfig(train_mlp=None),  # type: ignore[arg-type]

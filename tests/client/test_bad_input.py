@@ -204,9 +204,9 @@ BAD_GRADIENTS: list[tuple[str, Any, str]] = [
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_GRADIENTS]
 )
 @pytest.mark.parametrize("client", ["training_client", "remote_training_client"])
-def test_a_step_behind_a_part_that_is_refused_is_refused_too(request, client, call, message):
-    """Submitted together, near and far: the rest of a gradient would be a step that nobody asked
-    for.
+def test_a_step_after_a_rejected_forward_backward_is_rejected(request, client, call, message):
+    """Submitted together, to an engine and to a server: without the rejected part, the step would
+    apply an incomplete gradient.
     """
     client = request.getfixturevalue(client)
     before = logprobs(client)
@@ -542,7 +542,7 @@ def remote_sampling_client(shared_remote_client) -> SamplingClient:
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
     ],
 )
-def test_options_that_are_not_offered_are_refused(options, message):
+def test_options_that_planish_lacks_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         ServiceClient(**options)
 

@@ -65,7 +65,7 @@ def test_async_forms_are_coroutines_for_task_groups():
     assert asyncio.run(main()) == [1, 2, 3, 4]
 
 
-def test_a_pending_does_not_travel():
+def test_a_pending_cannot_be_pickled():
     with pytest.raises(TypeError, match="wait for its result"):
         pickle.dumps(completed(1))
 
@@ -95,7 +95,7 @@ def test_a_timeout_does_not_end_the_operation():
 
 
 @pytest.mark.parametrize("withdraw", [True, False])
-def test_a_cancelled_task_withdraws_only_what_is_its_own(withdraw):
+def test_cancelling_a_task_cancels_only_its_own_operation(withdraw):
     future: Future[int] = Future()
 
     async def main() -> None:
@@ -203,7 +203,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_ctrl_c_interrupts_a_wait_and_withdraws_what_it_waited_for():
+def test_ctrl_c_interrupts_a_wait_and_cancels_its_operation():
     waiter = subprocess.Popen([sys.executable, "-c", WAITER], stdout=subprocess.PIPE, text=True)
     assert waiter.stdout is not None
     assert waiter.stdout.readline() == "waiting\n"

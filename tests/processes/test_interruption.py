@@ -52,7 +52,7 @@ def test_a_loop_is_asked_between_its_steps(number, name, kind):
     assert isinstance(stop.ending, kind)
 
 
-def test_what_may_be_left_undone_is_interrupted():
+def test_work_that_may_be_dropped_is_interrupted():
     with StopRequest(lambda _: None) as stop:
         threading.Timer(0.1, send, [signal.SIGTERM]).start()
         with pytest.raises(Interrupted), stop.at_once():
@@ -68,7 +68,7 @@ def test_a_second_control_c_ends_at_once():
             send(signal.SIGINT)
 
 
-def test_signals_of_a_moment_are_one_sigterm_and_handlers_of_the_program_stay():
+def test_sigterms_at_once_count_as_one_and_own_handlers_stay():
     came: list[int] = []
     with StopRequest(came.append) as stop:  # type: ignore[arg-type]
         for _ in range(5):
@@ -99,7 +99,7 @@ with StopRequest(lambda line: print(line, flush=True)) as stop:
 
 
 @pytest.mark.parametrize("first", ["SIGTERM", "SIGINT"])
-def test_a_second_signal_that_is_sigterm_ends_the_process(first):
+def test_a_second_sigterm_ends_the_process(first):
     done = subprocess.run(
         [sys.executable, "-c", SECOND.format(first=first)],
         capture_output=True,

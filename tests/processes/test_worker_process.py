@@ -57,7 +57,7 @@ def worker(tmp_path):
         process.close()
 
 
-def test_one_process_answers_all_questions(worker):
+def test_one_process_answers_all_requests(worker):
     process = worker(arguments=("a", "b"), environment={"MINE": "x"})
     first, second = process.ask({"n": 1}, 30.0), process.ask({"n": 2}, 30.0)
     assert (first["said"], second["said"]) == ({"n": 1}, {"n": 2})
@@ -83,7 +83,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
     assert process.ask({}, 30.0)["pid"] != before
 
 
-def test_a_process_that_was_killed_while_nobody_asked_is_replaced_before_the_question(worker):
+def test_a_process_killed_between_requests_is_replaced(worker):
     process = worker()
     before = process.ask({}, 30.0)["pid"]
     os.kill(before, signal.SIGKILL)
@@ -91,7 +91,7 @@ def test_a_process_that_was_killed_while_nobody_asked_is_replaced_before_the_que
     assert process.ask({}, 30.0)["pid"] != before
 
 
-def test_a_question_on_which_the_program_fails_leaves_it_for_the_next(worker):
+def test_a_failed_request_does_not_end_the_process(worker):
     process = worker()
     before = process.ask({}, 30.0)["pid"]
     for question, message in (
@@ -123,7 +123,7 @@ SLOW_AT_FIRST = """
 
 
 @pytest.mark.parametrize("during", ["the start", "a question"])
-def test_after_ctrl_c_the_next_question_gets_its_own_answer(worker, tmp_path, during):
+def test_after_ctrl_c_the_next_request_gets_its_own_answer(worker, tmp_path, during):
     started = tmp_path / "started"
     process = worker(before=SLOW_AT_FIRST, arguments=(str(started),))
     if during == "a question":
@@ -138,7 +138,7 @@ def test_after_ctrl_c_the_next_question_gets_its_own_answer(worker, tmp_path, du
     assert process.ask({"n": 2}, 30.0)["said"] == {"n": 2}
 
 
-def test_control_c_at_a_terminal_is_not_for_the_process_and_what_ends_its_group_is(worker):
+def test_the_worker_ignores_control_c_but_ends_with_its_process_group(worker):
     process = worker()
     before = process.ask({}, 30.0)
     os.kill(before["pid"], signal.SIGINT)
@@ -157,7 +157,7 @@ process.ask({"hang": True}, 1.0)
 """
 
 
-def test_a_process_that_hangs_ends_also_if_the_one_that_asked_was_killed(tmp_path):
+def test_a_hanging_process_ends_after_its_parent_was_killed(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM.format(before="pass"))
     command = [sys.executable, "-c", KILLED_WHILE_IT_ASKS, str(program)]
@@ -180,7 +180,7 @@ def test_threads_take_turns(worker):
     assert answers == {n: n for n in range(8)}
 
 
-def test_after_close_the_next_question_starts_it_again(worker):
+def test_a_request_after_close_starts_a_new_process(worker):
     process = worker()
     before = process.ask({}, 30.0)["pid"]
     process.close()
