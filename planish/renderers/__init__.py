@@ -1,4 +1,4 @@
-"""Chat messages to tokens and back, for each family of models."""
+"""Convert chat messages to tokens and back, in the chat format of each model family."""
 
 from planish.renderers.datums import conversation_to_datum, datum_from_weights
 from planish.renderers.messages import (

@@ -1,8 +1,8 @@
-"""What a chat format is: how one family of models writes a conversation.
+"""The interface of a chat format: how one family of models writes a conversation.
 
-A format is plain data and pure functions of checked messages; it holds no tokenizer, so it pickles
-and two of them compare. The Renderer does what all formats share: checking, tokenising, weighting.
-A new family is one new module with one such class and one line in the registry.
+A format is plain data with pure functions of checked messages. It holds no tokenizer, so formats
+can be pickled and compared. `Renderer` does what all formats share: checking, tokenising and
+weighting. A new family needs one module with such a class, and one line in the registry.
 """
 
 from collections.abc import Sequence
@@ -16,8 +16,8 @@ from planish.renderers.termination import Parsed
 
 @dataclass(frozen=True)
 class Turn:
-    """One message as pieces. The header announces it; the output is what its author writes, the end
-    mark included.
+    """One message as pieces: the header, which names the role, and the output, which is the text of
+    the message with its end mark.
     """
 
     header: tuple[Piece, ...]
@@ -25,35 +25,45 @@ class Turn:
     message: int | None
     """Index of the message; None for a default system message that the format adds."""
     sampled: bool = False
-    """The output is what a model samples after the header, so no token may span the border between
-    the two.
+    """Whether the model samples the output after the header. Then no token may span the boundary
+    between the two.
     """
     untrainable: str | None = None
-    """Why this message cannot be a training target, and the remedy."""
+    """Why this message cannot be a training target, and the remedy; None if it can."""
 
 
 class ChatFormat(Protocol):
+    """How one family of models writes a conversation."""
+
     @property
-    def abilities(self) -> Abilities: ...
+    def abilities(self) -> Abilities:
+        """What the format can express."""
+        ...
 
     def opening(self) -> tuple[Piece, ...]:
-        """What comes before the first message."""
+        """Return the pieces before the first message."""
         ...
 
-    def turns(self, messages: Sequence[Checked]) -> list[Turn]: ...
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return the turns that the messages, and possibly a default system message, become."""
+        ...
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
-        """The header of the message to be sampled next."""
+        """Return the header of the next message, which `role` will write."""
         ...
 
-    def prefill(self, text: str) -> tuple[Piece, ...]: ...
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`, the given start of the message to be sampled."""
+        ...
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """What a model writes after its last message in order to stop, if that is part of the next
-        header.
-        """
+        """Return the part of the next header that a model samples after `last` in order to stop."""
         ...
 
-    def stop(self, codec: Codec) -> list[str] | list[int]: ...
+    def stop(self, codec: Codec) -> list[str] | list[int]:
+        """Return the stop strings or stop tokens of a sampled message."""
+        ...
 
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed: ...
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message."""
+        ...

@@ -1,20 +1,20 @@
-r"""ChatML, `<|im_start|>role\n...<|im_end|>`, and how the Qwen3 models think in it.
+r"""ChatML, `<|im_start|>role\n...<|im_end|>`, with the `<think>` blocks of the Qwen3 models.
 
-One class writes four renderers, since their models differ in three facts: a default system message,
-whether answers begin with a `<think>` block, and whether a prompt closes that block at once. The
-rules are those of the chat templates:
+One class implements four renderers. Their models differ only in three facts: a default system
+message, whether answers begin with a `<think>` block, and whether a prompt ends with an empty one.
+The rules follow the models' chat templates:
 
 * A default system message is put first when the conversation begins with another role (Qwen2.5,
   SmolLM2).
 * With thinking, an assistant message after the last user message keeps its reasoning; earlier ones
   lose it (so a later prompt does not extend an earlier one). The last message of a conversation has
   a think block even if it is empty.
-* Results of tools are written as one user turn. Text after a think block loses its leading line
+* Consecutive tool results form one user turn. Text after a think block loses its leading line
   breaks.
 
-Two things differ on purpose. A template ends with a line break after the last `<|im_end|>`; here it
-belongs to the header of the message that follows. And a user's text that looks like a tool result
-is text.
+Two differences from the templates are intended. A template ends with a line break after the last
+`<|im_end|>`; here that line break belongs to the header of the next message. And user text that
+looks like a tool result stays text.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,8 @@ EMPTY_THOUGHT: tuple[Piece, ...] = (THINK, "\n\n", THINK_END, "\n\n")
 
 
 class Thinking(StrEnum):
+    """How a renderer writes reasoning."""
+
     NONE = "none"
     """The model has no think blocks; the tags are text."""
     STRIP_HISTORY = "strip_history"
@@ -53,6 +55,8 @@ class Thinking(StrEnum):
 
 @dataclass(frozen=True)
 class ChatML:
+    """The ChatML format, with an optional default system message and one way of thinking."""
+
     default_system: str | None = None
     thinking: Thinking = Thinking.NONE
 
@@ -157,7 +161,7 @@ class ChatML:
             frame = (THINK, f"\n{inner}\n", THINK_END, "\n\n") if inner else EMPTY_THOUGHT
         reason = None
         if self.thinking is Thinking.DISABLED:
-            # What the prompt already holds is no target.
+            # The prompt already contains the empty think block, so the block is not a target.
             header, frame = (*header, *frame), ()
             if thought:
                 reason = "it has reasoning, which qwen3_disable_thinking never samples; use qwen3, or remove the thinking part"
@@ -171,7 +175,7 @@ class ChatML:
 
 
 def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int) -> Turn:
-    """One result; neighbouring results share one user turn."""
+    """Return the turn of one tool result. Neighbouring results share one user turn."""
     opens = index == 0 or messages[index - 1].role != "tool"
     closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
     header: tuple[Piece, ...] = (*lead, START, "user\n") if opens else ("\n",)
@@ -181,7 +185,7 @@ def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int)
 
 
 def _split_thought(pieces: Sequence[Piece]) -> tuple[str | None, list[Piece]]:
-    """(reasoning, the rest) of a sampled message; reasoning is None if there is no think block."""
+    """Split a sampled message into (reasoning, rest); reasoning is None without a think block."""
     end = next((at for at, piece in enumerate(pieces) if piece == THINK_END), None)
     before = pieces[:end]
     start = next((at for at, piece in enumerate(before) if piece == THINK), None)

@@ -1,19 +1,20 @@
-"""Text to token ids and back, with control tokens only where a format puts them.
+"""Convert text to token ids and back. Control tokens appear only where a format puts them.
 
 A format writes a message as pieces: strings, which are ordinary text whatever they contain, and
-`Control`s, which are the format's own marks. Neighbouring strings are tokenised together, as the
-model's tokenizer does between two marks, so that the ids equal those of the rendered chat template.
-Invariants: an id of a guarded token (special tokens, and other added tokens of the form <...>, such
-as <think>) never comes out of a string; a Control that the vocabulary lacks is written as ordinary
-text (formats name those they cannot do without); the time is linear in the text.
+`Control`s, which are the format's marks. Adjacent strings are tokenised together, as the model's
+tokenizer does between two marks, so the ids equal those of the rendered chat template.
 
-The tokenizer is asked as it is first. Only if a guarded id comes out (a text that names a special
-token) the text is tokenised again by a private copy of the tokenizer that has no such tokens;
-switching them off in the tokenizer itself (`split_special_tokens`) would change it for other
-threads, and does not reach added tokens that are not special.
+Invariants: encoding a string never gives the id of a guarded token (a special token, or another
+added token of the form <...>, such as <think>). A Control that the vocabulary lacks is written as
+ordinary text; formats list those that they require. Time is linear in the text.
 
-Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. Where the
-text goes on after another, which a format tokenises apart, another private copy writes it without.
+A text is first encoded by the tokenizer itself. Only if the result contains a guarded id, because
+the text spells a special token, a private copy of the tokenizer without guarded tokens encodes the
+text again. The option `split_special_tokens` is no alternative: it would change the tokenizer
+for other threads, and it does not cover added tokens that are not special.
+
+Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. If a format
+tokenises the continuation of a text separately, another private copy encodes it without the blank.
 """
 
 import json
@@ -28,9 +29,7 @@ from tokenizers import Tokenizer
 
 @dataclass(frozen=True)
 class Control:
-    """A mark of the format: one token where the vocabulary has it, the same characters as text
-    where not.
-    """
+    """A mark of a format: one token if the vocabulary has it, otherwise ordinary text."""
 
     text: str
 
@@ -40,12 +39,14 @@ Piece = str | Control
 
 @dataclass
 class Codec:
-    """A tokenizer of `transformers`, or anything with its encode, decode and conversion methods."""
+    """Encodes pieces with a tokenizer of `transformers`, or with any object that has its encode,
+    decode and conversion methods. ValueError if one of these methods is missing.
+    """
 
     tokenizer: Any
     guarded: dict[int, str] = field(init=False, repr=False)
     _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
-    _copies: "dict[tuple[bool, bool], PlainCopy]" = field(
+    _copies: "dict[tuple[bool, bool], RestrictedTokenizer]" = field(
         init=False, repr=False, default_factory=dict
     )
 
@@ -66,8 +67,8 @@ class Codec:
             for id_, token in added.items()
             if token.special or (token.content.startswith("<") and token.content.endswith(">"))
         }
-        # Characters that the vocabulary lacks become the model's unknown token; that is no mark of
-        # any format.
+        # Characters that the vocabulary lacks become the unknown token, so ordinary text must be
+        # able to contain it.
         unknown = getattr(
             getattr(getattr(self.tokenizer, "backend_tokenizer", None), "model", None),
             "unk_token",
@@ -76,16 +77,17 @@ class Codec:
         self.guarded = {id_: text for id_, text in self.guarded.items() if text != unknown}
 
     def control_id(self, text: str) -> int | None:
-        """The id of `text` as one token, or None if the vocabulary has no such token."""
+        """Return the id of `text` as one token, or None if the vocabulary has no such token."""
         if text not in self._control_ids:
             id_ = self.tokenizer.convert_tokens_to_ids(text)
-            # Unknown tokens map to the id of the unknown token, which may be any token at all.
+            # A text that is not in the vocabulary maps to the id of the unknown token, which may be
+            # any token.
             known = isinstance(id_, int) and self.tokenizer.convert_ids_to_tokens(id_) == text
             self._control_ids[text] = id_ if known else None
         return self._control_ids[text]
 
     def require(self, texts: Iterable[str], renderer: str) -> None:
-        """ValueError if one of `texts` is not a single token; guards them from now on."""
+        """Guard the tokens `texts` from now on. ValueError if one of them is not a single token."""
         for text in texts:
             id_ = self.control_id(text)
             if id_ is None:
@@ -97,7 +99,7 @@ class Codec:
             self.guarded[id_] = text
 
     def encode(self, pieces: Iterable[Piece], after: int | None = None) -> list[int]:
-        """The ids of `pieces`; `after`: the id before them, None where they begin a sequence."""
+        """Return the ids of `pieces`. `after` is the id before them; None at a sequence's start."""
         ids: list[int] = []
 
         def text() -> list[int]:
@@ -115,25 +117,29 @@ class Codec:
         return ids + text()
 
     def encode_text(self, text: str, after: int | None = None) -> list[int]:
-        """The ids of ordinary text; no guarded id is among them. `after` as in `encode`."""
+        """Return the ids of ordinary text, none of them guarded. `after` is the id before the text;
+        None at a sequence's start. ValueError if the text cannot be written without a guarded id.
+        """
         if not text:
             return []
         text = whole_characters(text)
-        going_on = self._copy(guards=False, goes_on=True) if self._would_add_blank(after) else None
+        continuing = (
+            self._copy(guards=False, continues_text=True) if self._would_add_blank(after) else None
+        )
         ids = (
-            going_on.encode(text)
-            if going_on
+            continuing.encode(text)
+            if continuing
             else self.tokenizer.encode(text, add_special_tokens=False)
         )
         if self._is_plain(ids):
             return ids
-        plain = self._copy(guards=True, goes_on=going_on is not None)
+        plain = self._copy(guards=True, continues_text=continuing is not None)
         if plain is not None:
             ids = plain.encode(text)
             if self._is_plain(ids):
                 return ids
-        # A vocabulary of whole words has the mark as a word of its own; a single character cannot
-        # be one.
+        # In a word-level vocabulary the guarded token is an ordinary word too. A single character
+        # cannot be a guarded token, so encode the text character by character.
         ids = [
             id_
             for character in text
@@ -147,6 +153,7 @@ class Codec:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of `ids`, special tokens included."""
         if not ids:
             return ""
         return self.tokenizer.decode(
@@ -154,8 +161,8 @@ class Codec:
         )
 
     def split(self, ids: Sequence[int], marks: Sequence[str]) -> list[Piece]:
-        """Decode, with `marks` as Controls: by their ids, or by their text where the vocabulary has
-        no such token.
+        """Decode `ids` into pieces, with each of `marks` as a Control. Marks are found by their
+        ids, or by their text if the vocabulary has no such token.
         """
         by_id = {id_: mark for mark in marks if (id_ := self.control_id(mark)) is not None}
         written = [mark for mark in marks if self.control_id(mark) is None]
@@ -172,8 +179,8 @@ class Codec:
         return self.guarded.keys().isdisjoint(ids)
 
     def _would_add_blank(self, after: int | None) -> bool:
-        """Whether the tokenizer would put a blank before a text where it would not in one piece
-        with what is before it.
+        """Whether the tokenizer would put a blank before a text that it would not put there if the
+        text were encoded together with the text before it.
         """
         if after is None or after == getattr(self.tokenizer, "bos_token_id", None):
             return False
@@ -182,9 +189,7 @@ class Codec:
 
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
-        """Whether the tokenizer puts a blank before a text that begins, and before one that follows
-        a special token.
-        """
+        """Whether the tokenizer puts a blank before (a first text, a text after a special token)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         mark = next(iter(self.guarded.values()), None)
 
@@ -196,35 +201,35 @@ class Codec:
 
         return adds(""), mark is not None and adds(mark)
 
-    def _copy(self, *, guards: bool, goes_on: bool) -> "PlainCopy | None":
+    def _copy(self, *, guards: bool, continues_text: bool) -> "RestrictedTokenizer | None":
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
-        if (guards, goes_on) not in self._copies and isinstance(backend, Tokenizer):
-            self._copies[guards, goes_on] = PlainCopy.of(
-                backend, self.guarded if guards else (), goes_on
+        if (guards, continues_text) not in self._copies and isinstance(backend, Tokenizer):
+            self._copies[guards, continues_text] = RestrictedTokenizer.without(
+                backend, self.guarded if guards else (), continues_text
             )
-        return self._copies.get((guards, goes_on))
+        return self._copies.get((guards, continues_text))
 
 
 @dataclass(frozen=True)
-class PlainCopy:
-    """A tokenizer without its guarded tokens, or without blanks of its own; the other added tokens
-    stay themselves.
-    """
+class RestrictedTokenizer:
+    """A copy of a tokenizer without its guarded tokens, or without the blank before each text."""
 
     tokenizer: Tokenizer
     renumbered: dict[int, int]
-    """Ids of added tokens here -> their own. `Tokenizer.from_str` numbers added tokens anew,
-    without gaps.
+    """Ids of added tokens in the copy -> ids in the original, because `Tokenizer.from_str`
+    renumbers added tokens without gaps.
     """
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, guarded: Container[int], goes_on: bool = False) -> Self:
+    def without(
+        cls, tokenizer: Tokenizer, guarded: Container[int], continues_text: bool = False
+    ) -> Self:
         spec = json.loads(tokenizer.to_str())
         spec["added_tokens"] = [
             token for token in spec["added_tokens"] if token["id"] not in guarded
         ]
-        if goes_on:
-            _take_blanks(spec)
+        if continues_text:
+            _remove_blanks(spec)
         copy = Tokenizer.from_str(json.dumps(spec))
         copy.no_truncation()
         copy.no_padding()
@@ -241,8 +246,8 @@ class PlainCopy:
         ]
 
 
-def _take_blanks(spec: dict[str, Any]) -> None:
-    """Change a tokenizer.json so that no blank is put before a text."""
+def _remove_blanks(spec: dict[str, Any]) -> None:
+    """Change the contents of a tokenizer.json so that it puts no blank before a text."""
     normalizer, splitter = spec.get("normalizer") or {}, spec.get("pre_tokenizer") or {}
     if "normalizers" in normalizer:
         normalizer["normalizers"] = [
@@ -266,8 +271,8 @@ def split_text(text: str, marks: Sequence[str]) -> list[Piece]:
 
 
 def whole_characters(text: str) -> str:
-    """With U+FFFD for each half of a character (a lone surrogate), which JSON and file names can
-    hold and no tokenizer takes.
+    """Replace each lone surrogate (half a character) with U+FFFD. JSON and file names can contain
+    lone surrogates, but no tokenizer accepts them.
     """
     try:
         text.encode()

@@ -1,4 +1,4 @@
-"""Supervised examples as datums for the cross_entropy loss."""
+"""Convert supervised examples to datums for the cross_entropy loss."""
 
 from typing import Literal
 
@@ -18,7 +18,7 @@ def conversation_to_datum(
     train_on_what: TrainOnWhat | str = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
     reduction: Reduction = "mean",
 ) -> Datum:
-    """One conversation as one datum; see `datum_from_weights`."""
+    """Return one conversation as one datum; see `datum_from_weights` for arguments and errors."""
     model_input, weights = renderer.build_supervised_example(messages, train_on_what)
     return datum_from_weights(model_input, weights, max_length, reduction)
 
@@ -29,12 +29,12 @@ def datum_from_weights(
     max_length: int | None = None,
     reduction: Reduction = "mean",
 ) -> Datum:
-    """Tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and
+    """Return tokens (N) and weights (N) as a datum of N - 1 positions: position i reads token i and
     predicts token i + 1.
 
     At most the first `max_length` positions are kept. With reduction "mean" the weights are divided
-    by their sum, so that each example counts alike in a summed loss; "none" leaves them. ValueError
-    if no target with a weight is left.
+    by their sum, so that each example counts equally in a summed loss; "none" keeps the weights.
+    ValueError if no kept target has a weight.
     """
     if reduction not in ("mean", "none"):
         raise ValueError(f"reduction={reduction!r}: give 'mean' or 'none'")
@@ -45,7 +45,7 @@ def datum_from_weights(
     tokens = model_input.to_ints()
     if weights.ndim != 1 or len(weights) != len(tokens):
         raise ValueError(
-            f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight a token"
+            f"weights has shape {tuple(weights.shape)} for {len(tokens)} tokens; give one weight per token"
         )
     if max_length is not None:
         tokens, weights = tokens[: max_length + 1], weights[: max_length + 1]

@@ -1,9 +1,9 @@
 """Llama 3's headers: `<|start_header_id|>role<|end_header_id|>`, a blank line, the text,
 `<|eot_id|>`.
 
-The tokens are those of the Llama 3.0 chat template, which trims the text of every message. Llama
-3.1 and later templates put a preamble with the current date into the system message, and a tool
-protocol; both are left out: a prompt that changes overnight makes runs irreproducible.
+The tokens are those of the Llama 3.0 chat template, which trims the text of every message.
+Templates of Llama 3.1 and later add a preamble with the current date and a tool protocol to the
+system message. Both are omitted, because a prompt that changes every day makes runs irreproducible.
 """
 
 from collections.abc import Sequence
@@ -19,6 +19,8 @@ BOS, START, END, EOT = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header
 
 @dataclass(frozen=True)
 class Llama3:
+    """The format of Llama 3 models."""
+
     @property
     def abilities(self) -> Abilities:
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))

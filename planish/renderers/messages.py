@@ -1,12 +1,12 @@
-"""Messages of a conversation: what a user writes, and the checked form that formats read.
+"""Messages of a conversation: the dictionaries that users write, and the checked form that formats
+read.
 
-A message is a plain dictionary, as in the chat interfaces that people already write against.
-`read_messages` turns a conversation into `Checked` messages once; everything behind it works on
-those and needs no further checks. Invariants: a message that a format cannot express is refused and
-never rendered without the part; nothing in the text of a message is interpreted, with one exception
-that the chat templates share: an assistant's string that begins with a whole `<think>...</think>`
-block is read as a thinking part by the formats that have thinking. Content given as parts is never
-read that way.
+`read_messages` turns a conversation into `Checked` messages once, and later code needs no further
+checks. Invariants: a message that a format cannot express is rejected, never rendered without the
+missing part. The text of a message is not interpreted, with one exception that the chat templates
+share: formats with thinking read an assistant's string that begins with a complete
+`<think>...</think>` block as a thinking part. Content given as a list of parts is never read that
+way.
 """
 
 import json
@@ -62,9 +62,9 @@ class Message(TypedDict):
     tool_calls: NotRequired[list[ToolCall]]
     unparsed_tool_calls: NotRequired[list[UnparsedToolCall]]
     reasoning_content: NotRequired[str]
-    """Another place for a thinking part, as some datasets have it."""
+    """The thinking part as a separate key, as in some datasets."""
     trainable: NotRequired[bool]
-    """Needed on every message with TrainOnWhat.CUSTOMIZED, refused otherwise."""
+    """Required on every message with TrainOnWhat.CUSTOMIZED, rejected otherwise."""
     tools: NotRequired[list[ToolSpec]]
     """On a first system message: the tools it offers (see
     Renderer.create_conversation_prefix_with_tools).
@@ -78,7 +78,7 @@ MESSAGE_KEYS = tuple(Message.__annotations__)
 
 @dataclass(frozen=True)
 class Abilities:
-    """What a format can express, and what it needs."""
+    """The features of a format, and the tokens that it requires."""
 
     roles: tuple[str, ...]
     thinking: bool = False
@@ -86,9 +86,11 @@ class Abilities:
     required: tuple[str, ...] = ()
     """Controls that the vocabulary must have as single tokens."""
     extends: bool = True
-    """Every prompt of a conversation begins with the prompts before it and their answers."""
+    """Whether every prompt of a conversation begins with the earlier prompts and their answers."""
     extends_in_turn: bool = True
-    """Where not all prompts do: those of one user turn, between which are results of tools, do."""
+    """Whether at least the prompts within one user turn, which tool results separate, extend each
+    other.
+    """
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,9 @@ def get_text_content(message: Mapping[str, Any]) -> str:
 def read_messages(
     messages: Sequence[Mapping[str, Any]], abilities: Abilities, renderer: str
 ) -> list[Checked]:
-    """The conversation in checked form; ValueError names the message, its fault and the remedy."""
+    """Return the conversation in checked form. ValueError names the message, its fault and the
+    remedy.
+    """
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise ValueError(
             f"messages is a {type(messages).__name__}; give a list of dictionaries with role and content"
@@ -177,7 +181,7 @@ def check_characters(text: str, where: str) -> None:
 
 
 def half_character(text: str) -> str | None:
-    """The first lone surrogate of `text`: JSON can spell it, as in "\\ud83d", and it is no text."""
+    """Return the first lone surrogate of `text`, or None. JSON can spell one, as in "\\ud83d"."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,9 +1,9 @@
-"""Which renderer a model was made for: by its name, or for a local directory by its files.
+"""Find the renderer that a model was trained with, from its name or the files of a local directory.
 
-A directory's chat template decides: the renderer that writes the same text is the right one. Base
-models often carry their family's template without having been trained on it; they give themselves
-away by an end-of-sequence token that is not the template's end of turn. A name decides by its
-family. Nothing is guessed: an unknown model is an error that lists the names.
+For a directory, the right renderer is the one that writes the same text as its chat template. Base
+models often contain their family's template without having been trained on it. They are recognised
+by an end-of-sequence token that is not the template's end of turn. For a name, the model family
+decides. An unknown model is an error that lists the renderers.
 """
 
 import re
@@ -43,11 +43,11 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:
-    """The renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model
+    """Return the renderer's name for a model name, such as "Qwen/Qwen3-8B", or for a local model
     directory.
 
-    A directory without a chat template, or with one of a base model, gets role_colon.
-    UnknownModelError (a ValueError) names what was looked at and lists the renderers.
+    Base models, and directories without a chat template, get role_colon. UnknownModelError (a
+    ValueError) says what was examined and lists the renderers.
     """
     path = Path(model_name_or_path)
     if path.is_dir():
@@ -83,8 +83,8 @@ def _of_directory(path: Path) -> str:
     bos = _token_text(tokens.get("bos_token"))
     written = render_template(template, [HELLO], True, bos or BOS)
     if START in written and EOT in written:
-        # Later Llama templates add a dated preamble, so their text never equals ours; the marks are
-        # the family's own.
+        # Templates of Llama 3.1 and later add a dated preamble, so their text never equals that of
+        # the llama3 renderer. The marks are unique to the family.
         return "llama3"
     if "<|im_end|>" in written and _is_base(path, tokens, config):
         return "role_colon"
@@ -106,7 +106,7 @@ def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
 
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether generation ends with tokens known by name, and ChatML's end of turn is not one of
+    """Whether the end-of-sequence tokens are known by name and ChatML's end of turn is not one of
     them.
     """
     generation = _read_if_there(path / "generation_config.json") or {}
@@ -138,7 +138,7 @@ def _template(path: Path) -> str | None:
 
 
 def _token_text(token: Any) -> str:
-    """A token of tokenizer_config.json: a string or a dictionary with its content."""
+    """Return the text of a token in tokenizer_config.json: a string or a dictionary's content."""
     content = token.get("content") if isinstance(token, dict) else token
     return content if isinstance(content, str) else ""
 

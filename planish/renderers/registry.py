@@ -32,7 +32,7 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
     "qwen3_disable_thinking": lambda tokenizer: ChatML(thinking=Thinking.DISABLED),
     "qwen3_instruct": lambda tokenizer: ChatML(),
 }
-"""Each name's format for a tokenizer."""
+"""A function for each renderer name that makes its format for a tokenizer."""
 
 
 def get_renderer(
@@ -42,11 +42,12 @@ def get_renderer(
     default_system: str | None = None,
     strip_thinking_from_history: bool | None = None,
 ) -> Renderer:
-    """The renderer `name` for a tokenizer of `transformers`.
+    """Return the renderer `name` for a tokenizer of `transformers`.
 
     `default_system` (chatml only) replaces the default system message of the tokenizer's chat
     template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
-    prompts, which then extend each other.
+    prompts, so that each prompt extends the one before it. ValueError for an unknown name or an
+    option of another renderer.
     """
     if name not in FORMATS:
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")

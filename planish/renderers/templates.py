@@ -1,8 +1,8 @@
-"""What a model's own chat template says: rendered with probe conversations, never read as text.
+"""Find out what a model's chat template does, by rendering probe conversations with it.
 
-Templates are programs; two spellings can mean the same. So a default system message is taken from
-what a template writes, and the renderer of a local model is the one whose text equals the
-template's on the probes. Templates run in jinja2's sandbox, as `transformers` runs them.
+Templates are programs, and different sources can have the same effect. So a default system message
+is read from a template's output, and the renderer of a local model is the one whose text equals the
+template's on the probes. Templates run in jinja2's sandbox, as in `transformers`.
 """
 
 import json
@@ -29,7 +29,7 @@ PROBES: tuple[tuple[Sequence[Mapping[str, str]], bool], ...] = (
     ((HELLO, ANSWER, AGAIN), True),
     ((SYSTEM, HELLO, ANSWER), False),
 )
-"""Conversations, and whether a prompt is asked for."""
+"""Probe conversations, each with the value of add_generation_prompt."""
 
 
 def render_template(
@@ -39,8 +39,8 @@ def render_template(
     bos_token: str = "",
     **names: Any,
 ) -> str:
-    """The text that a chat template makes; DamagedFileError if it is no valid template or refuses
-    the messages.
+    """Render a chat template. DamagedFileError if it is not a valid template or rejects the
+    messages.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
@@ -68,11 +68,12 @@ def _refuse(message: str) -> None:
 
 
 def chat_template_of(tokenizer: Any) -> str | None:
-    """A tokenizer's chat template; of several, the one named default."""
+    """Return a tokenizer's chat template, or None; of several, the one named default."""
     return choose_template(getattr(tokenizer, "chat_template", None))
 
 
 def choose_template(template: Any) -> str | None:
+    """Return `template` if it is a string; of a list or mapping, the template named default."""
     if isinstance(template, list):
         template = {
             entry.get("name"): entry.get("template")
@@ -85,7 +86,7 @@ def choose_template(template: Any) -> str | None:
 
 
 def default_system_message(template: str, bos_token: str = "") -> str | None:
-    """The system message that a ChatML template puts before a conversation that has none."""
+    """Return the system message that a ChatML template adds to a conversation without one."""
     text = render_template(template, [HELLO], True, bos_token)
     before, found, _ = text.partition(f"<|im_start|>user\n{HELLO['content']}<|im_end|>")
     if not found:
@@ -99,8 +100,8 @@ def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> 
     for messages, prompt in PROBES:
         ours = format_text(chat_format, messages, prompt)
         theirs = render_template(template, messages, prompt, bos_token)
-        # After the last message a ChatML template writes a line break, which here begins the next
-        # header.
+        # A ChatML template writes a line break after the last message. In planish that line break
+        # begins the next header.
         if theirs not in ((ours,) if prompt else (ours, ours + "\n")):
             return False
     return True
@@ -109,7 +110,9 @@ def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> 
 def format_text(
     chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]], prompt: bool
 ) -> str:
-    """What a format writes, as text."""
+    """Return the text that a format writes for `messages`, with a prompt for the assistant if
+    `prompt`.
+    """
     checked = read_messages(messages, chat_format.abilities, type(chat_format).__name__)
     pieces = list(chat_format.opening())
     for turn in chat_format.turns(checked):

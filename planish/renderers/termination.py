@@ -1,10 +1,10 @@
 """How a sampled message ended.
 
-`bool(termination)` is `is_clean`. Callers of older interfaces get a success flag in this seat and
-write `if not ok:`; an enum that is always true would silently pass every truncated answer as good,
-and an exception there would end a run for a habit. What "clean" means is the same as in those
-callers: the message is whole, whether the model closed it with the format's stop sequence or, as
-base models do, with its end-of-sequence token. Ask `is_stop_sequence` for the stricter test.
+`bool(termination)` is `is_clean`, because older interfaces return a success flag at this position
+and their callers write `if not ok:`. An enum member that is always true would silently accept every
+truncated answer. "Clean" means that the message is complete: the model closed it with the format's
+stop sequence or, as base models do, with its end-of-sequence token. `is_stop_sequence` is the
+stricter test.
 """
 
 from collections.abc import Sequence
@@ -14,17 +14,20 @@ from typing import Any, NamedTuple
 from planish.renderers.codec import Codec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""End-of-sequence tokens that instruction tokenizers keep beside their end-of-turn token."""
+"""End-of-sequence tokens that instruction tokenizers have besides their end-of-turn token."""
 
 
 class Termination(Enum):
+    """How a sampled message ended."""
+
     STOP_SEQUENCE = "stop_sequence"
     EOS = "eos"
     MALFORMED = "malformed"
-    """Cut off (by max_tokens), or going on after its end."""
+    """The message was cut off by max_tokens, or tokens follow its end."""
 
     @property
     def is_clean(self) -> bool:
+        """Whether the message is complete."""
         return self is not Termination.MALFORMED
 
     @property
@@ -36,20 +39,21 @@ class Termination(Enum):
 
 
 class Parsed(NamedTuple):
-    """A pair, so that `message, termination = renderer.parse_response(tokens)` reads it."""
+    """The result of `Renderer.parse_response`. It unpacks as `message, termination`."""
 
     message: dict[str, Any]
     termination: Termination
 
 
 def eos_ids(codec: Codec) -> set[int]:
+    """Return the ids of the tokenizer's end-of-sequence tokens."""
     ids = {codec.control_id(text) for text in END_OF_TEXT}
     ids.add(getattr(codec.tokenizer, "eos_token_id", None))
     return {id_ for id_ in ids if id_ is not None}
 
 
 def cut_at_stop(codec: Codec, tokens: Sequence[int], stop_id: int) -> tuple[list[int], Termination]:
-    """The tokens before the first stop or end-of-sequence token, and how they ended."""
+    """Return the tokens before the first stop or end-of-sequence token, and how they ended."""
     ends = eos_ids(codec) | {stop_id}
     position = next((position for position, token in enumerate(tokens) if token in ends), None)
     if position is None:

@@ -1,9 +1,9 @@
-"""Tool calls as the Qwen families write them: JSON between `<tool_call>` tags, results between
+"""Tool calls as the Qwen families write them: JSON between `<tool_call>` tags, and results between
 `<tool_response>` tags.
 
-Arguments travel as the text of a JSON object, so that what a model wrote is rendered again as it
-was. A call that is no valid JSON of this form becomes an entry of `unparsed_tool_calls` with its
-text and the error, never an exception: what a model writes is data.
+Arguments are kept as the text of a JSON object, so that a parsed call renders to the same text. A
+call that is not valid JSON of this form becomes an entry of `unparsed_tool_calls` with its text and
+the error. Parsing never raises, whatever the model wrote.
 """
 
 import json
@@ -18,7 +18,7 @@ CALL, CALL_END = Control("<tool_call>"), Control("</tool_call>")
 RESPONSE, RESPONSE_END = Control("<tool_response>"), Control("</tool_response>")
 CALL_TAGS = (CALL.text, CALL_END.text)
 
-# The wording of the models' chat templates; they were trained on exactly this.
+# The exact wording of the chat templates, because the models were trained on it.
 TOOLS_INTRODUCTION = (
     "# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
     "You are provided with function signatures within <tools></tools> XML tags:\n<tools>"
@@ -33,19 +33,19 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
     CALL_END,
 )
 
-# The form in which the arguments can be taken over letter by letter.
+# Calls of this form keep the text of their arguments unchanged.
 PLAIN_CALL = re.compile(r'\s*\{"name": "[^"\\]+", "arguments": (\{.*\})\}\s*', re.DOTALL)
 
 
 def tools_pieces(system: str, tools: Sequence[str]) -> tuple[Piece, ...]:
-    """The text of a system message that offers tools (JSON texts)."""
+    """Return the text of a system message that offers `tools`, each a JSON text."""
     lead = f"{system}\n\n" if system else ""
     return (lead + TOOLS_INTRODUCTION, *(f"\n{tool}" for tool in tools), *TOOLS_CONCLUSION)
 
 
 def call_pieces(message: Checked) -> list[Piece]:
-    """An assistant message's calls, as they follow its text; unparsed ones as they were written, at
-    the end.
+    """Return the tool calls that follow an assistant message's text. Unparsed calls come last, in
+    the model's own wording.
     """
     pieces: list[Piece] = []
     for number, (name, arguments) in enumerate(message.calls):
@@ -68,11 +68,14 @@ def as_text(pieces: Sequence[Piece]) -> str:
 
 
 def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """`content`, and `tool_calls` and `unparsed_tool_calls` where there are any."""
+    """Parse the text and the tool calls of a sampled message. Returns a dictionary with `content`
+    and, if there are any, `tool_calls` and `unparsed_tool_calls`.
+    """
     start = next((at for at, piece in enumerate(pieces) if piece == CALL), len(pieces))
     if start == len(pieces):
         return {"content": as_text(pieces)}
-    # The line break before the first call belongs to the call; blanks between calls carry nothing.
+    # The line break before the first call belongs to the call. White space between calls has no
+    # meaning.
     texts = [as_text(pieces[:start]).removesuffix("\n")]
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
@@ -120,7 +123,7 @@ def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     if not isinstance(arguments, dict):
         return None, "the arguments are not a JSON object"
     plain = PLAIN_CALL.fullmatch(inner)
-    # With further keys or doubled names the pattern may match more than the arguments.
+    # If the call has further keys or repeated ones, the pattern may match more than the arguments.
     verbatim = (
         plain.group(1)
         if plain and set(call) == {"name", "arguments"} and _same(plain.group(1), arguments)

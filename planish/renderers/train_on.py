@@ -7,6 +7,8 @@ from planish.renderers.messages import Checked
 
 
 class TrainOnWhat(StrEnum):
+    """Which messages of a conversation are training targets."""
+
     LAST_ASSISTANT_MESSAGE = "last_assistant_message"
     LAST_ASSISTANT_TURN = "last_assistant_turn"
     """Every assistant message after the last user message: with tools, one turn has several."""
@@ -16,10 +18,11 @@ class TrainOnWhat(StrEnum):
     """The headers of messages too, but never a beginning-of-sequence token."""
     ALL_USER_AND_SYSTEM_MESSAGES = "all_user_and_system_messages"
     CUSTOMIZED = "customized"
-    """Those with `trainable` True; every message must have the key."""
+    """The messages with `trainable` True; every message must have the key."""
 
 
 def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
+    """Return `value` as a TrainOnWhat. ValueError for an unknown name."""
     try:
         return TrainOnWhat(value)
     except ValueError:
@@ -28,8 +31,8 @@ def read_train_on_what(value: TrainOnWhat | str) -> TrainOnWhat:
 
 
 def trained_messages(messages: Sequence[Checked], what: TrainOnWhat) -> list[bool]:
-    """One flag a message; ValueError if none would be trained or `trainable` is where it should not
-    be.
+    """Return one flag per message. ValueError if no message would be trained, or if the messages'
+    `trainable` keys do not fit `what`.
     """
     _check_trainable(messages, what)
     assistants = [index for index, message in enumerate(messages) if message.role == "assistant"]
