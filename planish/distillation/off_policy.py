@@ -20,6 +20,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient, TrainingClient
 from planish.distillation.soft_targets import SoftData, soft_targets
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
 from planish.errors import UserError
@@ -50,7 +51,7 @@ class Config(supervised.Config):
     )
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
     """
@@ -59,7 +60,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     return await with_service_client(_run, config, service_client, others)
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def _run(config: Config, service_client: ServiceClient) -> Path:
     config = chz.replace(config, teacher_config=pinned(config.teacher_config))
     teacher = await teacher_client(
         config.teacher_config, service_client, config.model_name, "teacher_config"
@@ -106,7 +107,9 @@ class SoftCrossEntropy:
     """A sampling client."""
     topk: int
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "SoftGradient":
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> "SoftGradient":
         soft = await soft_targets(data, self.teacher, self.topk)
         return SoftGradient(
             soft, await CrossEntropy(self.tokenizer).submit(training_client, soft.data)
@@ -138,7 +141,7 @@ class SoftEvaluator(TrainingClientEvaluator):
         self.name = name
         self._soft: SoftData | None = None
 
-    async def __call__(self, training_client: Any) -> Metrics:
+    async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._soft is None:
             self._soft = await soft_targets(self.data, self.teacher, self.topk)
         found = dict(await NLLEvaluator(self._soft.data, self.name)(training_client))

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import chz
 
+from planish import ServiceClient
 from planish.distillation.datasets import DistillationDatasetBuilder, teacher_name
 from planish.distillation.teachers import pinned, teacher_client
 from planish.errors import UnsupportedError, UserError
@@ -46,7 +47,7 @@ class Config(rl.Config):
     )
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
     """
@@ -55,7 +56,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     return await with_service_client(_run, config, service_client, teachers)
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def _run(config: Config, service_client: ServiceClient) -> Path:
     parts = [
         chz.replace(part, teacher_config=pinned(part.teacher_config))
         for part in config.dataset_builder.parts

@@ -10,6 +10,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.runlog.run_directory import checkpoint_of
 from planish.training.rl_config import KLReferenceConfig
@@ -31,7 +32,7 @@ def pinned(teacher: TeacherConfig) -> TeacherConfig:
 
 
 async def teacher_client(
-    teacher: TeacherConfig, service_client: Any, student_model: str, option: str
+    teacher: TeacherConfig, service_client: ServiceClient, student_model: str, option: str
 ) -> Any:
     """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the
     student's.
@@ -42,7 +43,7 @@ async def teacher_client(
 
 
 async def require_one_vocabulary(
-    trained: str, other: str, service_client: Any, option: str
+    trained: str, other: str, service_client: ServiceClient, option: str
 ) -> None:
     """UserError, which names `option`, unless the base model `other` has the tokens of the one that
     is `trained`.

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
 from typing import Any
 
+from planish import SamplingClient
 from planish.completers import derived_seed
 from planish.evaluation.types import (
     ChosenAnswer,
@@ -52,7 +53,7 @@ class Answerer:
     answer together.
     """
 
-    sampling_client: Any
+    sampling_client: SamplingClient
     renderer: Renderer
     context_window: int | None
 
@@ -126,7 +127,9 @@ class Answerer:
         logprobs = await self.sampling_client.compute_logprobs_async(
             whole, prompt_logprobs_last_n=len(message)
         )
-        return sum(logprobs[-len(message) :])
+        scored = [logprob for logprob in logprobs[-len(message) :] if logprob is not None]
+        assert len(scored) == len(message), "only the first token of a prompt has no logprob"
+        return sum(scored)
 
     def _answer(
         self, asked: Asked, index: int, tokens: list[int], stop_reason: Any, verdict: Verdict

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from planish import SamplingClient
 from planish.errors import UserError
 from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
 from planish.evaluation.files import Answers, EvaluationDirectory
@@ -44,7 +45,7 @@ class Results:
 
 
 async def evaluate(
-    sampling_client: Any,
+    sampling_client: SamplingClient,
     task: Task,
     sampling: Sampling | None = None,
     *,

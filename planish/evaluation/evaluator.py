@@ -1,8 +1,8 @@
 """A task as a test between training steps."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from planish import SamplingClient
 from planish.evaluation.evaluate import CONCURRENCY, evaluate
 from planish.evaluation.metrics import named
 from planish.evaluation.types import Sampling, Task
@@ -34,7 +34,7 @@ class TaskEvaluator(SamplingClientEvaluator):
         self.context_window = context_window
         self.concurrency = concurrency
 
-    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         results = await evaluate(
             sampling_client,
             self.task,

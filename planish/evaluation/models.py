@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from planish import SamplingClient, ServiceClient
 from planish.errors import PlanishError, UnknownModelError
 from planish.model.weights import weights_fingerprint
 from planish.renderers import Renderer
@@ -18,7 +19,7 @@ SCHEMES = ("tinker://", "planish://")
 class OpenedModel:
     name: str
     """A checkpoint's path, or the base model's name."""
-    sampling_client: Any
+    sampling_client: SamplingClient
     renderer: Renderer
     context_window: int | None
     """Tokens; None where the service does not say."""
@@ -28,13 +29,15 @@ class OpenedModel:
     """
 
 
-def open_model(service_client: Any, name: str, renderer_name: str | None = None) -> OpenedModel:
+def open_model(
+    service_client: ServiceClient, name: str, renderer_name: str | None = None
+) -> OpenedModel:
     """The renderer is the named one, else the one that a checkpoint says it was trained with, else
     the base model's.
     """
     resolved = weights_of(name)
     is_checkpoint = resolved.startswith(SCHEMES)
-    place = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
+    place: dict[str, Any] = {"model_path": resolved} if is_checkpoint else {"base_model": resolved}
     client = service_client.create_sampling_client(**place)
     base_model = client.get_base_model()
     tokenizer = client.get_tokenizer()
@@ -49,7 +52,7 @@ def open_model(service_client: Any, name: str, renderer_name: str | None = None)
     return OpenedModel(resolved, client, renderer, context_window, weights)
 
 
-def _checkpoint(service_client: Any, path: str) -> Checkpoint | None:
+def _checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
     """As its run's list has it; None if there is none to be read."""
     try:
         parsed = CheckpointPath.parse(path)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
 from planish.preference.datasets import pairs_of
 from planish.preference.types import Comparison, LabeledComparison, Messages
@@ -84,7 +85,9 @@ def bradley_terry_loss(
 class BradleyTerry:
     """The part of a supervised objective that is learned from."""
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "BradleyTerryGradient":
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> "BradleyTerryGradient":
         pending = await training_client.forward_backward_custom_async(data, bradley_terry_loss)
         return BradleyTerryGradient(len(pairs_of(data)), pending)
 
@@ -109,7 +112,7 @@ class BradleyTerryPreferenceModel:
     else.
     """
 
-    sampling_client: Any
+    sampling_client: SamplingClient
     choice: Choice
     """`score_choice` of the renderer that it was trained with."""
     question: str = QUESTION

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
 from planish.preference.types import Comparison, Label, LabeledComparison
 from planish.renderers import Renderer
@@ -57,7 +58,9 @@ def comparison_to_datum(
 class LabelCrossEntropy:
     """Minus the logprob of each label, summed."""
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "LabelGradient":
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> "LabelGradient":
         return LabelGradient(
             data, await training_client.forward_backward_async(data, "cross_entropy")
         )
@@ -96,7 +99,7 @@ class ChatPreferenceModel:
     `preference_models.BothOrders` takes it away.
     """
 
-    sampling_client: Any
+    sampling_client: SamplingClient
     choice: Choice
     """`label_choice` of the renderer that it was trained with."""
     temperature: float = 1.0

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from planish import SamplingClient
 from planish.errors import UserError
 from planish.renderers import Renderer, TrainOnWhat
 from planish.types import Datum, ModelInput, SamplingParams, TensorData
@@ -74,7 +75,9 @@ class Choice:
         }
         return Datum(ModelInput.from_ints(prompt), inputs)
 
-    async def logprobs(self, sampling_client: Any, conversation: Conversation) -> list[float]:
+    async def logprobs(
+        self, sampling_client: SamplingClient, conversation: Conversation
+    ) -> list[float]:
         """Of each answer, at temperature 1, by one request. They are no distribution: a model may
         say something else.
         """
@@ -87,6 +90,7 @@ class Choice:
             sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
             target_prompt_logprobs=TensorData.from_numpy(asked),
         )
+        assert response.target_prompt_logprobs is not None
         return response.target_prompt_logprobs.to_numpy()[-1].tolist()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import chz
 
+from planish import SamplingClient, ServiceClient
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.preference.judging import judged
@@ -53,7 +54,7 @@ class Answering:
     seed: int = 0
 
     async def __call__(
-        self, sampling_client: Any, prompts: Sequence[Messages], place: int
+        self, sampling_client: SamplingClient, prompts: Sequence[Messages], place: int
     ) -> list[SampledAnswer]:
         """One answer to each prompt, all sampled at once."""
         policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
@@ -99,7 +100,7 @@ class FixedReference(Reference):
 class PolicyReference(Reference):
     """Another policy's answers, sampled when they are first asked for."""
 
-    service_client: Any
+    service_client: ServiceClient
     base_model: str
     checkpoint_path: str | None = None
     """A checkpoint, or a run directory; None = the base model itself."""
@@ -203,10 +204,10 @@ class ComparisonEvaluator(SamplingClientEvaluator):
         self.both_ways = both_ways
         self.name = name
 
-    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         return (await self.play(sampling_client)).metrics(self.name)
 
-    async def play(self, sampling_client: Any) -> Contest:
+    async def play(self, sampling_client: SamplingClient) -> Contest:
         completions = await self.reference.completions(self.prompts, self.answering)
         answers = await self.answering(sampling_client, self.prompts, POLICY)
         comparisons = [

@@ -21,6 +21,7 @@ import chz
 import numpy as np
 import torch
 
+from planish import ServiceClient, TrainingClient
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_whole
@@ -79,7 +80,7 @@ class Config(supervised.Config):
     )
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
     """
@@ -87,7 +88,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     return await with_service_client(_run, config, service_client)
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def _run(config: Config, service_client: ServiceClient) -> Path:
     loss = pair_loss_of(config)
     if loss.needs_reference:
         option = (
@@ -166,7 +167,7 @@ def _check_unused(config: Config) -> None:
         )
 
 
-async def reference_base_model(config: Config, service_client: Any) -> str:
+async def reference_base_model(config: Config, service_client: ServiceClient) -> str:
     if config.reference_checkpoint_path is None:
         return config.reference_model_name or config.model_name
     path = checkpoint_of(config.reference_checkpoint_path)
@@ -174,7 +175,7 @@ async def reference_base_model(config: Config, service_client: Any) -> str:
     return await client.get_base_model_async()
 
 
-def reference_client(config: Config, service_client: Any, start: Start) -> Any:
+def reference_client(config: Config, service_client: ServiceClient, start: Start) -> Any:
     """A sampling client of the reference: that of the run's beginning, whatever was saved or
     trained since.
 
@@ -204,7 +205,9 @@ class PairObjective:
     reference: Any | None
     """A sampling client; None for a loss that needs none."""
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "PairGradient":
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> "PairGradient":
         reference_D = await self.reference_logprobs(data)
 
         def custom_loss(
@@ -261,7 +264,7 @@ class PairEvaluator(TrainingClientEvaluator):
         self.name = name
         self._reference_D: list[float] | None = None
 
-    async def __call__(self, training_client: Any) -> Metrics:
+    async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._reference_D is None:
             self._reference_D = await self.objective.reference_logprobs(self.data)
         parts = [

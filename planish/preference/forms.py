@@ -7,8 +7,9 @@ bradley_terry    a score for each answer (planish/preference/bradley_terry.py)
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
+from planish import SamplingClient
 from planish.errors import UserError
 from planish.preference.bradley_terry import (
     QUESTION,
@@ -53,7 +54,7 @@ class Form(Protocol):
         """What is learned of a comparison; nothing, and left_out = 1, of one that is too long."""
         ...
 
-    def model(self, sampling_client: Any, temperature: float = 1.0) -> LogOddsModel: ...
+    def model(self, sampling_client: SamplingClient, temperature: float = 1.0) -> LogOddsModel: ...
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,9 @@ class ChatForm:
     def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
         return comparison_to_datum(labeled, self.choice, max_length)
 
-    def model(self, sampling_client: Any, temperature: float = 1.0) -> ChatPreferenceModel:
+    def model(
+        self, sampling_client: SamplingClient, temperature: float = 1.0
+    ) -> ChatPreferenceModel:
         return ChatPreferenceModel(sampling_client, self.choice, temperature)
 
 
@@ -89,7 +92,9 @@ class BradleyTerryForm:
     def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
         return comparison_to_score_data(labeled, self.choice, self.question, max_length)
 
-    def model(self, sampling_client: Any, temperature: float = 1.0) -> BradleyTerryPreferenceModel:
+    def model(
+        self, sampling_client: SamplingClient, temperature: float = 1.0
+    ) -> BradleyTerryPreferenceModel:
         return BradleyTerryPreferenceModel(sampling_client, self.choice, self.question, temperature)
 
 

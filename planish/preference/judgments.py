@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from planish import SamplingClient
 from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
 from planish.preference.types import Label, LabeledComparison
 from planish.processes.interruption import at_once
@@ -136,7 +137,7 @@ class HeldOutPreferences(SamplingClientEvaluator):
         self.left_out = left_out
         self.name = name
 
-    async def __call__(self, sampling_client: Any) -> dict[str, float]:
+    async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         judgments = await judge(
             self.model_of(sampling_client), self.comparisons, both_orders=self.both_orders
         )

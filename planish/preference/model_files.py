@@ -40,10 +40,10 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
         default=None, doc="a server, where no service client is given; none = this process"
     )
 
-    def __call__(self, service_client: Any = None) -> LogOddsModel:
+    def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
         service_client = service_client or ServiceClient(base_url=self.base_url)
         renderer = learn_renderer(service_client, self.model_name, self.renderer_name)
-        where = (
+        where: dict[str, Any] = (
             {"model_path": self.model_path} if self.model_path else {"base_model": self.model_name}
         )
         form = form_of(self.kind, renderer, self.question)
@@ -59,7 +59,7 @@ class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
         default=None, doc="a server, where no service client is given; none = this process"
     )
 
-    def __call__(self, service_client: Any = None) -> LogOddsModel:
+    def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
         return Description.read(self.path).builder(self.base_url)(service_client)
 
 

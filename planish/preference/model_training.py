@@ -12,10 +12,10 @@ calibrates when it is started again.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import chz
 
+from planish import SamplingClient, ServiceClient, TrainingClient
 from planish.errors import UserError
 from planish.preference.calibration import fit_temperature
 from planish.preference.forms import Form, LogOddsModel
@@ -60,7 +60,7 @@ class PreferenceObjective:
     form: Form
     max_length: int | None
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> Gradient:
+    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
         return await self.form.learned.submit(training_client, data)
 
     def test(self, test_set: SupervisedDataset) -> HeldOutPreferences:
@@ -68,7 +68,7 @@ class PreferenceObjective:
         return held_out(self.form, test_set.rows, self.max_length)
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train and calibrate, in this process, on a server (`base_url`) or with a given service
     client; returns the run directory.
     """
@@ -84,7 +84,7 @@ def check(config: Config) -> None:
         raise UserError(f"calibration_size={size}: give a whole number, 0 for no calibration")
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def _run(config: Config, service_client: ServiceClient) -> Path:
     config = await within_context(config, service_client, [(config.model_name, READ_BESIDES)])
     builder = config.dataset_builder
 
@@ -101,7 +101,7 @@ async def _run(config: Config, service_client: Any) -> Path:
     return run
 
 
-async def calibrate(config: Config, service_client: Any, model_path: str) -> Description:
+async def calibrate(config: Config, service_client: ServiceClient, model_path: str) -> Description:
     """Fit the temperature of a trained model, and test it with that."""
     builder = config.dataset_builder
     form, splits = builder.form, builder.splits()
@@ -134,7 +134,7 @@ def held_out(
 ) -> HeldOutPreferences:
     kept = fitting(form, comparisons, max_length)
 
-    def model_of(sampling_client: Any) -> LogOddsModel:
+    def model_of(sampling_client: SamplingClient) -> LogOddsModel:
         return form.model(sampling_client, temperature)
 
     return HeldOutPreferences(

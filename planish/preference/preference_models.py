@@ -9,8 +9,9 @@ fair asks both.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from planish import ServiceClient
 from planish.preference.types import Comparison, Messages
 from planish.processes.interruption import at_once
 
@@ -69,7 +70,7 @@ class PreferenceModelBuilder(ABC):
     """
 
     @abstractmethod
-    def __call__(self, service_client: Any = None) -> PreferenceModel:
+    def __call__(self, service_client: ServiceClient | None = None) -> PreferenceModel:
         """With the weights on `service_client`, so that a run holds one engine; without one, the
         model opens its own.
         """

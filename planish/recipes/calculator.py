@@ -25,6 +25,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.arithmetic_expressions import decimal, evaluate, last_number
 from planish.recipes.generated_dataset import GeneratedDataset
@@ -226,7 +227,7 @@ class Options(RLOptions):
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,

@@ -16,6 +16,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, run
 
@@ -45,7 +46,7 @@ class Options(SLOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     dataset = NAMES.get(options.dataset, options.dataset)
     return run(options, recipe_name="chat_sl", dataset=dataset, service_client=service_client)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import training_run
 from planish.recipes.code_datasets import TEST_FUNCTIONS, CodeDatasetBuilder, FunctionDatasetBuilder
@@ -94,7 +95,7 @@ class Options(RLOptions):
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     training_run.finished(process_sandbox(rules(options).limits).check())

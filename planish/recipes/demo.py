@@ -12,11 +12,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import chz
 
-from planish import AdamParams, SamplingParams, ServiceClient
+from planish import AdamParams, SamplingClient, SamplingParams, ServiceClient
 from planish.completers import derived_seed
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import training_run
@@ -102,7 +101,7 @@ def python() -> str:
     return min(sys.executable, os.path.relpath(sys.executable), key=len)
 
 
-def train(config: Config, service_client: Any) -> Path:
+def train(config: Config, service_client: ServiceClient) -> Path:
     training_client = service_client.create_lora_training_client(
         base_model=config.model_name,
         rank=config.lora_rank,
@@ -195,7 +194,7 @@ def batch_of(pool: Sequence[Sum], config: Config, step: int) -> list[Sum]:
 
 
 def sample(
-    sampling_client: Any,
+    sampling_client: SamplingClient,
     renderer: Renderer,
     sums_P: Sequence[Sum],
     seeds_P: Sequence[int],
@@ -238,7 +237,7 @@ def conversation(problem: Sum) -> list[dict[str, str]]:
 
 
 def accuracy(
-    sampling_client: Any, renderer: Renderer, tests: Sequence[Sum], display: StepDisplay
+    sampling_client: SamplingClient, renderer: Renderer, tests: Sequence[Sum], display: StepDisplay
 ) -> float:
     """Fraction of sums that the likeliest answer gets right."""
     groups = sample(sampling_client, renderer, tests, [0] * len(tests), 1, 0.0, display, "testing")

@@ -20,6 +20,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.preference import dpo
@@ -106,7 +107,7 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     config = dpo_config(options)
     dpo.check(config)

@@ -26,6 +26,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.rl_options import RLOptions, run
@@ -241,7 +242,7 @@ class Options(RLOptions):
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,

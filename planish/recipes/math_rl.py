@@ -23,6 +23,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.datasets.math_problems import COLLECTIONS
 from planish.errors import UserError
 from planish.recipes import training_run
@@ -77,7 +78,7 @@ class Options(RLOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     training_run.require(

@@ -13,10 +13,10 @@ distribution over its `topk` likeliest (planish/distillation/off_policy.py).
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.distillation import off_policy
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
@@ -41,13 +41,13 @@ class Options(TeacherOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     config = distillation_config(options)
     off_policy.check(config)
 
-    async def answered(config: off_policy.Config, service_client: Any) -> Path:
+    async def answered(config: off_policy.Config, service_client: ServiceClient) -> Path:
         if is_sampled(options):
             await teacher_answers.write_answers(options, service_client, shows_examples=True)
         return await off_policy.main(config, service_client)

@@ -18,6 +18,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.distillation import on_policy
 from planish.distillation.datasets import DistillationDatasetBuilder, DistillationDatasetConfig
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
@@ -81,7 +82,7 @@ class Options(math_rl.Options):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     config = distillation_config(options)

@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.preference import model_training
@@ -94,7 +95,7 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train and calibrate; returns the run directory."""
     config = model_config(options)
     model_training.check(config)

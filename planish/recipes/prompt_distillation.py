@@ -15,10 +15,10 @@ messages, such as worked examples.
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import teacher_answers, training_run
 from planish.recipes.sl_options import shared_settings
@@ -42,7 +42,7 @@ class Options(TeacherOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     teacher_answers.check(options)
     prefix = long_prompt(options)
@@ -54,7 +54,7 @@ def main(options: Options, service_client: Any = None) -> Path:
     )
     check_config(config)
 
-    async def answered(config: Config, service_client: Any) -> Path:
+    async def answered(config: Config, service_client: ServiceClient) -> Path:
         await teacher_answers.write_answers(options, service_client, prefix, shows_examples=False)
         return await train_supervised.main(config, service_client)
 

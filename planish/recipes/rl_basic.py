@@ -19,6 +19,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.environments.boxed_problems import BoxedProblemDatasetBuilder
@@ -48,7 +49,7 @@ class Options(RLOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,

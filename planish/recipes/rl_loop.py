@@ -26,7 +26,15 @@ from typing import Any
 
 import chz
 
-from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
+from planish import (
+    AdamParams,
+    Datum,
+    ModelInput,
+    SamplingClient,
+    SamplingParams,
+    ServiceClient,
+    TrainingClient,
+)
 from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
@@ -156,7 +164,7 @@ class StepRunner:
     """What one step needs besides its problems."""
 
     config: Config
-    training_client: Any
+    training_client: TrainingClient
     renderer: Renderer
     grader: Grader
     display: StepDisplay
@@ -200,14 +208,14 @@ class StepRunner:
             **times,
         }
 
-    def evaluate(self, sampling_client: Any, problems: Sequence[Problem]) -> Metrics:
+    def evaluate(self, sampling_client: SamplingClient, problems: Sequence[Problem]) -> Metrics:
         """One greedy answer to each problem, as test/env/all/..."""
         groups = self.sample(sampling_client, problems, [0] * len(problems), 1, is_test=True)
         return answer_metrics(groups, "test/env/all")
 
     def sample(
         self,
-        sampling_client: Any,
+        sampling_client: SamplingClient,
         problems_P: Sequence[Problem],
         seeds_P: Sequence[int],
         group_size: int,
@@ -234,7 +242,7 @@ class StepRunner:
 
 
 def sample_groups(
-    sampling_client: Any,
+    sampling_client: SamplingClient,
     prompts_P: Sequence[ModelInput],
     grade: Callable[[int, SampledSequence], tuple[float, Metrics]],
     *,
@@ -296,7 +304,7 @@ def training_examples(groups_P: Sequence[AnswerGroup], loss_fn: str) -> list[tup
 
 
 def train_step(
-    training_client: Any,
+    training_client: TrainingClient,
     examples_D: Sequence[tuple[Answer, Datum]],
     loss_fn: str,
     loss_fn_config: Mapping[str, float] | None,

@@ -22,6 +22,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes.training_run import instead, run_main
@@ -100,7 +101,7 @@ def run(
     dataset_builder: RLDatasetBuilder,
     *,
     recipe_name: str,
-    service_client: Any = None,
+    service_client: ServiceClient | None = None,
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Path:
     """Train, with the given service client or one of the run's own; returns the run directory.

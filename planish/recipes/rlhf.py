@@ -64,7 +64,7 @@ given.
 COMPARISONS = "comparisons.jsonl"
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """All stages; returns the run directory."""
     check(options)
     if service_client is not None:
@@ -75,7 +75,7 @@ def main(options: Options, service_client: Any = None) -> Path:
         return run_stages(options, own_client)
 
 
-def run_stages(options: Options, service_client: Any) -> Path:
+def run_stages(options: Options, service_client: ServiceClient) -> Path:
     renderer = learn_renderer(service_client, options.model_name, options.renderer_name)
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
@@ -94,7 +94,9 @@ def run_stages(options: Options, service_client: Any) -> Path:
     return Path(options.log_path).expanduser()
 
 
-def evaluate(options: Options, trained: Trained, policy: Path, service_client: Any) -> None:
+def evaluate(
+    options: Options, trained: Trained, policy: Path, service_client: ServiceClient
+) -> None:
     """Compare the policies once for each length of the RL stage; the answers stay beside the
     numbers.
     """

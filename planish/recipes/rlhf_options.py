@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.preference import model_training
@@ -256,7 +257,9 @@ def preference_config(options: Options) -> model_training.Config:
     return chz.replace(config, dataset_builder=builder, recipe_name=RECIPE)
 
 
-def rl_config(options: Options, trained: Trained, service_client: Any) -> rl.Config:
+def rl_config(
+    options: Options, trained: Trained, service_client: ServiceClient | None
+) -> rl.Config:
     stage = options.rl
     given = shared(options, stage, RL, RLOptions)
     penalty: dict[str, Any] = (
@@ -281,7 +284,7 @@ def rl_config(options: Options, trained: Trained, service_client: Any) -> rl.Con
 
 
 def contest(
-    options: Options, trained: Trained, service_client: Any, seed: int
+    options: Options, trained: Trained, service_client: ServiceClient | None, seed: int
 ) -> ComparisonEvaluatorBuilder:
     """A policy against the SFT policy, judged by the preference model, and by the rule where there
     is one.

@@ -110,7 +110,7 @@ class Options(RLOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     rows = rows_of(options)
@@ -124,7 +124,7 @@ def main(options: Options, service_client: Any = None) -> Path:
         return train(options, rows, own_client)
 
 
-def train(options: Options, rows: Callable[[], RubricRows], service_client: Any) -> Path:
+def train(options: Options, rows: Callable[[], RubricRows], service_client: ServiceClient) -> Path:
     judge = (
         endpoint_of(options)
         if options.judge_url is not None
@@ -155,7 +155,7 @@ def endpoint_of(options: Options) -> ChatEndpoint:
     return ChatEndpoint(options.judge_url, model, max_tokens=options.judge_max_tokens, **given)
 
 
-def own_judge(options: Options, service_client: Any) -> MessageCompleter:
+def own_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
     model = options.judge_model or options.model_name
     if options.judge_checkpoint is not None:
         sampling_client = service_client.create_sampling_client(

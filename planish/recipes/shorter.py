@@ -14,7 +14,6 @@ import random
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import chz
 
@@ -98,7 +97,7 @@ class ShorterBuilder(PreferenceModelBuilder):
     model_name: str
     renderer_name: str | None = None
 
-    def __call__(self, service_client: Any = None) -> Shorter:
+    def __call__(self, service_client: ServiceClient | None = None) -> Shorter:
         return Shorter(self.model_name, self.renderer_name)
 
 
@@ -152,7 +151,7 @@ class Options(RLOptions):
     )
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
     training_run.require(
@@ -166,7 +165,7 @@ def main(options: Options, service_client: Any = None) -> Path:
         return train(options, own_client)
 
 
-def train(options: Options, service_client: Any) -> Path:
+def train(options: Options, service_client: ServiceClient) -> Path:
     prompts = prompt_builder(options)
     judge = ShorterBuilder(model_name=options.model_name, renderer_name=options.renderer_name)
     builder = PairwisePreferenceRLDatasetBuilder(

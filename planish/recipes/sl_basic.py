@@ -17,6 +17,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, run
 
@@ -45,7 +46,7 @@ class Options(SLOptions):
     eval_every: int = chz.field(default=8, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     return run(options, recipe_name="sl_basic", service_client=service_client)
 

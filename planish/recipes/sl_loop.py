@@ -20,7 +20,7 @@ from typing import Any
 
 import chz
 
-from planish import AdamParams, Datum, ServiceClient
+from planish import AdamParams, Datum, ServiceClient, TrainingClient
 from planish.datasets.gsm8k import problem_prompt, read_problem
 from planish.datasets.rows import load_rows
 from planish.errors import UserError
@@ -88,7 +88,7 @@ def main(config: Config) -> Path:
         return train(config, service_client)
 
 
-def train(config: Config, service_client: Any) -> Path:
+def train(config: Config, service_client: ServiceClient) -> Path:
     conversations = load_conversations(config.dataset, "train")
     tests = (
         load_conversations(config.dataset, "test")[: config.eval_examples]
@@ -166,7 +166,7 @@ def train(config: Config, service_client: Any) -> Path:
 
 
 def train_step(
-    training_client: Any,
+    training_client: TrainingClient,
     batch: Sequence[Conversation],
     renderer: Renderer,
     config: Config,
@@ -198,7 +198,7 @@ def train_step(
     }
 
 
-def learn(training_client: Any, data: Sequence[Datum], rate: float) -> Metrics:
+def learn(training_client: TrainingClient, data: Sequence[Datum], rate: float) -> Metrics:
     backward = training_client.forward_backward(data, "cross_entropy")
     update = training_client.optim_step(
         AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -211,7 +211,10 @@ def learn(training_client: Any, data: Sequence[Datum], rate: float) -> Metrics:
 
 
 def evaluate(
-    training_client: Any, tests: Sequence[Conversation], renderer: Renderer, config: Config
+    training_client: TrainingClient,
+    tests: Sequence[Conversation],
+    renderer: Renderer,
+    config: Config,
 ) -> Metrics:
     """The nll of `tests` under the present weights."""
     data = render(tests, renderer, config.max_length).data

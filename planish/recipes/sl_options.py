@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import chz
 
+from planish import ServiceClient
 from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
@@ -70,7 +71,11 @@ class SLOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpti
 
 
 def run(
-    options: SLOptions, *, recipe_name: str, dataset: str | None = None, service_client: Any = None
+    options: SLOptions,
+    *,
+    recipe_name: str,
+    dataset: str | None = None,
+    service_client: ServiceClient | None = None,
 ) -> Path:
     """Train on `dataset` (none = options.dataset), with the given service client or one of the
     run's own.

@@ -12,6 +12,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.distillation.prompts import load_prompts
 from planish.distillation.sampling import TeacherSampler, sample_conversations
 from planish.distillation.teachers import TeacherConfig, pinned, teacher_client
@@ -123,7 +124,7 @@ def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any
 
 async def write_answers(
     options: TeacherOptions,
-    service_client: Any,
+    service_client: ServiceClient,
     prefix: Sequence[Mapping[str, Any]] = (),
     *,
     shows_examples: bool,

@@ -95,7 +95,7 @@ instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", defaul
 def run_main(
     main: Callable[[C, Any], Coroutine[Any, Any, Path]],
     config: C,
-    service_client: Any = None,
+    service_client: ServiceClient | None = None,
     others: Sequence[str | None] = (),
 ) -> Path:
     """`main` of the config and a service client: the given one, or one of the run's own. The

@@ -257,7 +257,7 @@ class Options(RLOptions):
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,
@@ -281,7 +281,7 @@ def main(options: Options, service_client: Any = None) -> Path:
         return train(options, own_client)
 
 
-def train(options: Options, service_client: Any) -> Path:
+def train(options: Options, service_client: ServiceClient) -> Path:
     model = options.answerer_model or options.model_name
     renderer_name = options.answerer_renderer_name
     if renderer_name is None and options.answerer_model is None:

@@ -11,10 +11,10 @@ How the two meet: planish/integrations/verifiers/environments.py.
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.integrations.verifiers.datasets import VerifiersDatasetBuilder, read_env_args
 from planish.integrations.verifiers.library import load_environment
@@ -42,7 +42,7 @@ class Options(RLOptions):
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
 
 
-def main(options: Options, service_client: Any = None) -> Path:
+def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     env_args = read_env_args(options.env_args)

@@ -18,6 +18,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
 from planish.preference.preference_models import PreferenceModelBuilder
@@ -77,7 +78,7 @@ def text_of(messages: Messages) -> str:
 
 @chz.chz
 class RuleBuilder(PreferenceModelBuilder):
-    def __call__(self, service_client: Any = None) -> Any:
+    def __call__(self, service_client: ServiceClient | None = None) -> Any:
         return rule
 
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
+from planish import ServiceClient, TrainingClient
 from planish.errors import (
     CheckpointError,
     DamagedFileError,
@@ -41,7 +42,7 @@ DATA_SIZE = "data_size"
 class Start:
     """A training client and the checkpoint it was resumed from, if it was."""
 
-    training_client: Any
+    training_client: TrainingClient
     record: CheckpointRecord | None
     data_size: int
     """Of the data set, as its checkpoints say; the order of a run's batches is a function of it."""
@@ -58,7 +59,7 @@ class Start:
 
 
 def start_training(
-    service_client: Any,
+    service_client: ServiceClient,
     run: RunDirectory,
     *,
     model_name: str,
@@ -76,7 +77,7 @@ def start_training(
     another size.
     """
     origin = {"log_path": short_path(run.path.absolute()), **(user_metadata or {})}
-    metadata = {"user_metadata": origin}
+    metadata: dict[str, Any] = {"user_metadata": origin}
     records = run.resume_points()
     if records:
         if (before := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
@@ -104,7 +105,7 @@ def start_training(
 
 
 def _resumed(
-    service_client: Any,
+    service_client: ServiceClient,
     run: RunDirectory,
     records: Sequence[CheckpointRecord],
     data_size: int,
@@ -113,6 +114,7 @@ def _resumed(
     """A client of the first of `records` that can be loaded; the error of the first if none can."""
     errors: list[CheckpointError | DamagedFileError] = []
     for record in records:
+        assert record.state_path is not None, "resume points have a state"
         try:
             client = service_client.create_training_client_from_state_with_optimizer(
                 record.state_path, **metadata
@@ -154,7 +156,7 @@ class RunCheckpoints:
     back at a resume.
     """
 
-    training_client: Any
+    training_client: TrainingClient
     run: RunDirectory
     ttl_seconds: int | None = None
     rolling_ttl_seconds: int | None = None
@@ -174,7 +176,7 @@ class RunCheckpoints:
         run: RunDirectory,
         ttl_seconds: int | None,
         rolling_ttl_seconds: int | None = None,
-        service_client: Any = None,
+        service_client: ServiceClient | None = None,
     ) -> Self:
         """Of a run that begins, or goes on, at `start`."""
         checkpoints = cls(

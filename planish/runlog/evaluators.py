@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from planish import SamplingClient, TrainingClient
 from planish.errors import UserError
 from planish.processes.interruption import only_errors
 
@@ -15,14 +16,14 @@ class SamplingClientEvaluator(ABC):
     """Measures what a sampling client answers."""
 
     @abstractmethod
-    async def __call__(self, sampling_client: Any) -> Mapping[str, float]: ...
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]: ...
 
 
 class TrainingClientEvaluator(ABC):
     """Measures with a training client, such as its loss on held-out data. It must not train."""
 
     @abstractmethod
-    async def __call__(self, training_client: Any) -> Mapping[str, float]: ...
+    async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]: ...
 
 
 Evaluator = SamplingClientEvaluator | TrainingClientEvaluator

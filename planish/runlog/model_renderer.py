@@ -11,6 +11,7 @@ engine would (planish/model/sources.py).
 
 from typing import Any
 
+from planish import ServiceClient
 from planish.model.sources import resolve_model
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
@@ -27,7 +28,7 @@ def model_renderer(model_name: str, renderer_name: str | None = None) -> Rendere
 
 
 def learn_renderer(
-    service_client: Any, model_name: str, renderer_name: str | None = None
+    service_client: ServiceClient, model_name: str, renderer_name: str | None = None
 ) -> Renderer:
     """The same, with the tokenizer that the service has for the name. From now on `model_renderer`
     gives this one.

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, Self
 
+from planish import TrainingClient
 from planish.errors import UserError
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised.types import SupervisedDataset
@@ -107,7 +108,7 @@ class NLLEvaluator(TrainingClientEvaluator):
         """
         return cls(held_out_data(dataset), name)
 
-    async def __call__(self, training_client: Any) -> Mapping[str, float]:
+    async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]:
         parts = [
             self.data[start : start + DATUMS_PER_CALL]
             for start in range(0, len(self.data), DATUMS_PER_CALL)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from planish import TrainingClient
 from planish.runlog.evaluators import Evaluator
 from planish.supervised.nll import NLLEvaluator, Tally
 from planish.supervised.types import SupervisedDataset
@@ -26,7 +27,7 @@ class Gradient(Protocol):
 
 
 class Objective(Protocol):
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> Gradient:
+    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
         """Ask for the gradient of a batch; it is not waited for here, since the step before may be
         under way.
         """
@@ -43,7 +44,9 @@ class CrossEntropy:
 
     tokenizer: Any
 
-    async def submit(self, training_client: Any, data: Sequence[Datum]) -> "CrossEntropyGradient":
+    async def submit(
+        self, training_client: TrainingClient, data: Sequence[Datum]
+    ) -> "CrossEntropyGradient":
         pending = await training_client.forward_backward_async(data, "cross_entropy")
         return CrossEntropyGradient(self.tokenizer, data, pending)
 

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
+from planish import SamplingClient
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
 from planish.processes.interruption import run_uncancelled
@@ -152,7 +153,11 @@ class RLLearner:
         return trained
 
     def launch(
-        self, step: int, sampling_client: Any, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup
+        self,
+        step: int,
+        sampling_client: SamplingClient,
+        runner: GroupRolloutRunner,
+        tasks: asyncio.TaskGroup,
     ) -> None:
         """Begin the rollouts of every batch that the weights of `step` may roll out and that has
         not begun.
@@ -205,7 +210,7 @@ class RLLearner:
         return every > 0 and (step % every == 0 or self.loop.is_first_or_last(step))
 
     async def evaluate(
-        self, step: int, sampling_client: Any, runner: GroupRolloutRunner, spans: Spans
+        self, step: int, sampling_client: SamplingClient, runner: GroupRolloutRunner, spans: Spans
     ) -> Metrics:
         """The metrics of all evaluators, before `step`."""
 
@@ -220,7 +225,7 @@ class RLLearner:
         self,
         step: int,
         evaluator: RLTestSetEvaluator,
-        sampling_client: Any,
+        sampling_client: SamplingClient,
         runner: GroupRolloutRunner,
     ) -> Metrics:
         """The metrics of a test set, whose rollouts are written to files as well."""

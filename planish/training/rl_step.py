@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from planish import TrainingClient
 from planish.errors import UserError
 from planish.rl import kl
 from planish.rl.advantages import is_constant
@@ -41,7 +42,7 @@ class TrainingStep:
     """A step under way."""
 
     config: Config
-    training_client: Any
+    training_client: TrainingClient
     shaping: kl.AdvantageShaping | None
     """What changes the advantages after they are computed; None if nothing does."""
     learning_rate: float

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from planish import ServiceClient
+from planish import SamplingClient, ServiceClient
 from planish.client.local import used_together
 from planish.files import write_whole
 from planish.processes.interruption import Interrupted, Interruption, first_error, run_uncancelled
@@ -136,13 +136,16 @@ class RunLoop:
             add_metrics(metrics, found, evaluator)
         return metrics
 
-    async def evaluate_one(self, evaluator: Evaluator, sampling_client: Any) -> Metrics:
+    async def evaluate_one(
+        self, evaluator: Evaluator, sampling_client: SamplingClient | None
+    ) -> Metrics:
         """The metrics of one evaluator, which is given the client that its kind asks for."""
         name = evaluator_name(evaluator)
         with self.display.evaluation(name):
             if isinstance(evaluator, TrainingClientEvaluator):
                 found = await evaluator(self.training_client)
             else:
+                assert sampling_client is not None
                 found = await evaluator(sampling_client)
             return checked_metrics(found, f"the evaluator {name}")
 
@@ -199,7 +202,7 @@ class RunLoop:
 
 def start_run(
     options: StartOptions,
-    service_client: Any,
+    service_client: ServiceClient,
     run: RunDirectory,
     data_size: int,
     recipe_name: str | None,
@@ -220,7 +223,7 @@ def start_run(
 async def with_service_client(
     run: Callable[[Options, Any], Awaitable[Path]],
     options: Options,
-    service_client: Any,
+    service_client: ServiceClient | None,
     others: Sequence[str | None] = (),
 ) -> Path:
     """`run` with the given service client; with one of its own, here or at `base_url`, if None is
@@ -238,7 +241,7 @@ async def with_service_client(
 
 async def run_training(
     options: RunOptions,
-    service_client: Any,
+    service_client: ServiceClient,
     *,
     config: Mapping[str, Any],
     may_change: Sequence[str],

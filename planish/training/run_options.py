@@ -39,7 +39,6 @@ class StartOptions:
 class ScheduleOptions:
     """How long a run is, and how large its updates are."""
 
-    learning_rate: float
     lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
     warmup_steps: int = chz.field(
         default=0, doc="steps in which the learning rate rises to its value"
@@ -84,6 +83,7 @@ class LogOptions:
 class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
     """What `planish.training.run_loop` needs to know of any run."""
 
+    learning_rate: float
     recipe_name: str | None = chz.field(default=None, doc="recorded with the checkpoints")
     rolling_ttl_seconds: int = chz.field(default=7200, doc="life of the short-lived checkpoints")
     grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")

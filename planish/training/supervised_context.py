@@ -1,10 +1,11 @@
 """Lengths that the models of a run can hold, so that no batch in the middle of it is refused."""
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import chz
 
+from planish import ServiceClient
 from planish.supervised.types import ChatDatasetBuilder
 from planish.training.supervised_config import Config
 
@@ -12,7 +13,7 @@ C = TypeVar("C", bound=Config)
 
 
 async def within_context(
-    config: C, service_client: Any, readers: Sequence[tuple[str, int]] = ()
+    config: C, service_client: ServiceClient, readers: Sequence[tuple[str, int]] = ()
 ) -> C:
     """`config` with its data set's `max_length` lowered to what the models' contexts hold, which is
     then said.

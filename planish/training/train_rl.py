@@ -6,6 +6,7 @@ from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.reports.rollout_files import RolloutFiles, split_label
 from planish.rl.environments.datasets import (
@@ -24,7 +25,7 @@ from planish.training.run_loop import RunLoop, run_training, with_service_client
 from planish.training.run_options import may_change
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
 
@@ -36,7 +37,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
 
 
 async def train(
-    config: Config, service_client: Any, shaping: AdvantageShaping | None = None
+    config: Config, service_client: ServiceClient, shaping: AdvantageShaping | None = None
 ) -> Path:
     """A run whose advantages `shaping` changes. Without one, that is the KL penalty of the options,
     if they ask for it.
@@ -147,7 +148,7 @@ def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
     )
 
 
-async def kl_penalty(config: Config, service_client: Any) -> KLPenalty | None:
+async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty | None:
     """The KL penalty that the options ask for."""
     if config.kl_reference_config is None:
         return None
@@ -155,7 +156,9 @@ async def kl_penalty(config: Config, service_client: Any) -> KLPenalty | None:
     return KLPenalty(reference, config.kl_penalty_coef, config.kl_discount_factor)
 
 
-async def policy_client(policy: KLReferenceConfig, service_client: Any, option: str) -> Any:
+async def policy_client(
+    policy: KLReferenceConfig, service_client: ServiceClient, option: str
+) -> Any:
     """A sampling client of the policy that `option` names."""
     if policy.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=policy.base_model)

@@ -3,10 +3,10 @@
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import chz
 
+from planish import ServiceClient
 from planish.errors import UserError
 from planish.runlog.checkpoints import Start
 from planish.supervised.objective import CrossEntropy, Objective
@@ -27,7 +27,7 @@ CONSOLE_METRICS = {
 }
 
 
-async def main(config: Config, service_client: Any = None) -> Path:
+async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
     """Train, in this process, on a server (`base_url`) or with a given service client; returns the
     run directory.
 
@@ -38,7 +38,7 @@ async def main(config: Config, service_client: Any = None) -> Path:
     return await with_service_client(_run, config, service_client)
 
 
-async def _run(config: Config, service_client: Any) -> Path:
+async def _run(config: Config, service_client: ServiceClient) -> Path:
     return await train(
         await within_context(config, service_client), service_client, cross_entropy, CONSOLE_METRICS
     )
@@ -50,7 +50,7 @@ def cross_entropy(start: Start) -> Objective:
 
 async def train(
     config: Config,
-    service_client: Any,
+    service_client: ServiceClient,
     objective_of: Callable[[Start], Objective],
     console_metrics: dict[str, str],
 ) -> Path:

@@ -103,7 +103,7 @@ class FirstIsBetter:
 
 def test_both_orders_take_the_place_out_of_it(choice):
     sampler = FirstIsBetter(choice)
-    model = ChatPreferenceModel(sampler, choice)
+    model = ChatPreferenceModel(sampler, choice)  # pyright: ignore[reportArgumentType]
     assert asyncio.run(model.log_odds(COMPARISON)) == -3
     one, other = (asyncio.run(model(each)) for each in (COMPARISON, COMPARISON.swap()))
     assert one != -other

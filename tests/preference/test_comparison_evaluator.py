@@ -122,7 +122,7 @@ def test_the_standard_error_is_that_of_a_mean():
 def test_against_fixed_texts(renderer):
     """The policy writes n twice, two characters; the reference has 1, 2, 3 and 1."""
     reference = FixedReference([said(text) for text in ("x", "xx", "xxx", "x")])
-    found = asyncio.run(evaluator(renderer, reference)(Policy(renderer, 2)))
+    found = asyncio.run(evaluator(renderer, reference)(Policy(renderer, 2)))  # pyright: ignore[reportArgumentType]
     assert found == {
         "test/win_rate/longer": (1 + 0.5 + 0 + 1) / 4,
         "test/win_rate_stderr/longer": pytest.approx(
@@ -145,7 +145,7 @@ def test_several_judges_see_the_same_answers(renderer):
             {"longer": longer, "b": always_b},
             both_ways=False,
             name="held_out",
-        ).play(Policy(renderer, 2))
+        ).play(Policy(renderer, 2))  # pyright: ignore[reportArgumentType]
     )
     assert {name: rate.mean.value for name, rate in contest.win_rates.items()} == {
         "longer": 1,
@@ -176,10 +176,10 @@ def test_against_a_policy_that_is_sampled_once(renderer):
         return reference
 
     service = SimpleNamespace(create_sampling_client_async=create)
-    ours = evaluator(renderer, PolicyReference(service, "a base"))
+    ours = evaluator(renderer, PolicyReference(service, "a base"))  # pyright: ignore[reportArgumentType]
     policy = Policy(renderer, 2)
-    first = asyncio.run(ours(policy))
-    assert first == asyncio.run(ours(policy))
+    first = asyncio.run(ours(policy))  # pyright: ignore[reportArgumentType]
+    assert first == asyncio.run(ours(policy))  # pyright: ignore[reportArgumentType]
     assert first["test/win_rate/longer"] == 1
     assert made == [{"base_model": "a base"}]
     assert len(reference.seeds) == 4
@@ -196,8 +196,8 @@ def test_a_checkpoint_is_the_reference(renderer):
 
     service = SimpleNamespace(create_sampling_client_async=create)
     asyncio.run(
-        evaluator(renderer, PolicyReference(service, "a base", "planish://run/weights/7"))(
-            Policy(renderer, 1)
+        evaluator(renderer, PolicyReference(service, "a base", "planish://run/weights/7"))(  # pyright: ignore[reportArgumentType]
+            Policy(renderer, 1)  # pyright: ignore[reportArgumentType]
         )
     )
     assert made == [{"model_path": "planish://run/weights/7"}]
@@ -205,7 +205,7 @@ def test_a_checkpoint_is_the_reference(renderer):
 
 def test_what_cannot_be_measured_is_refused(renderer):
     with pytest.raises(UserError, match="4 prompts and 1 reference"):
-        asyncio.run(evaluator(renderer, FixedReference([said("x")]))(Policy(renderer, 1)))
+        asyncio.run(evaluator(renderer, FixedReference([said("x")]))(Policy(renderer, 1)))  # pyright: ignore[reportArgumentType]
     answering = Answering(renderer, 8)
     with pytest.raises(UserError, match="no prompts"):
         ComparisonEvaluator([], FixedReference([]), {"longer": longer}, answering)

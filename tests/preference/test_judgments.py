@@ -145,6 +145,6 @@ def test_the_evaluator_names_its_measures_and_tells_what_it_left_out():
     evaluator = HeldOutPreferences(
         PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev"
     )
-    found = asyncio.run(evaluator(shorter))
+    found = asyncio.run(evaluator(shorter))  # pyright: ignore[reportArgumentType]
     assert (found["dev/num_pairs"], found["dev/num_left_out"]) == (3, 2)
     assert all(name.startswith("dev/") for name in found)

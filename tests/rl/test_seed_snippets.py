@@ -56,7 +56,7 @@ def directory(tokenizer, tmp_path_factory):
         log_path=str(directory / "path" / "to"),
         eval_every=10,
     )
-    asyncio.run(main(config, FakeService(tokenizer)))
+    asyncio.run(main(config, FakeService(tokenizer)))  # pyright: ignore[reportArgumentType]
     return directory
 
 

@@ -58,14 +58,14 @@ def length_of(config):
     ],
 )
 def test_the_length_is_at_most_what_each_model_holds(asked, contexts, readers, found, capsys):
-    held = asyncio.run(within_context(config(asked), Models(contexts), readers))
+    held = asyncio.run(within_context(config(asked), Models(contexts), readers))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == found
     assert ("is lowered to" in capsys.readouterr().out) == (asked != found)
 
 
 def test_a_model_that_is_not_listed_is_known_once_it_is_loaded():
     service = Models({"tiny": 100, "other": 60}, later=["tiny", "other"])
-    held = asyncio.run(within_context(config(100), service, [("other", 1)]))
+    held = asyncio.run(within_context(config(100), service, [("other", 1)]))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == 59
 
 
@@ -75,7 +75,7 @@ def test_a_builder_of_ones_own_is_left_alone():
             raise NotImplementedError
 
     own = chz.replace(config(1), dataset_builder=Own())
-    assert asyncio.run(within_context(own, Models({"tiny": 100}))) is own
+    assert asyncio.run(within_context(own, Models({"tiny": 100}))) is own  # pyright: ignore[reportArgumentType]
 
 
 def test_a_run_cuts_at_the_context_and_writes_it_down(service, chats, tmp_path):

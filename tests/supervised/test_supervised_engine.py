@@ -81,7 +81,7 @@ def test_the_loss_falls_and_a_resumed_run_has_the_same_bits(model, chats, tmp_pa
                     raise StoppedError
                 return await submit(adam_params)
 
-            training_client.optim_step_async = optim_step_async
+            training_client.optim_step_async = optim_step_async  # pyright: ignore[reportAttributeAccessIssue]
             return training_client
 
         monkeypatch.setattr(client, "create_lora_training_client", mortal)

@@ -8,6 +8,7 @@ from inspect_ai import eval_async
 from inspect_ai.log import EvalLog
 from inspect_ai.model import GenerateConfig, Model
 
+from planish import SamplingClient
 from planish.errors import PlanishError
 from planish.evaluation.models import OpenedModel
 from planish.integrations.inspect.entry import provider
@@ -47,7 +48,7 @@ class InspectEvaluator(SamplingClientEvaluator):
         self.log_dir = log_dir
         self.max_connections = max_connections
 
-    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         base_model = sampling_client.get_base_model()
         renderer = self.renderer or choose_renderer(
             None, base_model, sampling_client.get_tokenizer()

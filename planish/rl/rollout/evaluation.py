@@ -1,8 +1,8 @@
 """Tests of a policy on environments."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+from planish import SamplingClient
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.processes.interruption import at_once
 from planish.rl.rollout.metrics import environment_metrics
@@ -39,13 +39,13 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
             builder for index in range(len(dataset)) for builder in dataset.get_batch(index)
         ]
 
-    async def __call__(self, sampling_client: Any) -> Mapping[str, float]:
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         runner = GroupRolloutRunner(FailFast(), termination=None)
         return self.metrics(await self.roll_out(sampling_client, runner))
 
     async def roll_out(
         self,
-        sampling_client: Any,
+        sampling_client: SamplingClient,
         runner: GroupRolloutRunner,
         context_window: int | None = None,
         sampler_step: int | None = None,
