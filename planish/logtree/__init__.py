@@ -1,5 +1,5 @@
-"""A record of what happened, for people and programs: environments log into it while they are
-played.
+"""A structured log of rollouts, for people (HTML) and programs (JSON). Environments write to it
+while they run.
 
     with logtree.init_trace("My check", path="check.html") as trace:
         with logtree.scope_header("Prompt"):
@@ -7,8 +7,8 @@ played.
         with logtree.scope_header("Reward"):
             logtree.table_from_dict({"correct": True, "reward": 1.0})
 
-The same calls in an environment's `step` appear in the rollout files of a training run. Where
-nobody listens they do nothing. Names are those of the public cookbooks.
+The same calls in an environment's `step` appear in the rollout files of a training run. Outside a
+trace they do nothing. The names are those of the public cookbooks.
 """
 
 from planish.logtree.content import (

@@ -1,5 +1,5 @@
-"""What is logged: text, tables, conversations. Each call adds one node at the current place, or
-does nothing outside a trace.
+"""Functions that log text, tables and conversations. Each call adds one node at the current
+position of the trace, or does nothing outside a trace.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,8 +16,8 @@ from planish.logtree.trace import append
 
 
 class Formatter(Protocol):
-    """An object that draws itself. With a method `to_data` (a mapping with "type"), programs can
-    read it from the JSON.
+    """An object that renders itself as HTML. If it also has a method `to_data`, which returns a
+    mapping with "type", programs can read that data from the JSON.
     """
 
     def to_html(self) -> str: ...
@@ -31,7 +31,7 @@ class _HasData(Protocol):
 
 @dataclass(frozen=True)
 class ConversationFormatter:
-    """Messages for `log_formatter`; `conversation` is the short way."""
+    """Messages for `log_formatter`; `conversation(messages)` is shorter."""
 
     messages: Sequence[Mapping[str, Any]]
 
@@ -46,7 +46,7 @@ class ConversationFormatter:
 
 
 def log_text(text: str, *, div_class: str | None = None) -> None:
-    """A paragraph, or with `div_class` a <div> of that class."""
+    """Log text as a paragraph, or with `div_class` as a <div> of that class."""
     append(
         lambda _: (
             Node("div", {"class": div_class}, [text_of(text)])
@@ -57,14 +57,14 @@ def log_text(text: str, *, div_class: str | None = None) -> None:
 
 
 def log_html(html: str, *, div_class: str | None = None) -> None:
-    """HTML as it is. Never give it text that a model wrote: it is the one thing here that is not
-    escaped.
+    """Log HTML unescaped. Never pass text that a model wrote: every other function of this module
+    escapes its arguments, this one does not.
     """
     append(lambda _: Node("div", {"class": div_class or "lt-html"}, [Markup(html)]))
 
 
 def log_formatter(formatter: Formatter) -> None:
-    """An object that draws itself."""
+    """Log an object that renders itself as HTML."""
     append(lambda _: _formatted(formatter))
 
 
@@ -77,14 +77,14 @@ def _formatted(formatter: Formatter) -> Node:
 
 
 def conversation(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Messages with role and content, as they are now; programs find them by data["type"] ==
+    """Log a copy of messages with role and content. Programs find them by data["type"] ==
     "conversation".
     """
     append(lambda _: conversation_node(messages))
 
 
 def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
-    """Text that is folded until the reader opens it; `pre` keeps its spaces and line ends."""
+    """Log text that is collapsed until the reader opens it; `pre` keeps its white space."""
     append(
         lambda _: Node(
             "details",
@@ -98,7 +98,7 @@ def details(text: str, *, summary: str = "Details", pre: bool = True) -> None:
 
 
 def header(text: str, *, level: int | None = None) -> None:
-    """A heading without a section; `level` from 1 to 6, by default that of a section here."""
+    """Log a heading without a section. `level` is 1 to 6, by default that of a section here."""
 
     def make(here: int) -> Node:
         rank = here if level is None else max(1, min(6, level))
@@ -108,9 +108,9 @@ def header(text: str, *, level: int | None = None) -> None:
 
 
 def table(obj: Any, *, caption: str | None = None) -> None:
-    """A list of dictionaries (columns are the keys of all of them), a list of lists (without a
-    head), or a pandas DataFrame. For one dictionary there are `table_from_dict` and
-    `table_from_dict_of_lists`.
+    """Log a table: a list of dictionaries (one column for each key of any of them), a list of lists
+    (without a header row), or a pandas DataFrame. UserError for anything else. For a dictionary,
+    use `table_from_dict` or `table_from_dict_of_lists`.
     """
 
     def make(_: int) -> Node:
@@ -141,7 +141,9 @@ def table_from_dict(
     value_header: str = "value",
     sort_by: str | None = None,
 ) -> None:
-    """One row for each key; `sort_by` is "key", "value" or None for the order of the dictionary."""
+    """Log a table with one row for each key. `sort_by` is "key", "value", or None for the order of
+    the dictionary.
+    """
 
     def make(_: int) -> Node:
         if sort_by not in (None, "key", "value"):
@@ -161,14 +163,16 @@ def table_from_dict_of_lists(
     caption: str | None = None,
     order: Sequence[str] | None = None,
 ) -> None:
-    """One column for each key, all of the same length; `order` picks columns and their order."""
+    """Log a table with one column for each key, all of the same length. `order` selects the columns
+    and their order.
+    """
 
     def make(_: int) -> Node:
         head = list(columns) if order is None else list(order)
         unknown = [name for name in head if name not in columns]
         if unknown:
             raise UserError(
-                f"order names {unknown}, which are no columns; there are {list(columns)}"
+                f"order names {unknown}, which are not columns; the columns are {list(columns)}"
             )
         if len({len(column) for column in columns.values()}) > 1:
             lengths = {name: len(column) for name, column in columns.items()}
@@ -183,7 +187,7 @@ def table_from_dict_of_lists(
 def table_node(
     rows: Iterable[Iterable[Any]], *, head: Iterable[Any] = (), caption: str | None = None
 ) -> Node:
-    """A table as a node, every cell as text."""
+    """Return a table as a node, with every cell as text."""
     parts: list[Node | str] = []
     if caption:
         parts.append(Node("caption", {"class": "lt-table-caption"}, [text_of(caption)]))

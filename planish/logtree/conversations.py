@@ -1,9 +1,9 @@
-"""Messages of a conversation as a node: data for programs, and what a page shows of them.
+"""The node of a conversation: data for programs, and the HTML elements of a page.
 
-The data is {"type": "conversation", "messages": [{"role", "content", ...}]}. Content is a string
-wherever the parts of a message are text; it stays a list of parts where there is more to it, such
-as thinking. The messages are copied when they are logged, because environments go on appending to
-their lists. The elements are made only when a page is written.
+The data is {"type": "conversation", "messages": [{"role", "content", ...}]}. Content is a string if
+all parts of a message are text; otherwise, such as with thinking, it is a list of parts. Messages
+are copied when they are logged, because environments keep appending to their lists. The HTML
+elements are made only when a page is written.
 """
 
 import json
@@ -17,7 +17,7 @@ CONVERSATION = "conversation"
 
 
 def conversation_data(messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What a program reads: all keys of all messages as plain JSON."""
+    """Return the data for programs: all keys of all messages as plain JSON."""
     return {"type": CONVERSATION, "messages": [_message(message) for message in messages]}
 
 
@@ -39,16 +39,16 @@ def _content(content: Any) -> str | list[Any]:
 
 
 def conversation_node(messages: Sequence[Mapping[str, Any]]) -> Node:
-    """The node to log."""
+    """Return the node that logs the messages."""
     return Node("div", {"class": "lt-conversation"}, data=conversation_data(messages))
 
 
 def message_nodes(data: Mapping[str, Any]) -> list[Node]:
-    """The elements of a conversation's data, one a message."""
-    return [_drawn(message) for message in data["messages"]]
+    """Return the HTML elements of a conversation's data, one per message."""
+    return [_message_node(message) for message in data["messages"]]
 
 
-def _drawn(message: Mapping[str, Any]) -> Node:
+def _message_node(message: Mapping[str, Any]) -> Node:
     kind = re.sub(r"[^a-z0-9_-]", "-", message["role"].lower())
     of = [message[key] for key in ("name", "tool_call_id") if message.get(key)]
     title = " · ".join(map(str, (message["role"], *of)))

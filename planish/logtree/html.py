@@ -1,7 +1,7 @@
-"""From a tree to HTML. Text is escaped here and nowhere else.
+"""Render a tree as HTML. All escaping of text happens in this module.
 
-What HTML cannot carry (control characters, halves of surrogate pairs) is written as a visible sign,
-so that a page never hides or drops a character that a model wrote.
+Characters that HTML cannot contain (control characters, lone surrogates) are replaced with visible
+signs, so that a page never hides or drops a character that a model wrote.
 """
 
 import re
@@ -12,14 +12,14 @@ from markupsafe import Markup
 from planish.logtree.conversations import CONVERSATION, message_nodes
 from planish.logtree.nodes import Node
 
-_UNSHOWN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufffe\uffff]")
 
 
 def visible(text: str) -> str:
-    """`text` with a sign for each character that a page cannot show: U+240D for a carriage return,
-    \\ud800 for a lone surrogate.
+    """Replace each character that a page cannot show with a visible sign, such as U+240D for a
+    carriage return or the text \\ud800 for a lone surrogate.
     """
-    return _UNSHOWN.sub(_sign, text)
+    return _UNPRINTABLE.sub(_sign, text)
 
 
 def _sign(match: re.Match[str]) -> str:
@@ -30,7 +30,7 @@ def _sign(match: re.Match[str]) -> str:
 
 
 def to_html(node: Node) -> Markup:
-    """The node and all below it; nothing is indented, so text keeps its own spaces."""
+    """Render a node and its descendants, without indentation, to keep the white space of text."""
     pieces: list[str] = []
     _write(node, pieces)
     return Markup("".join(pieces))
@@ -40,8 +40,9 @@ def _write(node: Node, pieces: list[str]) -> None:
     attrs = "".join(f' {name}="{escape(visible(value))}"' for name, value in node.attrs.items())
     pieces.append(f"<{node.tag}{attrs}>")
     if node.tag == "pre":
-        pieces.append("\n")  # browsers drop one line end there, which would else be the text's own
-    for child in node.children or _drawn(node):
+        # Browsers drop a line end right after <pre>. Without this one they would drop the text's.
+        pieces.append("\n")
+    for child in node.children or _conversation_elements(node):
         if isinstance(child, Node):
             _write(child, pieces)
         else:
@@ -49,12 +50,12 @@ def _write(node: Node, pieces: list[str]) -> None:
     pieces.append(f"</{node.tag}>")
 
 
-def _drawn(node: Node) -> list[Node]:
+def _conversation_elements(node: Node) -> list[Node]:
     data = node.data or {}
     return message_nodes(data) if data.get("type") == CONVERSATION else []
 
 
 def css_of(*nodes: Node) -> Markup:
-    """The rules that the nodes bring along, each once."""
+    """Return the CSS rules of the nodes and their descendants, without duplicates."""
     rules = dict.fromkeys(node.css for root in nodes for node in root.walk() if node.css)
     return Markup("\n".join(rule.replace("</", "<\\/") for rule in rules))

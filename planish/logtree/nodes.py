@@ -1,10 +1,10 @@
-"""The tree that a trace is made of.
+"""The tree of nodes in a trace.
 
 A node is an HTML element. A child is another node, plain text, or `Markup`, which is HTML that the
-caller vouches for. Plain text is escaped when it is rendered, so nothing that a model wrote is ever
-read as HTML. `data` is what a node means to a program, such as the messages of a conversation; the
-page is drawn from it. Nodes are plain data: they pickle, and the tree of a group that was played in
-another process comes back whole.
+caller trusts. Plain text is escaped when it is rendered, so text that a model wrote is never
+interpreted as HTML. `data` is a node's content for programs, such as the messages of a
+conversation, and the page is rendered from it. Nodes are plain data and can be pickled, so a rollout worker
+process can return the tree of a group.
 """
 
 import math
@@ -20,25 +20,25 @@ _ATTRIBUTE_NAME = re.compile(r"[A-Za-z_][\w.-]*", re.ASCII)
 
 @dataclass
 class Node:
-    """One element."""
+    """One HTML element."""
 
     tag: str
     attrs: dict[str, str] = field(default_factory=dict)
     children: list["Node | str"] = field(default_factory=list)
     data: dict[str, Any] | None = None
     css: str | None = None
-    """Rules that the Markup among the children needs; a page holds equal ones once."""
+    """CSS rules for the Markup among the children. A page contains equal rules only once."""
 
     def walk(self) -> Iterator["Node"]:
-        """This node and all below it, in the order of the page."""
+        """Yield this node and its descendants, in the order of the page."""
         yield self
         for child in self.children:
             if isinstance(child, Node):
                 yield from child.walk()
 
     def to_json(self) -> dict[str, Any]:
-        """{"tag", "attrs", "children", "data" if any}. Where there is data, strings among the
-        children are left out: the data says the same.
+        """Return {"tag", "attrs", "children"}, and "data" if there is any. With data, strings among
+        the children are omitted, because the data contains the same text.
         """
         keeps_text = self.data is None
         children = [
@@ -51,14 +51,18 @@ class Node:
 
 
 def section(title: str, level: int, attrs: Mapping[str, str] | None = None) -> tuple[Node, Node]:
-    """A section under a heading of `level` (1 to 6), and its body, to which the contents go."""
+    """Return (section, body): a section with a heading of `level` (1 to 6), and the node inside it
+    that holds the contents.
+    """
     body = Node("div", {"class": "lt-section-body"})
     heading = Node(f"h{level}", {"class": f"lt-h{level}"}, [text_of(title)])
     return Node("section", {"class": "lt-section", **(attrs or {})}, [heading, body]), body
 
 
 def attributes(given: Mapping[str, Any]) -> dict[str, str]:
-    """HTML attributes from keyword arguments: class_ means class, data__x means data-x."""
+    """Convert keyword arguments to HTML attributes: class_ means class, data__x means data-x.
+    UserError for a name that is not valid in HTML.
+    """
     named = {
         "class"
         if name == "class_"
@@ -76,14 +80,14 @@ def attributes(given: Mapping[str, Any]) -> dict[str, str]:
 
 
 def text_of(value: Any) -> str:
-    """`value` as plain text: also Markup is text here, to be escaped like any other."""
+    """Return `value` as plain text. Markup becomes plain text too and is escaped when rendered."""
     return str.__str__(value if isinstance(value, str) else str(value))
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON holds it, copied: numbers of other libraries become Python's, what is not
-    finite null, and objects that are neither mappings nor dataclasses nor have `model_dump` their
-    text.
+    """Return a copy of `value` as JSON can hold it. Numbers and arrays of other libraries become
+    Python's, NaN and infinities become None, dataclasses and pydantic models become mappings, and
+    any other object becomes its text.
     """
     if value is None or isinstance(value, (bool, int)):
         return value

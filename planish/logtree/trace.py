@@ -1,12 +1,12 @@
 """Traces, captures, and the scopes within them.
 
-Where the next node goes is the one piece of state, and it is local to the context: each asyncio
-task starts from the place of the task that made it, so trajectories that are played at the same
-time do not mix. Outside a trace, everything here does nothing, and costs one look-up.
+The only state is the position where the next node goes. It is a context variable: each asyncio task
+starts at the position of the task that created it, so concurrent trajectories do not mix. Outside a
+trace, every function of this module does nothing and costs one look-up.
 
-A capture is a tree of its own, attached to a trace later, perhaps from another process; it is what
-a group of rollouts is logged into. An exception that leaves a scope is recorded there, once, and
-goes on; every part of the tree that it left says so (data-failed).
+A capture is a separate tree, attached to a trace later, perhaps from another process. Each group of
+rollouts is logged into a capture. An exception that leaves a scope is recorded there once and then
+propagates. Every part of the tree that the exception left gets the attribute data-failed.
 """
 
 import inspect
@@ -38,11 +38,11 @@ _PAGES = Environment(loader=PackageLoader("planish.logtree", "."), autoescape=Tr
 
 @dataclass
 class Trace:
-    """A tree with a title, and its two written forms."""
+    """A tree with a title, which can be written as JSON and as an HTML page."""
 
     title: str
     path: Path | None = None
-    """Where the page goes at the end, and at `flush_trace`."""
+    """Path of the page, which is written at the end and by `flush_trace`."""
     started_at: datetime = field(default_factory=lambda: datetime.now().astimezone())
     root: Node = field(init=False)
 
@@ -58,10 +58,11 @@ class Trace:
         )
 
     def attach(self, node: Node) -> None:
-        """Put a captured tree at the end."""
+        """Append a captured tree."""
         self.root.children.append(node)
 
     def to_json(self) -> dict[str, Any]:
+        """Return the trace as plain JSON: title, started_at, path and root."""
         return {
             "title": self.title,
             "started_at": self.started_at.isoformat(),
@@ -70,7 +71,7 @@ class Trace:
         }
 
     def to_html(self) -> str:
-        """A page that needs no other file."""
+        """Return the trace as a self-contained HTML page."""
         page = _PAGES.get_template("trace.html")
         return page.render(title=self.title, css=css_of(self.root), body=to_html(self.root))
 
@@ -83,21 +84,21 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
     container: Node
     level: int
-    """That of the heading above."""
+    """The level of the enclosing heading."""
     trace: Trace | None
 
 
-_place: ContextVar[_Place | None] = ContextVar("planish_logtree_place", default=None)
+_position: ContextVar[_Position | None] = ContextVar("planish_logtree_place", default=None)
 
 
 def append(make: Callable[[int], Node]) -> None:
-    """Add `make(level)` to the tree, `level` being that of a heading here; nothing is made where
-    there is no trace.
+    """Add the node `make(level)` at the current position, where `level` is the level of a heading
+    there. Outside a trace, `make` is not called.
     """
-    place = _place.get()
+    place = _position.get()
     if place is not None:
         place.container.children.append(make(min(6, place.level + 1)))
 
@@ -106,13 +107,13 @@ def append(make: Callable[[int], Node]) -> None:
 def init_trace(
     title: str, path: str | Path | None = None, *, write_on_error: bool = True
 ) -> Iterator[Trace]:
-    """A trace for all that happens in the block. With a `path`, its page is written there at the
-    end; after an exception too, unless `write_on_error` is False.
+    """Record a trace of the block. With a `path`, the page is written there at the end, also after
+    an exception, unless `write_on_error` is False.
     """
     trace = Trace(text_of(title), None if path is None else Path(path))
     done = False
     try:
-        with _at(_Place(trace.root, 1, trace)):
+        with _at(_Position(trace.root, 1, trace)):
             yield trace
         done = True
     finally:
@@ -122,19 +123,19 @@ def init_trace(
 
 @contextmanager
 def capture(title: str, **attrs: Any) -> Iterator[Node]:
-    """A section that belongs to no trace yet, for all that happens in the block: see
-    `Trace.attach`.
-    """
-    place = _place.get()
+    """Record the block in a section that belongs to no trace yet; see `Trace.attach`."""
+    place = _position.get()
     node, body = section(title, 2, attributes(attrs))
-    with _at(_Place(body, 2, place.trace if place else None)):
+    with _at(_Position(body, 2, place.trace if place else None)):
         yield node
 
 
 @contextmanager
-def _at(place: _Place) -> Iterator[None]:
-    """The root of a tree: what leaves it may be recorded again, in the tree around it."""
-    token = _place.set(place)
+def _at(place: _Position) -> Iterator[None]:
+    """Set the position to the root of a tree. An exception that leaves the tree is recorded in it
+    and may be recorded again in the enclosing tree.
+    """
+    token = _position.set(place)
     try:
         yield
     except BaseException as error:
@@ -142,17 +143,17 @@ def _at(place: _Place) -> Iterator[None]:
         setattr(error, _RECORDED, False)
         raise
     finally:
-        _place.reset(token)
+        _position.reset(token)
 
 
 class Scope(AbstractContextManager[None]):
-    """A part of the tree: the block of a `with`, or every call of a function, plain or async, that
-    it decorates.
+    """A part of the tree, as a context manager for a block, or as a decorator for every call of a
+    plain or async function.
     """
 
     def __init__(self, make: Callable[[int], tuple[Node, Node, int]]) -> None:
-        """`make` gets the level of the heading above and gives the part, its body, and the level of
-        its own heading.
+        """`make` takes the level of the enclosing heading and returns (part, body, level of the
+        part's own heading).
         """
         self._make = make
         self._entered: list[AbstractContextManager[None]] = []
@@ -178,11 +179,11 @@ class Scope(AbstractContextManager[None]):
         if inspect.iscoroutinefunction(function):
 
             @wraps(function)
-            async def play(*args: P.args, **kwargs: P.kwargs) -> Any:
+            async def call_async(*args: P.args, **kwargs: P.kwargs) -> Any:
                 with _within(self._make):
                     return await function(*args, **kwargs)
 
-            return play  # pyright: ignore[reportReturnType]
+            return call_async  # pyright: ignore[reportReturnType]
 
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -194,28 +195,28 @@ class Scope(AbstractContextManager[None]):
 
 @contextmanager
 def _within(make: Callable[[int], tuple[Node, Node, int]]) -> Iterator[None]:
-    place = _place.get()
+    place = _position.get()
     if place is None:
         yield
         return
     node, body, level = make(place.level)
     place.container.children.append(node)
-    token = _place.set(replace(place, container=body, level=level))
+    token = _position.set(replace(place, container=body, level=level))
     try:
         yield
-    except GeneratorExit:  # a generator that is no longer wanted: nothing went wrong
+    except GeneratorExit:  # closing an unfinished generator is not a failure
         raise
     except BaseException as error:
         node.attrs["data-failed"] = type(error).__name__
         _record(error, body)
         raise
     finally:
-        _place.reset(token)
+        _position.reset(token)
 
 
 def scope_header(title: str, **attrs: Any) -> Scope:
-    """A section under a heading; scopes within it get smaller headings. class_="x" and data__y="z"
-    become attributes.
+    """Return a scope with a heading; scopes inside it get smaller headings. class_="x" and
+    data__y="z" become the attributes class="x" and data-y="z".
     """
 
     def make(level: int) -> tuple[Node, Node, int]:
@@ -235,7 +236,7 @@ def scope_header_decorator(title: Any) -> Any:
 
 
 def scope_div(**attrs: Any) -> Scope:
-    """A <div> with attributes as in `scope_header`."""
+    """Return a scope that is a <div>, with attributes as in `scope_header`."""
 
     def make(level: int) -> tuple[Node, Node, int]:
         node = Node("div", attributes(attrs))
@@ -245,7 +246,7 @@ def scope_div(**attrs: Any) -> Scope:
 
 
 def scope_details(summary: str) -> Scope:
-    """A part that is folded until the reader opens it."""
+    """Return a scope that is collapsed until the reader opens it."""
 
     def make(level: int) -> tuple[Node, Node, int]:
         body = Node("div", {"class": "lt-details-body"})
@@ -263,11 +264,11 @@ def scope_details(summary: str) -> Scope:
 @contextmanager
 def scope_disable() -> Iterator[None]:
     """Log nothing in the block, except in traces and captures that begin there."""
-    token = _place.set(None)
+    token = _position.set(None)
     try:
         yield
     finally:
-        _place.reset(token)
+        _position.reset(token)
 
 
 @contextmanager
@@ -284,7 +285,7 @@ def flush_trace() -> bool:
     """Write the page of the current trace as it is now; False if there is no trace or it has no
     path.
     """
-    place = _place.get()
+    place = _position.get()
     if place is None or place.trace is None or place.trace.path is None:
         return False
     place.trace.write()
@@ -292,7 +293,9 @@ def flush_trace() -> bool:
 
 
 def _record(error: BaseException, body: Node) -> None:
-    """Unless it is in the tree already; the mark travels with the exception."""
+    """Record an exception in the tree, unless it is there already. An attribute of the exception
+    marks it as recorded.
+    """
     if getattr(error, _RECORDED, False):
         return
     setattr(error, _RECORDED, True)

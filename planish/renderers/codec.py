@@ -189,7 +189,7 @@ class Codec:
 
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
-        """Whether the tokenizer puts a blank before (a first text, a text after a special token)."""
+        """Whether the tokenizer puts a blank before (a first text, text after a special token)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         mark = next(iter(self.guarded.values()), None)
 

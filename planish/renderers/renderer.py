@@ -1,14 +1,13 @@
-"""Messages to tokens and back: prompts to sample from, examples to train on, answers to read.
+"""Convert messages to tokens and back: build prompts and training examples, parse responses.
 
-A Renderer is a tokenizer with a chat format. Its invariants, whatever the format:
+A Renderer combines a tokenizer with a chat format. Its invariants hold for every format:
 
 * Text of messages never becomes a control token.
 * `build_generation_prompt(messages[:-1])` is a prefix of `build_supervised_example(messages)` when
   the last message is the assistant's, so the model is trained on the positions it samples at.
-* Weights are one number a token, 0.0 or 1.0, unshifted: weights[i] belongs to token i, as the
-  target.
-* What is sampled after a header is tokenised apart from it, as sampling does.
-* Time is linear in the conversation.
+* There is one weight per token, 0.0 or 1.0, unshifted: weights[i] belongs to token i as a target.
+* A message that a model samples is tokenised separately from its header, as in sampling.
+* Time is linear in the length of the conversation.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,17 +39,19 @@ ONE_EXAMPLE = (TrainOnWhat.ALL_TOKENS, TrainOnWhat.ALL_USER_AND_SYSTEM_MESSAGES)
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a message as a model left it."""
+    """How a sampled message ends."""
 
     missing: list[int]
-    """Tokens of the end mark that it did not write."""
+    """Tokens of the end mark that the model did not write."""
     announced: str = ""
-    """The header of the next message, where writing it is the way to stop."""
+    """The header of the next message, if the model wrote it in order to stop (role_colon)."""
 
 
 @dataclass(frozen=True)
 class Renderer:
-    """Made by `get_renderer`; with a format of your own, `Renderer(name, tokenizer, format)`."""
+    """A tokenizer with a chat format. `get_renderer` makes one by name; for a custom format, call
+    `Renderer(name, tokenizer, format)`. ValueError if the tokenizer lacks a token of the format.
+    """
 
     name: str
     tokenizer: Any = field(repr=False)
@@ -64,24 +65,24 @@ class Renderer:
 
     @property
     def has_extension_property(self) -> bool:
-        """Each prompt of a conversation begins with the prompts before it and their answers, so
-        that a rollout of several turns is one training sequence (answers in the form of
-        `parse_response`, tokenised as the tokenizer does).
+        """Whether each prompt of a conversation begins with the earlier prompts and their answers.
+        Then a rollout of several turns is one training sequence, provided that the answers have the
+        form of `parse_response` and the tokens that the tokenizer gives their text.
         """
         return self.format.abilities.extends
 
     def get_stop_sequences(self) -> list[str] | list[int]:
-        """For `SamplingParams(stop=...)`."""
+        """Return the stop strings or stop tokens for `SamplingParams(stop=...)`."""
         return self.format.stop(self.codec)
 
     def build_generation_prompt(
         self, messages: Messages, role: str = "assistant", prefill: str | None = None
     ) -> ModelInput:
-        """The conversation and the header of the message to be sampled, which begins with
-        `prefill`.
+        """Return the prompt for the next message: the conversation, the header of `role`, and
+        `prefill`, with which the message begins.
 
-        `prefill` may hold the format's word tags, such as `<think>`; everything else in it is
-        ordinary text.
+        `prefill` may contain the format's tags, such as `<think>`; everything else in it is
+        ordinary text. ValueError names the message or argument that the format cannot express.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
         roles = [name for name in self.format.abilities.roles if name != "tool"]
@@ -105,18 +106,18 @@ class Renderer:
     def build_continuation(
         self, messages: Messages, answer: int, sampled: Sequence[int]
     ) -> list[int] | None:
-        """What follows the tokens `sampled` of messages[answer] in the next prompt of the
-        conversation `messages`.
+        """Return the tokens that follow `sampled`, the sampled tokens of messages[answer], in the
+        next prompt of the conversation `messages`.
 
-        With the prompt P that they were sampled from, P + sampled + continuation is that prompt
-        with the answer as it was sampled. `build_generation_prompt(messages)` has the answer as the
-        tokenizer would write it, which may be other tokens for the same text. The end mark of an
-        answer that was cut off is added.
+        If `sampled` was sampled from the prompt P, then P + sampled + continuation is the next
+        prompt with exactly the sampled tokens. `build_generation_prompt(messages)` instead
+        tokenises the answer's text again, which may give other tokens. If the answer was cut off,
+        its end mark is added.
 
-        None where there is no such prompt: the format rewrites history (see
-        `has_extension_property`), the answer ends with an end-of-sequence token that is not the
-        format's own or goes on after its end, or it ends with the name of a role (role_colon) that
-        is not the next one.
+        Returns None if there is no such prompt: the format rewrites history (see
+        `has_extension_property`); the answer has tokens after its end, or ends with another
+        end-of-sequence token than the format's; or it ends with the name of a role (role_colon)
+        other than the next message's.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
         ending = (
@@ -146,11 +147,12 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> tuple[ModelInput, torch.Tensor]:
-        """Tokens (N) and their weights, float32 (N): 1.0 for what `train_on_what` chooses.
+        """Return the tokens (N) and their weights, float32 (N): 1.0 for the targets.
 
-        A chosen message's output is trained, with its end mark; its header only by ALL_TOKENS.
-        Where a format strips reasoning from history, so do the earlier turns here;
-        `build_supervised_examples` trains each with its own.
+        `train_on_what` chooses messages. The text and the end mark of a chosen message are targets;
+        headers are targets only with ALL_TOKENS. If the format strips reasoning from history, the
+        earlier turns of this example lack their reasoning; `build_supervised_examples` trains each
+        turn with its own. ValueError if there is nothing to train on or a message is invalid.
         """
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
@@ -174,12 +176,13 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> list[tuple[ModelInput, torch.Tensor]]:
-        """As `build_supervised_example`, but where the format strips history, one example for each
-        user turn that has targets (with qwen3_disable_thinking, for each assistant message, since a
-        turn has several if tools are called): every answer is then trained after the prompt it is
-        sampled from. Each message is a target once.
+        """Return the examples that train every answer after the prompt that it is sampled from.
 
-        ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES stay one example.
+        If the format keeps history, this is the one example of `build_supervised_example`. If the
+        format strips history, there is one example for each user turn that has targets (with
+        qwen3_disable_thinking, for each assistant message, because a turn with tool calls has
+        several). Each message is a target once. ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES always
+        give one example.
         """
         return [
             self.build_supervised_example(part, what)
@@ -191,8 +194,8 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> None:
-        """Raise what `build_supervised_examples` would raise of the messages' form, without
-        tokenising them.
+        """Check the form of the messages without tokenising them. Raises the same ValueError as
+        `build_supervised_examples`.
         """
         for part, what in self._parts(messages, train_on_what):
             checked = read_messages(part, self.format.abilities, self.name)
@@ -205,7 +208,7 @@ class Renderer:
     def _parts(
         self, messages: Messages, train_on_what: TrainOnWhat | str
     ) -> list[tuple[Messages, TrainOnWhat]]:
-        """What each example of a conversation is made of."""
+        """Return the messages and the TrainOnWhat of each example of a conversation."""
         what = read_train_on_what(train_on_what)
         checked = read_messages(messages, self.format.abilities, self.name)
         trained = trained_messages(checked, what)
@@ -229,7 +232,9 @@ class Renderer:
     def _targets(
         self, checked: Sequence[Checked], trained: Sequence[bool], everything: bool
     ) -> Iterator[tuple[Turn, bool]]:
-        """The turns, and whether each is trained; ValueError for one that is to be and cannot."""
+        """Yield each turn and whether it is a target. ValueError for a target that cannot be
+        trained.
+        """
         for turn in self.format.turns(checked):
             is_target = everything or (turn.message is not None and trained[turn.message])
             if is_target and turn.untrainable is not None:
@@ -239,12 +244,12 @@ class Renderer:
             yield turn, is_target
 
     def parse_response(self, tokens: Sequence[int] | np.ndarray) -> Parsed:
-        """(message, termination) of sampled tokens, the stop token or stop string included as the
-        sampler returns them.
+        """Parse sampled tokens, which include the stop token or stop string, into (message,
+        termination).
 
-        The message is a dictionary with role and content (a string, or parts where there is
-        reasoning), and tool_calls and unparsed_tool_calls where there are any. Nothing that a model
-        can write raises.
+        The message is a dictionary with role and content (a string, or a list of parts if there is
+        reasoning) and, if there are any, tool_calls and unparsed_tool_calls. Never raises, whatever
+        the model wrote.
         """
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self.format.parse(self.codec, ids)
@@ -252,8 +257,8 @@ class Renderer:
     def create_conversation_prefix_with_tools(
         self, tools: Sequence[ToolSpec] | Sequence[Mapping[str, Any]], system_prompt: str = ""
     ) -> list[dict[str, Any]]:
-        """The messages that offer `tools`, to be put before a conversation; rendered as the chat
-        template does it.
+        """Return the messages that offer `tools` to the model, for the start of a conversation.
+        They render like the chat template's. UnsupportedError if the format cannot express tools.
         """
         if not self.format.abilities.tools:
             raise UnsupportedError(
@@ -268,9 +273,7 @@ class Renderer:
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
 
     def _ending(self, message: Checked, sampled: list[int]) -> Ending | None:
-        """How a sampled message ends; None if what it ends with cannot be followed by another
-        message.
-        """
+        """Return how a sampled message ends; None if no message can follow its last tokens."""
         [stop] = self.get_stop_sequences()
         ends = eos_ids(self.codec)
         if isinstance(stop, int):
@@ -291,8 +294,8 @@ class Renderer:
         header = self.codec.encode(turn.header, after)
         if turn.sampled:
             return header, self.codec.encode(turn.output, _last(header) if header else after)
-        # A token may span the border (a line break of the header and one of the text); it counts to
-        # the text.
+        # A token may span the boundary (a line break of the header and one of the text). Such a
+        # token belongs to the text.
         whole = self.codec.encode((*turn.header, *turn.output), after)
         border = 0
         while border < len(header) and whole[border] == header[border]:
@@ -305,12 +308,12 @@ def _last(ids: Sequence[int]) -> int | None:
 
 
 def _turn_ends(messages: Sequence[Checked]) -> list[int]:
-    """Where each user turn ends: before the next user message, and at the end."""
+    """Return where each user turn ends: before the next user message, and at the end."""
     begins = [index for index, message in enumerate(messages) if message.role == "user"]
     return [*begins[1:], len(messages)]
 
 
 def _answer_ends(messages: Sequence[Checked]) -> list[int]:
-    """Where each assistant message ends, and the end."""
+    """Return where each assistant message ends, and the end of the conversation."""
     ends = [index + 1 for index, message in enumerate(messages) if message.role == "assistant"]
     return ends if ends[-1:] == [len(messages)] else [*ends, len(messages)]

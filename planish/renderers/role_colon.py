@@ -1,10 +1,10 @@
-r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can continue; made for
-base models.
+r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can continue, for base
+models.
 
-Roles are words, so text that contains `\n\nUser:` looks like a turn; prompts may contain it
-(few-shot examples do), but an answer that is trained on may not, since it would teach the model to
-stop in the middle. A model stops by writing the next `User:`, therefore the last assistant message
-of a supervised example is followed by these tokens, trained with it.
+Roles are ordinary words, so text that contains `\n\nUser:` looks like a turn. Prompts may contain
+this string, as few-shot examples do. An answer that is trained on may not, because it would teach
+the model to stop in the middle. A model stops by writing the next `User:`. Therefore these tokens
+follow the last assistant message of a supervised example and are trained with it.
 """
 
 from collections.abc import Sequence
@@ -20,6 +20,8 @@ STOP = "\n\nUser:"
 
 @dataclass(frozen=True)
 class RoleColon:
+    """The format of transcripts with role names."""
+
     bos: str | None = None
     """The tokenizer's beginning-of-sequence token, if it has one."""
 
