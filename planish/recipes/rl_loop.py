@@ -13,7 +13,6 @@ The sampled tokens and their logprobs go to the trainer as they are; no text is 
 The same command started again resumes after the last checkpoint, and metrics.jsonl has each step
 exactly once. Left out on purpose: environments of several turns, asynchronous rollouts, KL
 penalties. This is the loop to read first.
-
 Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
 
@@ -26,15 +25,8 @@ from typing import Any
 
 import chz
 
-from planish import (
-    AdamParams,
-    Datum,
-    ModelInput,
-    SamplingClient,
-    SamplingParams,
-    ServiceClient,
-    TrainingClient,
-)
+import planish
+from planish import AdamParams, Datum, ModelInput, SamplingParams
 from planish.completers import derived_seed
 from planish.datasets.grading import Grader, GradingError
 from planish.datasets.gsm8k import Problem, load_problems, problem_prompt
@@ -97,11 +89,11 @@ class Config(CheckpointOptions, StartOptions):
 def main(config: Config) -> Path:
     """Train, here or on a server; returns the run directory."""
     check(config)
-    with ServiceClient(base_url=config.base_url) as service_client:
+    with planish.ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
-def train(config: Config, service_client: ServiceClient) -> Path:
+def train(config: Config, service_client: planish.ServiceClient) -> Path:
     problems, tests = load_problems(config.dataset, "train"), []
     if config.eval_problems:
         tests = load_problems(config.dataset, "test")[: config.eval_problems]
@@ -164,7 +156,7 @@ class StepRunner:
     """What one step needs besides its problems."""
 
     config: Config
-    training_client: TrainingClient
+    training_client: planish.TrainingClient
     renderer: Renderer
     grader: Grader
     display: StepDisplay
@@ -208,14 +200,14 @@ class StepRunner:
             **times,
         }
 
-    def evaluate(self, sampling_client: SamplingClient, problems: Sequence[Problem]) -> Metrics:
+    def evaluate(self, client: planish.SamplingClient, problems: Sequence[Problem]) -> Metrics:
         """One greedy answer to each problem, as test/env/all/..."""
-        groups = self.sample(sampling_client, problems, [0] * len(problems), 1, is_test=True)
+        groups = self.sample(client, problems, [0] * len(problems), 1, is_test=True)
         return answer_metrics(groups, "test/env/all")
 
     def sample(
         self,
-        sampling_client: SamplingClient,
+        sampling_client: planish.SamplingClient,
         problems_P: Sequence[Problem],
         seeds_P: Sequence[int],
         group_size: int,
@@ -242,7 +234,7 @@ class StepRunner:
 
 
 def sample_groups(
-    sampling_client: SamplingClient,
+    sampling_client: planish.SamplingClient,
     prompts_P: Sequence[ModelInput],
     grade: Callable[[int, SampledSequence], tuple[float, Metrics]],
     *,
@@ -304,7 +296,7 @@ def training_examples(groups_P: Sequence[AnswerGroup], loss_fn: str) -> list[tup
 
 
 def train_step(
-    training_client: TrainingClient,
+    training_client: planish.TrainingClient,
     examples_D: Sequence[tuple[Answer, Datum]],
     loss_fn: str,
     loss_fn_config: Mapping[str, float] | None,
