@@ -3,8 +3,8 @@
 A node is an HTML element. A child is another node, plain text, or `Markup`, which is HTML that the
 caller trusts. Plain text is escaped when it is rendered, so text that a model wrote is never
 interpreted as HTML. `data` is a node's content for programs, such as the messages of a
-conversation, and the page is rendered from it. Nodes are plain data and can be pickled, so a rollout worker
-process can return the tree of a group.
+conversation, and the page is rendered from it. Nodes are plain data and can be pickled, so a
+rollout worker process can return the tree of a group.
 """
 
 import math

@@ -1,16 +1,16 @@
-"""An episode with tools: the model calls them until it answers without a call, and is graded at the
-end.
+"""An episode with tools: the model calls tools until it answers without a call, and is graded at
+the end.
 
-Each turn, the calls of the message are run and their results follow as messages of role "tool". The
-episode ends when a message calls nothing (completed), a tool says stop (tool_stopped), more calls
-are wanted than there are left (max_tool_calls; those within the limit are run), or after
-`max_turns` answers. Then `reward_fn` sees the conversation, and its reward is the last turn's; the
-time that it takes is not the episode's. An episode that one of the rollout limits ends is graded
-all the same; one that ends by a parse error, a cut off answer or a full context is not, and has the
-fixed rewards of EnvFromMessageEnv.
+Each turn, the environment runs the calls of the message and appends their results as messages of
+role "tool". The episode ends when a message has no calls (completed), when a tool stops it
+(tool_stopped), when a message has more calls than are left (max_tool_calls; the calls within the
+limit run), or after `max_turns` answers. Then `reward_fn` grades the conversation, and its reward
+becomes the reward of the last turn. The grading time does not count towards the episode's time
+limit. An episode that a rollout limit ends is graded too. An episode that ends with a parse error,
+a truncated answer or a full context is not graded and gets the fixed rewards of EnvFromMessageEnv.
 
-Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (those that were answered
-with an error), tool_calls/NAME for each tool, and what the tools and the reward function give.
+Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (calls whose result is an
+error), tool_calls/NAME for each tool, and the metrics of the tools and the reward function.
 """
 
 import asyncio
@@ -40,8 +40,8 @@ RewardResult: TypeAlias = tuple[float, Metrics]
 RewardFn: TypeAlias = Callable[
     [list[Message]], float | RewardResult | Awaitable[float] | Awaitable[RewardResult]
 ]
-"""The messages of the whole episode to a reward, or to a reward and metrics. A plain function runs
-in a thread.
+"""Takes the messages of the whole episode and returns a reward, or a reward and metrics. A plain
+function runs in a thread.
 """
 
 MAX_TURNS = 5
@@ -62,9 +62,9 @@ class AgentToolMessageEnv(MessageEnv):
         max_result_chars: int = 16384,
         termination: TerminationRewardPolicy | None = None,
     ) -> None:
-        """`initial_messages` offer the tools already (see `offer_tools`). With a `termination`
-        policy, the reward function sees only what came after them, unless the policy passes all
-        messages, and what it gives is bounded as the policy says.
+        """`initial_messages` must offer the tools already; see `offer_tools`. With a `termination`
+        policy, the reward function gets only the messages after the initial ones, unless the policy
+        passes all messages, and the policy bounds its reward.
         """
         if max_turns < 1:
             raise UserError(f"max_turns={max_turns!r}: give a whole number of at least 1")
@@ -75,7 +75,7 @@ class AgentToolMessageEnv(MessageEnv):
         self.termination = termination
         self.history = cast(list[Message], list(initial_messages))
         self._first = len(self.history)
-        """Where in the history the episode begins."""
+        """Index in the history of the episode's first message."""
         self._turns = 0
         self._calls_run = 0
         self._clock: asyncio.Timeout | None = None
@@ -88,13 +88,15 @@ class AgentToolMessageEnv(MessageEnv):
         self.history.append(message)
         calls = message.get("tool_calls") or []
         unparsed = message.get("unparsed_tool_calls") or []
-        room = len(calls) if self.max_tool_calls is None else self.max_tool_calls - self._calls_run
-        results = await self.toolbox.run(calls[:room])
+        allowed = len(calls)
+        if self.max_tool_calls is not None:
+            allowed = self.max_tool_calls - self._calls_run
+        results = await self.toolbox.run(calls[:allowed])
         self._calls_run += len(results)
         results += [self.toolbox.answer_unparsed(one) for one in unparsed]
         self.history += [result.message for result in results]
         stop = self._stop_reason(
-            bool(calls or unparsed), any(result.stop for result in results), len(calls) > room
+            bool(calls or unparsed), any(result.stop for result in results), len(calls) > allowed
         )
         metrics = self._metrics(len(calls) + len(unparsed), results)
         reward = 0.0
@@ -169,10 +171,11 @@ class AgentToolMessageEnv(MessageEnv):
 
 
 def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -> list[Message]:
-    """`messages` with the tools in front, in the form of the renderer; a system message keeps its
-    text.
+    """Return `messages` with a first system message that offers the tools in the renderer's form.
+    The text of an existing system message is kept.
 
-    Messages that offer tools already stay as they are; UserError if these are other tools.
+    Messages that offer the same tools already are returned unchanged. UserError if they offer other
+    tools.
     """
     given = cast(list[Message], list(messages))
     system = given[0] if given and given[0]["role"] == "system" else None
@@ -180,7 +183,7 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     names = [tool.name for tool in tools]
     if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
         raise UserError(
-            f"initial_messages offer other tools than {names}, which are to be run; give the same to both"
+            f"initial_messages offer other tools than {names}, which will be run; give the same to both"
         )
     if offered or not tools:
         return given
@@ -211,11 +214,11 @@ def build_agent_tool_env(
     terminate_on_length: bool | None = None,
     parse_error_policy: ParseErrorPolicy | None = None,
 ) -> EnvFromMessageEnv:
-    """An episode with tools for a policy over tokens; an argument that is given goes before what
-    `rollout_config` says.
+    """Return a token-level environment for an episode with tools. An argument that is given takes
+    precedence over `rollout_config`.
 
-    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config bounds
-    tokens, since then a cut off answer alone is no end.
+    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config limits
+    tokens, because then a truncated answer does not end the episode. UserError for a bad argument.
     """
     config = rollout_config or RolloutConfig()
     turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS
@@ -248,7 +251,7 @@ def build_agent_tool_env(
 
 
 def _logs(message: Message, results: Sequence[CallResult]) -> Logs:
-    """Calls and results as text, for the rollout files."""
+    """Return the calls and results as text, for the rollout files."""
     logs: Logs = {}
     for number, one in enumerate(message.get("tool_calls") or []):
         logs[f"tool_call_{number}"] = f"{one['function']['name']}({one['function']['arguments']})"

@@ -1,8 +1,8 @@
-"""Calling what may be async or may block, from an event loop that plays many episodes at once.
+"""Call functions that may be async or may block, from an event loop that runs many episodes.
 
-A plain function gets a daemon thread for itself. A shared pool would be full for ever after a few
-calls that hang, and Python waits for a pool's threads at its end; a thread of one's own is left
-behind by whoever stops waiting, and harms nobody.
+A plain function runs in its own daemon thread. A few calls that hang would fill a shared thread
+pool for ever, and Python waits for a pool's threads at exit. A hanging daemon thread can be
+abandoned instead.
 """
 
 import asyncio
@@ -16,12 +16,12 @@ from typing import Any
 from planish.processes.background import BackgroundThread
 
 _EXIT_SECONDS = 0.2
-"""For how long a program that ends waits for a call that hangs."""
+"""How long the process waits at exit for a call that hangs, in seconds."""
 
 
 async def call(function: Callable[[], Any]) -> Any:
-    """What `function` returns, awaited if it is async, else computed in a thread. Its exceptions
-    come through.
+    """Return the result of `function`: awaited if it is async, otherwise computed in a thread.
+    Exceptions of `function` propagate.
     """
     if inspect.iscoroutinefunction(inspect.unwrap(_unbound(function))):
         return await function()
@@ -30,7 +30,7 @@ async def call(function: Callable[[], Any]) -> Any:
 
 
 def _unbound(function: Callable[[], Any]) -> Callable[..., Any]:
-    """The function in a partial; an object's __call__."""
+    """Return the function inside a partial, or the __call__ of a callable object."""
     while isinstance(function, partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
@@ -46,8 +46,8 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
         try:
             done.set_result(context.run(function))
         except BaseException as error:
-            # What asyncio would not carry (StopIteration) or would take as its own end (SystemExit)
-            # is a failure like others.
+            # A future cannot hold StopIteration, and SystemExit would end the event loop. Both
+            # become ordinary errors.
             ordinary = isinstance(error, Exception) and not isinstance(error, StopIteration)
             done.set_exception(
                 error if ordinary else RuntimeError(f"{type(error).__name__}: {error}")

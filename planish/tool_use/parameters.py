@@ -1,9 +1,9 @@
-"""The parameters of a function: as a JSON schema for a model to read, and as a check of what it
-then writes.
+"""The parameters of a tool's function: a JSON schema for the model, and the validation of its
+arguments.
 
-Both come from the annotations, by pydantic. Conversion is generous where the meaning is clear ("3"
-for an int, 3 for a str), since a model's slip in a type is not what a task is about; what cannot be
-converted, is missing or is unknown comes back as an error text that names it. Descriptions come
+pydantic derives both from the annotations. Arguments are converted if their meaning is clear ("3"
+for an int, 3 for a str), because a task should not fail for a wrong JSON type. An argument that
+cannot be converted, is missing or is unknown gives an error text that names it. Descriptions come
 from Annotated[..., "text"], or from the docstring's list of parameters.
 """
 
@@ -28,30 +28,32 @@ SECTION = re.compile(
     r"^\s*(args|arguments|parameters|returns?|raises|yields|examples?|notes?)\s*:\s*$",
     re.IGNORECASE,
 )
-TOLD_SECTIONS = ("example", "examples", "note", "notes")
-"""They help a model; what a function returns and raises it will see."""
+DESCRIPTION_SECTIONS = ("example", "examples", "note", "notes")
+"""Sections that stay in the description because they help a model to call the function."""
 GOOGLE_PARAMETER = re.compile(r"^\s+\*{0,2}(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 SPHINX_PARAMETER = re.compile(r"^\s*:param\s+(?:[\w\[\], .|]+\s+)?(\w+)\s*:\s*(.*)$")
 SPHINX_FIELD = re.compile(r"^\s*:\w+[^:]*:")
-SHOWN_VALUE = 100
+MAX_SHOWN_CHARS = 100
 
 
 @dataclass(frozen=True)
 class Docstring:
+    """The parts of a function's docstring that a model reads."""
+
     description: str
     parameters: Mapping[str, str]
 
 
 @dataclass(frozen=True)
 class Parameters:
-    """Of one function."""
+    """The parameters of one function: their JSON schema, and the validator of arguments."""
 
     schema: dict[str, Any]
     adapter: TypeAdapter[dict[str, Any]]
 
     def read(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments as the function wants them. UserError, written for the model, if they do
-        not fit.
+        """Return the arguments, converted to the function's types. UserError, written for the
+        model, if they are wrong.
         """
         try:
             return dict(self.adapter.validate_python(dict(arguments)))
@@ -64,15 +66,15 @@ class Parameters:
 
 
 class _PlainSchema(GenerateJsonSchema):
-    """Without the titles, which repeat names."""
+    """A JSON schema without titles, because they only repeat the names."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
 
 
 def read_parameters(function: Callable[..., Any], documented: Mapping[str, str]) -> Parameters:
-    """The parameters of `function` but for a first `self`. UserError if one of them has no type
-    that a model can write.
+    """Return the parameters of `function`, except a first `self`. UserError if a parameter has no
+    type, or a type that cannot be written as JSON.
     """
     name = getattr(function, "__name__", repr(function))
     try:
@@ -91,7 +93,7 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
             parameter.VAR_KEYWORD,
         ):
             raise UserError(
-                f"tool {name}: parameter {parameter} has no name to call it by; write ordinary parameters"
+                f"tool {name}: parameter {parameter} cannot be passed by name; write ordinary parameters"
             )
         if parameter.name not in hints:
             raise UserError(
@@ -114,7 +116,9 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
 
 
 def read_docstring(text: str | None) -> Docstring:
-    """The description, and the texts of parameters in Google's or Sphinx's form."""
+    """Parse a docstring into the description and the texts of its parameters (Google or Sphinx
+    style).
+    """
     description: list[str] = []
     parameters: dict[str, str] = {}
     section, current = "", ""
@@ -124,7 +128,7 @@ def read_docstring(text: str | None) -> Docstring:
             GOOGLE_PARAMETER.match(line) if section in ("args", "arguments", "parameters") else None
         )
         found = sphinx or google
-        if heading and heading.group(1).lower() in TOLD_SECTIONS:
+        if heading and heading.group(1).lower() in DESCRIPTION_SECTIONS:
             section, current = "", ""
             description.append(line)
         elif heading:
@@ -143,7 +147,7 @@ def read_docstring(text: str | None) -> Docstring:
 
 
 def _field(parameter: inspect.Parameter, hint: Any, documented: str | None) -> Any:
-    """A key of the TypedDict: the type with its description and default."""
+    """Return the annotation of one TypedDict key: the type with its description and default."""
     metadata = list(hint.__metadata__) if get_origin(hint) is Annotated else []
     kind = hint.__origin__ if metadata else hint
     described = any(isinstance(item, FieldInfo) and item.description for item in metadata)
@@ -169,14 +173,17 @@ def _shown_default(value: Any) -> dict[str, Any]:
 
 
 def _typed_dict(name: str, fields: dict[str, Any], config: ConfigDict) -> Any:
-    # A TypedDict and no model class: names such as "schema" or "copy" are attributes of a model.
+    # A pydantic model class has attributes such as "schema" and "copy", which could clash with
+    # parameters; a TypedDict has none.
     made: Any = TypedDict(name, fields)  # type: ignore[misc]
     made.__pydantic_config__ = config
     return made
 
 
 def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
-    """The schema without references and bookkeeping: models read it as it stands."""
+    """Return the schema with all references inlined, because models read it as plain text.
+    UserError for a type that contains itself.
+    """
     definitions = schema.pop("$defs", {})
 
     def inline(part: Any, within: tuple[str, ...]) -> Any:
@@ -190,7 +197,7 @@ def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
         target = reference.rpartition("/")[2]
         if target in within:
             raise UserError(
-                f"tool {name}: the type {target} contains itself, which no model can be told; flatten it"
+                f"tool {name}: the type {target} contains itself, so its schema cannot be inlined; flatten it"
             )
         own = {
             key: value
@@ -213,5 +220,5 @@ def _fault(detail: Any) -> str:
     if detail["type"] == "extra_forbidden":
         return f"{place} is unknown"
     shown = json.dumps(detail["input"], ensure_ascii=False, default=str)
-    shown = shown if len(shown) <= SHOWN_VALUE else shown[:SHOWN_VALUE] + "..."
+    shown = shown if len(shown) <= MAX_SHOWN_CHARS else shown[:MAX_SHOWN_CHARS] + "..."
     return f"{place}={shown}: {detail['msg']}"

@@ -1,9 +1,8 @@
-"""Running the tool calls of one message.
+"""Run the tool calls of one message.
 
-Nothing that a model writes and nothing that a tool does ends an episode by accident: an unknown
-name, wrong arguments, an exception, a tool that takes too long, all become the text of a tool
-message, from which the model can go on. A result that is too long is cut in the middle, and the cut
-says so.
+A mistake of the model or a failure of a tool does not end an episode. An unknown name, wrong
+arguments, an exception or a timeout becomes the text of a tool message, and the model can continue.
+A result that is too long is cut in the middle, with a line that says so.
 """
 
 import asyncio
@@ -24,10 +23,10 @@ from planish.tool_use.tools import Tool, ToolInput, ToolResult, error_tool_resul
 
 @dataclass(frozen=True)
 class CallResult:
-    """The answer to one call."""
+    """The result of one call, as a message."""
 
     tool: str | None
-    """Name of the tool that was called; None if there is no such tool, or nobody can read which."""
+    """Name of the called tool; None if there is no such tool or the call could not be parsed."""
     message: Message
     is_error: bool
     stop: bool = False
@@ -36,13 +35,15 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Toolbox:
-    """The tools of an episode and how they are run."""
+    """The tools of an episode, and the options for running them. UserError for a bad option."""
 
     tools: Sequence[Tool]
     execution: ToolExecution = "parallel"
-    """sequential: one after the other, and none after one that stops the episode."""
+    """With "sequential", calls run one after the other, and none after a call that stops the
+    episode.
+    """
     timeout_seconds: float | None = 60.0
-    """Of one call."""
+    """Time limit of one call; None for no limit."""
     max_result_chars: int = 16384
 
     def __post_init__(self) -> None:
@@ -62,10 +63,10 @@ class Toolbox:
             raise UserError(f"max_result_chars={self.max_result_chars!r}: give at least 100")
 
     async def run(self, calls: Sequence[ToolCall]) -> list[CallResult]:
-        """Answers in the order of the calls; fewer than calls where one of a sequence stopped the
-        episode.
+        """Run the calls and return their results in order. With sequential execution, calls after
+        one that stopped the episode have no result.
 
-        UserError names a tool that gives no ToolResult of text.
+        UserError names a tool that does not return a ToolResult with text.
         """
         if self.execution == "parallel":
             with first_of_group():
@@ -80,7 +81,7 @@ class Toolbox:
         return results
 
     def answer_unparsed(self, call: UnparsedToolCall) -> CallResult:
-        """The answer to a call that cannot be read."""
+        """Return the error message that answers a call that could not be parsed."""
         text = (
             f"Error: the tool call could not be read: {call['error']}. Write a JSON object with a name and arguments, and "
             "close it."
@@ -123,21 +124,21 @@ class Toolbox:
 
 
 def checked_result(result: Any, tool: Tool) -> ToolResult:
-    """What a tool's `run` gave; UserError if a model cannot be given it."""
+    """Return a tool's `result`. UserError if it is not a ToolResult with text."""
     if not isinstance(result, ToolResult):
         raise UserError(
-            f"the tool {tool.name} gave a {type(result).__name__}; its run is to give a ToolResult"
+            f"the tool {tool.name} gave a {type(result).__name__}; its run must return a ToolResult"
         )
     if not isinstance(result.content, str):
         raise UserError(
-            f"the tool {tool.name} gave ToolResult({result.content!r}); its content is to be text"
+            f"the tool {tool.name} gave ToolResult({result.content!r}); its content must be text"
         )
     return result
 
 
 def read_arguments(arguments: Any) -> dict[str, Any]:
-    """The arguments of a call, which are a JSON object's text; UserError, written for the model, if
-    they are not.
+    """Parse the arguments of a call, the text of a JSON object. UserError, written for the model,
+    if they are anything else.
     """
     try:
         value = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -148,9 +149,11 @@ def read_arguments(arguments: Any) -> dict[str, Any]:
     return value
 
 
-def shorten(text: str, most: int) -> str:
-    """`text` in at most `most` characters and a line that says what is left out of its middle."""
-    if len(text) <= most:
+def shorten(text: str, max_chars: int) -> str:
+    """Return `text` with at most `max_chars` of its characters. If the middle is cut out, a line
+    in its place says how much.
+    """
+    if len(text) <= max_chars:
         return text
-    head, tail = most - most // 2, most // 2
-    return f"{text[:head]}\n[... {len(text) - most} of {len(text)} characters left out ...]\n{text[len(text) - tail :]}"
+    head, tail = max_chars - max_chars // 2, max_chars // 2
+    return f"{text[:head]}\n[... {len(text) - max_chars} of {len(text)} characters left out ...]\n{text[len(text) - tail :]}"

@@ -1,9 +1,8 @@
-"""What a tool is, and how a Python function becomes one.
+"""The interface of a tool, and `@tool`, which makes a tool from a Python function.
 
-A `Tool` has a name, a description, a JSON schema of its parameters, and a `run`. `@tool` makes one
-from a typed function or method; a class of your own with these four members is one as well (a tool
-whose schema comes from elsewhere, say). A tool made from a function can still be called as that
-function.
+A `Tool` has a name, a description, a JSON schema of its parameters, and a method `run`. `@tool`
+makes one from a typed function or method, which can still be called as before. Any class with these
+four members is a tool too, for instance if its schema comes from another source.
 """
 
 import functools
@@ -22,63 +21,65 @@ from planish.tool_use.parameters import read_docstring, read_parameters
 
 @dataclass(frozen=True)
 class ToolInput:
-    """One call."""
+    """The input of one call."""
 
     arguments: Mapping[str, Any]
-    """As the model wrote them."""
+    """The arguments as the model wrote them, not validated."""
     call_id: str | None = None
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What a call gives."""
+    """The result of one call."""
 
     content: str = ""
-    """For the model to read."""
+    """The text that the model reads."""
     stop: bool = False
-    """End the episode, with the stop reason tool_stopped."""
+    """Whether the episode ends, with the stop reason tool_stopped."""
     error: bool = False
-    """Counted in the metric tool_errors."""
+    """Whether the call counts in the metric tool_errors."""
     metrics: Metrics = field(default_factory=dict)
-    """Added to the turn's; of several calls in a turn, the sum."""
+    """Metrics of the turn. The values of several calls in a turn are added."""
 
 
 def simple_tool_result(
     content: str, *, should_stop: bool = False, metrics: Metrics | None = None
 ) -> ToolResult:
-    """ToolResult(content), under the name that tools of the public cookbooks use."""
+    """Return a ToolResult; the name is that of the public cookbooks."""
     return ToolResult(content, stop=should_stop, metrics=metrics or {})
 
 
 def error_tool_result(error_msg: str, *, should_stop: bool = False) -> ToolResult:
-    """A result that tells the model of an error, and is counted as one."""
+    """Return a result that shows the model an error and counts in the metric tool_errors."""
     return ToolResult(f"Error: {error_msg}", stop=should_stop, error=True)
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """Anything that a model can call."""
+    """The interface of a tool that a model can call."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name by which the model calls the tool."""
+        ...
 
     @property
-    def description(self) -> str: ...
+    def description(self) -> str:
+        """What the tool does, for the model to read."""
+        ...
 
     @property
     def parameters_schema(self) -> dict[str, Any]:
-        """A JSON schema of type object."""
+        """The JSON schema of the parameters, of type object."""
         ...
 
     async def run(self, input: ToolInput) -> ToolResult:
-        """Run one call. What it raises is told to the model as an error; it does not end the
-        episode.
-        """
+        """Run one call. An exception does not end the episode; the model reads it as an error."""
         ...
 
 
 def tool_spec(tool: Tool) -> ToolSpec:
-    """A tool as renderers offer it to a model."""
+    """Return a tool's specification in the form that renderers take."""
     return {
         "name": tool.name,
         "description": tool.description,
@@ -112,10 +113,10 @@ class FunctionTool:
         return tool_spec(self)
 
     async def run(self, input: ToolInput) -> ToolResult:
-        """Check the arguments and call the function. A plain function runs in a thread of its own,
-        so that it may block.
+        """Check the arguments and call the function, which may return a ToolResult, a string, or
+        any other value that JSON can hold.
 
-        It returns a ToolResult, a text, or anything that JSON can hold.
+        A plain function runs in its own thread, so it may block.
         """
         arguments = self._parameters.read(input.arguments)
         value = await call(functools.partial(self._callable(), **arguments))
@@ -160,8 +161,8 @@ def _as_text(value: Any) -> str:
 
 
 def tool(function: Callable[..., Any]) -> FunctionTool:
-    """A typed function or method as a tool: its name, its docstring, its annotations are what the
-    model is told.
+    """Make a tool from a typed function or method. The model reads its name, docstring and
+    annotations.
 
         @tool
         def add(a: int, b: Annotated[int, "the second number"]) -> int:
