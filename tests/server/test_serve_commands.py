@@ -217,13 +217,13 @@ def test_publishing_is_rejected_without_a_server(local: Place, capsys):
         (["runs", "--base-url", "http://127.0.0.1:9"], "no server answers"),
         (
             ["runs", "--base-url", "http://127.0.0.1:9", "--data-dir", "here"],
-            "and --data-dir is for",
+            "but --data-dir is for",
         ),
         (
             ["runs", "--base-url", "http://127.0.0.1:9", "--api-key", "ключ"],
-            "--api-key holds something that is no key",
+            "--api-key is not a valid key",
         ),
-        (["runs", "--api-key", ALICE], "--api-key is for a server, and --base-url is missing"),
+        (["runs", "--api-key", ALICE], "--api-key is given without --base-url"),
         (
             ["checkpoints", "delete", "--yes", "weights/a", "--base-url", "http://127.0.0.1:9"],
             "tinker://",

@@ -35,5 +35,5 @@ def test_a_server_computes_the_substitute_and_says_so(tmp_path, monkeypatch):
 
 def test_a_wrong_substitute_ends_the_server_before_it_starts(tmp_path):
     model = tiny_model(tmp_path / "model")
-    with pytest.raises(RuntimeError, match="'ppo' is no loss that planish refuses"):
+    with pytest.raises(RuntimeError, match="'ppo' cannot be substituted"):
         start_server(tmp_path / "data", model, "--substitute-loss", "ppo=cispo")

@@ -112,7 +112,7 @@ def test_provenance_is_checked_and_kept():
     told = datum.with_provenance(model_input=spans, loss_fn_inputs=spans)
     assert told.model_input_spans == spans
     assert told.loss_fn_inputs == datum.loss_fn_inputs
-    with pytest.raises(ValueError, match="model_input_spans covers 2 positions of 3"):
+    with pytest.raises(ValueError, match="model_input_spans covers 2 of 3 positions"):
         datum.with_provenance(model_input=spans[1:], loss_fn_inputs=spans)
     with pytest.raises(ValueError, match="give both or neither"):
         types.Datum(datum.model_input, datum.loss_fn_inputs, spans)
