@@ -70,7 +70,9 @@ def test_the_script_of_the_readme_runs(workplace):
     [script, _] = scripts_of_the_readme()
     (workplace / "readme.py").write_text(script)
     printed = run(workplace, "readme.py").splitlines()
-    assert [line.partition(":")[0] for line in printed] == [f"step {step}" for step in range(10)]
+    *steps, saved = [line.partition(":")[0] for line in printed]
+    assert steps == [f"step {step}" for step in range(10)]
+    assert saved == "tinker"  # the path of the saved state
 
 
 def test_the_second_script_of_the_readme_trains_on_a_reward_of_ones_own(workplace):
