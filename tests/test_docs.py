@@ -113,6 +113,7 @@ def reader(tmp_path_factory, tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "page",
     [
@@ -125,6 +126,7 @@ def test_every_block_of_the_page_runs(page, reader):
     run_page((DOCS / page).read_text(), DOCS / page, "page_" + re.sub(r"\W", "_", page))
 
 
+@pytest.mark.slow
 def test_the_page_of_clients_prints_the_same_where_checkpoints_lie_already(reader):
     page = DOCS / "clients.md"
     for again in range(2):

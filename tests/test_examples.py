@@ -66,6 +66,7 @@ def run(workplace: Path, *arguments: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_script_of_the_readme_runs(workplace):
     [script, _] = scripts_of_the_readme()
     (workplace / "readme.py").write_text(script)
@@ -75,6 +76,7 @@ def test_the_script_of_the_readme_runs(workplace):
     assert saved == "tinker"  # the path of the saved state
 
 
+@pytest.mark.slow
 def test_the_second_script_of_the_readme_trains_on_a_reward_of_ones_own(workplace):
     [_, script] = scripts_of_the_readme()
     assert len(script.splitlines()) <= 25
@@ -92,6 +94,7 @@ def scripts_of_the_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_tutorial_runs_as_a_script(workplace):
     settings = [
         "dataset=sums",
@@ -108,6 +111,7 @@ def test_the_tutorial_runs_as_a_script(workplace):
     assert (workplace / "curve.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_tutorial_is_a_notebook(workplace):
     printed = run(workplace, "-m", "marimo", "check", str(ROOT / "examples" / "tutorial_grpo.py"))
     assert "error" not in printed
@@ -139,6 +143,7 @@ def in_process(workplace, monkeypatch):
 SMALL = {"dataset": "sums", "batch_size": 4, "lora_rank": 4, "save_every": 1}
 
 
+@pytest.mark.slow
 def test_a_warm_start_and_then_rewards(in_process, capsys):
     sl_loop.main(sl_loop.Config(**SMALL, max_steps=2, log_path="sl", eval_examples=3))
     rewards = rl_loop.Config(
@@ -197,6 +202,7 @@ def test_the_demo_on_a_model_that_cannot_add(in_process):
     )
 
 
+@pytest.mark.slow
 def test_a_recipe_runs_from_the_command_line_and_names_what_is_wrong(workplace):
     done = start(workplace, "-m", "planish.recipes.rl_loop", "dataset=nowhere.jsonl", "max_steps=1")
     assert done.returncode == 1

@@ -129,6 +129,7 @@ def part(module: str) -> str:
     return module.split(".")[1] if "." in module else module
 
 
+@pytest.mark.slow
 def test_every_module_has_a_layer(arrows):
     assert {part(name) for name in MODULES} <= set(LEVEL)
     assert len(arrows) > 100

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from planish.model.sources import DEFAULT_MODEL
 from planish.testing import tiny_model
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_the_script_of_the_page_runs(tmp_path, planish_home):
     [script] = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs/metrics.md").read_text(), flags=re.DOTALL

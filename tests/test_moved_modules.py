@@ -46,6 +46,7 @@ def test_a_run_with_classes_under_their_former_names_is_resumed(tmp_path):
         assert len(run.metrics()) == 1
 
 
+@pytest.mark.slow
 def test_planish_itself_uses_no_former_name():
     former = {f"planish.{name}" for name in MOVED}
     used = {

@@ -2,11 +2,13 @@
 
 import json
 
+import pytest
 from adapters import Options, main
 
 from planish.testing import tiny_model
 
 
+@pytest.mark.slow
 def test_it_is_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("adapters.read_bandwidth", lambda: 1e9)
     model = tiny_model(tmp_path / "model")

@@ -95,6 +95,7 @@ def run(directory, models, parts: str) -> dict[str, dict]:
     return json.loads((directory / "gpu-tiny.json").read_text())["parts"]
 
 
+@pytest.mark.slow
 def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, monkeypatch):
     whole = gpu.write_whole
     written = []
@@ -132,6 +133,7 @@ def test_all_parts_run_and_are_recorded_one_by_one(tmp_path, models, capsys, mon
     assert "| iteration, 16 x 8 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_after_its_minutes_no_part_is_begun(tmp_path, models, capsys):
     options = Options(
         model="tiny", small=True, minutes=0, parts="decode", directory=tmp_path, models=models
@@ -141,6 +143,7 @@ def test_after_its_minutes_no_part_is_begun(tmp_path, models, capsys):
     assert "decode: not begun" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_is_named_and_the_others_run(tmp_path, models, capsys, monkeypatch):
     def fails(*_: object) -> None:
         raise RuntimeError("out of memory")

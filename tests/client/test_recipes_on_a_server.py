@@ -40,6 +40,7 @@ def rows_of(run: Path) -> list[dict]:
     ]
 
 
+@pytest.mark.slow
 def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_path):
     options = {
         "model_name": "tiny",
@@ -60,6 +61,7 @@ def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_
     assert len(rows_of(far)) == 4
 
 
+@pytest.mark.slow
 def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(
     server_url, embedded_client, sums, tmp_path
 ):
@@ -82,6 +84,7 @@ def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(
     assert [row["batch"] for row in read_rows(run / "checkpoints.jsonl")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
     changes = {
         "max_steps": 2,
@@ -104,6 +107,7 @@ def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
     assert read_rows(run / "checkpoints.jsonl")[-1]["sampler_path"].startswith("tinker://")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k", "multiple_choice_logprobs"])
 def test_an_evaluation_is_the_same(remote_client, embedded_client, sums, tmp_path, name):
     choices = {"question": "Which?", "choices": ["one", "two", "three"], "answer": "B"}

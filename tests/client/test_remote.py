@@ -120,6 +120,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, name):
     counts: dict[str, itertools.count] = {}
@@ -136,6 +137,7 @@ def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, 
     } <= counts.keys()
 
 
+@pytest.mark.slow
 def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch):
     monkeypatch.setattr("planish.client.remote_link._MAX_CONCURRENT_REQUESTS", 1)
     with ServiceClient(base_url=server.url) as client:
@@ -149,6 +151,7 @@ def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch)
         stepped.result(WAIT)
 
 
+@pytest.mark.slow
 def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed):
     """As on another server of the protocol."""
     missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
@@ -161,6 +164,7 @@ def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed
     assert asked.count("/api/v1/asample") == 7
 
 
+@pytest.mark.slow
 def test_a_restart_is_a_pause(model_dir, tmp_path, undisturbed, impatient):
     models = {"tiny": model_dir}
     with serving(tmp_path / "data", models) as first:
@@ -177,6 +181,7 @@ def test_a_restart_is_a_pause(model_dir, tmp_path, undisturbed, impatient):
         assert output.loss_fn_outputs[0]["logprobs"].tolist() == undisturbed[1]
 
 
+@pytest.mark.slow
 def test_a_server_that_stays_away_is_an_error(server, impatient):
     service = RemoteService(server.url, patience_seconds=0.2)
     client = ServiceClient(service=service)
@@ -192,6 +197,7 @@ def test_a_server_that_stays_away_is_an_error(server, impatient):
     service.close(finish=False)
 
 
+@pytest.mark.slow
 def test_a_fault_of_the_server_is_told(server, impatient):
     with ServiceClient(base_url=server.url) as client:
         sampling_client = client.create_sampling_client(base_model="tiny")
@@ -217,6 +223,7 @@ def test_no_server_is_told(monkeypatch):
         ServiceClient(base_url=f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.slow
 def test_a_server_that_takes_connections_and_stays_silent_is_told(monkeypatch):
     monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -237,6 +244,7 @@ def test_what_the_caller_changes_after_a_call_is_not_sent(server):
         assert [len(output.result(WAIT).loss_fn_outputs) for output in outputs] == [1, 1]
 
 
+@pytest.mark.slow
 def test_what_meets_the_closing_harms_nothing_else(server):
     """Given from another thread at the moment of `close`, it is done or refused; what was given
     before is finished.
@@ -337,6 +345,7 @@ def test_who_answers_there_is_told(answers, message):
         ServiceClient(base_url=url)
 
 
+@pytest.mark.slow
 def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
     monkeypatch.delenv("PLANISH_API_KEY", raising=False)
     monkeypatch.setenv("TINKER_API_KEY", "tml-second")

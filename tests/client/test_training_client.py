@@ -150,6 +150,7 @@ def blocking_loop(service_client: ServiceClient) -> list[float]:
     return rewards
 
 
+@pytest.mark.slow
 def test_the_tutorials_loop_raises_the_reward_and_async_equals_blocking(service_client):
     rewards = asyncio.run(tutorial_loop(service_client))
     assert sum(rewards[-2:]) > sum(rewards[:2]) + 0.2
@@ -159,6 +160,7 @@ def test_the_tutorials_loop_raises_the_reward_and_async_equals_blocking(service_
 # Custom losses
 
 
+@pytest.mark.slow
 def test_a_custom_loss_equals_the_built_in_one(service_client):
     old = [-2.0, -1.0, -3.0, -1.5, -2.5, -0.5]
     advantages = [1.0, -1.0, 0.5, 2.0, -0.3, 0.0]
@@ -192,6 +194,7 @@ def test_a_custom_loss_equals_the_built_in_one(service_client):
     assert logprobs(ours) == pytest.approx(logprobs(theirs), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
     before = logprobs(training_client)
     training_client.forward_backward([datum()], "cross_entropy")
@@ -209,6 +212,7 @@ def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
     assert logprobs(training_client) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("loss_fn", "message"),
     [
@@ -241,6 +245,7 @@ def test_a_custom_loss_that_calls_its_own_client_is_refused(training_client):
     assert len(logprobs(training_client)) == 6
 
 
+@pytest.mark.slow
 def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, training_client):
     other = service_client.create_lora_training_client("tiny", rank=4, seed=1)
     gate = threading.Event()
@@ -263,6 +268,7 @@ def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, trainin
 # Sampling
 
 
+@pytest.mark.slow
 def test_sampled_and_trained_logprobs_agree(training_client):
     for _ in range(2):
         training_client.forward_backward([datum()], "cross_entropy")
@@ -318,6 +324,7 @@ def test_everything_that_can_be_asked_about_a_prompt(training_client):
     assert last == [None, None, None, pytest.approx(response.prompt_logprobs[3], abs=1e-5)]
 
 
+@pytest.mark.slow
 def test_a_stop_string_may_be_a_control_token(training_client):
     client = training_client.save_weights_and_get_sampling_client()
     tokenizer = client.get_tokenizer()
@@ -344,6 +351,7 @@ def test_cancelling_an_async_sample_withdraws_it(embedded_client):
     assert not sampler._samples.in_use()
 
 
+@pytest.mark.slow
 def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded_client):
     engine = embedded_client._session.service
     training_client = embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
@@ -361,6 +369,7 @@ def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded
     assert engine._handles == {}
 
 
+@pytest.mark.slow
 def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     engine = embedded_client._session.service
     client = embedded_client.create_lora_training_client("tiny", rank=4)
@@ -373,6 +382,7 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     assert sampling_client.get_base_model() == "tiny"
 
 
+@pytest.mark.slow
 def test_answers_come_though_nobody_holds_the_clients(make_client):
     """As in a function that returns what a client of its own has begun."""
     prompt = ModelInput.from_ints([1, 2])
@@ -433,6 +443,7 @@ def test_clients_stay_in_their_process(service_client, training_client):
 # Checkpoints
 
 
+@pytest.mark.slow
 def test_state_goes_on_where_it_was(service_client, another_client, training_client):
     for _ in range(2):
         training_client.forward_backward([datum()], "cross_entropy")
@@ -466,6 +477,7 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
     ]
 
 
+@pytest.mark.slow
 def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(
     service_client, training_client, another_client
 ):
@@ -480,6 +492,7 @@ def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(
     assert rest.list_checkpoints(training_client.model_id).result().checkpoints == []
 
 
+@pytest.mark.slow
 def test_errors_have_the_same_class_near_and_far(service_client, training_client):
     unlikely = datum(logprobs=[-1e4] * 6, advantages=[1.0] * 6)
     torn = (
@@ -499,6 +512,7 @@ def test_errors_have_the_same_class_near_and_far(service_client, training_client
         training_client.load_state_with_optimizer(path).result(WAIT)
 
 
+@pytest.mark.slow
 def test_async_forms_of_checkpoints(service_client, training_client):
     async def main() -> None:
         saved = await (await training_client.save_state_async("x"))
@@ -535,6 +549,7 @@ def test_async_forms_of_checkpoints(service_client, training_client):
 # The end
 
 
+@pytest.mark.slow
 def test_after_close_everything_is_refused(service_client, training_client):
     sampling_client = training_client.save_weights_and_get_sampling_client()
     path = training_client.save_state("a").result(WAIT).path
@@ -563,6 +578,7 @@ def test_what_was_read_before_stays_after_close(service_client, training_client)
     assert training_client.get_info() == info
 
 
+@pytest.mark.slow
 def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, training_client):
     go_on = threading.Event()
 
@@ -612,6 +628,7 @@ print(client.model_id)
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(
     request, make_client, model_dir, tmp_path
 ):

@@ -28,6 +28,7 @@ def script(place: Path, text: str, name: str = "script.py") -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_the_sdk_is_planish_and_arguments_are_the_scripts(tmp_path):
     script(
         tmp_path,
@@ -50,6 +51,7 @@ def test_the_sdk_is_planish_and_arguments_are_the_scripts(tmp_path):
     assert (done.returncode, done.stderr) == (7, "")
 
 
+@pytest.mark.slow
 def test_a_traceback_is_the_scripts_alone(tmp_path):
     script(tmp_path, "def f():\n    raise KeyError('mine')\n\nf()\n")
     done = run(tmp_path, "script.py")
@@ -60,6 +62,7 @@ def test_a_traceback_is_the_scripts_alone(tmp_path):
     assert "KeyError: 'mine'" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_script_that_is_not_there_fails_as_with_python(tmp_path):
     done = run(tmp_path, "missing.py")
     assert done.returncode == 2
@@ -70,6 +73,7 @@ def test_a_script_that_is_not_there_fails_as_with_python(tmp_path):
     assert "No module named missing_module" in module.stderr
 
 
+@pytest.mark.slow
 def test_a_refused_method_is_an_error_of_the_script(tmp_path):
     script(
         tmp_path,
@@ -85,6 +89,7 @@ def test_a_refused_method_is_an_error_of_the_script(tmp_path):
     assert "commands/run.py" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_module_of_the_working_directory_runs_and_its_processes_import_the_same(tmp_path):
     script(
         tmp_path,
@@ -105,6 +110,7 @@ def test_a_module_of_the_working_directory_runs_and_its_processes_import_the_sam
     assert done.stdout == "['0.38.0+planish']\n", done.stderr
 
 
+@pytest.mark.slow
 def test_options_are_those_of_every_service_client(tmp_path):
     model = tiny_model(tmp_path / "model")
     script(
@@ -135,6 +141,7 @@ def test_options_are_those_of_every_service_client(tmp_path):
     assert "where loss_fn='stable_reinforce' is asked for, 'cispo' is computed" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "named"),
     [
@@ -150,6 +157,7 @@ def test_a_wrong_option_is_named_before_the_script_starts(tmp_path, words, named
     assert named in done.stderr
 
 
+@pytest.mark.slow
 def test_without_the_official_cookbook_there_is_planishs(tmp_path):
     script(tmp_path, "import tinker_cookbook; print(tinker_cookbook.__name__)")
     (tmp_path / "beside").mkdir()

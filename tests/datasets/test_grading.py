@@ -83,6 +83,7 @@ EXPRESSIONS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("answer", "expected", "equal"), NUMBERS + EXPRESSIONS)
 def test_answers_are_compared_by_value(grader, answer, expected, equal):
     assert grader.equal(answer, expected) is equal
@@ -133,6 +134,7 @@ def test_a_response_without_a_box_is_wrong(grader):
     assert grader.grade(r"\boxed{5}", "5") == Grade(boxed="5", correct=True)
 
 
+@pytest.mark.slow
 def test_an_endless_answer_is_ended_counted_and_raised():
     with Grader() as grader:
         assert grader.equal("2+3", "5")

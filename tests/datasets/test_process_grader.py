@@ -35,6 +35,7 @@ def test_many_answers_at_once(grader):
     ]
 
 
+@pytest.mark.slow
 def test_the_loop_goes_on_while_an_answer_takes_for_ever(grader):
     async def both():
         endless = asyncio.ensure_future(grader.grade(r"\boxed{9^{9^{9^{9}}}}", "5"))

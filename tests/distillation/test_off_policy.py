@@ -182,6 +182,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_if_it_was_not_stopped(client, models, chats, tmp_path, monkeypatch):
     asyncio.run(main(config_of(models, chats, tmp_path / "whole"), client))
     create = client.create_lora_training_client

@@ -237,6 +237,7 @@ def peft_gradient_norm(path, data):
     )
 
 
+@pytest.mark.slow
 def test_the_student_comes_nearer_to_its_teacher_and_every_metric_is_defined(
     client, models, prompts, tmp_path
 ):

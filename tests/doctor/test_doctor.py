@@ -79,6 +79,7 @@ def mended(monkeypatch):
     monkeypatch.setattr(examination, "measure_load", lambda: Load(0.0, ()))
 
 
+@pytest.mark.slow
 def test_a_sound_machine_needs_no_attention(here, monkeypatch, capsys):
     mended(monkeypatch)
     began = time.monotonic()
@@ -91,6 +92,7 @@ def test_a_sound_machine_needs_no_attention(here, monkeypatch, capsys):
     assert not (here / "server").exists()
 
 
+@pytest.mark.slow
 def test_the_json_form_is_stable(here, monkeypatch, capsys):
     mended(monkeypatch)
     assert main(["doctor", "--json", "--data-dir", str(here / "server")]) == 0
@@ -109,6 +111,7 @@ def test_the_json_form_is_stable(here, monkeypatch, capsys):
     assert plan["total"] > plan["keys_values"] > 0
 
 
+@pytest.mark.slow
 def test_several_causes_at_once_without_a_network(here):
     """The whole command in a process of its own, on a machine where much is wrong."""
     empty = here / "empty"
@@ -203,6 +206,7 @@ def test_a_preparation_that_fails_found_nothing(monkeypatch, program):
     assert preparing(monkeypatch, program).result(time.monotonic() + 30) == Prepared()
 
 
+@pytest.mark.slow
 def test_the_preparation_describes_the_numbers_of_a_model(here):
     done = subprocess.run(
         preparation.command("cpu", here / "model"), capture_output=True, check=True
@@ -494,6 +498,7 @@ def test_a_hub_that_never_answers(monkeypatch):
     assert "no answer" in finding.text
 
 
+@pytest.mark.slow
 def test_a_probe_that_fails_leaves_the_others(here, monkeypatch):
     def broken():
         yield Finding("first", "fine")

@@ -66,6 +66,7 @@ def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
     return Sample("sampler", ModelInput.from_ints([1, 2, index]), 1 + index % 5, params), weights
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_a_crowd_draws_what_each_draws_alone(decoder: Decoder, deterministic: bool):
     tiling = probe(decoder.config, decoder.dtype, CPU) if deterministic else None

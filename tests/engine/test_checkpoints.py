@@ -395,6 +395,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=64))
     path = CheckpointPath("run", "training", "a")

@@ -161,6 +161,7 @@ def test_tenants_side_by_side_equal_each_alone(engines):
         assert train(engines(micro_batch_tokens=50), [name]) == {name[0]: together[name[0]]}
 
 
+@pytest.mark.slow
 def test_a_long_training_call_does_not_hold_up_sampling(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine)
@@ -189,6 +190,7 @@ def test_long_sampling_does_not_hold_up_training(engine):
     sample.cancel()
 
 
+@pytest.mark.slow
 def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engines, monkeypatch):
     """A GPU computes on when a call has returned: here each micro-batch leaves it with a tenth of a
     second, for which the next step waits.
@@ -224,6 +226,7 @@ def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engine
     future.cancel()
 
 
+@pytest.mark.slow
 def test_two_models_training_take_turns(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine, "long")
@@ -821,6 +824,7 @@ def test_close_can_be_given_up_while_somebody_makes_data(engine):
         waiting.result(0)
 
 
+@pytest.mark.slow
 def test_submitting_while_closing_never_hangs(engines):
     for _ in range(20):
         engine = engines()
@@ -844,6 +848,7 @@ def test_submitting_while_closing_never_hangs(engines):
         assert all(a is None or isinstance(a, EngineClosedError) for a in answers)
 
 
+@pytest.mark.slow
 def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
@@ -873,6 +878,7 @@ def test_a_gpu_is_lost_where_waiting_for_it_fails(engine, monkeypatch, fault):
     assert waited == [torch.device("cuda", 1)]
 
 
+@pytest.mark.slow
 def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
     """At once, not when cycles are looked for: the next one of this process divides the memory of a
     GPU that is free then.
@@ -909,6 +915,7 @@ print("leaving", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_interpreter_ends_at_once_without_a_close(model_dirs, tmp_path):
     start = time.monotonic()
     done = subprocess.run(

@@ -60,6 +60,7 @@ def test_forest_equals_dense_mask(kernel, heads: int, kv_heads: int):
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
 def test_forest_in_low_precision_stays_near_float64(kernel, dtype: torch.dtype, tolerance: float):

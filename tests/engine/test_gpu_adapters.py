@@ -126,6 +126,7 @@ def assert_like_the_loop(
     close(logits, right, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
 def test_it_is_like_one_adapter_after_the_other(dtype: torch.dtype):
@@ -147,6 +148,7 @@ def test_sizes_may_be_odd():
     assert_like_the_loop(own, adapters, dtype, ODD)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_same_tables_serve_the_next_batch():
     """Fewer tiles than before, slots that were others', an adapter that comes back, one with rows
@@ -199,6 +201,7 @@ def test_an_adapter_is_written_once_while_it_stays(monkeypatch: pytest.MonkeyPat
     assert written == [a, b, c, a]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_left_is_not_kept():
     own = tables(torch.float32)
     kept, left = adapter(LoraConfig(4), torch.float32, 1), adapter(LoraConfig(4), torch.float32, 2)

@@ -183,6 +183,7 @@ def test_many_samples_of_a_prompt_are_several_blocks():
     running.check(running.tables(20), padding=0)
 
 
+@pytest.mark.slow
 def test_long_ranges_are_cut():
     running = batch(group=1)
     running.begin(1200, [0, 170])

@@ -21,6 +21,8 @@ from planish.native.kernels import FAMILIES, HeadShape
 from planish.native.verdicts import Verdict, read_verdicts
 from planish.testing import tiny_model
 
+pytestmark = pytest.mark.slow
+
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE = [family for family in FAMILIES if family != "graphs"]
 """A graph needs a GPU, or one that is pretended."""

@@ -117,6 +117,7 @@ def test_a_group_larger_than_a_tile_gets_a_larger_tile():
     assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
 
 
+@pytest.mark.slow
 def test_divided_sums_are_added_up_and_bits_repeat(monkeypatch):
     """The queries of the first keys are divided among programs."""
     monkeypatch.setattr(gpu_forest, "_FEWEST_TILES", 2)
@@ -220,6 +221,7 @@ def test_visible_pairs_are_those_of_the_mask():
         assert visible_pairs(whole) == mask(whole).sum()
 
 
+@pytest.mark.slow
 def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
     decoder = Decoder.load(tiny_model(tmp_path, layers=1), torch.float32, DEVICE)
     rng = np.random.default_rng(0)

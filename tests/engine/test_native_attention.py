@@ -54,6 +54,7 @@ def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 16), (8, 2, 128), (6, 2, 80)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
 def test_forest_equals_dense_mask(shape, dtype, tolerance):
@@ -66,6 +67,7 @@ def test_forest_equals_dense_mask(shape, dtype, tolerance):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(9, 3, 64), (5, 5, 16)])
 def test_errors_are_of_the_size_of_what_rounding_the_truth_to_bf16_costs(shape):
     packed = forest(3)

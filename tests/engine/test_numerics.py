@@ -78,6 +78,7 @@ def test_a_gpu_names_what_passed_its_check(config, monkeypatch):
     assert found.alarm_kl == 1e-2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("path", ["native", "matmul", "log_sum_exp", "torch"])
 def test_the_gap_is_as_expected(library, path, dtype, tmp_path, monkeypatch):

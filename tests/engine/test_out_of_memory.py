@@ -102,6 +102,7 @@ while reached:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_allocation_of_the_kernels_may_fail(tmp_path, dtype):

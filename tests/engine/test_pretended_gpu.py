@@ -31,6 +31,8 @@ from planish.native.kernels import FAMILIES
 from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def gpu() -> Iterator[Marks]:

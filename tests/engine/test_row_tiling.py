@@ -100,6 +100,7 @@ def of_rank(rank: int) -> Any:
     return SimpleNamespace(layout=SimpleNamespace(lora=SimpleNamespace(rank=rank)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_matmuls_of_torch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
@@ -141,6 +142,7 @@ def test_adapters_of_every_rank_are_padded_enough(tmp_path, ranks, dtype):
     assert padded == {True, False}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_matmuls_of_torch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_samples_are_the_same_beside_adapters_of_other_ranks(tmp_path, dtype):

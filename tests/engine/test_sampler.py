@@ -162,6 +162,7 @@ def mixed_requests() -> list[Sample]:
     ]
 
 
+@pytest.mark.slow
 def test_deterministic_bits_do_not_depend_on_the_batch_nor_on_the_cache(decoder, tiling):
     for chosen in (tiling, FIXED):
         sampler = sampler_of(decoder, chosen, max_batch=9, prefill_tokens=96)
@@ -173,6 +174,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch_nor_on_the_cache(decoder,
         assert drawn(alone) == together
 
 
+@pytest.mark.slow
 def test_without_determinism_batch_and_cache_change_rounding_only(decoder):
     sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
     for _ in range(2):
@@ -484,6 +486,7 @@ def in_step() -> list[Sample]:
     return [request(tokens(3), n=16, max_tokens=140, seed=0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 256)])
 def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(
     decoder, monkeypatch, asked, most
@@ -589,6 +592,7 @@ def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
     assert_nothing_left(sampler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [float("nan"), 1e20, 1e38])
 def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling, size):
     """Also for who comes after: keys and values that are not finite lie in slots that others take

@@ -114,6 +114,7 @@ def _kernels(request, monkeypatch):
         monkeypatch.setattr(cpu, "loaded", lambda: None)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -124,6 +125,7 @@ def test_float32(tmp_path, family, temperature):
     assert found == 0 if cpu.loaded() is not None else found < 3e-5
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
     ("family", "options"),
@@ -242,6 +244,7 @@ def test_one_row_alone(tmp_path):
     assert found.max() < 1e-3
 
 
+@pytest.mark.slow
 def test_another_order_of_sums_would_show(tmp_path, monkeypatch):
     """The control: a rounding of the trainer's attention alone moves logprobs by far more."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)

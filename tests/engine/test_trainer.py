@@ -263,6 +263,7 @@ def test_adapters_on_parts_of_the_model(model_path, decoder, parts: dict):
     assert relative(ours, theirs) < 1e-4
 
 
+@pytest.mark.slow
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path):
     path = tiny_model(tmp_path, layers=3, tied=False, dtype="bfloat16")
     wide, narrow = (Decoder.load(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
@@ -329,6 +330,7 @@ def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
     assert sparse.loss_fn_outputs[0]["logprobs"].shape == [6, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
 def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: float):
     decoder = Decoder.load(model_path, dtype, CPU)
@@ -435,6 +437,7 @@ def test_forward_equals_forward_backward_and_changes_nothing(decoder):
     assert all(key.count(":") == 1 for key in both.metrics)
 
 
+@pytest.mark.slow
 def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
     tokens = np.random.default_rng(0).integers(0, 272, 2049)
     long = datum_of(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})

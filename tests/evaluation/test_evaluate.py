@@ -192,6 +192,7 @@ def test_an_answer_gets_no_more_tokens_than_there_is_room_for(tokenizer, sums):
     assert (results.metrics["tokens_per_answer"], results.metrics["cut_off"]) == (30, 1.0)
 
 
+@pytest.mark.slow
 def test_an_answer_that_cannot_be_judged_is_counted(tokenizer, sums, monkeypatch):
     grader = SharedGrader(timeout_seconds=2)
     monkeypatch.setattr(boxed, "process_grader", lambda: grader)

@@ -69,6 +69,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_ends_with_its_threads(name):

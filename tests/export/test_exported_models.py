@@ -66,6 +66,7 @@ def test_merged_equals_planish(family, tied, parts, trained, tmp_path):
     assert config["tie_word_embeddings"] is (tied and not parts["unembed"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parts", PARTS, ids=name_of)
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 @pytest.mark.parametrize("family", FAMILIES)

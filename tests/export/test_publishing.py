@@ -83,6 +83,7 @@ def hub() -> Iterator[Hub]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_an_export_is_published_as_it_is(hub, trained, tmp_path, monkeypatch):
     # `make test` is; this hub is here
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)

@@ -95,6 +95,7 @@ def ask(endpoint: ChatEndpoint) -> str:
     return answer["content"]
 
 
+@pytest.mark.slow
 def test_a_request_is_openais_and_the_key_comes_from_the_named_variable(script, monkeypatch):
     monkeypatch.setenv("MY_KEY", "secret")
     monkeypatch.setenv("OPENAI_API_KEY", "another")
@@ -111,6 +112,7 @@ def test_a_request_is_openais_and_the_key_comes_from_the_named_variable(script, 
     assert script.bodies[1]["temperature"] == 0.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stumble",
     [
@@ -132,6 +134,7 @@ def test_what_may_go_better_is_asked_again(script, stumble):
     assert len(script.bodies) == 3
 
 
+@pytest.mark.slow
 def test_the_last_attempt_is_told(script):
     script.answers = [(500, {}, b"out of memory")]
     with pytest.raises(
@@ -146,6 +149,7 @@ def test_the_last_attempt_is_told(script):
         ask(ChatEndpoint(script.url, "judge", timeout_seconds=0.1, max_retries=0))
 
 
+@pytest.mark.slow
 def test_a_wish_to_wait_is_granted(script):
     script.answers = [
         (429, {"Retry-After": "0.4"}, b""),
@@ -158,6 +162,7 @@ def test_a_wish_to_wait_is_granted(script):
     assert third - second < 0.4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
 def test_a_wrong_request_is_refused_at_once(script, status):
     script.answers = [(status, {}, b"no such model")]
@@ -168,6 +173,7 @@ def test_a_wrong_request_is_refused_at_once(script, status):
     assert len(script.bodies) == 1
 
 
+@pytest.mark.slow
 def test_calls_share_connections_and_wait_for_their_turn(script):
     script.answers = [0.02]
     endpoint = ChatEndpoint(script.url, "judge", max_concurrent=3)
@@ -184,6 +190,7 @@ def test_calls_share_connections_and_wait_for_their_turn(script):
     asyncio.run(many())  # another event loop
 
 
+@pytest.mark.slow
 def test_it_pickles_while_it_is_used(script):
     script.answers = [said("yes")]
     endpoint = ChatEndpoint(script.url, "judge")

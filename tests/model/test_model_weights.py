@@ -65,6 +65,7 @@ def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
         ), f"{name} was copied"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
     def anonymous_bytes():

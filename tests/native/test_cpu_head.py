@@ -42,6 +42,7 @@ def sorted_first(logits: Tensor, k: int) -> Tensor:
     return logits.float().sort(dim=1, descending=True, stable=True).indices[:, :k]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 5, 16, 31, 129, 272, 3001, 49152])
 @pytest.mark.parametrize("kind", ["different", "tied", "rising", "equal", "infinite"])
 def test_the_largest_entries_are_those_of_a_stable_sort(vocab, kind, normal):
@@ -114,6 +115,7 @@ def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
     assert error.max() < (0.5 if dtype == torch.bfloat16 else 1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("threads", [1, 2, 5])

@@ -98,6 +98,7 @@ def test_forth_and_back(rows, rank, sizes, normal):
     close(grad_x, expected_x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", [SIZES, (320,)])
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("rows", [0, 1, 7, 512, 1101])

@@ -37,6 +37,7 @@ def _program(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_the_pool_does_each_item_once(way, program):
     done = subprocess.run([program, way], capture_output=True, text=True, check=False)
@@ -109,6 +110,7 @@ else:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(("fork", "status"), [(True, 0), (False, 7)])
 def test_kernels_work_after_a_fork_and_do_not_hold_up_an_exit(fork, status):

@@ -120,6 +120,7 @@ def test_where_amx_fails_the_others_are_tested_without(library, monkeypatch):
     assert [line.split()[:2] for line in calls(library)] == [["0", "amx"], ["0", "matmul"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fate", "reason", "count"),
     [
@@ -171,6 +172,7 @@ def test_torch_replaces_a_family_that_failed(family, refused, monkeypatch, caplo
         cpu.loaded()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("loaded_anew")
 def test_a_library_that_ends_its_process_is_not_used(tmp_path, monkeypatch, caplog):
@@ -187,6 +189,7 @@ def test_a_library_that_ends_its_process_is_not_used(tmp_path, monkeypatch, capl
     assert "rms_norm_f" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_real_test_passes_also_with_tiles(emulated_library, tmp_path):
     """The emulator ends a process that uses tiles without permission."""
     copy = tmp_path / emulated_library.name

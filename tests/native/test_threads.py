@@ -173,9 +173,7 @@ def test_an_engine_has_it_while_its_thread_runs(tmp_path):
 
     before = set(threading.enumerate())  # engines that other tests of this process left open
     engine = Engine(data_dir=tmp_path)
-    [thread] = [
-        one for one in set(threading.enumerate()) - before if one.name == "planish-engine"
-    ]
+    [thread] = [one for one in set(threading.enumerate()) - before if one.name == "planish-engine"]
     for _ in range(1000):
         if sys.getswitchinterval() < 1e-3:
             break

@@ -240,6 +240,7 @@ def test_no_rows_are_no_work(dtype, normal):
     own.normalizers_backward(out, 1.0, none, whole, whole[:0], none)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "vocab"), [(96, 4112), (67, 4098)])
 def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, device):
@@ -342,6 +343,7 @@ def test_weights_that_tokens_are_drawn_by(normal, both):
     close(ours[1], theirs[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 5, 1023, 4096, 9001])
 def test_sampled_tokens_are_those_of_torch(vocab, normal, device):
     """Also at the ends of the uniform numbers, and where whole parts of a row have no weight."""
@@ -529,6 +531,7 @@ SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "head_dim", "vocab"), SHAPES)
 def test_all_compile_for_hopper_without_spills(width, head_dim, vocab):
     cases = launched(width, head_dim, vocab)

@@ -268,6 +268,7 @@ def assert_fits(cases: list[Case]) -> None:
         assert found.shared < 64 << 10, found
 
 
+@pytest.mark.slow
 def test_it_compiles_for_hopper():
     assert_fits(
         [

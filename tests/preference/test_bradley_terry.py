@@ -59,6 +59,7 @@ def test_chosen_comes_first_and_both_are_asked_the_question(renderer, choice):
     assert (list(short), short.left_out) == ([], 1)
 
 
+@pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=5))
 def test_loss_and_gradient_are_those_of_plain_torch(choice, odds):
     """From logits: plain torch takes the loss of the pairs' logit differences, ours goes by the

@@ -165,6 +165,7 @@ def by_transformers(model, datum):
     return float((logprobs * datum.loss_fn_inputs["weights"].to_torch()).sum())
 
 
+@pytest.mark.slow
 def test_rewards_are_the_difference_of_two_models_by_transformers(client, models, pairs, tmp_path):
     policy, reference = models
     _, test = builder(policy, pairs)()
@@ -189,6 +190,7 @@ def test_rewards_are_the_difference_of_two_models_by_transformers(client, models
     assert row["test/nll"] == pytest.approx(-sum(chosen) / tokens, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_preferences_are_learned_and_every_metric_is_defined(client, models, pairs, tmp_path):
     run = train(client, models[0], pairs, tmp_path / "run", dpo_beta=0.5, num_epochs=6)
     rows = read_rows(run / "metrics.jsonl")
@@ -208,6 +210,7 @@ def test_preferences_are_learned_and_every_metric_is_defined(client, models, pai
     ] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", ["ipo", "simpo"])
 def test_other_losses_learn_the_same_preferences(client, models, pairs, tmp_path, loss):
     run = train(client, models[0], pairs, tmp_path / "run", loss=loss, num_epochs=6)
@@ -230,6 +233,7 @@ class StoppedError(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
     client, models, pairs, tmp_path, monkeypatch
 ):
@@ -272,6 +276,7 @@ def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
     assert abs(first[-1]["test/chosen_reward"]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_run_that_begins_once_more_names_its_reference_anew(
     client, models, pairs, tmp_path, monkeypatch
 ):

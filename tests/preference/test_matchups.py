@@ -78,6 +78,7 @@ def test_a_judge_with_a_taste_for_a_side_favours_no_answer(answers, size, patter
     assert all(abs(standing.balance) <= most for standing in standings(answers, results))
 
 
+@pytest.mark.slow
 @given(st.integers(2, 12), PATTERNS, st.randoms())
 def test_what_one_wins_another_loses(answers, pattern, rng):
     results = [Result(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)]

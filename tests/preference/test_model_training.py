@@ -87,6 +87,7 @@ def run(client, *arguments, **changes):
     return asyncio.run(main(config(*arguments, **changes), client))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_model_learns_is_calibrated_and_can_be_used_again(
     client, models, many_pairs, tmp_path, kind

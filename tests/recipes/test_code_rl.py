@@ -89,6 +89,7 @@ def test_the_last_block_of_an_answer_is_its_program():
     assert read_program(as_answer("x = 1")) == "x = 1\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("answer", "problem", "reward", "correct", "form"),
     [
@@ -111,6 +112,7 @@ def test_one_answer(played, answer, problem, reward, correct, form):
     assert "6" not in asked[0]
 
 
+@pytest.mark.slow
 def test_a_part_of_the_tests_is_a_part_of_the_reward(played):
     for answer, part in ((RIGHT, 1.0), (HALF, 0.5), (WRONG, 0.25), ("no", 0.0)):
         _, reward, metrics, _ = played(answer, reward="fraction", format_coef=0.0)
@@ -118,6 +120,7 @@ def test_a_part_of_the_tests_is_a_part_of_the_reward(played):
         assert metrics["correct"] == (part == 1.0)
 
 
+@pytest.mark.slow
 def test_a_program_is_mended(played):
     def answer(asked):
         return RIGHT if "It returned" in asked else WRONG
@@ -131,6 +134,7 @@ def test_a_program_is_mended(played):
     assert is_one_sequence(trajectory)
 
 
+@pytest.mark.slow
 def test_what_is_right_at_once_is_not_asked_again(played):
     trajectory, reward, metrics, _ = played(RIGHT, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["correct_at_once"]) == (1.0, 1, 1.0)
@@ -139,6 +143,7 @@ def test_what_is_right_at_once_is_not_asked_again(played):
     assert "-5" not in str(asked)  # only public tests are shown
 
 
+@pytest.mark.slow
 def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(played):
     only_shown = as_answer("def f(x):\n    return 6 if x == 3 else 1")
     assert played(only_shown, reward="fraction")[1] == 0.25
@@ -147,6 +152,7 @@ def test_a_part_is_earned_by_hidden_tests_where_others_were_shown(played):
     assert CodeProblem("", DOUBLE.tests[:1], DOUBLE.tests[:1]).hidden_tests == DOUBLE.tests[:1]
 
 
+@pytest.mark.slow
 def test_repair_ends(played):
     trajectory, reward, metrics, asked = played(WRONG, max_turns=3)
     assert (reward, len(trajectory.transitions), metrics["correct"]) == (0.0, 3, 0.0)
@@ -284,6 +290,7 @@ def test_a_directory_has_splits(small_model, tmp_path):
     assert {group.problem.question for group in train.get_batch(0)} == {"Add 20.", "Add 21."}
 
 
+@pytest.mark.slow
 def test_the_worked_examples_are_right(small_model):
     """A policy that copies them is right about them."""
     for function in shown_functions(2):
@@ -329,6 +336,7 @@ def test_presets_are_options():
         recipe.dataset_builder(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [["env=solve"], ["env=repair", "max_turns=2", "reward=fraction", "steps=2"], ["FILE"]],

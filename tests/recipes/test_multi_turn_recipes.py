@@ -43,6 +43,7 @@ def options(request, small_model, tmp_path, monkeypatch):
     return read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_runs_and_goes_on(options, name, tmp_path):
     recipe, config = options(name)
@@ -61,6 +62,7 @@ def test_a_recipe_runs_and_goes_on(options, name, tmp_path):
             assert (path / f"train_iteration_{step:06d}{ending}").exists()
 
 
+@pytest.mark.slow
 def test_what_a_game_is_about_is_in_the_rows(options):
     recipe, config = options("tic_tac_toe", "max_steps=1")
     [row, last] = read_rows(recipe.main(config) / "metrics.jsonl")

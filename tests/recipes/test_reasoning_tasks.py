@@ -24,6 +24,8 @@ from planish.recipes.reasoning_tasks import Entry, Task, TaskProcess, check_name
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID
 
+pytestmark = pytest.mark.slow
+
 gym = pytest.importorskip("reasoning_gym")
 
 

@@ -72,6 +72,7 @@ def test_metrics_have_their_definitions(service, sums_dataset, tmp_path):
     assert row["tokens/sampled"] == row["env/all/total_ac_tokens"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "die_at", [pytest.param(n, marks=pytest.mark.slow if n % 9 else ()) for n in range(0, 45, 3)]
 )
@@ -93,6 +94,7 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
     assert read_rows(run / "checkpoints.jsonl") == read_rows(undisturbed / "checkpoints.jsonl")
 
 
+@pytest.mark.slow
 def test_a_run_that_max_steps_ended_goes_on_with_more(service, tokenizer, sums_dataset, tmp_path):
     run = rl_loop.train(options(sums_dataset, tmp_path, max_steps=3), service)
     assert read_rows(run / "checkpoints.jsonl")[-1]["batch"] == 3

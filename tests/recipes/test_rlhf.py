@@ -116,6 +116,7 @@ def whole(small_model, tmp_path_factory):
     return play(options_of(small_model, directory / "run"), directory / "data")
 
 
+@pytest.mark.slow
 def test_each_stage_leaves_its_files(whole):
     assert sorted(path.name for path in whole.iterdir()) == sorted(STAGES)
     assert [row["step"] for row in untimed(whole, "sft")] == [0, 1, 2, 3]
@@ -166,6 +167,7 @@ def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys)
     assert "win rate by the rule" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "die_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 4, 8]
 )
@@ -191,6 +193,7 @@ def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(
     assert_equal(results(play(options, tmp_path / "data")), results(whole))
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_between_stages(whole, small_model, tmp_path, monkeypatch):
     options = options_of(small_model, tmp_path / "run")
     for module in (rlhf.model_training, rlhf.train_rl):
@@ -206,6 +209,7 @@ def test_a_run_that_is_killed_between_stages(whole, small_model, tmp_path, monke
     assert_equal(results(play(options, tmp_path / "data")), results(whole))
 
 
+@pytest.mark.slow
 def test_a_longer_rl_stage_is_compared_again(small_model, tmp_path):
     options = options_of(small_model, tmp_path / "run", rl={"max_steps": 1})
     play(options, tmp_path / "data")
@@ -218,6 +222,7 @@ def test_other_options_of_a_stage_that_is_done_are_refused(whole, small_model):
         play(options_of(small_model, whole, sft={"learning_rate": 2e-2}), whole.parent / "data")
 
 
+@pytest.mark.slow
 def test_data_of_ones_own_with_a_penalty(small_model, tmp_path):
     def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

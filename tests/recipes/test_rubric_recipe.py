@@ -53,6 +53,7 @@ def rows(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_a_run_with_the_base_model_as_judge(options, rows, tmp_path):
     given = [f"dataset={rows}", "test_size=2", "unfinished_reward=-0.5"]
     path = rubric.main(options(*given))

@@ -59,6 +59,7 @@ def test_without_evaluations_and_checkpoints_between(small_model, tmp_path):
     assert [record["batch"] for record in read_rows(run / "checkpoints.jsonl")] == [1]
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_in_other_processes(small_model, tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(8)))

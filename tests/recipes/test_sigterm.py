@@ -13,6 +13,8 @@ import pytest
 
 from planish.files import read_rows
 
+pytestmark = pytest.mark.slow
+
 WAIT = 150.0
 
 PROGRAM = """

@@ -26,6 +26,7 @@ def options(dataset, tmp_path, **changes):
     )
 
 
+@pytest.mark.slow
 def test_two_epochs_with_a_falling_rate(service, sums_dataset, tmp_path):
     run = sl_loop.train(options(sums_dataset, tmp_path, num_epochs=2, eval_examples=5), service)
     rows = read_rows(run / "metrics.jsonl")
@@ -63,6 +64,7 @@ def test_each_epoch_shows_each_example_once_in_its_own_order():
     assert first == sl_loop.epoch_order(26, 0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "die_at", [pytest.param(n, marks=pytest.mark.slow if n % 4 else ()) for n in range(0, 16, 2)]
 )

@@ -279,6 +279,7 @@ answers = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(texts=answers)
 def test_prompts_extend_each_other_where_the_renderer_says_so(

@@ -76,6 +76,7 @@ PIECES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     pieces=st.lists(PIECES, max_size=12),

@@ -105,6 +105,7 @@ def test_a_run_with_a_held_out_test(model, questions, tmp_path):
     assert "length" in json.loads((run / "config.json").read_text())["dataset_builder"]["reward"]
 
 
+@pytest.mark.slow
 def test_the_reward_is_learned(model, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Write."}]}) + "\n")

@@ -42,6 +42,8 @@ from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.rollout.strategy import FailFast, MinViableGroup, RetryOnFailure
 from planish.rl.types import RolloutError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def runner():

@@ -192,6 +192,7 @@ def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
     assert asyncio.run(run()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)]
 )

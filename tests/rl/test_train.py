@@ -88,6 +88,7 @@ ALIKE = ("substeps", "folders", "epochs", "schedule")
 """Of those that write and wait as others do, only the slow tests are killed everywhere."""
 
 
+@pytest.mark.slow
 def test_a_run_writes_all_its_files(service, tmp_path):
     builder = DigitsBuilder(tests=2)
     train(
@@ -136,6 +137,7 @@ def test_every_metric_is_defined(service, tmp_path, name):
     ] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
     first, second = FakeService(tokenizer), FakeService(tokenizer)
@@ -147,6 +149,7 @@ def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
     assert final_weights(other) != final_weights(first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
@@ -177,6 +180,7 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
             assert final_weights(service) == final_weights(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

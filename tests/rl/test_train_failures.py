@@ -507,6 +507,7 @@ def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
     assert left == set()
 
 
+@pytest.mark.slow
 def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
     """With lag a group fails while the test is played."""
     testing = asyncio.Event()

@@ -113,6 +113,7 @@ def test_the_same_seed_gives_the_same_file(model, whole, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run", max_steps=1)
     train(model, tmp_path / "data", tmp_path / "run")
@@ -122,6 +123,7 @@ def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
     assert [row["step"] for row in untimed(tmp_path / "run")] == list(range(STEPS + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )

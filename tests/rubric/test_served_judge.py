@@ -19,6 +19,8 @@ from planish.rubric.grading import Grader, judge_prompt
 from planish.rubric.rubrics import Criterion, RubricRow
 from planish.supervised.rendering import conversation_to_data
 
+pytestmark = pytest.mark.slow
+
 NAME = "Qwen/Qwen3-4B-Instruct-2507"
 """The tiny model's, so that the server gives it the renderer of that name."""
 ROW = RubricRow(({"role": "user", "content": "What is 3 + 4?"},), (Criterion("Is it 7?"),))

@@ -304,6 +304,7 @@ def process(
     return subprocess.run(command, capture_output=True, text=True, env={**kept, **environment})
 
 
+@pytest.mark.slow
 def test_wandb_keeps_each_step_once_also_after_a_resumption(tmp_path):
     pytest.importorskip("wandb")
     for start, end in ((0, 5), (3, 7)):
@@ -346,6 +347,7 @@ def wandb_records(path: Path) -> Iterator[Any]:
             record = b""
 
 
+@pytest.mark.slow
 def test_wandb_without_a_login_says_how_to_log_in(tmp_path):
     pytest.importorskip("wandb")
     home = {name: str(tmp_path) for name in ("HOME", "XDG_CONFIG_HOME", "WANDB_CONFIG_DIR")}

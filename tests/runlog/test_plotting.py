@@ -37,6 +37,7 @@ def traces(page: Path) -> list[dict]:
     return json.loads(call)
 
 
+@pytest.mark.slow
 def test_a_run_becomes_a_picture_and_a_page_in_its_directory(tmp_path):
     run = write_run(tmp_path / "run", 8)
     png, page = plot_runs([run])
@@ -78,6 +79,7 @@ def test_runs_of_different_lengths_are_compared(tmp_path):
     assert len(set(colors)) == 2
 
 
+@pytest.mark.slow
 def test_a_run_is_in_the_legend_once(tmp_path):
     _, page = plot_runs(
         [write_run(tmp_path / "a", 4), write_run(tmp_path / "b", 4)], tmp_path, smooth=2

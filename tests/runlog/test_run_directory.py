@@ -192,6 +192,7 @@ def test_files_of_an_unknown_run_are_not_taken_over(tmp_path):
         RunDirectory(tmp_path, CONFIG)
 
 
+@pytest.mark.slow
 def test_two_processes_cannot_write_one_run(tmp_path):
     code = f"from planish.runlog.run_directory import RunDirectory; RunDirectory({str(tmp_path)!r}, {CONFIG!r})"
     with RunDirectory(tmp_path, CONFIG):

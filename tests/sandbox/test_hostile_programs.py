@@ -15,6 +15,8 @@ import pytest
 from planish.sandbox import Ending, FunctionTest, Outcome, StdinTest
 from planish.sandbox.limits import MIB, THREADS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 

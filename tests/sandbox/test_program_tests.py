@@ -88,6 +88,7 @@ def test_returned_values(returned, expected, same):
     )
 
 
+@pytest.mark.slow
 @given(VALUES)
 def test_a_value_comes_through_as_itself(value):
     """On the way in as a literal, on the way out as JSON."""
@@ -109,6 +110,7 @@ def test_values_without_a_literal_are_refused(value):
         FunctionTest("f(", [1], 1)
 
 
+@pytest.mark.slow
 def test_a_program_that_reads_and_prints(sandbox):
     box = sandbox()
     test = StdinTest("3 4\n", "7\n")
@@ -129,12 +131,14 @@ def test_a_program_that_reads_and_prints(sandbox):
         assert run(box, StdinTest(half, "7"), "print(7)").outcome is Outcome.PASSED
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_much(sandbox):
     test = StdinTest("", "7")
     assert run(sandbox(cpu_seconds=1), test, "while True: pass").outcome is Outcome.TIME
     assert run(sandbox(output_bytes=100), test, "while True: print(7)").outcome is Outcome.OUTPUT
 
 
+@pytest.mark.slow
 def test_a_function_that_is_called(sandbox):
     box = sandbox()
     test = FunctionTest("add", [(1, 2), {"x"}], [1, 2, "x"])

@@ -123,6 +123,7 @@ def test_a_sandbox_with_a_hole_is_found_out(sandbox, monkeypatch, change, got):
         asyncio.run(box.check())
 
 
+@pytest.mark.slow
 def test_a_whole_sandbox_passes_its_check(sandbox):
     for limits in ({}, {"processes": 4}, {"scratch_bytes": 1 << 20}):
         asyncio.run(sandbox(**limits).check())
@@ -136,6 +137,7 @@ def test_an_interpreter_that_others_cannot_read(tmp_path):
     assert python_runtime.is_open_to_all("/usr") or not Path("/usr").stat().st_mode & 0o001
 
 
+@pytest.mark.slow
 def test_root_needs_an_interpreter_for_nobody(monkeypatch):
     monkeypatch.setattr(python_runtime, "is_open_to_all", lambda path: False)
     with pytest.raises(SandboxUnavailableError, match="run planish as an ordinary user"):

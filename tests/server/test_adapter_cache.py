@@ -225,6 +225,7 @@ def test_a_load_completes_although_its_caller_was_cancelled(log):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_load_error_without_a_caller_is_ignored(log, caplog):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")

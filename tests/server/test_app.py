@@ -471,6 +471,7 @@ def test_a_training_step(alice: Caller):
     assert losses[2] < losses[1] < losses[0]
 
 
+@pytest.mark.slow
 def test_numbers_may_come_late(alice: Caller):
     model = alice.model()
     later = [alice.optim_step(model, 3), alice.forward_backward(model, 2)]
@@ -632,6 +633,7 @@ def test_a_sampler_of_weights_in_training(alice: Caller):
     alice.result(alice.sample(result["sampling_session_id"], 0), headers=PROTOBUF)
 
 
+@pytest.mark.slow
 def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Caller):
     much = {
         "num_samples": 4096,
@@ -929,6 +931,7 @@ def test_an_id_that_leads_elsewhere_is_refused(alice: Caller, run: str, checkpoi
 # Results
 
 
+@pytest.mark.slow
 def test_a_result_is_waited_for(alice: Caller):
     model = alice.model()
     accepted = alice.forward_backward(model, 2)
@@ -943,6 +946,7 @@ def test_a_result_is_waited_for(alice: Caller):
     assert 0.3 < time.monotonic() - began < 2.0
 
 
+@pytest.mark.slow
 def test_a_poll_for_an_unfinished_result_says_try_again(alice: Caller):
     model = alice.model()
     accepted = alice.optim_step(model, 2)
@@ -965,6 +969,7 @@ def test_a_stop_ends_waiting_polls(tmp_path: Path, model_directory: Path):
         assert time.monotonic() - began < 1.0
 
 
+@pytest.mark.slow
 def test_a_stop_ends_requests_that_wait_for_memory(
     tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -4,7 +4,10 @@ times as long.
 
 from pathlib import Path
 
+import pytest
 from fuzz import fuzz
+
+pytestmark = pytest.mark.slow
 
 
 def test_random_requests_are_answered_or_refused(tmp_path: Path):

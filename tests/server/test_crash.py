@@ -7,6 +7,8 @@ from crash_run import CALM, SETTINGS, Kill, Round, differences, kills, play
 
 from planish.server.durable.store import CRASH_POINTS, arm_crash_point
 
+pytestmark = pytest.mark.slow
+
 KILLS = (
     Kill("before commit:12"),
     Kill("snapshot saved before recording:1"),

@@ -60,6 +60,7 @@ def test_a_directory_that_is_moved_away_and_back_loses_nothing(model_dir, data_d
     run(scenario())
 
 
+@pytest.mark.slow
 def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypatch):
     async def play(name: str, full: bool) -> dict[str, bytes]:
         data_dir = tmp_path / name
@@ -89,6 +90,7 @@ def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypa
     assert run(play("full", True)) == run(play("free", False))
 
 
+@pytest.mark.slow
 def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
@@ -111,6 +113,7 @@ def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_dir, m
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_full_disk_does_not_keep_a_server_from_stopping(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         server = make_core(model_dir, data_dir)

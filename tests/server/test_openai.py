@@ -296,6 +296,7 @@ def trained(served) -> Iterator[Any]:
         yield training_client
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_served_at_once(served, client, trained):
     path = trained.save_weights_for_sampler("now").result(WAIT).path
     [listed] = [model for model in client.models.list() if model.id == path]
@@ -624,6 +625,7 @@ def test_closing_the_connection_cancels_the_samples(served, client, caplog):
     assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
+@pytest.mark.slow
 def test_many_are_served_at_once(served):
     async def main() -> list[str | None]:
         async with openai.AsyncOpenAI(

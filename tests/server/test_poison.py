@@ -20,6 +20,8 @@ from planish.server.settings import ServerSettings
 from planish.service import ForwardBackward, SaveWeights
 from planish.types import Datum, ModelInput
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
 MOST_ENDS = 5
 

@@ -29,6 +29,7 @@ from planish.types import Checkpoint, Datum, ModelInput
 SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes=1000)
 
 
+@pytest.mark.slow
 def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
     async def play(
         name: str, settings: ServerSettings
@@ -52,6 +53,7 @@ def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
     assert run(play("small", SMALL)) == run(play("large", ServerSettings()))
 
 
+@pytest.mark.slow
 def test_a_restart_resumes_everything(model_dir, tmp_path):
     async def play(name: str, restarts: bool) -> tuple[list[object], dict[str, bytes]]:
         data_dir = tmp_path / name
@@ -352,6 +354,7 @@ def test_a_replay_with_other_gradient_norms_is_logged(model_dir, data_dir, caplo
     assert "the first run computed 1.0" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "missing file", "row", "snapshot", "missing snapshot"])
 def test_a_model_with_altered_files_is_not_loaded(model_dir, data_dir, monkeypatch, caplog, where):
     if "file" in where:

@@ -84,6 +84,7 @@ def test_a_sample_can_be_cancelled_before_it_starts(model_dir, data_dir, monkeyp
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_failure_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
     """After a crash a failed part of a gradient could succeed, and with it a step whose failure its
     sender was told.

@@ -169,6 +169,7 @@ def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_many_requests_at_once(model_dir, data_dir):
     async def scenario() -> None:
         async with running(

@@ -27,7 +27,7 @@ from server_process import BASE_MODEL, running_server
 from planish.testing import tiny_model
 
 # All probes run within the first of their tests, on whatever else the machine does.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 LLAMA = "meta-llama/Llama-3.2-1B"
 """The SDK does not ask for its tokenizer by the model's name."""

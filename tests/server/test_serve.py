@@ -25,6 +25,8 @@ from starlette.applications import Starlette
 from planish.server import serve
 from planish.server.http import access
 
+pytestmark = pytest.mark.slow
+
 ALICE, READER = "tml-alices-key", "tml-key-of-prometheus"
 
 

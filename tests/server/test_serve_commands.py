@@ -20,6 +20,8 @@ from planish.commands.tables import size, time_left
 from planish.errors import UserError
 from planish.export import weights
 
+pytestmark = pytest.mark.slow
+
 ALICE, BOB = "tml-alices-key", "tml-bobs-key"
 
 

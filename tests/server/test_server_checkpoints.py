@@ -100,6 +100,7 @@ def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
@@ -119,6 +120,7 @@ def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
@@ -187,6 +189,7 @@ def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
@@ -304,6 +307,7 @@ def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, da
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_session_without_a_sign_of_life_ends(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
@@ -342,6 +346,7 @@ def test_sessions_have_time_to_return_after_the_server_was_suspended(
     run(scenario())
 
 
+@pytest.mark.slow
 def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(

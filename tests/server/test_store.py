@@ -129,6 +129,7 @@ def test_orphaned_files_are_removed_at_the_next_start(tmp_path):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
     async def scenario() -> None:
         store = Store(tmp_path)
@@ -156,6 +157,7 @@ def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, caplog):
     async def scenario() -> None:
         store = Store(tmp_path)
@@ -203,6 +205,7 @@ def _is_link(number: str) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, monkeypatch):
     async def scenario() -> None:
         store = Store(tmp_path)
@@ -224,6 +227,7 @@ def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, mo
     run(scenario())
 
 
+@pytest.mark.slow
 def test_a_real_full_disk(tmp_path):
     """SQLite itself says that there is no more room."""
 

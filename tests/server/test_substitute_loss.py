@@ -8,6 +8,8 @@ from server_process import BASE_MODEL, running_server, start_server
 from planish import Datum, ModelInput, SamplingParams, ServiceClient
 from planish.testing import tiny_model
 
+pytestmark = pytest.mark.slow
+
 TOLD = "substituted_loss/stable_reinforce=cispo:max"
 
 

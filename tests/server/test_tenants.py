@@ -174,6 +174,7 @@ def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_tokens_are_shared_evenly_with_a_tenant_whose_long_requests_came_first(model_dir, data_dir):
     """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had
     about a third of them.
@@ -204,6 +205,7 @@ def test_tokens_are_shared_evenly_with_a_tenant_whose_long_requests_came_first(m
     assert max(served.values()) < wanted * 3 / 4, served
 
 
+@pytest.mark.slow
 def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir, data_dir):
     names = ("anna", "ben", "carla", "short")
 

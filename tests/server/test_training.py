@@ -180,6 +180,7 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_requests_behind_a_missing_number_fail(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
@@ -208,6 +209,7 @@ def test_requests_behind_a_missing_number_fail(model_dir, data_dir):
     run(scenario())
 
 
+@pytest.mark.slow
 def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
     async def scenario() -> None:
         async with running(

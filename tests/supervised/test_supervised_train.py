@@ -197,6 +197,7 @@ def killing(service, monkeypatch):
         monkeypatch.setattr(RunDirectory, name, counted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
@@ -313,6 +314,7 @@ def test_rolling_states_are_deleted_when_a_newer_state_is_safe(service, chats, t
     assert kept == {"000004", "final-000006"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "tests", "far ahead"])
 def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkeypatch):
     whole = LedgerService(tokenizer)

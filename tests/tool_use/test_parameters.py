@@ -146,6 +146,7 @@ JSON = st.recursive(
 PARAMETERS = read_parameters(everything, {})
 
 
+@pytest.mark.slow
 @given(st.dictionaries(st.sampled_from([*GOOD, "limit", "other"]), JSON))
 def test_nothing_that_a_model_writes_raises_anything_else(arguments):
     with suppress(UserError):

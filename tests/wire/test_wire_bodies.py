@@ -35,6 +35,7 @@ def test_one_byte_too_many_is_too_large(encoding, pack):
         open_body(pack(bytes(LIMIT + 1)), encoding, LIMIT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [zstandard.compress, zstd_without_size])
 def test_a_bomb_is_refused_without_being_opened(pack):
     packed = pack(bytes(1 << 28))

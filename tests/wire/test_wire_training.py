@@ -46,6 +46,7 @@ def sdk_request(operation: ForwardBackward, seq_id: int) -> sdk.ForwardBackwardR
     return sdk.ForwardBackwardRequest(given, operation.model_id, seq_id)
 
 
+@pytest.mark.slow
 @given(forward_backwards(), st.integers(1, 2**31 - 1))
 def test_we_decode_what_the_sdk_encodes(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
@@ -55,6 +56,7 @@ def test_we_decode_what_the_sdk_encodes(operation, seq_id):
     assert plain(training.forward_backward_from_message(message)) == plain(operation)
 
 
+@pytest.mark.slow
 @given(forward_backwards(), st.integers(1, 2**31 - 1))
 def test_our_encoding_equals_that_of_the_sdk(operation, seq_id):
     theirs = forward_backward_request_to_proto(sdk_request(operation, seq_id))
@@ -68,6 +70,7 @@ def test_our_encoding_equals_that_of_the_sdk(operation, seq_id):
 FINITE = st.one_of(dense_tensors("int64"), sparse_tensors())
 
 
+@pytest.mark.slow
 @given(forward_backwards(FINITE), st.integers(1, 2**62))
 def test_json_round_trip(operation, seq_id):
     fields = Fields.of(orjson.dumps(training.forward_backward_to_json(operation, seq_id)))
@@ -124,6 +127,7 @@ OUTPUTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @given(OUTPUTS)
 def test_the_sdk_reads_our_output(output):
     theirs = deserialize_forward_backward_output(training.output_to_message(output))
@@ -136,6 +140,7 @@ def test_the_sdk_reads_our_output(output):
         assert read["logprobs"].shape == written["logprobs"].shape
 
 
+@pytest.mark.slow
 @given(OUTPUTS)
 def test_output_round_trip(output):
     assert plain(training.output_from_message(training.output_to_message(output))) == plain(output)
@@ -247,6 +252,7 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     assert len(made) in (0, 2 * 21)  # the last case is known to be too much when the 21st is made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000]
 )
