@@ -248,7 +248,8 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop."""
+        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop.
+        """
         if name is not None:
             path = (await self.save_weights_for_sampler(name)).path
             return await self.create_sampling_client_async(
@@ -315,7 +316,9 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client, for code that expects a future from the method that made it."""
+        """Return this client, so that code may treat the method that created it as returning a
+        future.
+        """
         return self
 
     def __await__(self) -> Generator[None, None, TrainingClient]:

@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from threading import Lock
 
 SPIN_VARIABLE = "GOMP_SPINCOUNT"
-"""Read by GNU's OpenMP when torch is loaded: how often a waiting thread looks before it sleeps.
-Other OpenMP libraries ignore it.
+"""Read by GNU's OpenMP when torch is loaded: the number of spin iterations before a waiting thread
+sleeps. Other OpenMP libraries ignore it.
 """
 SPINS = "1000"
 """Some ten microseconds; docs/log.md has what other values cost."""
@@ -29,8 +29,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 
 SWITCH_SECONDS = 2e-4
 """Python's switch interval while an engine runs. Every operation of torch releases the interpreter
-lock and takes it back, so beside a busy Python thread Python's default of 5 ms makes a decoding step
-of 45 operations take 58 ms instead of 1.
+lock and takes it back, so beside a busy Python thread Python's default of 5 ms makes a decoding
+step of 45 operations take 58 ms instead of 1.
 """
 _PYTHONS_OWN = 5e-3
 _lock = Lock()

@@ -1,11 +1,11 @@
 """GRPO on questions with known answers: the whole run, from a dataset to a reward curve.
 
-    python -m planish.recipes.rl_loop                  the embedded model, GSM8K from the hub
+    python -m planish.recipes.rl_loop                  the default model, GSM8K from the hub
     python -m planish.recipes.rl_loop dataset=DIR      train.jsonl and test.jsonl of your own
     python -m planish.recipes.rl_loop preset=seed      sizes and model of the published recipe
 
 Each step takes the next `batch_size` problems and samples `group_size` answers to each from the
-current weights. An answer is rewarded with 1 if its box holds the right result, and with 0 if not.
+current weights. The reward is 1 if the \\boxed{} result is correct, else 0.
 The advantage of an answer is its reward minus the mean reward of its group. There is no division by
 the standard deviation, which would favour problems that are nearly always or nearly never solved
 (Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal teaches nothing and is left out.
@@ -129,8 +129,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                # The final test of a finished run has the number of this step, and its row was
-                # dropped, so the test is done again.
+                # If a finished run is extended, its final evaluation was logged under this step and
+                # its row was dropped. So evaluate again.
                 is_test_due = step == 0 or (step == start.batch and start.was_finished)
                 if config.eval_every > 0 and step % config.eval_every == 0:
                     is_test_due = True
@@ -174,8 +174,8 @@ class StepRunner:
             groups_P = self.sample(sampling_client, problems_P, seeds_P, config.group_size)
         self.display.stage("training")
         with spans.measure("training"):
-            # Answers sampled at another temperature are on-policy only if the loss scales its
-            # logits alike.
+            # With a temperature other than 1, the loss has to scale the logits by the same
+            # temperature, or training is off-policy.
             scale = None if config.temperature == 1.0 else {"temperature": config.temperature}
             adam = AdamParams(learning_rate=config.learning_rate, beta1=0.9, beta2=0.95, eps=1e-8)
             examples_D = training_examples(groups_P, config.loss_fn)
@@ -243,8 +243,8 @@ def sample_groups(
     seeds_P: Sequence[int],
     on_group: Callable[[], None],
 ) -> list[AnswerGroup]:
-    """`group_size` answers to each prompt, with all requests in flight at once. `grade(p, sequence)`
-    returns reward and metrics of an answer to prompt p.
+    """`group_size` answers to each prompt, with all requests in flight at once. `grade(p,
+    sequence)` returns reward and metrics of an answer to prompt p.
     """
     futures_P = [
         sampling_client.sample(

@@ -4,9 +4,9 @@ A learner takes the steps: `planish.training.rl_learner` by reinforcement learni
 `planish.training.supervised_learner` on datums. The loop does what every run needs: it resumes,
 evaluates, saves checkpoints, logs rows, and ends well after a signal or an error.
 
-A run resumes at the beginning of a step. The row and the files of a step are written before the
-checkpoint that follows the step is recorded. At a start, rows of steps after the newest checkpoint
-are dropped, because those steps are done again.
+A run resumes at the beginning of a step. The metrics row and the files of a step are written before
+its checkpoint is recorded. At a start, rows of steps after the newest checkpoint are dropped,
+because those steps are done again.
 """
 
 import asyncio
@@ -51,13 +51,13 @@ class Learner(Protocol):
         ...
 
     async def settle_after_error(self) -> bool:
-        """Log the steps that were applied although another one failed. Return False if the weights
+        """After a failure, log the steps whose updates were applied. Return False if the weights
         may contain more than the logged steps, so that they must not be saved.
         """
         ...
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """What the row of a checkpoint says besides its step and its paths."""
+        """Return extra fields for the checkpoint's row."""
         ...
 
 
@@ -123,7 +123,7 @@ class RunLoop:
         spans: Spans,
         evaluate_one: EvaluateOne,
     ) -> Metrics:
-        """The metrics of all evaluators, before `step`. A signal leaves an evaluation undone."""
+        """The metrics of all evaluators, before `step`. A signal cancels the current evaluation."""
 
         async def located(evaluator: Evaluator) -> Metrics:
             with asking(evaluator, step):
@@ -159,7 +159,8 @@ class RunLoop:
             self.trace.write(step, spans)
 
     def due_checkpoint(self, done: int) -> SaveCheckpoint | None:
-        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already."""
+        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already.
+        """
         if done == self.saved:
             return None
         return self.checkpoints.due(
@@ -227,7 +228,7 @@ async def with_service_client(
     others: Sequence[str | None] = (),
 ) -> Path:
     """`run` with the given service client; with one of its own, here or at `base_url`, if None is
-    given. `others`: base models that are used beside that of the options.
+    given. `others`: additional base models to load.
     """
     if service_client is not None:
         return await run(options, service_client)

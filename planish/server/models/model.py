@@ -1,10 +1,10 @@
 """A training model on the server: one actor that owns the model's requests and its state.
 
-A request is checked, journaled and queued by `submit` (request_queue.py). A worker, which runs while there
-is something to do, pins the model's adapter in memory and gives the requests to the engine in the
-order of their numbers. A few requests are in the engine at once, so that the device does not wait
-for the event loop. Requests that read or write a named checkpoint wait until all earlier ones are
-answered.
+A request is checked, journaled and queued by `submit` (request_queue.py). A worker, which runs
+while there is something to do, pins the model's adapter in memory and gives the requests to the
+engine in the order of their numbers. A few requests are in the engine at once, so that the device
+does not wait for the event loop. Requests that read or write a named checkpoint wait until all
+earlier ones are answered.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Model:
         self.in_flight = InFlight()
         self.adapter = AdapterState()
         self.private_paths: set[str] = set()
-        """Checkpoints that the server made to bring this model back."""
+        """Internal checkpoints from which the server restores this model."""
         self.worker: asyncio.Task[None] | None = None
         self.is_snapshotting = False
         self._registry = registry
@@ -261,7 +261,9 @@ class Model:
             self._settle(request, why)
 
     async def _start(self, request: QueuedRequest) -> None:
-        """Give a request to the engine. Some kinds are answered when this returns."""
+        """Give a request to the engine. Some operations, such as create and load, have completed
+        when this returns.
+        """
         operation = await self._services.request_log.operation(request)
         if isinstance(operation, ForwardBackward | OptimStep):
             await self._compute(request, operation)
@@ -547,7 +549,7 @@ class Model:
             crash_point("unloaded")
 
     async def _restore(self) -> None:
-        """Bring the adapter to the state after the last request that left the queue. If a file is
+        """Restore the adapter to its state after the last dequeued request. If a file is
         damaged or missing, nothing changes, and the model can come back once the file is restored.
         """
         # The rows tell which requests were answered.
@@ -627,8 +629,8 @@ class Model:
         return self.row.closed is None and self.adapter.can_be_saved
 
     async def save_snapshot(self) -> bool:
-        """Take a snapshot if there is something new to save and it can be saved. Returns whether
-        the last snapshot is of the model as it is.
+        """Take a snapshot if there is something new to save and it can be saved. Return whether the
+        last snapshot is up to date.
         """
         while self.is_snapshotting:
             await self.in_flight.change()

@@ -1,10 +1,10 @@
 """An LRU cache of the adapters in memory.
 
 An adapter is loaded before its first use, stays in memory while it is pinned, and may be evicted
-afterwards. A caller that needs room waits until enough adapters can be evicted; an adapter without
-a size never waits. An adapter larger than the budget is loaded alone. A load or an unload,
-once started, always completes even if the caller is cancelled, because the engine thread doing the
-work cannot be interrupted.
+afterwards. A caller that needs room waits until enough adapters can be evicted; an adapter with a
+size of 0 never waits. An adapter larger than the budget is loaded alone. A load or an unload, once
+started, always completes even if the caller is cancelled, because the engine thread doing the work
+cannot be interrupted.
 """
 
 from __future__ import annotations
@@ -121,7 +121,9 @@ class AdapterCache:
         self._changed.set()
 
     async def unload_idle(self, seconds: float) -> None:
-        """Unload adapters that were not used for `seconds`, and those that exceed the budget."""
+        """Unload adapters that were idle for `seconds`, and the least recently used ones until the
+        rest fits the budget.
+        """
         latest = time.monotonic() - seconds
         for entry in self._idle():
             if entry.used <= latest or self.used_bytes > self._budget:

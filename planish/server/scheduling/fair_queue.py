@@ -59,7 +59,7 @@ class FairQueue:
 
         `max_per_tenant` limits the slots of one tenant while others are active, except for its
         first turn. `long_capacity` limits the slots of long requests, those of more than
-        `long_tokens` tokens. By default neither has a limit of its own.
+        `long_tokens` tokens. By default both limits equal `capacity`.
         """
         self._capacity = capacity
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
