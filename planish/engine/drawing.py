@@ -1,9 +1,9 @@
-"""From logits to tokens: temperature, filters, and one uniform number a row.
+"""Sampling of tokens from logits: temperature, filters (top_k, top_p, min_p), one token per row.
 
-A token is drawn by inverting the cumulative distribution at a uniform number that depends on (seed,
-sample index, position) and on nothing else: not on the batch, not on the request's place in it.
-`torch.multinomial` draws one random number for each vocabulary entry and takes longer than the rest
-of a decoding step.
+A token is sampled by inverting the cumulative distribution at a uniform number. This number depends
+only on (seed, sample index, position), so the sampled token does not depend on the batch.
+`torch.multinomial` is not used. It generates a random number per vocabulary entry, which takes
+longer than the rest of a decoding step.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from planish.native import cpu, cpu_head, kernels
 from planish.types import SamplingParams
 
 _CHUNK = 128
+"""The vocabulary entries of one run in the two-step search of `_invert`."""
 _ENTRIES = 1 << 22
-"""Of runs that are looked at together."""
+"""The maximum number of entries that `_invert` gathers at a time."""
 _SORTED_ENTRIES = 1 << 21
-"""Sorted at a time on a GPU."""
+"""The maximum number of weights that a GPU sorts at a time."""
 SORTING_BYTES = 64 * _SORTED_ENTRIES
-"""What that takes: values and places before and after, sums in float64, and what is made on the
-way.
+"""The bytes that sorting so many weights takes: values and indices before and after the sort, sums
+in float64, and temporaries.
 """
 
 
 @dataclass(frozen=True)
 class Draw:
-    """tokens int64 [B]; log_normalizer float32 [B]: log of the sum of exp(logits / temperature)."""
+    """Sampled tokens and the log normalizers of their rows.
+
+    `tokens` is int64 [B], or [R, K] from `draw_several`. `log_normalizer` is float32, one per row:
+    the log of the sum of exp(logits / temperature).
+    """
 
     tokens: Tensor
     log_normalizer: Tensor
@@ -44,11 +49,12 @@ def draw(
     uniforms: list[float],
     rows: list[int] | None = None,
 ) -> Draw:
-    """One token for each row of float32 logits [R, V], or for each of these rows.
+    """Sample one token from each row of float32 logits [R, V], or from each row in `rows`.
 
-    Temperature 0 takes the likeliest token, and its normalizer is that of the unscaled logits. The
-    normalizer is taken before top_k, top_p and min_p. Of a row with a logit that is not finite, the
-    normalizer is not finite either, and its token means nothing.
+    `params` and `uniforms` have one entry per sampled token. Temperature 0 takes the likeliest
+    token and the normalizer of the unscaled logits. Normalizers are computed before top_k, top_p
+    and min_p. If a row has a logit that is not finite, its normalizer is not finite either, and
+    its token is undefined.
     """
     device = logits.device
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
@@ -74,8 +80,10 @@ def draw(
 
 
 def draw_several(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Draw:
-    """K tokens for each row of float32 logits [R, V], by uniforms, float64 [R, K]: those that
-    `draw` finds one by one. Tokens are [R, K].
+    """Sample K tokens from each row of float32 logits [R, V].
+
+    `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. `draw` would return the same
+    token for each of the uniform numbers.
     """
     weights = logits.clone()
     normalizer = log_normalizer(
@@ -94,8 +102,9 @@ def _is_filtered(params: SamplingParams) -> bool:
 def top_logprobs(
     logits: Tensor, normalizer: Tensor, temperature: Tensor, k: int
 ) -> tuple[Tensor, Tensor]:
-    """The k likeliest tokens of each row and their logprobs, likeliest first: int64 and float32 [B,
-    k].
+    """Return the k likeliest tokens of each row and their logprobs, the likeliest first.
+
+    Both results are [B, k], int64 and float32. `normalizer` and `temperature` are [B].
     """
     values, tokens = logits.topk(k, dim=-1)
     return tokens, values / temperature.unsqueeze(1) - normalizer.unsqueeze(1)
@@ -107,7 +116,10 @@ def _padded(weights: Tensor) -> Tensor:
 
 
 def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [B, K] for weights [B, V]; of a row that is not finite, any."""
+    """Sample tokens [B, K] from weights [B, V] at uniform numbers [B, K].
+
+    The tokens of a row that is not finite are undefined but within the vocabulary.
+    """
     own = cpu.usable(weights, "sampling") and weights.is_contiguous()
     if uniforms.shape[1] == 1 and not own:
         found = kernels.sample(weights, uniforms.squeeze(1))
@@ -118,16 +130,16 @@ def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The first entry at which the running sum of non-negative weights [B, V] exceeds uniform [B,
-    K] times their total.
+    """Return the first entries at which the cumulative sum exceeds uniform * total: [B, K].
 
-    In two steps, over runs of 128 and then within one, as a running sum over the whole vocabulary
-    costs as much as the softmax.
+    `weights` [B, V] are non-negative and `uniforms` is [B, K]. The search first finds a run of 128
+    entries and then the entry within the run. A cumulative sum over the whole vocabulary would
+    cost as much as the softmax.
     """
     runs = _padded(weights).unflatten(-1, (-1, _CHUNK))
     ends = runs.sum(-1).double().cumsum(-1)
-    # Rounding may point at a run without weight, or past the last entry with weight in a run; step
-    # back to one that has some.
+    # Rounding may select a run whose weights are all 0, or an entry after the run's last positive
+    # weight. So the index is limited to the last positive one.
     last = _last_positive(ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1])))
     drawn = []
     for some in uniforms.split(max(1, _ENTRIES // (_CHUNK * len(weights))), 1):
@@ -147,14 +159,15 @@ def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def _last_positive(weights: Tensor) -> Tensor:
-    """Index of the last positive entry of each row: [B, 1]."""
+    """Return the index of the last positive entry of each row: [B, 1]."""
     last = weights.shape[-1] - 1
     return last - (weights.flip(-1) > 0).int().argmax(-1, keepdim=True)
 
 
 def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
-    """Zero, in place, what top_k, then top_p, then min_p leave out. `weights` are 1 at the peak of
-    each row.
+    """Zero, in place, the weights that top_k, then top_p, then min_p exclude.
+
+    The largest weight of each row must be 1.
     """
     if weights.device.type == "cpu":
         _filter_each(weights, params)
@@ -168,8 +181,9 @@ def _filter(weights: Tensor, params: list[SamplingParams]) -> None:
 
 
 def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
-    """All rows by one sort, without waiting for the device: row by row, each would take as long
-    there as a decoding step.
+    """Return a filtered copy of weights [B, V], computed with one sort and no device sync.
+
+    On a GPU, filtering row by row would take as long as a decoding step for each row.
     """
     vocab, device = weights.shape[1], weights.device
     bounds = [[p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p] for p in params]
@@ -177,13 +191,15 @@ def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
     ordered = weights.sort(dim=1, descending=True, stable=True)
     kept = ordered.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0)
     mass = kept.double().cumsum(1)
-    # As below: a token stays if those before it hold less than top_p; at 1 all stay.
+    # A token stays if the likelier tokens together have less than top_p of the mass. At top_p = 1
+    # all tokens stay, whatever the rounding.
     dropped = (mass - kept >= top_p * mass[:, -1:]) & (top_p < 1)
     kept.masked_fill_(dropped | (kept < min_p), 0.0)
     return torch.empty_like(weights).scatter_(1, ordered.indices, kept)
 
 
 def _filter_each(weights: Tensor, params: list[SamplingParams]) -> None:
+    """Do the same as `_filter` on a CPU, row by row."""
     vocab = weights.shape[-1]
     for row, p in enumerate(params):
         if p.temperature == 0:
@@ -194,7 +210,8 @@ def _filter_each(weights: Tensor, params: list[SamplingParams]) -> None:
         if p.top_p < 1:
             ordered = weights[row].sort(descending=True, stable=True)
             mass = ordered.values.double().cumsum(0)
-            # A token stays if those before it hold less than top_p: the likeliest always does.
+            # A token stays if the likelier tokens together have less than top_p of the mass. So
+            # the likeliest token always stays.
             before = mass - ordered.values
             dropped = ordered.indices[before >= p.top_p * mass[-1]]
             weights[row, dropped] = 0

@@ -1,17 +1,19 @@
-"""Keys and values of running sequences, kept dense so that attention reads them in place.
+"""The KV cache of running sequences: dense pools of slots that attention reads in place.
 
-A `KVPool` holds slots of one capacity; the slots in use are always 0 .. n - 1 (the last moves into
-a gap), so a whole pool is one operand of a matmul, without gathering. Capacities are multiples of
-SPAN, so a slot wastes less than one span. On a CPU a full slot moves to a pool of about twice the
-capacity; on a GPU a sample gets its final slot at once. Prompts and sampled tokens live in
-different pools, so that the samples of a prompt share its slot. A sample's slot begins at the last
-multiple of SPAN within the prompt, with a copy of the prompt's positions from there on, so that
-spans of the attention never lie across two slots. The GPU's kernels look up the address of each
-slot, so their pools leave gaps open (`GappedKVPool`).
+A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1, because the last slot
+moves into any gap. So a whole pool is one matmul operand, and no gathering is needed. The GPU
+kernels look up the address of each slot, so a GPU's pools leave gaps open (`GappedKVPool`).
 
-They are in the model's dtype where products add up in float32: on a GPU, and in the CPU's own
-kernels. Elsewhere on a CPU they are float32, for torch's products of bf16 operands would round
-scores and weighted sums to bf16.
+Capacities are multiples of SPAN. On a CPU a full slot moves to a pool of about twice the capacity.
+On a GPU a sample gets a slot of its final capacity at once.
+
+Prompts and sampled tokens are in different pools, so that all samples of a prompt share its slot.
+A sample's slot begins at the last multiple of SPAN within the prompt. It starts with a copy of the
+prompt's positions after that multiple, so no attention span lies across two slots.
+
+Keys and values have the model's dtype where matmuls accumulate in float32: on a GPU, and in
+planish's own CPU kernels. Elsewhere on a CPU they are float32, because torch's bf16 matmuls would
+round scores and weighted sums to bf16.
 """
 
 from __future__ import annotations
@@ -32,12 +34,15 @@ from planish.native import cpu, kernels
 
 
 class SlotOwner(Protocol):
+    """A prompt or a sample that occupies one slot of a pool."""
+
     slot: int
+    """The slot's index within the pool. The pool updates it when the slot moves."""
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one position costs."""
+    """The shape, dtype and device of the keys and values of one position."""
 
     layers: int
     heads: int
@@ -47,6 +52,7 @@ class KVShape:
 
     @classmethod
     def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """Return the KV layout of a model with this config whose weights have this dtype."""
         narrow = (
             device.type != "cpu"
             or kernels.triton_serves(device, "attention")
@@ -57,25 +63,32 @@ class KVShape:
 
     @property
     def bytes_per_position(self) -> int:
+        """The bytes of one position's keys and values over all layers."""
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
 def held_bytes(reserved: int) -> int:
-    """Most memory of pools whose owners have reserved so much: a slot that is left may wait for the
-    next who has its capacity, and giving all of it back each time would copy what is in use as
-    often.
+    """Return the maximum bytes that the pools may allocate for `reserved` bytes of reservations.
+
+    The result is 1/8 more than `reserved`, because a freed slot stays allocated for the next owner
+    of its capacity. Shrinking the pool at every free would copy all slots in use each time.
     """
     return reserved + reserved // 8
 
 
 def fitting_bytes(held: float) -> float:
-    """What may be reserved so that pools take no more than `held`."""
+    """Return the maximum reservation in bytes for pools that may allocate `held` bytes.
+
+    This function is the inverse of `held_bytes`.
+    """
     return held * 8 / 9
 
 
 class KVPool:
-    """Slots of `capacity` positions. `keys[layer]`, `values[layer]`: [slots, heads, capacity,
-    head_dim].
+    """A pool of KV cache slots, each with `capacity` positions.
+
+    `keys[layer]` and `values[layer]` have the shape [slots, heads, capacity, head_dim]. The slots
+    in use are 0 .. len(pool) - 1.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
@@ -83,7 +96,8 @@ class KVPool:
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
         self.replaced = 0
-        """How often the tensors were replaced: who keeps their addresses has to look them up again.
+        """The number of times the tensors were reallocated. Code that caches their addresses must
+        read them again when this number changes.
         """
         self.keys = [self._empty(0) for _ in range(shape.layers)]
         self.values = [self._empty(0) for _ in range(shape.layers)]
@@ -92,39 +106,41 @@ class KVPool:
         return len(self.owners)
 
     def reserve(self, more: int) -> None:
-        """Make room for `more` owners at once: growing one by one would copy the pool as often, or
-        leave room that nobody uses.
+        """Allocate slots for `more` additional owners with at most one reallocation.
+
+        Growing one slot at a time would copy the pool once per slot or leave unused slots.
         """
         if len(self.owners) + more > self.slots:
             self._resize(len(self.owners) + more)
 
     def add(self, owner: SlotOwner) -> None:
-        """Give `owner` a slot."""
+        """Assign a slot to `owner`, growing the pool if it is full."""
         if len(self.owners) == self.slots:
             self._resize(self.slots + max(4, self.slots // 8))
         owner.slot = len(self.owners)
         self.owners.append(owner)
 
     def remove(self, *owners: SlotOwner) -> None:
-        """Free their slots; the last slots move into them. A pool of which little is in use gives
-        memory back.
+        """Free the owners' slots. The pool shrinks if less than about half of it is in use.
+
+        The last slots move into the freed ones, so the `slot` of other owners may change.
         """
         self._free([owner.slot for owner in owners])
         for owner in owners:
             owner.slot = -1
 
     def trim(self) -> None:
-        """Give back what nobody owns."""
+        """Free the memory of unused slots."""
         if self.slots > len(self.owners):
             self._resize(len(self.owners))
 
     @property
     def slots(self) -> int:
-        """Slots that there is memory for."""
+        """The number of allocated slots, in use or not."""
         return self.keys[0].shape[0]
 
     def move(self, owners: Sequence[SlotOwner], target: KVPool) -> None:
-        """Move owners with their contents to a pool of larger slots."""
+        """Move owners and their contents from this pool to `target`, whose slots are larger."""
         sources = [owner.slot for owner in owners]
         target.reserve(len(owners))
         for owner in owners:
@@ -138,8 +154,9 @@ class KVPool:
         self._free(sources)
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """A copy of positions start .. stop - 1 of all layers: keys and values [layers, heads, stop
-        - start, head_dim].
+        """Return a copy of positions start .. stop - 1 of one slot over all layers.
+
+        The keys and the values have the shape [layers, heads, stop - start, head_dim].
         """
         return (
             torch.stack([keys[slot, :, start:stop] for keys in self.keys]),
@@ -147,7 +164,7 @@ class KVPool:
         )
 
     def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
-        """Put what `read` gave at positions from `start`."""
+        """Store the keys and values that `read` returned at the positions from `start` on."""
         for layer in range(self.shape.layers):
             stop = start + chunk[0].shape[2]
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
@@ -161,8 +178,10 @@ class KVPool:
         starts: Sequence[int],
         count: int,
     ) -> None:
-        """Put `count` positions from starts[i] of slot sources[i] of `source` at the beginning of
-        slots[i]; what lies beyond their end is of no meaning.
+        """Copy `count` positions per slot from the pool `source` into this pool.
+
+        Positions starts[i] .. starts[i] + count - 1 of slot sources[i] become the first positions
+        of slots[i]. Positions beyond the end of the source slot get unspecified contents.
         """
         if not count:
             return
@@ -176,8 +195,9 @@ class KVPool:
             to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
 
     def _free(self, slots: Sequence[int]) -> None:
-        """The last slots move into those that are free. Slots of nobody hold zeros again, whatever
-        their owners had computed (`_empty`).
+        """Free these slots by moving the last slots into them.
+
+        Unused slots are set to zero again, because masked positions must stay finite (`_empty`).
         """
         gone, count = set(slots), len(self.owners) - len(slots)
         holes = [slot for slot in slots if slot < count]
@@ -200,7 +220,7 @@ class KVPool:
         return self.slots > 2 * count + 8
 
     def _resize(self, slots: int) -> None:
-        # Layer by layer, so that only one layer is there twice.
+        # The loop copies one layer at a time, so only one layer is in memory twice.
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
                 tensors[layer] = self._empty(slots)
@@ -209,23 +229,27 @@ class KVPool:
         self.replaced += 1
 
     def _empty(self, slots: int) -> Tensor:
-        # Zeros: masked positions get weight 0, and 0 times what uninitialised memory may hold is
-        # not always 0.
+        # Masked positions get weight 0, but uninitialised memory may contain NaN or inf, and 0
+        # times those is NaN. So the memory must be zeroed.
         size = (slots, self.shape.heads, self.capacity, self.shape.head_dim)
         return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
 
 
 class GappedKVPool(KVPool):
-    """Owners stay where they are when others leave, for kernels that look slots up: closing a gap
-    is more launches than a step. What nobody owns holds anything.
+    """A pool whose owners keep their slots when other owners are removed.
+
+    It serves kernels that look up each slot's address. Closing a gap on a GPU would take more
+    kernel launches than a decoding step. The contents of unused slots are undefined.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
         super().__init__(shape, capacity)
         self._taken: list[int] = []
-        """The slot of each of `owners`, also while one of them is given another in another pool."""
+        """The slot of each of `owners` in this pool. During a move to another pool, the owner's
+        `slot` attribute already names the new slot.
+        """
         self._gaps: list[int] = []
-        """A heap."""
+        """A heap of the freed slots, which `add` assigns again, the lowest first."""
 
     def add(self, owner: SlotOwner) -> None:
         if not self._gaps:
@@ -254,7 +278,7 @@ class GappedKVPool(KVPool):
 
     def _close_gaps(self) -> None:
         count = len(self.owners)
-        if not count:  # without a launch for each layer
+        if not count:  # Indexing would launch a kernel per layer to copy nothing.
             self._taken, self._gaps = [], []
             self._resize(0)
             return
@@ -269,28 +293,32 @@ class GappedKVPool(KVPool):
 
 
 class KVRoom:
-    """What pools take together. What owners have left stays in its pool for others, until all would
-    take more than `most` positions.
+    """A shared memory budget of several pools, counted in positions.
+
+    Freed slots stay in their pool for the next owner. They are deallocated only when the pools
+    would together exceed `most` positions.
     """
 
     def __init__(self, most: float = inf) -> None:
+        """`most` is the maximum number of positions that the pools may allocate together."""
         self.most = most
         self.pools: list[KVPool] = []
 
     @property
     def taken(self) -> int:
-        """Positions that there is memory for."""
+        """The number of positions that the pools have allocated, in use or not."""
         return sum(pool.slots * pool.capacity for pool in self.pools)
 
     def has(self, positions: int) -> bool:
+        """Return whether `positions` more positions fit into the budget."""
         return self.taken + positions <= self.most
 
     def make(self, wanted: Mapping[KVPool, int]) -> None:
-        """Before each pool of `wanted` gets room for so many more owners: give back unowned slots
-        until all of it fits, if it does not fit already.
+        """Deallocate unused slots until the wanted slots fit into the budget.
 
-        The pool that gives back most comes first. Trimming a pool copies what its owners hold, so
-        as few pools as possible are trimmed.
+        `wanted` maps each pool that is about to grow to its number of additional owners. Nothing
+        is deallocated if all of them fit already. Trimming a pool copies its slots in use. So the
+        pools with the most unused positions are trimmed first, and as few pools as possible.
         """
         spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
         missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)
@@ -303,7 +331,7 @@ class KVRoom:
 
 
 class KVPools:
-    """The pools of one kind, by capacity."""
+    """The pools of either prompts or samples: one pool per slot capacity, created on demand."""
 
     def __init__(
         self,
@@ -311,20 +339,21 @@ class KVPools:
         make: Callable[[KVShape, int], KVPool] = KVPool,
         room: KVRoom | None = None,
     ) -> None:
-        """`room`: that of pools of other kinds too."""
+        """`make` creates a pool of a given capacity; `room` is a budget shared with other pools."""
         self.shape = shape
         self._make = make
         self._room = room or KVRoom()
         self._pools: dict[int, KVPool] = {}
 
     def of(self, capacity: int) -> KVPool:
+        """Return the pool whose slots have this capacity, creating it if necessary."""
         if capacity not in self._pools:
             self._pools[capacity] = self._make(self.shape, capacity)
             self._room.pools.append(self._pools[capacity])
         return self._pools[capacity]
 
     def reserve(self, capacities: Iterable[int]) -> None:
-        """Make room for one owner of each of these capacities."""
+        """Allocate one additional slot for each of these capacities (which may repeat)."""
         self._drop_empty()
         wanted = {self.of(capacity): count for capacity, count in Counter(capacities).items()}
         self._room.make(wanted)
@@ -332,8 +361,10 @@ class KVPools:
             pool.reserve(count)
 
     def _drop_empty(self) -> None:
-        """Forget the pools that hold no memory. There is one capacity for every SPAN positions, so
-        a long-lived server would otherwise collect hundreds of empty pools.
+        """Remove the pools that have no slots.
+
+        Any multiple of SPAN can be a capacity, so a long-lived server would otherwise collect
+        hundreds of empty pools.
         """
         for capacity, pool in list(self._pools.items()):
             if not pool.slots:
@@ -341,6 +372,7 @@ class KVPools:
                 self._room.pools.remove(pool)
 
     def in_use(self) -> list[KVPool]:
+        """Return the pools that have an owner, in the order of their capacity."""
         return [
             self._pools[capacity] for capacity in sorted(self._pools) if len(self._pools[capacity])
         ]

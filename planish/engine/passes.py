@@ -1,8 +1,7 @@
-"""The sampler's passes through the model: rows in, hidden states and logits out, on what the device
-does best.
+"""The sampler's model runners: they turn rows of tokens into hidden states and logits.
 
-`PlainPasses` runs on any device, call by call; graph_passes.py has the same for GPUs on which
-Triton serves.
+`PlainPasses` is the eager model runner for any device. graph_passes.py has the model runner with
+CUDA graphs, for GPUs on which planish's Triton kernels support the model.
 """
 
 from __future__ import annotations
@@ -27,8 +26,10 @@ from planish.native import cpu
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one pass: `tokens` at `positions` of their sequences, laid out by adapter; T of
-    them, padding included.
+    """The T rows of one pass through the decoder, including padding rows.
+
+    Row i has token tokens[i] at position positions[i] of its sequence. `layout` groups the rows by
+    adapter.
     """
 
     tokens: list[int]
@@ -37,35 +38,45 @@ class Rows:
 
 
 class Passes(Protocol):
-    """Hidden states are [T, D] in the model's dtype, logits float32 [T, V]; both good until the
-    next pass.
+    """The interface of a model runner.
+
+    Hidden states are [T, D] in the model's dtype, and logits are float32 [T, V]. Both results are
+    valid only until the next pass, which may overwrite them.
     """
 
     def multiple(self, adapters: int) -> int:
-        """Of how many rows those of each adapter should be a multiple, where a decoding step has so
-        many adapters.
+        """Return the multiple to which each adapter's rows should be padded.
+
+        `adapters` is the number of adapters of the decoding step.
         """
         ...
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        """Hidden states of prompts' rows, whose keys and values go into their slots."""
+        """Return the hidden states of prompt rows.
+
+        The rows' keys and values are stored in the slots that `spans` name.
+        """
         ...
 
     def decode(
         self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states and logits of one row for each sample in `samples`; `row_of`: by
-        id(sample).
+        """Return the hidden states and logits of a decoding step.
+
+        The step has one row for each sample in `samples`. `row_of` maps id(sample) to its row.
         """
         ...
 
     def rest(self) -> None:
-        """Nothing runs for now: let go of what was kept for the next step."""
+        """Free cached adapter weights, because no request is running."""
         ...
 
 
 class PlainPasses:
+    """The eager model runner, for any device. It is batch-invariant if `tiling` is given."""
+
     def __init__(self, decoder: Decoder, tiling: RowTiling | None, head: SamplingHead) -> None:
+        """Create a model runner for `decoder` whose logits come from `head`."""
         self._decoder = decoder
         self._tiling = tiling
         self._head = head
@@ -75,9 +86,11 @@ class PlainPasses:
         self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
 
     def multiple(self, adapters: int) -> int:
+        """Return the multiple at which several adapters can share a batched matmul."""
         return ROWS if self._can_stack and adapters > 1 else 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+        """Return the hidden states [T, D] of prompt rows, and store their keys and values."""
         return self._hidden(
             rows,
             NativePrefill(spans) if self._native else PrefillAttention(spans),
@@ -87,6 +100,7 @@ class PlainPasses:
     def decode(
         self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step."""
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
         if self.multiple(len(adapters)) > 1:
@@ -97,6 +111,7 @@ class PlainPasses:
         return hidden, self._head.logits(hidden, adapters)
 
     def rest(self) -> None:
+        """Free the stacked adapter weights."""
         self._stacks.forget()
 
     def _decode_attention(

@@ -1,34 +1,38 @@
-"""Units in which positions of a sequence are counted: spans of the attention, chunks of the prefix
-cache, sizes of slots.
+"""The units that group positions of a sequence, in attention, the prefix cache and KV cache slots.
+
+All sizes in this module are numbers of positions.
 """
 
 SPAN = 64
-"""Positions whose values attention sums in one product (see ordered_attention.py)."""
+"""The positions whose values attention sums in one matmul (see ordered_attention.py)."""
 
 CHUNK = 32
-"""Positions of one entry of the prefix cache."""
+"""The positions of one prefix cache entry."""
 
 
 def whole_spans(positions: int) -> int:
-    """`positions` rounded up to whole spans."""
+    """Return `positions` rounded up to a multiple of SPAN."""
     return -(-positions // SPAN) * SPAN
 
 
 def capacity_for(positions: int) -> int:
-    """Return the size of the smallest slot that holds `positions`: whole spans, at least one."""
+    """Return the capacity of the smallest slot for `positions`: a positive multiple of SPAN."""
     return max(SPAN, whole_spans(positions))
 
 
 def sample_capacity(prompt_tokens: int, max_tokens: int) -> int:
-    """Return the size of the slot that a sample may grow into.
+    """Return the slot capacity that a sample needs at its maximum length.
 
-    The slot holds what follows the prompt's last whole span, without the last sampled token.
+    The slot covers the prompt's positions after its last whole span and the sampled tokens. The
+    last sampled token needs no position, because it never goes through the decoder.
     """
     return capacity_for(prompt_tokens % SPAN + max_tokens - 1)
 
 
 def grown_capacity(positions: int, limit: int) -> int:
-    """Return the size of the slot that a growing sample moves to: a power of two, or `limit` (from
-    `sample_capacity`) if that is less. Doubling keeps the number of moves logarithmic.
+    """Return the capacity of the slot that a growing sample moves to.
+
+    The capacity is a power of two, or `limit` (from `sample_capacity`) if that is less. Doubling
+    keeps the number of moves logarithmic.
     """
     return min(limit, max(SPAN, 1 << max(0, positions - 1).bit_length()))

@@ -1,10 +1,11 @@
-"""Which prefixes are known: token chunks of one fixed size, found by walking from the start of a
-prompt.
+"""A prefix cache: an LRU cache of prompt prefixes in chunks of a fixed number of tokens.
 
-A chunk is identified by (version of the weights, chunk before it, its tokens), compared exactly,
-never by a hash alone. Least recently used chunks leave first; a chunk is always more recently used
-than those that follow it, so no chunk is ever kept without the ones before it. What is stored for a
-chunk is the caller's business (`V`: keys and values).
+The key of a chunk is (version of the weights, number of the previous chunk, tokens of the chunk).
+Keys are compared exactly, never by a hash alone. A lookup walks from the start of a prompt.
+
+The least recently used chunks are evicted first. A chunk always counts as more recently used than
+the chunks that follow it. So no chunk ever stays in the cache without its predecessors. The caller
+chooses the type `V` of the stored values; the sampler stores keys, values and hidden states.
 """
 
 from __future__ import annotations
@@ -26,22 +27,23 @@ class _Chunk(Generic[V]):
 
 
 class PrefixCache(Generic[V]):
-    """Least-recently-used store of prefix chunks; `capacity` counts chunks."""
+    """An LRU cache of at most `capacity` prefix chunks of `chunk_tokens` tokens each."""
 
     def __init__(self, chunk_tokens: int, capacity: int) -> None:
         self.chunk_tokens = chunk_tokens
         self.capacity = capacity
         self._chunks: OrderedDict[ChunkKey, _Chunk[V]] = OrderedDict()
-        self._next_number = 1  # 0 is the start of every prompt
+        self._next_number = 1  # 0 stands for the start of every prompt.
 
     def __len__(self) -> int:
+        """Return the number of chunks in the cache."""
         return len(self._chunks)
 
     def find(self, version: Hashable, tokens: Sequence[int]) -> list[V]:
-        """What is stored for the longest known prefix of `tokens`, chunk by chunk.
+        """Return the values of the longest cached prefix of `tokens`, one per chunk.
 
-        At least one token is always left over, so that every prompt has something to compute, which
-        ends in its last hidden state.
+        The prefix never includes the last token. So every prompt computes at least one token, which
+        yields the prompt's last hidden state.
         """
         found = self._walk(version, tokens, (len(tokens) - 1) // self.chunk_tokens)
         for key, _ in reversed(found):
@@ -49,13 +51,14 @@ class PrefixCache(Generic[V]):
         return [chunk.value for _, chunk in found]
 
     def missing(self, version: Hashable, tokens: Sequence[int]) -> range:
-        """Numbers of the whole chunks of `tokens` that are not stored yet."""
+        """Return the indices of the whole chunks of `tokens` that are not in the cache."""
         whole = len(tokens) // self.chunk_tokens
         return range(len(self._walk(version, tokens, whole)), whole)
 
     def add(self, version: Hashable, tokens: Sequence[int], values: Sequence[V]) -> None:
-        """Store `values` for the chunks that `missing` named, then forget the least recently used
-        beyond `capacity`.
+        """Store `values` for the chunks that `missing` returned.
+
+        Then evict the least recently used chunks beyond `capacity`.
         """
         whole = len(tokens) // self.chunk_tokens
         known = self._walk(version, tokens, whole)
@@ -73,13 +76,14 @@ class PrefixCache(Generic[V]):
             self._chunks.popitem(last=False)
 
     def forget(self, version: Hashable) -> None:
-        """Drop every chunk of one version of the weights."""
+        """Evict every chunk of one version of the weights."""
         for key in [key for key in self._chunks if key[0] == version]:
             del self._chunks[key]
 
     def _walk(
         self, version: Hashable, tokens: Sequence[int], limit: int
     ) -> list[tuple[ChunkKey, _Chunk[V]]]:
+        """Return the cached ones among the first `limit` chunks, up to the first missing chunk."""
         found: list[tuple[ChunkKey, _Chunk[V]]] = []
         parent = 0
         for index in range(limit):

@@ -1,16 +1,17 @@
-"""Continuous batching: at every step requests may join, prompts are computed, and each running
-sample gets one token.
+"""The sampler of one base model and its adapters: continuous batching over shared prompts.
 
-One step admits what fits, computes some rows of new prompts, draws the first tokens of those that
-are ready, and then one token for every running sample of every tenant, in one pass of the decoder.
-Rows are grouped by adapter; samples of one prompt share its keys and values, prompts with a common
-beginning share the computation of it.
+Each step has four parts. It admits the requests that fit, and it prefills a limited number of
+prompt tokens. It samples the first tokens of the prompts that are ready. Then one decoder pass
+samples one token for every running sample of every adapter.
 
-Deterministic mode: a sample's tokens and logprobs have the same bits whatever else is in the batch
-and whatever the cache holds. Every product then has a number of rows for which this machine's
-products are known to give the same bits (see row_tiling.py), and attention sums in the order of
-positions (see ordered_attention.py). The trainer does the same, so that it finds the sampler's
-logprobs again.
+Rows are grouped by adapter. Samples of one prompt share its keys and values. Prompts with a common
+prefix compute that prefix only once.
+
+Deterministic mode is batch-invariant: the bits of a sample's tokens and logprobs do not depend on
+the rest of the batch or on the prefix cache. For this, every matmul has a row count at which this
+machine's matmuls are known to be batch-invariant (see row_tiling.py). Attention sums in the order
+of positions (see ordered_attention.py). The trainer follows the same two rules, so it reproduces
+the sampler's logprobs.
 """
 
 from __future__ import annotations
@@ -55,31 +56,37 @@ from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 @dataclass(frozen=True)
 class SamplerSettings:
-    """With the defaults of a CPU; memory.py has those of a GPU, and those where memory is short."""
+    """The memory and batch limits of one sampler.
+
+    The defaults here suit a CPU. memory.py has the defaults for a GPU and for little memory.
+    """
 
     kv_cache_bytes: int = 4 << 30
-    """Most memory that keys and values of running requests may reserve; `held_bytes` of it is what
-    they may take.
+    """The maximum bytes that running requests may reserve for keys and values. The pools may
+    allocate up to `held_bytes(kv_cache_bytes)`.
     """
     prefix_cache_bytes: int = 1 << 30
-    """Most memory that known prefixes may take beside that."""
+    """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
     max_batch: int = 256
-    """Most samples that run at once."""
+    """The maximum number of samples that run at the same time."""
     prefill_tokens: int = 2048
-    """Most prompt tokens computed in one step."""
+    """The maximum number of prompt tokens that one step prefills."""
 
     def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        """Estimate of what a step takes besides: activations of prompts, the scores of attention,
-        and what tokens are drawn from.
+        """Estimate the workspace of one step, in bytes.
+
+        The workspace has the activations of prompts, the attention scores, and the logits that
+        tokens are sampled from. It does not include the KV cache.
         """
-        # Float32 logits of the step, those that are drawn from, and those of the prompts' ends.
+        # Float32 logits exist three times: those of the step, the copy that is sampled from, and
+        # those of the prompts' last positions.
         drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        if device.type == "cpu":  # whose threads are at most as many as it has
+        if device.type == "cpu":  # Each thread has its own scores; there are at most cpu_count().
             scores = (
                 4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
             )
-        else:  # a CPU filters row by row
+        else:  # Only a GPU sorts many rows at once to filter them.
             scores, drawing = 0, drawing + SORTING_BYTES
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
         return (
@@ -90,8 +97,9 @@ class SamplerSettings:
 
 
 class Sampler:
-    """Draws from one base model and any number of its adapters. All methods but `validate` belong
-    to one thread.
+    """A sampler for one base model and any number of its adapters.
+
+    All methods except `validate` must be called from one thread.
     """
 
     def __init__(
@@ -101,7 +109,10 @@ class Sampler:
         decode_text: Callable[[Sequence[int]], str],
         tiling: RowTiling | None,
     ) -> None:
-        """`tiling`: given, the sampler is deterministic."""
+        """Create a sampler. It is deterministic (batch-invariant) if `tiling` is given.
+
+        `decode_text` turns tokens into text, to look for stop strings.
+        """
         self._decoder = decoder
         self._decode_text = decode_text
         self._tiling = tiling
@@ -124,28 +135,33 @@ class Sampler:
         self._cache: PrefixCache[tuple[Tensor, Tensor, Tensor]] = PrefixCache(
             CHUNK, settings.prefix_cache_bytes // ((per_position + hidden_bytes) * CHUNK)
         )
-        """Keys, values, and hidden states [CHUNK, D], from which logprobs of the prompt are made
-        without computing it again.
+        """Each chunk's keys, values and final hidden states [CHUNK, D]. The hidden states give the
+        logprobs of a cached prefix without another prefill.
         """
         self._hidden: dict[int, list[Tensor]] = {}
-        """Hidden states of each whole chunk of a prompt so far, until it is ready, by id(prompt).
+        """The hidden states of the whole chunks computed so far, by id(prompt). An entry is removed
+        when its prompt is ready.
         """
         self._last_hidden: dict[int, Tensor] = {}
-        """Hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
+        """The hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
         self._requests: list[Request] = []
         self._count = 0
 
     def record(self) -> None:
-        """Record the CUDA graphs of decoding steps, on a GPU whose kernels serve; else nothing."""
+        """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
         if isinstance(self._passes, GraphPasses):
             self._passes.record()
 
     @property
     def busy(self) -> bool:
+        """Whether any request is waiting or running."""
         return self._scheduler.busy
 
     def validate(self, op: Sample) -> None:
-        """UserError if the request cannot be served. May be called from any thread."""
+        """Raise UserError if the model or the KV cache cannot serve the request.
+
+        This method may be called from any thread.
+        """
         check_sample(op, self._decoder.config)
         tokens, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
         needed = self._scheduler.positions_needed(tokens, max_tokens)
@@ -163,7 +179,10 @@ class Sampler:
         version: Hashable,
         future: Future[SampleResponse],
     ) -> None:
-        """Queue a validated request; its answer goes to `future`, whose cancellation withdraws it."""
+        """Queue a validated request. Its response is set on `future`; cancelling it withdraws it.
+
+        `version` identifies the weights in the prefix cache. `weights` is None for the base model.
+        """
         tokens = op.prompt.to_ints()
         params = op.sampling_params
         seed = params.seed if params.seed is not None else secrets.randbits(64)
@@ -185,7 +204,7 @@ class Sampler:
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Advance every running request by one token, and start what fits."""
+        """Start the requests that fit, prefill prompts, and sample the next tokens."""
         self._drop_ended()
         admitted = self._scheduler.admit(self._cache)
         self._prompts.reserve(prompt.capacity for prompt in admitted)
@@ -208,12 +227,14 @@ class Sampler:
             self._passes.rest()
 
     def forget(self, version: Hashable) -> None:
-        """Free the cached prefixes of a version that nobody will ask for again."""
+        """Free the cached prefixes of a version of the weights that is no longer in use."""
         self._cache.forget(version)
 
     def fail(self, error: Exception) -> None:
-        """Answer every request with `error` and start afresh; after a fault in `step`, whose state
-        cannot be trusted.
+        """Fail every request with `error` and reset the scheduler and the pools.
+
+        The engine calls this method when it closes, and after an exception in `step`, which may
+        leave the scheduler or the pools inconsistent.
         """
         requests, self._requests = self._requests, []
         settings = self._scheduler
@@ -236,7 +257,7 @@ class Sampler:
     # Prompts
 
     def _place(self, prompt: Prompt) -> None:
-        """Give a new prompt its slot, with what the cache knows of it."""
+        """Assign a slot to a new prompt and fill it with the cached prefix."""
         pool = self._prompts.of(prompt.capacity)
         pool.add(prompt)
         known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
@@ -246,8 +267,8 @@ class Sampler:
             if request is None or request.scores is None
             else request.scores.begins // CHUNK
         )
-        # What is asked about is answered at once, and others wait for it: of a long prompt the rest
-        # is computed again, a step at a time.
+        # Cached positions are scored right here, while all other requests wait. So at most
+        # `prefill_tokens` cached positions are scored, and later steps prefill the remainder.
         known = known[: first + self.settings.prefill_tokens // CHUNK]
         if known:
             keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
@@ -258,6 +279,7 @@ class Sampler:
         prompt.computed = prompt.cached = len(known) * CHUNK
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
+        """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
         batch = sorted(batch, key=lambda item: id(item[0].weights))
         layout = RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
         tokens, positions = [0] * layout.total, [0] * layout.total
@@ -274,7 +296,10 @@ class Sampler:
             self._computed(prompt, hidden[row : row + count])
 
     def _computed(self, prompt: Prompt, hidden: Tensor) -> None:
-        """`hidden` [count, D] are the next rows of the prompt."""
+        """Record newly computed hidden states [count, D] of a prompt.
+
+        A prompt that is complete now is added to the prefix cache.
+        """
         request = prompt.scored_for
         if request is not None:
             self._score(request, prompt.computed, hidden)
@@ -295,8 +320,9 @@ class Sampler:
             self._release_unused([prompt])
 
     def _score(self, request: Request, start: int, hidden: Tensor) -> None:
-        """Answer what the request asks of its prompt's positions start, start + 1, ..., whose
-        hidden states [R, D] these are.
+        """Compute the prompt scores that the request wants at positions start .. start + R - 1.
+
+        `hidden` [R, D] has the hidden states of these positions. An error fails this request only.
         """
         if request.scores is None:
             return
@@ -308,12 +334,14 @@ class Sampler:
                 lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
                 lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
             )
-        except Exception as error:  # memory, for instance, for more than others ask for
+        except Exception as error:
+            # This request may run out of memory because it wants unusually many scores. The other
+            # requests of the batch can go on.
             let_go(error)
             request.fail(error)
 
     def _release_unused(self, prompts: Sequence[Prompt]) -> None:
-        """Those of these that nobody waits for."""
+        """Free the slots of those `prompts` that no sample or response needs any more."""
         unused = [
             p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts
         ]
@@ -326,8 +354,9 @@ class Sampler:
     # Samples
 
     def _draw_first(self, samples: list[RunningSample]) -> None:
-        """The first token of each sample, from its prompt's last hidden state; the head runs once a
-        prompt.
+        """Sample the first token of each sample from its prompt's last hidden state.
+
+        The LM head runs once per prompt, not once per sample.
         """
         samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
         prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
@@ -351,7 +380,7 @@ class Sampler:
         )
 
     def _decode(self, samples: list[RunningSample]) -> None:
-        """One more token for each: its last token goes through the decoder."""
+        """Run each sample's last token through the decoder and sample its next token."""
         self._make_room(samples)
         rows_of = Counter(sample.prompt.weights for sample in samples)
         multiple = self._passes.multiple(len(rows_of))
@@ -366,8 +395,8 @@ class Sampler:
                 sample.slot,
             )
 
-        # Adapters that can share products are neighbours; within one, rows are in the order of the
-        # slots: attention then reads them in place.
+        # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
+        # the order of their slots, so that attention reads keys and values in place.
         samples = sorted(samples, key=place)
         layout = RowLayout(
             [(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple
@@ -383,22 +412,24 @@ class Sampler:
         self._draw(samples, layout.starts, hidden, logits, layout.adapters)
 
     def _make_room(self, samples: list[RunningSample]) -> None:
-        """Room for the keys of each sample's last token; at first, also a copy of its prompt's
-        last, unfinished span.
+        """Ensure that each sample has a slot with space for its last token's keys and values.
+
+        A sample's first slot also receives a copy of its prompt's last, unfinished span.
         """
         needs = [(sample, self._room_for(sample)) for sample in samples]
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
         if self._room.has(sum(need for _, need in needs)):
             self._give_room(needs)
             return
-        # Who moves has two slots while it does: where memory is short, an eighth of them at a time.
+        # A sample being moved occupies its old and its new slot at the same time. Memory is short
+        # here, so one eighth of the samples move at a time.
         self._give_room([(sample, need) for sample, need in needs if not sample.capacity])
         moving = [(sample, need) for sample, need in needs if sample.capacity]
         for first in range(0, len(moving), size := max(1, len(moving) // 8)):
             self._give_room(moving[first : first + size])
 
     def _give_room(self, needs: list[tuple[RunningSample, int]]) -> None:
-        """Slots of these capacities."""
+        """Move each sample to a new slot of the given capacity, or assign its first slot."""
         self._samples.reserve(need for _, need in needs)
         fresh: dict[tuple[int, int], list[RunningSample]] = {}
         grown: dict[tuple[int, int], list[RunningSample]] = {}
@@ -424,8 +455,9 @@ class Sampler:
     def _room_for(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next position.
 
-        On a CPU a slot grows with its sample, because memory costs nothing until it is touched. On
-        a GPU the sample gets its final slot at once, because a move takes more launches than a step.
+        On a CPU a slot grows with its sample, because memory costs nothing until it is touched.
+        On a GPU the sample gets its final slot at once. A move would take more kernel launches
+        than a decoding step.
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._decoder.device.type == "cpu":
@@ -440,7 +472,11 @@ class Sampler:
         logits: Tensor,
         adapters: list[AdapterRows],
     ) -> None:
-        """Draw from row rows[i] of hidden and logits for samples[i], and note what came out."""
+        """Sample one token for each of `samples`, append it, and finish samples that stop.
+
+        Sample i takes row rows[i] of `hidden` and `logits`. Logprobs that are not finite fail the
+        request.
+        """
         params = [sample.request.op.sampling_params for sample in samples]
         drawn = draw(
             logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows
@@ -460,7 +496,8 @@ class Sampler:
             zip(samples, drawn.tokens.tolist(), logprobs, strict=True)
         ):
             if not math.isfinite(logprob):
-                # Others of its batch have rows of their own.
+                # Only this request fails: the rows of a batch are independent, so the NaN or inf
+                # cannot have reached the other rows.
                 sample.request.fail(_not_finite(sample.request.op.sampler_id))
                 continue
             k = sample.request.op.topk_sample_logprobs
@@ -474,16 +511,18 @@ class Sampler:
                 if self._stopped(sample) or len(sample.tokens) == sample.request.max_tokens:
                     done.append(sample)
             except Exception as error:
-                # of the tokenizer: the text of these tokens is this request's alone
+                # The tokenizer failed on these tokens, which belong to this request alone.
                 sample.request.fail(error)
         self._take_out(done)
         for sample in done:
             self._finish(sample)
 
     def _stopped(self, sample: RunningSample) -> bool:
+        """Return whether the sample's last token completes a stop token or stop string."""
         return sample.request.stop.met(sample.tokens, self._decode_text)
 
     def _finish(self, sample: RunningSample) -> None:
+        """Build the sample's sequence, and deliver the response if it was the last one."""
         request = sample.request
         k = request.op.topk_sample_logprobs
         top = TopkLogprobs(
@@ -501,12 +540,14 @@ class Sampler:
             self._deliver(request)
 
     def _take_out(self, samples: Sequence[RunningSample]) -> None:
+        """Remove samples from the batch and free their slots and unused prompts."""
         _remove(self._samples, [sample for sample in samples if sample.capacity])
         for sample in samples:
             self._scheduler.finish(sample)
         self._release_unused([sample.prompt for sample in samples])
 
     def _deliver(self, request: Request) -> None:
+        """Set the response on the request's future."""
         scores = request.scores
         assert request.prompt is not None
         response = SampleResponse(
@@ -522,9 +563,10 @@ class Sampler:
             request.future.set_result(response)
 
     def _drop_ended(self) -> None:
-        """Take out what was cancelled or has failed alone."""
+        """Remove the requests that were cancelled or have failed on their own."""
         for request in [request for request in self._requests if request.future.done()]:
-            request.claim()  # tells those who wait for several futures that this one was cancelled
+            # concurrent.futures.wait() learns of a cancellation only through this call.
+            request.claim()
             self._requests.remove(request)
             self._take_out(self._scheduler.withdraw(request))
             if request.prompt is not None:
@@ -532,7 +574,10 @@ class Sampler:
 
 
 def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) -> None:
-    """At once: one by one, each would close a gap or copy its pool."""
+    """Remove all owners from their pools with one call per pool.
+
+    Removing the owners one by one could move slots or copy the pool each time.
+    """
     by_capacity: dict[int, list[Prompt | RunningSample]] = {}
     for owner in owners:
         by_capacity.setdefault(owner.capacity, []).append(owner)
@@ -541,15 +586,16 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
 
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
-    """Hand on the newest token. An error of the listener's is the end of its own request, not of
-    the batch.
+    """Call `on_token` with the sample's newest token.
+
+    An exception in the callback fails this request only, not the batch.
     """
     if sample.request.future.done():
         return
     top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
     try:
         on_token(DrawnToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
-    except BaseException as error:  # asyncio's CancelledError is no Exception
+    except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
         sample.request.fail(error)
 
 

@@ -1,4 +1,4 @@
-"""Rows of several adapters in one batch, and their logits."""
+"""The row layout of a batch with several adapters, and the LM head over such a batch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from planish.model.lora import AdapterRows, LoraWeights
 
 
 class RowLayout:
-    """Where the rows of each member of a batch go: members of one adapter together, padded as the
-    tiling asks.
+    """The batch rows of each member (a prompt or a sample), grouped by adapter.
+
+    Each adapter's rows are padded as the row tiling requires. `starts` has each member's first row,
+    and `total` is the number of rows including padding.
     """
 
     def __init__(
@@ -27,7 +29,11 @@ class RowLayout:
         tiling: RowTiling | None,
         multiple: int = 1,
     ) -> None:
-        """`multiple`: of rows of one adapter, besides what the tiling asks."""
+        """Lay out members, each given as (weights, number of rows).
+
+        Members of one adapter must be neighbours. Each adapter's rows are also padded to a multiple
+        of `multiple`.
+        """
         tiling = tiling or RowTiling()
         self.starts: list[int] = []
         self.adapters: list[AdapterRows] = []
@@ -44,8 +50,9 @@ class RowLayout:
 
 
 class SamplingHead:
-    """The output head over a batch whose rows are laid out by RowLayout; padded like it, so that
-    bits do not depend on the batch.
+    """The LM head over a batch whose rows are in a `RowLayout`.
+
+    With a tiling, the rows are padded as in the layout, so that logits are batch-invariant.
     """
 
     def __init__(self, decoder: Decoder, tiling: RowTiling | None) -> None:
@@ -53,8 +60,9 @@ class SamplingHead:
         self._tiling = tiling or RowTiling()
 
     def logits(self, hidden: Tensor, adapters: list[AdapterRows]) -> Tensor:
-        """float32 [R, V]; rows in the order of `hidden`. The base weights, the most of the work,
-        are read once for all adapters.
+        """Return the float32 logits [R, V] of hidden states [R, D].
+
+        The base weights, which cause most of the work, are read once for all adapters.
         """
         tile = self._tiling.tile
         if tile is None:
@@ -69,7 +77,7 @@ class SamplingHead:
     def exact(
         self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]
     ) -> Tensor:
-        """Logits of tokens[i] at hidden row rows[i], as float32 dot products: float32 [B]."""
+        """Return the logits of tokens[i] at row rows[i] of `hidden`, as float32 dot products [B]."""
         hidden, adapters = self._padded(hidden, adapters)
         return exact_logits(hidden, self._head, rows, tokens, _members(adapters))
 
@@ -81,11 +89,11 @@ class SamplingHead:
         tokens: Tensor,
         adapters: list[AdapterRows],
     ) -> Tensor:
-        """Logits of tokens[i], drawn at hidden row rows[i], of which `logits` [R, V] are: float32
-        [B], as `exact` finds them.
+        """Return the float32 logits [B] of the sampled tokens; tokens[i] was sampled at row rows[i].
 
-        On a GPU, whose logits are exact already and whose bits are nobody's promise, without as
-        many products as there are adapters.
+        The result equals that of `exact`. `logits` [R, V] are the logits of `hidden`. On a GPU
+        without a tiling they are exact already and are read directly. This saves one matmul per
+        adapter, and no bitwise reproducibility is promised there.
         """
         if logits.device.type != "cpu" and self._tiling == RowTiling():
             return logits[on_device(rows, torch.int64, logits.device), tokens]
@@ -97,7 +105,10 @@ class SamplingHead:
     def _padded(
         self, hidden: Tensor, adapters: list[AdapterRows]
     ) -> tuple[Tensor, list[AdapterRows]]:
-        """Rows of several adapters are padded by their layout already."""
+        """Pad the rows of a single adapter as the tiling requires.
+
+        Rows of several adapters are already padded by their layout.
+        """
         if len(adapters) > 1:
             return hidden, adapters
         (weights,) = (rows.weights for rows in adapters)
@@ -107,7 +118,7 @@ class SamplingHead:
 
 
 def _members(adapters: list[AdapterRows]) -> list[Member]:
-    """Those that have an adapter of the head."""
+    """Return (start, stop, head adapter) of the adapters that adapt the LM head."""
     sites = [
         (rows.start, rows.stop, rows.weights.head if rows.weights is not None else None)
         for rows in adapters

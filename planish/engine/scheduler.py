@@ -1,12 +1,12 @@
-"""Who runs next: requests wait in order, prompts are computed once for all who share them, samples
-join and leave at any step.
+"""The scheduler of the sampler: it decides which requests, prompts and samples run in a step.
 
-Plain decisions, no tensors. Memory is reserved for the longest that a sample may become when it is
-admitted, so nothing that runs is ever thrown out for want of memory; what does not fit waits.
+This module makes decisions only and touches no tensors. Requests are admitted in their order of
+arrival. A sample that starts reserves memory for its maximum length, so a running sample is never
+preempted. Requests that do not fit wait.
 
-A request waits -> its prompt is active (computed in one or more steps, its known prefix taken from
-the cache) -> its samples run -> it is answered. Requests with the same prompt and weights share one
-active prompt.
+The life of a request: it waits. Its prompt becomes active and is prefilled in one or more steps,
+except for the cached prefix. Its samples run, and then its response is delivered. Requests with
+the same prompt and the same weights share one active prompt.
 """
 
 from __future__ import annotations
@@ -23,45 +23,52 @@ from planish.engine.stopping import StopCondition
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse
 
-if TYPE_CHECKING:  # tensors, which nothing here looks into
+if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
     from planish.engine.prompt_scores import PromptScores
     from planish.model.lora import LoraWeights
 
 _DRAWS = 1 << 18
-"""Most tokens drawn at positions of prompts in one step, which take some tenths of a second; beyond
-it, one chunk of one prompt.
+"""The maximum number of tokens sampled at prompt positions in one step. They take some tenths of a
+second. One chunk of one prompt is allowed even if it exceeds this limit.
 """
 
 
 @dataclass(eq=False)
 class Request:
-    """One `Sample` operation and what is done of it."""
+    """One `Sample` operation and its progress."""
 
     op: Sample
     number: int
     tokens: list[int]
     max_tokens: int
-    """0 = nothing is drawn; the request is about its prompt only."""
+    """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
     version: Hashable
-    """Equal for equal weights only: the key of the prefix cache."""
+    """The version of the weights, which is part of the prefix cache key. Different weights have
+    different versions.
+    """
     stop: StopCondition
     seed: int
     scores: PromptScores | None
     future: Future[SampleResponse]
     prompt: Prompt | None = None
     started: int = 0
+    """The number of samples that have started."""
     sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    """The finished samples by their index."""
     is_answered: bool = False
-    """Or cancelled, and that is noted."""
+    """Whether the request was answered, or its cancellation was noticed."""
 
     @property
     def num_samples(self) -> int:
+        """The number of samples to generate: 0 if the request only scores its prompt."""
         return self.op.num_samples if self.max_tokens else 0
 
     def claim(self) -> bool:
-        """Whether there is no answer yet, and nobody gave up waiting for one: then the caller gives
-        it. True once only.
+        """Claim the right to answer this request. Return True at most once per request.
+
+        Return False if the request was claimed before or its future was cancelled. After True the
+        caller must set the result or the exception of the future.
         """
         if self.is_answered:
             return False
@@ -69,50 +76,58 @@ class Request:
         return self.future.set_running_or_notify_cancel()
 
     def fail(self, error: BaseException) -> None:
-        """Answer with `error`, unless it was cancelled or answered."""
+        """Set `error` on the future, unless the request was answered or cancelled."""
         if self.claim():
             self.future.set_exception(error)
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt whose keys and values are in memory, shared by all samples that continue it."""
+    """An active prompt, whose keys and values are shared by all samples that continue it."""
 
     tokens: list[int]
     version: Hashable
     weights: LoraWeights | None
     scored_for: Request | None
-    """A prompt with questions about it is computed for that request alone, from its known prefix
-    on; whole if tokens are drawn at its positions.
+    """The request that wants scores of this prompt. No other request shares the prompt then. The
+    cached prefix is still used, unless tokens are sampled at the prompt's positions.
     """
     slot: int = -1
+    """The slot's index in its pool; -1 without a slot."""
     computed: int = 0
+    """The number of positions in the KV cache so far, including the cached prefix."""
     cached: int = 0
+    """The number of positions taken from the prefix cache."""
     waiting: int = 0
-    """Samples (or answers) still to be delivered; the prompt leaves memory at 0."""
+    """The number of samples (or prompt-only responses) still to come. The prompt is freed at 0."""
 
     @property
     def length(self) -> int:
+        """The number of tokens of the prompt."""
         return len(self.tokens)
 
     @property
     def ready(self) -> bool:
+        """Whether all positions are computed, so that samples can continue the prompt."""
         return self.computed == len(self.tokens)
 
     @property
     def draws(self) -> int:
-        """Tokens drawn at each of its positions."""
+        """The number of tokens to sample at each position of the prompt (prompt_alt_tokens_k)."""
         return self.scored_for.op.prompt_alt_tokens_k if self.scored_for is not None else 0
 
     @property
     def capacity(self) -> int:
+        """The capacity of the prompt's slot in positions."""
         return capacity_for(len(self.tokens))
 
 
 @dataclass(eq=False)
 class RunningSample:
-    """One sample being drawn. Its slot holds the end of the prompt and all drawn tokens but the
-    last, which has no keys yet.
+    """One sample in progress.
+
+    Its slot contains the prompt's last, unfinished span and all sampled tokens except the last.
+    The last token's keys and values are computed when it goes through the decoder.
     """
 
     request: Request
@@ -127,19 +142,24 @@ class RunningSample:
 
     @property
     def stored(self) -> int:
-        """Positions in the sample's slot before its last token goes through the decoder."""
+        """The number of positions in the slot before the last token goes through the decoder."""
         return self.prompt.length % SPAN + len(self.tokens) - 1
 
     @property
     def position(self) -> int:
-        """Of the last token, within the sequence."""
+        """The position of the last token within prompt and sample."""
         return self.prompt.length + len(self.tokens) - 1
 
 
 class Scheduler:
-    """Admission under a budget of rows and of key-value positions."""
+    """Admission of requests under a limit of running samples and a budget of KV cache positions."""
 
     def __init__(self, max_batch: int, max_positions: int, prefill_tokens: int) -> None:
+        """Create a scheduler without requests.
+
+        `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
+        `prefill_tokens` the prompt tokens of one step.
+        """
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.prefill_tokens = prefill_tokens
@@ -150,20 +170,21 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
+        """Whether any request is waiting or running."""
         return bool(self.waiting or self.prompts or self.running)
 
     def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
-        """Positions that a request with one sample reserves."""
+        """Return the KV cache positions that a request with one sample reserves."""
         return capacity_for(prompt_tokens) + (
             sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0
         )
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
-        """Start what fits, in order; answers the prompts that became active.
+        """Start the requests that fit, in order, and return the prompts that became active.
 
-        Who has a prompt comes first: it keeps memory that others wait for, until its last sample
-        has started. So there is one such request at most, and one of its samples fits at the latest
-        when nothing else is left.
+        A waiting request that already has a prompt comes first, because its prompt occupies memory
+        until its last sample has ended. There is at most one such request. It cannot starve: one
+        of its samples fits at the latest when all other requests have ended.
         """
         active: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):
@@ -180,11 +201,11 @@ class Scheduler:
         return active
 
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
-        """Prompts to compute now, each with its number of tokens: whole chunks, unless the prompt
-        ends.
+        """Return the prompts to prefill in this step, each with its number of tokens.
 
-        Of at most `max_batch` adapters, and with a limit of its own for prompts at whose positions
-        tokens are drawn: others go on beside them.
+        The numbers are multiples of CHUNK, except at the end of a prompt. The batch has at most
+        `max_batch` adapters. Tokens sampled at prompt positions have a limit of their own
+        (`_DRAWS`), so prompts with many of them do not delay the others.
         """
         room, draws, adapters = self.prefill_tokens, _DRAWS, set()
         batch = []
@@ -205,19 +226,20 @@ class Scheduler:
         return batch
 
     def finish(self, sample: RunningSample) -> None:
-        """Take a sample out of the batch."""
+        """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
         self._reserved -= sample_capacity(sample.prompt.length, sample.request.max_tokens)
         sample.prompt.waiting -= 1
 
     def release(self, prompt: Prompt) -> None:
-        """Take a prompt that nobody waits for out of memory."""
+        """Remove a prompt that no sample or response needs and end its reservation."""
         self.prompts.remove(prompt)
         self._reserved -= prompt.capacity
 
     def withdraw(self, request: Request) -> list[RunningSample]:
-        """Forget a cancelled request; answers its samples that are running, which the caller
-        finishes.
+        """Withdraw a request that was cancelled or failed, and return its running samples.
+
+        The caller must call `finish` for each of these samples.
         """
         if request in self.waiting:
             self.waiting.remove(request)
@@ -228,8 +250,9 @@ class Scheduler:
         return [sample for sample in self.running if sample.request is request]
 
     def _activate(self, request: Request, active: list[Prompt]) -> bool:
-        """Give the request a prompt: one that is active already, or a new one if it and one sample
-        fit.
+        """Assign an active prompt to the request, or a new one if it and one sample fit.
+
+        Return whether the request has a prompt now. New prompts are appended to `active`.
         """
         shared = next((p for p in self.prompts if self._same(p, request)), None)
         if shared is None:
@@ -254,6 +277,7 @@ class Scheduler:
         return True
 
     def _start_samples(self, request: Request) -> None:
+        """Start as many of the request's samples as fit."""
         assert request.prompt is not None
         while request.started < request.num_samples and len(self.running) < self.max_batch:
             need = sample_capacity(request.prompt.length, request.max_tokens)
@@ -265,12 +289,14 @@ class Scheduler:
             request.started += 1
 
     def _same(self, prompt: Prompt, request: Request) -> bool:
+        """Return whether the request can share this prompt."""
         unscored = prompt.scored_for is None and request.scores is None
         return unscored and prompt.version == request.version and prompt.tokens == request.tokens
 
     def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
-        """Whether a prompt under way will soon offer a longer known prefix than the cache does now:
-        then wait for it.
+        """Return whether a prompt in prefill will soon provide a longer cached prefix than today's.
+
+        The request then waits for that prompt instead of computing the same prefix again.
         """
         under_way = [p for p in self.prompts if not p.ready and p.version == request.version]
         if not under_way or any(self._same(p, request) for p in under_way):
