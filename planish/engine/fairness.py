@@ -1,8 +1,8 @@
-"""Whose turn it is: among those who wait, the one that has had the least time.
+"""Fair sharing of time: among the waiting keys, the one that has used the least time is next.
 
-Time is charged after each turn, so a long turn is paid back by as many short ones of the others.
-Having been absent gives no credit: whoever comes back starts at the clock of those who waited, but
-a debt stays.
+Time is charged after each turn, so a key waits after a long turn until the others have caught up.
+A key earns no credit while it is absent: when it returns, its clock is set to that of the waiting
+keys. If its clock is ahead of theirs, it stays there.
 """
 
 from __future__ import annotations
@@ -14,13 +14,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairShare(Generic[K]):
+    """A clock of used seconds per key."""
+
     def __init__(self) -> None:
         self._clocks: dict[K, float] = {}
         self._now = 0.0
-        """The clock of the one that was served last with the least time; never goes back."""
+        """The clock of the key that was picked last. This value never decreases."""
 
     def pick(self, waiting: Sequence[K]) -> K:
-        """The one of `waiting` (not empty) to serve; the first of equals."""
+        """Return the key of `waiting` (not empty) with the least time, the first if several tie."""
         chosen = min(waiting, key=self._clock)
         self._now = max(self._now, self._clock(chosen))
         self._clocks = {
@@ -29,7 +31,7 @@ class FairShare(Generic[K]):
         return chosen
 
     def charge(self, key: K, seconds: float) -> None:
-        """`key` has used `seconds`."""
+        """Add `seconds` of used time to the clock of `key`."""
         self._clocks[key] = self._clock(key) + seconds
 
     def _clock(self, key: K) -> float:

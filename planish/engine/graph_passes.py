@@ -1,14 +1,17 @@
-"""The sampler's passes on a GPU: a decoding step is a CUDA graph, recorded once for each of a few
-numbers of rows and launched as a whole.
+"""The sampler's model runner for GPUs: decoding steps are CUDA graphs.
 
-A step is some hundreds of kernels of a few microseconds each; launched one by one from Python they
-take several times as long as they run. A graph names addresses and sizes once and for all, so
-everything that changes from step to step lies in tables that keep their places: tokens, positions,
-who attends to what (gpu_attention.py) and whose adapter is added where (gpu_adapters.py). Rows that
-a step has not are computed and thrown away; they see no keys.
+A decoding step has some hundreds of kernels of a few microseconds each. Launching them one by one
+from Python takes several times as long as running them. So a step is recorded as a CUDA graph, once
+for each of a few batch sizes, and launched as a whole.
 
-Sums depend on the number of rows and on how attention is cut, as everywhere on a GPU: the last bits
-of a logprob depend on the batch. With deterministic=True the sampler runs PlainPasses instead.
+A graph fixes all addresses and sizes. So everything that changes between steps is in tables at
+fixed addresses: tokens, positions, the attended ranges (gpu_attention.py) and the adapters of the
+rows (gpu_adapters.py). A batch is padded to the next recorded size. The padding rows attend to no
+keys, and their results are discarded.
+
+This model runner is not batch-invariant: the order of sums depends on the number of rows and on the
+partition of attention. So the last bits of a logprob depend on the batch. With deterministic=True
+the sampler uses `PlainPasses` instead.
 """
 
 from __future__ import annotations
@@ -37,23 +40,28 @@ from planish.model.lora import AdapterRows
 from planish.native import kernels
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Numbers of rows that graphs are recorded for, up to the largest batch; beyond these, its
-multiples of 256.
+"""The batch sizes that graphs are recorded for, up to `max_batch`. Beyond the last of these sizes,
+graphs are recorded at steps of 256 rows (see `graph_sizes`).
 """
 
 _RECORDING = threading.Lock()
-"""torch records one graph at a time in a process, and waits for the whole GPU before, which another
-recording does not survive.
+"""torch can record only one graph at a time per process. Before a recording it synchronizes the
+whole GPU, which makes any other recording in progress fail.
 """
 
 Step = Callable[[], tuple[Tensor, Tensor]]
-"""Hidden states and logits of what the tables say."""
+"""A function that runs a decoding step on the contents of the tables. It returns hidden states and
+logits.
+"""
 
 
 class GraphPasses:
+    """The model runner for GPUs, with one CUDA graph per batch size and kind of adapters."""
+
     def __init__(
         self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int
     ) -> None:
+        """Allocate the tables for up to `max_batch` decoding and `prefill_tokens` prompt rows."""
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
@@ -65,8 +73,8 @@ class GraphPasses:
         )
         self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
-        """Of every step: as each graph's own they would take its rows times the vocabulary, for
-        good.
+        """The logits of every step, in one buffer that all graphs share. Otherwise each graph would
+        permanently allocate its own [rows, vocab_size].
         """
         self._steps: dict[tuple[int, bool, bool], Step] = {}
         heads = head_shape(config, decoder.dtype)
@@ -76,11 +84,11 @@ class GraphPasses:
             and kernels.triton_attends("graphs", heads, device)
         )
         self.recorder = GraphRecorder(device) if records else None
-        """None: steps run eagerly, kernel by kernel."""
+        """The graph recorder. None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
     def serve(decoder: Decoder) -> bool:
-        """Whether the GPU's kernels take this model."""
+        """Return whether the GPU kernels support this model."""
         heads = head_shape(decoder.config, decoder.dtype)
         return all(
             kernels.triton_attends(family, heads, decoder.device)
@@ -88,9 +96,11 @@ class GraphPasses:
         )
 
     def multiple(self, adapters: int) -> int:
+        """Return 1: no padding is needed, because the kernels process several adapters at once."""
         return 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+        """Return the hidden states [T, D] of prompt rows, computed eagerly, and store their KV."""
         tokens, positions = on_device(
             [rows.tokens, rows.positions], torch.int64, self._decoder.device
         )
@@ -103,6 +113,10 @@ class GraphPasses:
     def decode(
         self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
+
+        Both are views of buffers that the next step overwrites.
+        """
         count = len(rows.tokens)
         size = self._sizes[bisect_left(self._sizes, count)]
         adapters = _adapted(rows)
@@ -116,18 +130,21 @@ class GraphPasses:
             bool(adapters),
             any(a.weights is not None and a.weights.head is not None for a in adapters),
         )
-        if kind not in self._steps:  # adapters of layers alone are recorded when first met
+        if kind not in self._steps:  # `record` does not cover adapters without a head adapter.
             self._steps[kind] = self._recorded(*kind)
         hidden, logits = self._steps[kind]()
         return hidden[:count], logits[:count]
 
     @torch.inference_mode()
     def record(self) -> None:
-        """Record the graphs of all sizes, the largest first: without adapters, and with adapters of
-        layers and head. A size that is recorded when it is first met would stop all samples for a
-        tenth of a second or more. If one fails, steps run eagerly, and a warning says so.
+        """Record the graphs of all sizes, the largest first.
 
-        Before the first pass: the tables name no sample, so a step touches no keys and values.
+        Each size is recorded without adapters, and with adapters of layers and head. Recording a
+        size at its first use would pause all samples for a tenth of a second or more. If a
+        recording fails, all steps run eagerly, and a warning is logged.
+
+        Call this method before the first pass. The tables are empty then, so the recorded steps
+        write no keys and values.
         """
         if self.recorder is None:
             return
@@ -149,10 +166,12 @@ class GraphPasses:
                     return
 
     def rest(self) -> None:
+        """Release the adapters that the tables refer to."""
         self._adapters.fill(())
         self._prefill_adapters.fill(())
 
     def _recorded(self, size: int, adapted: bool, head_adapted: bool) -> Step:
+        """Return a decoding step of `size` rows: a CUDA graph, or an eager function."""
         tokens, positions = self._places[:, :size]
         if self._logits is None:
             vocab, device = self._decoder.config.vocab_size, self._decoder.device
@@ -171,43 +190,50 @@ class GraphPasses:
 
 
 def graph_sizes(max_batch: int) -> list[int]:
-    """The numbers of rows that a step may have, rising; the last holds the largest batch."""
+    """Return the batch sizes that graphs are recorded for, ascending; `max_batch` is the last."""
     sizes = [size for size in _SIZES if size < max_batch]
     sizes += range(_SIZES[-1] + 256, max_batch, 256)
     return [*sizes, max_batch]
 
 
 def _adapted(rows: Rows) -> list[AdapterRows]:
+    """Return the row ranges that have an adapter."""
     return [adapter for adapter in rows.layout.adapters if adapter.weights is not None]
 
 
 class GraphRecorder:
-    """Records steps as CUDA graphs of one GPU, which share memory: what is computed on the way is
-    overwritten by the next that is launched.
+    """A recorder that turns steps into CUDA graphs of one GPU.
+
+    All its graphs share one memory pool, so each launch may overwrite the results of the launch
+    before it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        # Not torch's own, which belongs to whichever GPU was the first to record.
+        """Create a recorder with a stream of its own on `device`."""
+        # torch's own capture stream belongs to the first GPU that recorded in this process.
         self._stream = torch.cuda.Stream(device)
         self._memory: Any = None
 
     def recorded(self, step: Step) -> Step:
-        """`step`, to be launched as a whole. It returns the same tensors each time."""
+        """Record `step` and return a function that launches its graph.
+
+        The function returns the same tensors at every launch.
+        """
         with _RECORDING:
             self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
-            # Torch's own context of a recording that fails may leave its stream the current one;
-            # this one does not.
+            # After a failed recording, torch.cuda.graph may leave its stream as the current stream.
+            # This context restores the previous one.
             with torch.cuda.stream(self._stream):
-                # compiles its kernels and has libraries make their workspaces, which must not
-                # happen while it is recorded
+                # The first run compiles kernels and lets libraries allocate their workspaces.
+                # Neither may happen during the recording.
                 step()
                 graph = torch.cuda.CUDAGraph()
-                # A pool that a failed recording leaves without graphs is none that torch takes
-                # again.
+                # torch does not accept a pool again after a failed recording left it without
+                # graphs. So a pool is kept only after its first successful recording.
                 memory = self._memory or torch.cuda.graph_pool_handle()
                 try:
-                    # Other threads of this process may use the GPU meanwhile: only what this one
-                    # does is recorded.
+                    # Other threads of this process may use the GPU during the recording, so only
+                    # the work of this thread is recorded.
                     with torch.cuda.graph(
                         graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
                     ):
@@ -224,11 +250,14 @@ class GraphRecorder:
         return launch
 
     def _end_pool(self, memory: Any) -> None:
-        """After a recording that failed: torch keeps its pool open, and with it all that was
-        allocated (pytorch issue 190308). A pool with other graphs is closed, but not given back.
+        """Close a memory pool after a failed recording.
+
+        Otherwise torch keeps the pool open with all of its allocations (pytorch issue 190308). A
+        pool that other graphs use is closed but not released.
         """
         index = self._stream.device.index
-        # Which of these are due depends on how far the recording came.
+        # Which of these calls are necessary depends on where the recording failed. An unnecessary
+        # call raises RuntimeError.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, memory)
         if memory != self._memory:

@@ -1,13 +1,14 @@
-"""The one thread that owns the device: it takes jobs in order, and interleaves training with
-sampling.
+"""The engine thread: the only thread that uses the device. It interleaves training and sampling.
 
-A turn is one micro-batch (or another operation) of one training model, or one step of one base
-model's sampler. While both sides wait, each gets half of the time; within a side, models take turns
-by time too. All state below belongs to this thread; others reach it through `put`, which never
+The thread works in turns. A turn is one micro-batch (or another operation) of one training model,
+or one step of one base model's sampler. While both training and sampling have work, each gets half
+of the time. Within each of the two sides, the models share the time equally.
+
+All state below belongs to the engine thread. Other threads submit jobs through `put`, which never
 blocks and may be called from a finalizer.
 
-Whatever happens, every job is answered: by its result, its own error, or EngineClosedError when the
-thread ends.
+Every job's future is completed in any case: with a result, with an error, or with
+EngineClosedError when the thread ends.
 """
 
 from __future__ import annotations
@@ -50,31 +51,40 @@ _CANCELLED = "its making was cancelled; create another one"
 
 @dataclass(frozen=True)
 class _Wake:
-    """Data that a job waited for may be there."""
+    """An inbox item that wakes the thread, because data of a waiting job may be available."""
 
 
 @dataclass(frozen=True)
 class _Stop:
+    """An inbox item that asks the thread to end."""
+
     finish: bool
+    """Whether all queued jobs are to be completed first."""
 
 
 class DeviceOwner:
+    """The engine thread, its inbox of jobs, and the state of what it runs."""
+
     def __init__(self, operations: TrainingOperations, on_end: Callable[[], None]) -> None:
-        """`on_end` is called in this thread when it has taken its last turn."""
+        """Create the engine thread.
+
+        `on_end` is called in the engine thread after its last turn.
+        """
         self._operations = operations
         self._on_end = on_end
         self._inbox: SimpleQueue[Job | _Wake | _Stop] = SimpleQueue()
         self._ended = threading.Event()
         self._saves: set[Future[Any]] = set()
-        """Checkpoints that are not written yet."""
+        """The futures of checkpoints that are not written yet."""
         self._fault: BaseException | None = None
+        """The exception that ended the thread, if it was not closed."""
         self._is_aborted = False
-        """Whether the work in progress is to be given up."""
+        """Whether the work in progress must stop at its next matmul."""
         self._stop: _Stop | None = None
         self._tenants: list[Tenant] = []
-        """Those with something in their queue."""
+        """The training models whose queues are not empty."""
         self._bases: list[BaseModel] = []
-        """Those that were sampled from."""
+        """The base models that were sampled from."""
         self._handles: list[SamplerHandle] = []
         self._sides: FairShare[Side] = FairShare()
         self._training: FairShare[Tenant] = FairShare()
@@ -84,7 +94,10 @@ class DeviceOwner:
         )
 
     def put(self, job: Job) -> None:
-        """Queue a job. EngineClosedError if the thread has ended, or is not in this process."""
+        """Queue a job.
+
+        Raise EngineClosedError if the thread has ended or belongs to a parent process.
+        """
         is_here = self._thread.is_alive()
         if self._ended.is_set():
             raise self._closed()
@@ -100,32 +113,34 @@ class DeviceOwner:
             self._refuse_inbox()
 
     def stop(self, finish: bool) -> None:
-        """Ask the thread to end; does not wait for it.
+        """Ask the thread to end, without waiting for it.
 
-        `finish`: after everything that is queued, data that are still being made included.
-        Otherwise at the next matmul of the work in progress.
+        With `finish`, the thread first completes all queued jobs, including jobs whose data are
+        still being prepared. Otherwise it ends at the next matmul of the work in progress.
         """
         self._is_aborted = self._is_aborted or not finish
         self._inbox.put(_Stop(finish))
 
     def close(self, finish: bool) -> None:
-        """`stop`, and wait for the end."""
+        """Call `stop` and wait until the thread has ended."""
         self.stop(finish)
         if self._thread.is_current:
             return
         try:
             self._thread.join()
-        except BaseException:  # Ctrl-C, for instance: then at least end soon
+        except BaseException:
+            # After Ctrl-C, for instance, nobody waits for the thread, so it should end soon.
             self.stop(finish=False)
             raise
 
     def _stop_at_exit(self) -> None:
+        """Wait for checkpoints that are being saved, then stop the thread without finishing."""
         try:
             wait_for_saves(list(self._saves))
         finally:
             self.stop(finish=False)
 
-    # Below: the thread itself.
+    # The methods below run in the engine thread.
 
     def _run(self) -> None:
         before_each_matmul.set(self._check_abort)
@@ -137,21 +152,23 @@ class DeviceOwner:
                 if self._has_work():
                     self._turn()
         except BaseException as error:
-            # a fault of this loop, not of a job: nothing can be trusted after it
+            # Errors of jobs are caught elsewhere. This exception is a fault of the loop itself, so
+            # its state cannot be trusted any more.
             let_go(error)
             self._fault = error
         finally:
             self._end()
 
     def _check_abort(self) -> None:
+        """Raise the error of a closed engine if the work in progress must stop."""
         if self._is_aborted:
             raise self._closed()
 
     def _receive(self) -> None:
-        """Take all that has come; wait for something if there is nothing to do."""
+        """Take all items from the inbox, and wait for one if there is no work."""
         block = not self._has_work() and (self._stop is None or self._awaits_data())
         if block:
-            # Nobody waits, so nobody owes anybody anything.
+            # No model has waiting work, so the time used so far is irrelevant.
             self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
         while True:
             try:
@@ -165,20 +182,25 @@ class DeviceOwner:
                 self._stop = item
 
     def _is_over(self) -> bool:
+        """Return whether the thread was asked to stop and has nothing left to finish."""
         if self._stop is None:
             return False
-        # In this order: data that come in between are work.
+        # The order of the two checks matters: data that arrive between them become work, which
+        # the second check finds.
         return not (self._stop.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:
+        """Return whether the next job of any training model waits for data being prepared."""
         return any(tenant.awaits_data for tenant in self._tenants)
 
     def _has_work(self) -> bool:
+        """Return whether a training model or a sampler can take a turn now."""
         return any(tenant.is_ready for tenant in self._tenants) or any(
             base.sampler.busy for base in self._bases
         )
 
     def _turn(self) -> None:
+        """Let one training model or one sampler take a turn, and charge its time."""
         ready = [tenant for tenant in self._tenants if tenant.is_ready]
         busy = [base for base in self._bases if base.sampler.busy]
         waiting: list[Side] = [*(["sampling"] if busy else []), *(["training"] if ready else [])]  # type: ignore[list-item]
@@ -199,13 +221,16 @@ class DeviceOwner:
         self._forget_unused()
 
     def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
-        """A GPU still computes when its turn is over. Where others wait, that is to count for
-        whoever asked for it, not for the next.
+        """Wait for the device if other models have work.
+
+        A GPU still computes when a turn's launches are done. Without the wait, that time would be
+        charged to the next turn.
         """
         if not is_alone:
             base.settle()
 
     def _accept(self, job: Job) -> None:
+        """Append a training job to its model's queue, or start a sampling job."""
         if job.tenant is not None:
             if not job.tenant.queue:
                 self._tenants.append(job.tenant)
@@ -219,6 +244,7 @@ class DeviceOwner:
             job.fail(error)
 
     def _accept_sampling(self, job: Job) -> None:
+        """Start a request, or create or release a sampler."""
         handle = job.handle
         assert handle is not None
         if handle not in self._handles:
@@ -233,6 +259,7 @@ class DeviceOwner:
             self._create_sampler(job, handle)
 
     def _create_sampler(self, job: Job, handle: SamplerHandle) -> None:
+        """Load the weights of a sampler, and start the requests that waited for it."""
         loaded = job.loaded
         try:
             if not job.future.set_running_or_notify_cancel():
@@ -250,6 +277,10 @@ class DeviceOwner:
         job.future.set_result(handle.sampler_id)
 
     def _start_sample(self, job: Job, handle: SamplerHandle) -> None:
+        """Submit a request to the sampler, or let it wait until the sampler is ready.
+
+        Raise UserError if the creation of the sampler has failed.
+        """
         if handle.failure is not None:
             raise UserError(f"sampler_id={handle.sampler_id!r}: {handle.failure}")
         if handle.version is None:
@@ -263,7 +294,7 @@ class DeviceOwner:
         job.future.add_done_callback(handle.running.discard)
 
     def _settle(self, handle: SamplerHandle) -> None:
-        """Start or refuse what waited for a sampler that now is ready or failed."""
+        """Start the requests that waited for this sampler, or fail them if its creation failed."""
         if handle not in self._handles:
             self._handles.append(handle)
         waiting, handle.waiting = handle.waiting, []
@@ -274,7 +305,7 @@ class DeviceOwner:
                 job.fail(error)
 
     def _train(self, tenant: Tenant) -> None:
-        """One piece of the tenant's first job."""
+        """Do one piece (for instance a micro-batch) of the training model's first job."""
         job = tenant.queue[0]
         tenant.base.make_current()
         if self._advance(tenant, job):
@@ -287,7 +318,7 @@ class DeviceOwner:
             self._settle(job.handle)
 
     def _advance(self, tenant: Tenant, job: Job) -> bool:
-        """Whether more is to be done for the job."""
+        """Do one piece of the job, and return whether the job needs another turn."""
         try:
             if tenant.work is None:
                 if not job.future.set_running_or_notify_cancel():
@@ -307,7 +338,11 @@ class DeviceOwner:
         return True
 
     def _cancelled(self, tenant: Tenant, job: Job) -> None:
-        """A step whose gradient lacks a part that was asked for is not the step that was asked for."""
+        """Record that a queued job was cancelled.
+
+        If it was a forward_backward, the next optim_step is rejected, because its gradient would
+        lack the cancelled part.
+        """
         if job.handle is not None:
             job.handle.failure = _CANCELLED
         if isinstance(job.operation, CreateModel):
@@ -319,6 +354,7 @@ class DeviceOwner:
             tenant.adapter.refuse_step(UserError("it was cancelled"))
 
     def _sample(self, base: BaseModel) -> None:
+        """Run one step of the base model's sampler; an exception fails all of its requests."""
         try:
             base.make_current()
             base.sampler.step()
@@ -328,7 +364,7 @@ class DeviceOwner:
             _check_device(error, base)
 
     def _forget_unused(self) -> None:
-        """Free what samplers held that are released and have answered everything."""
+        """Free the weights and cached prefixes of released samplers without open requests."""
         for handle in [handle for handle in self._handles if handle.is_unused]:
             self._handles.remove(handle)
             if not any(
@@ -338,6 +374,7 @@ class DeviceOwner:
             handle.weights = None
 
     def _end(self) -> None:
+        """Fail all jobs that are left and release all tensors."""
         self._ended.set()
         error = self._closed()
         for tenant in self._tenants:
@@ -349,13 +386,14 @@ class DeviceOwner:
         self._refuse_inbox()
         for base in self._bases:
             base.sampler.fail(error)
-        # Tensors are released here, not in the last moments of the thread or by whoever drops this
-        # object.
+        # Tensors must be released here: not while the thread shuts down, and not by another thread
+        # that drops the last reference to this object.
         self._tenants, self._bases, self._handles = [], [], []
         self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
         self._on_end()
 
     def _refuse_inbox(self) -> None:
+        """Fail all jobs in the inbox."""
         while True:
             try:
                 item = self._inbox.get_nowait()
@@ -365,11 +403,12 @@ class DeviceOwner:
                 item.fail(self._closed())
 
     def _closed(self) -> PlanishError:
+        """Return the error for jobs that the thread can no longer do."""
         if self._fault is None:
             return EngineClosedError(
                 "the engine was closed before this was done; make a new ServiceClient"
             )
-        if isinstance(self._fault, EngineClosedError):  # which says what to do
+        if isinstance(self._fault, EngineClosedError):  # Its message already names the remedy.
             return EngineClosedError(str(self._fault))
         error = EngineClosedError(
             f"the engine stopped at a fault of its own ({self._fault!r}); make a new ServiceClient"
@@ -379,7 +418,11 @@ class DeviceOwner:
 
 
 def _prepared(error: BaseException, base: BaseModel) -> None:
-    """Make it fit to be kept by who asked, with the remedy where torch says only what it lacks."""
+    """Prepare an exception for the job's future.
+
+    The exception's tracebacks release their tensors. An out-of-memory error gets a note that names
+    the settings to lower.
+    """
     let_go(error)
     if _lacks_memory(error):
         error.add_note(
@@ -389,8 +432,9 @@ def _prepared(error: BaseException, base: BaseModel) -> None:
 
 
 def _check_device(error: Exception, base: BaseModel) -> None:
-    """EngineClosedError if what ended a pass was the end of the device for this process: all that
-    is asked of it would only fail the same way.
+    """Raise EngineClosedError if this process can no longer use the device after `error`.
+
+    All later work on the device would fail in the same way.
     """
     if not isinstance(error, PlanishError) and base.is_lost():
         raise EngineClosedError(
@@ -399,12 +443,16 @@ def _check_device(error: Exception, base: BaseModel) -> None:
 
 
 def _lacks_memory(error: BaseException) -> bool:
-    """A GPU's, or main memory, for want of which torch raises a plain RuntimeError."""
+    """Return whether a GPU or main memory ran out.
+
+    For main memory torch raises a plain RuntimeError, so its message is searched.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
         error
     )
 
 
 def _fail_all(jobs: Sequence[Job], error: Exception) -> None:
+    """Fail all of these jobs with `error`."""
     for job in jobs:
         job.fail(error)

@@ -1,8 +1,11 @@
-"""What a request asks about its prompt: logprobs, likeliest tokens, logprobs of given tokens, draws
-at every position.
+"""Prompt scores: the logprobs and alternative tokens that a request wants of its prompt.
 
-All at temperature 1, except the draws, which use the request's. Filled block by block as the prompt
-is computed, so a long prompt never has more than one block of logits in memory.
+There are four kinds: the prompt's logprobs, the top-k logprobs, the logprobs of given target
+tokens, and alternative tokens sampled at every position. The alternative tokens use the request's
+sampling parameters. All other scores are at temperature 1.
+
+Scores are computed block by block while the prompt is prefilled. So even a long prompt has at most
+one block of logits in memory.
 """
 
 from __future__ import annotations
@@ -21,16 +24,16 @@ from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 
 SCORED_ROWS = 128
-"""Positions whose logits are in memory at a time."""
+"""The maximum number of prompt positions whose logits are in memory at a time."""
 _ALT_STREAM = 1
-"""Purpose number of the draws at prompt positions: apart from those of the samples, which is 0."""
+"""The purpose number of the random streams for alternative tokens. Samples use purpose 0."""
 
 Exact = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(hidden [R, D], rows [P], tokens [P]) -> float32 logits [P]."""
+"""A function (hidden [R, D], rows [P], tokens [P]) -> float32 logits [P]."""
 
 
 def asked(op: Sample) -> bool:
-    """Whether the request asks anything about its prompt."""
+    """Return whether the request wants any prompt scores."""
     return (
         op.prompt_logprobs
         or op.topk_prompt_logprobs > 0
@@ -41,8 +44,10 @@ def asked(op: Sample) -> bool:
 
 @dataclass
 class PromptScores:
-    """Answers of one request; entry i of each array is about prompt token i, so entry 0 stays
-    undefined.
+    """The prompt scores of one request, filled by calls of `add`.
+
+    Entry i of `logprobs` and `top` is about prompt token i, so entry 0 stays undefined. Entry i of
+    `targets` and `alternatives` is about prompt token i + 1.
     """
 
     op: Sample
@@ -74,8 +79,9 @@ class PromptScores:
 
     @property
     def begins(self) -> int:
-        """The first position whose hidden state is asked about; what lies before it may come from a
-        cache.
+        """The first position whose hidden state is needed for a score.
+
+        The positions before it are not scored, so they may come from the prefix cache.
         """
         if self._alt is not None:
             return 0
@@ -88,8 +94,10 @@ class PromptScores:
     def add(
         self, start: int, hidden: Tensor, logits: Callable[[Tensor], Tensor], exact: Exact
     ) -> None:
-        """Hidden states [R, D] of prompt positions start .. start + R - 1; position i speaks of
-        token i + 1.
+        """Score prompt positions start .. start + R - 1 from their hidden states [R, D].
+
+        The hidden state of position i predicts token i + 1. `logits` turns hidden states into
+        float32 logits [R, V].
         """
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
         for first in range(max(start, self.begins), stop, SCORED_ROWS):
@@ -98,7 +106,7 @@ class PromptScores:
             self._add_block(first + 1, block, logits(block), exact)
 
     def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
-        """Rows of `logits` speak of tokens token, token + 1, ..."""
+        """Score one block. Row r of `hidden` and `logits` predicts prompt token `token` + r."""
         span = range(token, token + logits.shape[0])
         normalizer = log_normalizer(logits.clone(), logits.new_ones(logits.shape[:1]))
         device = logits.device
@@ -130,6 +138,7 @@ class PromptScores:
             self._draw(span, hidden, logits, exact)
 
     def _draw(self, span: range, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
+        """Sample alternative tokens for the prompt tokens in `span`."""
         assert self._alt is not None
         params, k = self.op.sampling_params, self.op.prompt_alt_tokens_k
         numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(
@@ -147,14 +156,17 @@ class PromptScores:
 
     @property
     def logprobs(self) -> np.ndarray | None:
+        """The logprobs of the prompt tokens, float32 [n], NaN where none was requested."""
         return self._logprobs
 
     @property
     def top(self) -> TopkLogprobs | None:
+        """The k likeliest tokens at each prompt token and their logprobs: [n, k]."""
         return self._top
 
     @property
     def targets(self) -> TensorData | None:
+        """The logprobs of the target tokens, float32 [n - 1, K], 0 where the target is -1."""
         return (
             TensorData.from_numpy(self._target_logprobs)
             if self._target_logprobs is not None
@@ -163,6 +175,7 @@ class PromptScores:
 
     @property
     def alternatives(self) -> PromptAltTokens | None:
+        """The sampled alternative tokens and their logprobs: [n - 1, k]."""
         if self._alt is None:
             return None
         return PromptAltTokens(

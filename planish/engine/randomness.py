@@ -1,36 +1,43 @@
-"""The randomness of samples: counted, not drawn from one stream, so it does not depend on what else
-is drawn.
+"""Counter-based random numbers for sampling (Philox, Salmon et al. 2011).
+
+Each number is a function of seed, purpose, sample index and position. So it does not depend on
+what else is sampled.
 """
 
 import numpy as np
 from numpy.random import Generator, Philox
 
 _WORDS = 4
-"""Numbers that Philox makes of one count."""
+"""The number of random numbers that Philox generates per counter value."""
 
 
 class UniformStream:
-    """Uniform numbers in [0, 1) of one sample, by position: Philox (Salmon et al. 2011) keyed by
-    the seed.
+    """The uniform random numbers in [0, 1) of one sample, by position.
+
+    The seed is the Philox key.
     """
 
     _BLOCK = 64
+    """The numbers generated at a time."""
 
     def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
+        """Create the stream of sample `index`. Different purposes have independent streams."""
         # The two high words of the counter name the stream; the two low ones count within it.
         counter = np.array([0, 0, index, purpose], dtype=np.uint64)
         self._generator = Generator(Philox(key=seed % (1 << 128), counter=counter))
         self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
+        """Return the random number of a position, in any order of calls."""
         while position >= len(self._numbers):
             self._numbers += self._generator.random(self._BLOCK).tolist()
         return self._numbers[position]
 
 
 def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.ndarray:
-    """float64 [positions, indices]: what the streams of these indices have `at` these positions,
-    whatever came before.
+    """Return random numbers of several streams at several positions: float64 [positions, indices].
+
+    The numbers equal those of `UniformStream(seed, index, purpose).at(position)`.
     """
     numbers = np.empty((len(indices), len(positions)))
     source = Philox(key=seed % (1 << 128))
@@ -38,7 +45,7 @@ def uniforms(seed: int, purpose: int, positions: range, indices: range) -> np.nd
     state = source.state
     first = positions.start // _WORDS
     for row, index in zip(numbers, indices, strict=True):
-        # Set, as a generator of its own for each index takes four times as long.
+        # A new generator for each index would take four times as long as setting the state.
         state["state"]["counter"][:] = (first, 0, index, purpose)
         source.state = state
         row[:] = generator.random(positions.stop - first * _WORDS)[

@@ -1,4 +1,4 @@
-"""What makes a sampling request impossible, found before anything is queued."""
+"""Validation of sampling requests, before anything is queued."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from planish.model.config import ModelConfig
 from planish.service import Sample
 
 MAX_ANSWER = 512 << 20
-"""Bytes of one answer, as arrays and as a message."""
+"""The maximum bytes of one response, both as arrays and as a message."""
 
 
 def max_tokens_of(op: Sample, config: ModelConfig) -> int:
-    """Most tokens that the request draws: what it says, or what the context leaves room for; 0 if
-    it is about its prompt only.
+    """Return the maximum number of tokens that each sample of the request may have.
+
+    The default is the remainder of the model's context. A prompt-only request has 0.
     """
     if op.prompt_only:
         return 0
@@ -25,7 +26,7 @@ def max_tokens_of(op: Sample, config: ModelConfig) -> int:
 
 
 def check_sample(op: Sample, config: ModelConfig) -> None:
-    """UserError, naming the argument and the remedy, if the model cannot serve the request."""
+    """Raise UserError, which names the argument and the remedy, if the request is invalid."""
     tokens = op.prompt.to_ints()
     if not tokens:
         raise UserError(
@@ -52,6 +53,7 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
 
 
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError if a token id of the argument `name` is outside the vocabulary."""
     if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
         bad = next(token for token in tokens if not 0 <= token < vocab_size)
         raise UserError(
@@ -60,6 +62,7 @@ def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None
 
 
 def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
+    """Raise UserError if a stop token id is outside the vocabulary."""
     if stop is not None and not isinstance(stop, str):
         _check_vocabulary(
             "SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size
@@ -67,6 +70,7 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
 
 
 def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+    """Raise UserError if the request's options for logprobs or prompt scores are invalid."""
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(op, name) <= vocab_size:
             raise UserError(
@@ -104,7 +108,10 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
 
 
 def _check_answer(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
-    """What is drawn is kept until the last sample has ended."""
+    """Raise UserError if the response could exceed MAX_ANSWER bytes.
+
+    All sampled tokens stay in memory until the last sample of the request has ended.
+    """
     targets = op.target_prompt_logprobs
     size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
     size += prompt_tokens * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)

@@ -1,9 +1,8 @@
-"""Attention of the sampler: rows against the keys of their prompt, and against those of their own
-sample, in place.
+"""The sampler's attention in torch, which reads the KV cache slots in place.
 
-Rows whose samples share a prompt attend to its keys in one product; each row then attends to the
-few keys behind them. The sums of the second part go on where those of the first end, in the order
-that ordered_attention.py prescribes.
+Samples that share a prompt attend to its keys in one matmul. Each row then attends to the keys in
+its sample's own slot. The sums of the second part continue those of the first, in the order that
+ordered_attention.py defines.
 """
 
 from __future__ import annotations
@@ -21,39 +20,46 @@ from planish.engine.ordered_attention import Sums, add_spans, attend, peaks, sco
 from planish.engine.positions import SPAN, whole_spans
 
 _QUERY_BLOCK = 256
+"""The maximum number of prompt rows in one matmul of the prefill."""
 _LANE = 8
-"""Most rows of one prompt in one product: with prompts of one sample and of many in a pool, little
-is padded.
+"""The maximum number of rows of one prompt in one matmul. A small number limits padding if some
+prompts of a pool have one sample and others have many.
 """
 
 
 class PromptSlot(Protocol):
-    """A prompt in a pool."""
+    """A prompt with a slot in a pool."""
 
     slot: int
 
     @property
-    def length(self) -> int: ...
+    def length(self) -> int:
+        """The number of tokens of the prompt."""
+        ...
 
 
 class SampleSlot(Protocol):
-    """A running sample: where its own keys lie, how many positions they hold before this step, and
-    its prompt.
-    """
+    """A running sample with a slot in a pool."""
 
     slot: int
 
     @property
-    def stored(self) -> int: ...
+    def stored(self) -> int:
+        """The number of positions in the sample's slot before this step."""
+        ...
 
     @property
-    def prompt(self) -> PromptSlot: ...
+    def prompt(self) -> PromptSlot:
+        """The prompt that the sample continues."""
+        ...
 
 
 @dataclass(frozen=True)
 class PrefillSpan:
-    """Rows row .. row + count - 1 of the batch are positions start .. of the prompt in slot `slot`
-    of `pool`.
+    """A range of batch rows that belong to one prompt.
+
+    Rows row .. row + count - 1 of the batch are positions start .. start + count - 1 of the prompt
+    in slot `slot` of `pool`.
     """
 
     pool: KVPool
@@ -64,14 +70,21 @@ class PrefillSpan:
 
 
 class PrefillAttention:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
-    to its own.
+    """The causal attention of prompt rows.
+
+    Each call stores the rows' keys and values in their prompts' slots. Each row attends to the
+    positions up to its own.
     """
 
     def __init__(self, spans: Sequence[PrefillSpan]) -> None:
+        """`spans` names the rows of each prompt; rows outside of them are padding."""
         self._spans = spans
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of one layer, with the shape and dtype of `q`.
+
+        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        """
         out = torch.zeros_like(q)
         for span in self._spans:
             rows = slice(span.row, span.row + span.count)
@@ -101,7 +114,7 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """One new row for each running sample."""
+    """The attention of a decoding step, with one new row for each running sample."""
 
     def __init__(
         self,
@@ -111,9 +124,9 @@ class DecodeAttention:
         query_rows: int,
         device: torch.device,
     ) -> None:
-        """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one.
+        """`rows` maps id(sample) to the batch row of each sample in `samples`.
 
-        `query_rows`: fewest rows of a product.
+        `query_rows` is the minimum number of rows of a matmul; fewer rows are padded.
         """
         self._query_rows = query_rows
         self._own = [_own_part(pool, rows, device) for pool in samples.in_use()]
@@ -123,6 +136,10 @@ class DecodeAttention:
         self._parts = [*shared, *self._own]
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of one layer, with the shape and dtype of `q`.
+
+        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        """
         for part in self._own:
             part.store(layer, k, v)
         grouped = q.unflatten(1, (k.shape[1], -1))
@@ -139,12 +156,12 @@ class DecodeAttention:
         for part, rows, score in zip(self._parts, where, found, strict=True):
             peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
         for part, rows, score in zip(self._parts, where, found, strict=True):
-            # A prompt's sums are a row's first.
+            # A row's sums begin with its prompt, so only its own part continues earlier sums.
             before = self._so_far(part, sums) if part in self._own else None
             after = add_spans(score, self._placed(part, peak), part.values(layer), before)
             sums.values[rows] = part.taken(after.values, grouped.shape[2])
             sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
-        # Padding rows have no keys at all.
+        # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
         return (
             (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))
             .flatten(1, 2)
@@ -160,28 +177,35 @@ class DecodeAttention:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Slots of one pool, and the batch rows that attend to them."""
+    """Several slots of one pool and the batch rows that attend to them.
+
+    The n slots form one batched matmul. Each slot has `lane` places for batch rows.
+    """
 
     pool: KVPool
     slots: Tensor | None
-    """None = slots 0 .. n - 1, which need no gathering."""
+    """The n slots. None: the slots 0 .. n - 1, which need no gathering."""
     table: Tensor
-    """Batch row of each of a slot's places [n, lane]; free places hold row 0."""
+    """The batch row at each place of each slot: [n, lane]. Unused places refer to row 0."""
     taken_places: Tensor | None
-    """Places of `rows` within the flattened table; None = all."""
+    """The indices of the used places within the flattened table. None: all places are used."""
     rows: Tensor
+    """The batch rows at the used places, in the order of the places."""
     visible: Tensor
-    """Positions of the slot that its rows see: [n, 1, 1]."""
+    """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
     width: int
+    """The number of positions to read from every slot, at least the maximum of `visible`."""
     span: slice | None = None
-    """The rows as a slice, if each slot has one and they lie in the order of the slots: nothing
-    need be gathered then.
+    """The rows as a slice, if each slot has exactly one row and the rows are in slot order. Then no
+    rows need to be gathered.
     """
 
     def keys(self, layer: int) -> Tensor:
+        """Return the keys of the slots: [n, H, width, head_dim]."""
         return self._of_slots(self.pool.keys[layer])
 
     def values(self, layer: int) -> Tensor:
+        """Return the values of the slots: [n, H, width, head_dim]."""
         return self._of_slots(self.pool.values[layer])
 
     def _of_slots(self, kept: Tensor) -> Tensor:
@@ -189,14 +213,15 @@ class _Part:
         return chosen[:, :, : self.width]
 
     def placed(self, x: Tensor, query_rows: int) -> Tensor:
-        """x [T, H, group, E] as [n, H, M, E] with M = lane * group, or zeros behind up to
-        `query_rows`.
+        """Arrange x [T, H, group, E] by slot and return it as [n, H, M, E].
+
+        M is lane * group, padded with zeros to at least `query_rows`.
         """
         placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
         return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
 
     def taken(self, x: Tensor, group: int) -> Tensor:
-        """The reverse for the places in use: [n, H, M, E] as [len(rows), H, group, E]."""
+        """Undo `placed` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
         if self.span is not None:
             return x[:, :, :group]
         lane = self.table.shape[1]
@@ -204,7 +229,7 @@ class _Part:
         return places if self.taken_places is None else places[self.taken_places]
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """Put the rows' new keys and values at their slots' last visible positions."""
+        """Store the rows' new keys and values at the last visible position of their slots."""
         slots, last = torch.arange(len(self.rows), device=k.device), self.visible.flatten() - 1
         rows = self.rows if self.span is None else self.span
         self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.shape.dtype)
@@ -212,7 +237,7 @@ class _Part:
 
 
 def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part:
-    """All samples of one pool, each with its own slot."""
+    """Return the part in which each sample of `pool` attends to its own slot."""
     samples = cast("list[SampleSlot]", pool.owners)
     visible = [sample.stored + 1 for sample in samples]
     numbers = [rows[id(sample)] for sample in samples]
@@ -233,9 +258,11 @@ def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part
 def _prompt_parts(
     pool: KVPool, samples: KVPools, rows: dict[int, int], device: torch.device
 ) -> list[_Part]:
-    """Prompts of one pool, `_LANE` rows each; a prompt with more samples is in several parts.
+    """Return the parts in which samples attend to their prompts in `pool`.
 
-    Samples see whole spans of the prompt only; what is behind these is in their own slots.
+    A part has up to `_LANE` rows per prompt, so a prompt with more samples is in several parts.
+    Samples attend to the whole spans of the prompt only. Their own slots contain a copy of the
+    positions after these.
     """
     prompts = cast("list[PromptSlot]", pool.owners)
     members: list[list[int]] = [[] for _ in prompts]

@@ -77,7 +77,7 @@ class SamplingHead:
     def exact(
         self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]
     ) -> Tensor:
-        """Return the logits of tokens[i] at row rows[i] of `hidden`, as float32 dot products [B]."""
+        """Return the logits [B] of tokens[i] at row rows[i] of `hidden`: float32 dot products."""
         hidden, adapters = self._padded(hidden, adapters)
         return exact_logits(hidden, self._head, rows, tokens, _members(adapters))
 
@@ -89,7 +89,7 @@ class SamplingHead:
         tokens: Tensor,
         adapters: list[AdapterRows],
     ) -> Tensor:
-        """Return the float32 logits [B] of the sampled tokens; tokens[i] was sampled at row rows[i].
+        """Return the float32 logits [B] of sampled tokens; tokens[i] comes from row rows[i].
 
         The result equals that of `exact`. `logits` [R, V] are the logits of `hidden`. On a GPU
         without a tiling they are exact already and are read directly. This saves one matmul per

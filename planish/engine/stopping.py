@@ -1,5 +1,6 @@
-"""When a sample ends before `max_tokens`: at a token, or at a string, which may lie across token
-borders.
+"""Stop conditions: the tokens and strings at which a sample ends before `max_tokens`.
+
+A stop string may span several tokens.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StopCondition:
-    """The stops of one request. No tokens and no strings: run to `max_tokens`."""
+    """The stop tokens and stop strings of one request.
+
+    Without any of either, samples run to `max_tokens`.
+    """
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
@@ -19,8 +23,9 @@ class StopCondition:
     def of(
         cls, stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]
     ) -> StopCondition:
-        """`stop` as in SamplingParams: None means the model's end-of-sequence tokens, anything else
-        replaces them.
+        """Return the stop condition for the `stop` of SamplingParams.
+
+        None means the model's end-of-sequence tokens. Any other value replaces these.
         """
         if stop is None:
             return cls(token_ids=frozenset(eos_token_ids))
@@ -32,13 +37,15 @@ class StopCondition:
         )
 
     def met(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Whether the last of `tokens` completes a stop; to be asked after every token.
+        """Return whether the last of `tokens` completes a stop token or stop string.
 
-        A string is looked for in the text of the last tokens only. Every token that adds text adds
-        at least one byte, so a string of n bytes that ends in the last token starts at most n
-        tokens before it; three more tokens complete a character of which the window would otherwise
-        hold only the end. Tokens without text (control tokens, whose text is empty where the
-        tokenizer hides them) end a string's window early, as they end the text around them.
+        The caller must call this method after every token. Only the text of the last tokens is
+        searched for a stop string. Every token with text adds at least one byte. So a string of n
+        bytes that ends in the last token starts at most n tokens before it. The window has three
+        more tokens, because a UTF-8 character of up to four bytes may be split across tokens.
+
+        Tokens without text also count towards the window. Control tokens are such tokens if the
+        tokenizer hides them. A stop string with several of them in between may be missed.
         """
         if tokens[-1] in self.token_ids:
             return True

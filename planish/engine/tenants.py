@@ -1,6 +1,4 @@
-"""What the engine knows of those it serves: training models with their queues, samplers with their
-versions, and jobs.
-"""
+"""The engine's records of training models, samplers and jobs."""
 
 from __future__ import annotations
 
@@ -22,29 +20,32 @@ from planish.types import CheckpointPath, GetInfoResponse, ModelData
 
 @dataclass(eq=False)
 class Tenant:
-    """One training model. The engine's thread alone touches `adapter`, `queue`, `work` and
-    `failure`.
+    """One training model and its queue of jobs.
+
+    Only the engine thread may access `adapter`, `queue`, `work` and `failure`.
     """
 
     model_id: str
     base: BaseModel
     base_model: str
-    """The name that it was created with."""
+    """The name of the base model that the caller gave at creation."""
     layout: LoraLayout
     user_metadata: Mapping[str, str]
     adapter: Adapter | None = None
-    """None until it is created, and after it is unloaded."""
+    """The LoRA adapter. None until the model is created, and after it is unloaded."""
     failure: str | None = None
-    """Why there is no adapter, once that is final."""
+    """Why the model permanently has no adapter."""
     queue: deque[Job] = field(default_factory=deque)
     key: object = field(default_factory=object)
-    """Names it among the versions of weights: an id may be used again after an unload."""
+    """A unique object that identifies this model within versions of weights. `model_id` would not be
+    unique, because an id may be reused after an unload.
+    """
     work: Generator[None, None, None] | None = None
-    """The operation under way: that of queue[0]."""
+    """The operation in progress, which belongs to queue[0]. Each `next` does one turn of it."""
 
     @property
     def is_ready(self) -> bool:
-        """Whether there is something to do for it now."""
+        """Whether the first job in the queue can be started or continued now."""
         if not self.queue:
             return False
         operation = self.queue[0].operation
@@ -52,12 +53,12 @@ class Tenant:
 
     @property
     def awaits_data(self) -> bool:
-        """Whether somebody is making the data that it waits for."""
+        """Whether the first job in the queue waits for data that are being prepared."""
         operation = self.queue[0].operation if self.queue else None
         return isinstance(operation, ForwardBackwardLater) and operation.data.running()
 
     def created(self) -> Adapter:
-        """The adapter; an error if its creation failed or it is gone."""
+        """Return the adapter. Raise UserError if it is not created or was unloaded."""
         if self.adapter is None:
             raise UserError(
                 f"model_id={self.model_id!r}: {self.failure or 'it is not created yet'}"
@@ -65,14 +66,16 @@ class Tenant:
         return self.adapter
 
     def info(self) -> GetInfoResponse:
+        """Return the response of `get_info` for this model."""
         data = ModelData(self.base.config.family, self.base_model, str(self.base.directory))
         return GetInfoResponse(self.model_id, data, True, self.layout.lora.rank)
 
 
 @dataclass(eq=False)
 class SamplerHandle:
-    """One sampler: a base model, or one version of an adapter on it. The engine's thread alone
-    touches what follows `model_path`.
+    """One sampler: a base model, or one version of an adapter on it.
+
+    Only the engine thread may access the attributes after `model_path`.
     """
 
     sampler_id: str
@@ -81,38 +84,43 @@ class SamplerHandle:
     model_path: str | None = None
     weights: LoraWeights | None = None
     version: Hashable = None
-    """Of the weights: equal for equal ones, the key of known prefixes. None until the sampler is
-    ready.
+    """The version of the weights, which is part of the prefix cache key. Samplers with equal
+    versions share cached prefixes. None until the sampler is ready.
     """
     failure: str | None = None
+    """Why the creation of the sampler failed."""
     waiting: list[Job] = field(default_factory=list)
-    """Requests that came before the sampler was ready."""
+    """The requests that arrived before the sampler was ready."""
     running: set[Future[Any]] = field(default_factory=set)
-    """Futures of the requests that are not answered yet; each leaves by itself, in whichever thread
-    it is done.
+    """The futures of requests without a response. A callback removes each one when it is done, in
+    the thread that completes or cancels it.
     """
     is_released: bool = False
+    """Whether the caller has released the sampler."""
 
     @property
     def is_unused(self) -> bool:
-        """Whether it was released and all of its requests are answered."""
+        """Whether the sampler was released and has no open requests."""
         return self.is_released and not self.waiting and not self.running
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedAdapter:
-    """A checkpoint that was read and verified."""
+    """The contents of a checkpoint that was read and verified."""
 
     state: Mapping[str, Tensor]
     with_optimizer: bool
     layout: LoraLayout
     version: Hashable
-    """Equal for equal weights."""
+    """The version of the weights (see `SamplerHandle.version`)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Job:
-    """One submitted operation, with what `submit` found out about it."""
+    """One submitted operation and what `submit` looked up for it.
+
+    A job of a training model has a `tenant`. A job of a sampler has a `handle` instead.
+    """
 
     operation: Operation[Any]
     future: Future[Any]
@@ -121,10 +129,10 @@ class Job:
     loaded: LoadedAdapter | None = None
     save_to: CheckpointPath | None = None
     asked_loss: str | None = None
-    """The loss that the caller named; the operation has the one that is computed."""
+    """The loss that the caller named. The operation itself has the loss that is computed."""
 
     def fail(self, error: BaseException) -> None:
-        """Answer with `error`, unless it was cancelled or answered."""
+        """Set `error` on the future, unless the job is already done or cancelled."""
         if not self.future.done() and (
             self.future.running() or self.future.set_running_or_notify_cancel()
         ):
