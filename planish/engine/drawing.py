@@ -26,8 +26,8 @@ _ENTRIES = 1 << 22
 _SORTED_ENTRIES = 1 << 21
 """The maximum number of weights that a GPU sorts at a time."""
 SORTING_BYTES = 64 * _SORTED_ENTRIES
-"""The bytes that sorting so many weights takes: values and indices before and after the sort, sums
-in float64, and temporaries.
+"""The bytes needed to sort `_SORTED_ENTRIES` weights: values and indices before and after the sort,
+float64 sums, and temporaries.
 """
 
 

@@ -17,6 +17,7 @@ class FairShare(Generic[K]):
     """A clock of used seconds per key."""
 
     def __init__(self) -> None:
+        """Create clocks that all start at 0."""
         self._clocks: dict[K, float] = {}
         self._now = 0.0
         """The clock of the key that was picked last. This value never decreases."""

@@ -88,10 +88,11 @@ class KVPool:
     """A pool of KV cache slots, each with `capacity` positions.
 
     `keys[layer]` and `values[layer]` have the shape [slots, heads, capacity, head_dim]. The slots
-    in use are 0 .. len(pool) - 1.
+    in use are 0 .. len(pool) - 1, except in a `GappedKVPool`.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
+        """Create a pool without slots."""
         self.shape = shape
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
@@ -103,6 +104,7 @@ class KVPool:
         self.values = [self._empty(0) for _ in range(shape.layers)]
 
     def __len__(self) -> int:
+        """Return the number of slots in use."""
         return len(self.owners)
 
     def reserve(self, more: int) -> None:
@@ -238,11 +240,12 @@ class KVPool:
 class GappedKVPool(KVPool):
     """A pool whose owners keep their slots when other owners are removed.
 
-    It serves kernels that look up each slot's address. Closing a gap on a GPU would take more
+    Slots change only when the pool shrinks. The class serves kernels that look up each slot's address. Closing a gap on a GPU would take more
     kernel launches than a decoding step. The contents of unused slots are undefined.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:
+        """Create a pool without slots."""
         super().__init__(shape, capacity)
         self._taken: list[int] = []
         """The slot of each of `owners` in this pool. During a move to another pool, the owner's
@@ -252,6 +255,7 @@ class GappedKVPool(KVPool):
         """A heap of the freed slots, which `add` assigns again, the lowest first."""
 
     def add(self, owner: SlotOwner) -> None:
+        """Assign the lowest freed slot to `owner`, or a new slot if there is none."""
         if not self._gaps:
             super().add(owner)
         else:
@@ -273,10 +277,12 @@ class GappedKVPool(KVPool):
             self._close_gaps()
 
     def trim(self) -> None:
+        """Free the memory of unused slots. Owners may get other slots."""
         if self.slots > len(self.owners):
             self._close_gaps()
 
     def _close_gaps(self) -> None:
+        """Reallocate the pool for the owners only, in slots 0 .. n - 1."""
         count = len(self.owners)
         if not count:  # Indexing would launch a kernel per layer to copy nothing.
             self._taken, self._gaps = [], []

@@ -420,8 +420,8 @@ class DeviceOwner:
 def _prepared(error: BaseException, base: BaseModel) -> None:
     """Prepare an exception for the job's future.
 
-    The exception's tracebacks release their tensors. An out-of-memory error gets a note that names
-    the settings to lower.
+    The frames of its traceback release their tensors, so that keeping the exception does not keep
+    the memory. An out-of-memory error gets a note that names the settings to lower.
     """
     let_go(error)
     if _lacks_memory(error):

@@ -30,6 +30,7 @@ class PrefixCache(Generic[V]):
     """An LRU cache of at most `capacity` prefix chunks of `chunk_tokens` tokens each."""
 
     def __init__(self, chunk_tokens: int, capacity: int) -> None:
+        """Create an empty cache."""
         self.chunk_tokens = chunk_tokens
         self.capacity = capacity
         self._chunks: OrderedDict[ChunkKey, _Chunk[V]] = OrderedDict()

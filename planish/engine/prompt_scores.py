@@ -55,6 +55,7 @@ class PromptScores:
     seed: int
 
     def __post_init__(self) -> None:
+        """Allocate the arrays of the scores that the request wants."""
         n, op = len(self.tokens), self.op
         self._first = (
             1 if op.prompt_logprobs_last_n is None else max(1, n - op.prompt_logprobs_last_n)

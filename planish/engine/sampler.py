@@ -78,8 +78,8 @@ class SamplerSettings:
         The workspace has the activations of prompts, the attention scores, and the logits that
         tokens are sampled from. It does not include the KV cache.
         """
-        # Float32 logits exist three times: those of the step, the copy that is sampled from, and
-        # those of the prompts' last positions.
+        # There are three float32 logits tensors: the logits of the step, the copy that tokens are
+        # sampled from, and the logits of the prompts' last positions.
         drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         if device.type == "cpu":  # Each thread has its own scores; there are at most cpu_count().
@@ -341,7 +341,7 @@ class Sampler:
             request.fail(error)
 
     def _release_unused(self, prompts: Sequence[Prompt]) -> None:
-        """Free the slots of those `prompts` that no sample or response needs any more."""
+        """Free the slots of all `prompts` that no sample or response needs any more."""
         unused = [
             p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts
         ]
@@ -474,8 +474,8 @@ class Sampler:
     ) -> None:
         """Sample one token for each of `samples`, append it, and finish samples that stop.
 
-        Sample i takes row rows[i] of `hidden` and `logits`. Logprobs that are not finite fail the
-        request.
+        Sample i takes row rows[i] of `hidden` and `logits`. A logprob that is not finite fails
+        its request.
         """
         params = [sample.request.op.sampling_params for sample in samples]
         drawn = draw(

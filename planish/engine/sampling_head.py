@@ -56,6 +56,7 @@ class SamplingHead:
     """
 
     def __init__(self, decoder: Decoder, tiling: RowTiling | None) -> None:
+        """Use the LM head of `decoder`. Logits are batch-invariant if `tiling` is given."""
         self._head = decoder.head
         self._tiling = tiling or RowTiling()
 

@@ -294,7 +294,7 @@ class Scheduler:
         return unscored and prompt.version == request.version and prompt.tokens == request.tokens
 
     def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
-        """Return whether a prompt in prefill will soon provide a longer cached prefix than today's.
+        """Return whether a prompt in prefill will soon provide a longer cached prefix.
 
         The request then waits for that prompt instead of computing the same prefix again.
         """

@@ -37,8 +37,8 @@ class Tenant:
     """Why the model permanently has no adapter."""
     queue: deque[Job] = field(default_factory=deque)
     key: object = field(default_factory=object)
-    """A unique object that identifies this model within versions of weights. `model_id` would not be
-    unique, because an id may be reused after an unload.
+    """A unique object that identifies this model within versions of weights. A `model_id` would not
+    be unique, because it may be reused after an unload.
     """
     work: Generator[None, None, None] | None = None
     """The operation in progress, which belongs to queue[0]. Each `next` does one turn of it."""
@@ -119,7 +119,8 @@ class LoadedAdapter:
 class Job:
     """One submitted operation and what `submit` looked up for it.
 
-    A job of a training model has a `tenant`. A job of a sampler has a `handle` instead.
+    A job of a training model has a `tenant`, and a job of a sampler has a `handle`. A job that
+    publishes a model's weights as a new sampler has both.
     """
 
     operation: Operation[Any]
