@@ -240,8 +240,9 @@ class KVPool:
 class GappedKVPool(KVPool):
     """A pool whose owners keep their slots when other owners are removed.
 
-    Slots change only when the pool shrinks. The class serves kernels that look up each slot's address. Closing a gap on a GPU would take more
-    kernel launches than a decoding step. The contents of unused slots are undefined.
+    Slots change only when the pool shrinks. This class is for kernels that look up each slot's
+    address. Closing a gap on a GPU would take more kernel launches than a decoding step. The
+    contents of unused slots are undefined.
     """
 
     def __init__(self, shape: KVShape, capacity: int) -> None:

@@ -1,10 +1,10 @@
-"""The engine thread: the only thread that uses the device. It interleaves training and sampling.
+"""The engine thread, which owns the device and interleaves training and sampling.
 
 The thread works in turns. A turn is one micro-batch (or another operation) of one training model,
 or one step of one base model's sampler. While both training and sampling have work, each gets half
 of the time. Within each of the two sides, the models share the time equally.
 
-All state below belongs to the engine thread. Other threads submit jobs through `put`, which never
+Only the engine thread may access the state below. Other threads submit jobs through `put`, which never
 blocks and may be called from a finalizer.
 
 Every job's future is completed in any case: with a result, with an error, or with

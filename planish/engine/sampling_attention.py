@@ -196,8 +196,8 @@ class _Part:
     width: int
     """The number of positions to read from every slot, at least the maximum of `visible`."""
     span: slice | None = None
-    """The rows as a slice, if each slot has exactly one row and the rows are in slot order. Then no
-    rows need to be gathered.
+    """The rows as a slice, if each slot has exactly one row and the rows are consecutive in slot
+    order. Then no rows need to be gathered.
     """
 
     def keys(self, layer: int) -> Tensor:
