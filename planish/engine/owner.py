@@ -4,8 +4,8 @@ The thread works in turns. A turn is one micro-batch (or another operation) of o
 or one step of one base model's sampler. While both training and sampling have work, each gets half
 of the time. Within each of the two sides, the models share the time equally.
 
-Only the engine thread may access the state below. Other threads submit jobs through `put`, which never
-blocks and may be called from a finalizer.
+Only the engine thread may access the state below. Other threads submit jobs through `put`, which
+never blocks and may be called from a finalizer.
 
 Every job's future is completed in any case: with a result, with an error, or with
 EngineClosedError when the thread ends.
@@ -129,12 +129,12 @@ class DeviceOwner:
         try:
             self._thread.join()
         except BaseException:
-            # After Ctrl-C, for instance, nobody waits for the thread, so it should end soon.
+            # After Ctrl-C, for instance, the caller no longer waits, so the thread should end soon.
             self.stop(finish=False)
             raise
 
     def _stop_at_exit(self) -> None:
-        """Wait for checkpoints that are being saved, then stop the thread without finishing."""
+        """Wait for checkpoints that are being saved, then stop the thread without doing other jobs."""
         try:
             wait_for_saves(list(self._saves))
         finally:
