@@ -118,7 +118,7 @@ def _padded(weights: Tensor) -> Tensor:
 def _inverted(weights: Tensor, uniforms: Tensor) -> Tensor:
     """Sample tokens [B, K] from weights [B, V] at uniform numbers [B, K].
 
-    The tokens of a row that is not finite are undefined but within the vocabulary.
+    The tokens of a row that is not finite are undefined.
     """
     own = cpu.usable(weights, "sampling") and weights.is_contiguous()
     if uniforms.shape[1] == 1 and not own:

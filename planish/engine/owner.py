@@ -134,7 +134,7 @@ class DeviceOwner:
             raise
 
     def _stop_at_exit(self) -> None:
-        """Wait for checkpoints that are being saved, then stop the thread without doing other jobs."""
+        """Wait for checkpoints that are being saved, then stop without doing other jobs."""
         try:
             wait_for_saves(list(self._saves))
         finally:
