@@ -248,8 +248,7 @@ class TrainingClient(RefusesMethods):
         record_stability_info: bool = False,
         kind: str = "snapshot",
     ) -> SamplingClient:
-        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop.
-        """
+        """Do the same as `save_weights_and_get_sampling_client`, without blocking the event loop."""
         if name is not None:
             path = (await self.save_weights_for_sampler(name)).path
             return await self.create_sampling_client_async(

@@ -7,6 +7,8 @@ kernels' logic is tested on machines without a GPU.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -28,7 +30,8 @@ def shared_memory(device: torch.device) -> int:
     """Return how many bytes of shared memory a program may have on this device."""
     if device.type != "cuda":
         return HOPPER_SHARED  # interpreted, where there is no limit
-    return int(driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    active: Any = driver.active  # its type lacks what GPU drivers have
+    return int(active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @triton.jit

@@ -159,8 +159,7 @@ class RunLoop:
             self.trace.write(step, spans)
 
     def due_checkpoint(self, done: int) -> SaveCheckpoint | None:
-        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already.
-        """
+        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already."""
         if done == self.saved:
             return None
         return self.checkpoints.due(

@@ -234,17 +234,18 @@ def test_too_little_is_refused_before_weights_are_loaded(shaped, gpu, tmp_path, 
 def test_what_is_named_is_taken_as_it_is(shaped, gpu):
     usable = gpu(23.6 * GIB)
     large = shaped("Qwen3-8B")
-    for name, value in {
+    given_sizes: dict[str, Any] = {
         "kv_cache_bytes": GIB,
         "prefix_cache_bytes": 0,
         "max_batch": 100,
         "micro_batch_tokens": 64,
-    }.items():
+    }
+    for name, value in given_sizes.items():
         (found,) = claims([large], **{name: value})
         sizes = vars(found.sampler) | vars(found.trainer)
         assert sizes[name] == value
         assert found.total <= usable
-    every = {
+    every: dict[str, Any] = {
         "kv_cache_bytes": 40 * GIB,
         "prefix_cache_bytes": GIB,
         "max_batch": 1000,

@@ -118,7 +118,7 @@ def test_choices_are_scored_as_one_by_one(capitals, here):
                 scored = [
                     logprob
                     for logprob, weight in zip(every, weights.tolist(), strict=True)
-                    if weight
+                    if weight and logprob is not None
                 ]
                 assert choice["logprob"] == pytest.approx(sum(scored), abs=1e-4)
                 assert choice["num_tokens"] == len(scored)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from dataclasses import replace
+from typing import Any, cast
 
 import pytest
 from fake_sampler import END, FakeSampler, Killed
@@ -283,7 +284,7 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
     drawn = TaskEvaluator(load_task("gsm8k", sums, title="sums"), DRAWN, k=[1, 4])
     scored = TaskEvaluator(load_task("multiple_choice_logprobs", capitals))
     assert drawn.name == "sums"
-    metrics = asyncio.run(drawn(FakeSampler(tokenizer, lucky_sum)))
+    metrics = asyncio.run(drawn(cast(Any, FakeSampler(tokenizer, lucky_sum))))
     assert {
         "eval/sums/score",
         "eval/sums/num_correct",
@@ -293,5 +294,5 @@ def test_the_evaluator_of_a_training_loop(tokenizer, sums, capitals):
     assert metrics == named(
         "sums", measured(FakeSampler(tokenizer, lucky_sum), drawn.task, DRAWN, k=[1, 4]).metrics
     )
-    for key in [*metrics, *asyncio.run(scored(FakeSampler(tokenizer)))]:
+    for key in [*metrics, *asyncio.run(scored(cast(Any, FakeSampler(tokenizer))))]:
         assert definition_of(key, "evaluation.md") is not None, key

@@ -104,9 +104,7 @@ def _compile(module, case: Case, target: list) -> Resources:
         said = subprocess.run(
             [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
         ).stdout
-    registers, local = (
-        int(re.search(rf"{name}:(\d+)", said).group(1)) for name in ("REG", "LOCAL")
-    )  # type: ignore[union-attr]
+    registers, local = (int(re.findall(rf"{name}:(\d+)", said)[0]) for name in ("REG", "LOCAL"))
     stack = int(re.search(r"STACK:(\d+)", said).group(1))  # type: ignore[union-attr]
     return Resources(case.kernel, registers, max(local, stack), compiled.metadata.shared)
 

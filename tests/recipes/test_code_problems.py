@@ -139,10 +139,9 @@ def test_which_tests_are_public():
     own = read({"tests": tests, "public_tests": [{"input": "9", "output": "9"}]})
     assert own is not None
     assert own.public_tests == (StdinTest("9", "9"),)
-    assert (
-        read({"tests": tests, "starter_code": "class Solution:\n"}).starter_code
-        == "class Solution:"
-    )  # type: ignore[union-attr]
+    started = read({"tests": tests, "starter_code": "class Solution:\n"})
+    assert started is not None
+    assert started.starter_code == "class Solution:"
 
 
 @pytest.mark.parametrize("steps", [1, 3])

@@ -155,7 +155,7 @@ def test_the_console_shows_what_the_engine_logs(capsys, monkeypatch):
 def test_a_program_that_set_up_logging_sees_the_records_itself(capsys, monkeypatch):
     seen = []
     handler = logging.Handler()
-    handler.emit = seen.append
+    monkeypatch.setattr(handler, "emit", seen.append)
     monkeypatch.setattr(logging.getLogger(), "handlers", [handler])
     with engine_log_on_console():
         logging.getLogger("planish.engine.part").warning("no kernels")

@@ -997,9 +997,9 @@ def test_a_stop_ends_requests_that_wait_for_memory(
         )["model_id"]
         sampler = {"session_id": session, "sampling_session_seq_id": 0, "base_model": BASE}
         waiting.clear()
-        stop = threading.Thread(
-            target=lambda: waiting.wait(30) and client.portal.call(state.stopping.set)
-        )  # type: ignore[union-attr]
+        portal = client.portal
+        assert portal is not None
+        stop = threading.Thread(target=lambda: waiting.wait(30) and portal.call(state.stopping.set))
         stop.start()
         began = time.monotonic()
         assert "stopping" in caller.post("/create_sampling_session", sampler, 503)["detail"]
