@@ -1,15 +1,19 @@
-"""The trainer: forward and backward passes over datums, micro-batch by micro-batch, gradients by
-the sum of losses.
+"""The trainer runs forward and backward passes over datums, one micro-batch at a time.
 
-A call's datums are packed into prefix forests (packing.py) under a token budget, so memory is
-bounded and known in advance; a shared prefix is computed once, with exact gradients. Micro-batches
-are a function of one call's datums and the settings alone, never of other calls or tenants. A
-gradient reaches the adapter only when the whole call has succeeded; a loss or gradient that is not
-finite refuses the call, and the optimizer step that may already be queued behind it.
+The gradient of a call is the gradient of the sum of its datums' losses. The datums are packed into
+prefix trees (packing.py) under a token budget, so the peak memory is known in advance. A shared
+prefix is computed once, and its gradient is exact. Micro-batches depend only on the datums of the
+call and on the settings, never on other calls or tenants.
 
-`forward_backward` is a generator: between micro-batches it hands the device back, so the engine can
-interleave other work. Shapes: T rows of a forest, P distinct (row, target) pairs, M scores of all
-datums of a micro-batch (pairs counted as often as used).
+The adapter receives a gradient only after the whole call has succeeded. A non-finite loss or
+gradient fails the call, and also the optimizer step that may already be queued after the call.
+
+`forward_backward` is a generator. It yields between micro-batches, so the engine can interleave
+other work on the device.
+
+Shapes: T is the number of tokens of a forest (one row each). P is the number of distinct (row,
+target) pairs. M is the number of scores of all datums in a micro-batch; a pair that several datums
+use counts once per use.
 """
 
 from __future__ import annotations
@@ -48,12 +52,15 @@ OUTPUT_TYPE = "ArrayRecord"
 
 @dataclass(frozen=True)
 class TrainerSettings:
+    """Settings that bound the memory of the trainer's forward and backward passes."""
+
     micro_batch_tokens: int = 4096
-    """Most rows of one forest. A single longer sequence runs alone, keeping each layer's input
-    only.
+    """Maximum number of tokens per micro-batch. A longer sequence runs alone, with activation
+    checkpointing: only each layer's input is stored.
     """
     recompute: bool = False
-    """Whether all keep each layer's input only, and compute the rest again for their backward pass.
+    """Whether every micro-batch uses activation checkpointing: only each layer's input is stored,
+    and the backward pass recomputes the rest.
     """
 
     def __post_init__(self) -> None:
@@ -62,6 +69,7 @@ class TrainerSettings:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
 
     def recomputes(self, rows: int) -> bool:
+        """Return whether a micro-batch of `rows` tokens uses activation checkpointing."""
         return self.recompute or rows > self.micro_batch_tokens
 
     def activation_bytes(
@@ -72,15 +80,17 @@ class TrainerSettings:
         tokens: int | None = None,
         rank: int = 32,
     ) -> int:
-        """Estimate of the memory that a micro-batch of `tokens` rows (default: a full one) keeps
-        for its backward pass, by the dtype of products.
+        """Return the estimated bytes that a micro-batch stores for its backward pass.
+
+        `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `dtype`: the dtype of
+        the matmuls. `rank`: the LoRA rank.
         """
         tokens = self.micro_batch_tokens if tokens is None else tokens
         itemsize, logit_itemsize = dtype.itemsize, logits_dtype(dtype, device).itemsize
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        # Two residual states and the attention's log-sum-exp are float32; the rest is in the
-        # products' dtype: normed inputs, rotated q and k, v, attention output, gate, up, their
-        # product, and the LoRA's low-rank states.
+        # Two residual states and the log-sum-exp of the attention are float32. The other tensors
+        # have the dtype of the matmuls: normed inputs, rotated q and k, v, the attention output,
+        # gate, up, the SwiGLU output, and the hidden states of the LoRA.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
         low = sum(low_columns(len(site) * rank) for site in LAYER_SITES)
         narrow = (
@@ -90,7 +100,8 @@ class TrainerSettings:
             narrow += queries + keys
         layer = wide + itemsize * narrow
         if self.recomputes(tokens):
-            # Two layers are there at a time, and the logits of some rows with their gradient.
+            # The backward pass needs the activations of at most two layers at a time, and the
+            # logits of one chunk of rows with their gradient.
             logits = (
                 min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
             )
@@ -101,15 +112,16 @@ class TrainerSettings:
         return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
 
     def held_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
-        """Estimate of the memory that passes hold, freed for the next one or in use: gaps between
-        blocks, and what is alive for a moment, come on top.
+        """Return the estimated bytes that forward and backward passes occupy, in use or cached.
+
+        The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
         """
         return self.activation_bytes(config, dtype, device) * 3 // 2
 
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """What all micro-batches of one call share."""
+    """The inputs that all micro-batches of one call share."""
 
     examples: list[Example]
     loss: Loss
@@ -120,23 +132,30 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """The outcome of one micro-batch, besides its gradient."""
+    """The results of one micro-batch, except its gradient."""
 
     losses: dict[int, float]
+    """The loss of each datum, keyed by the datum's index in the call."""
     logprobs: dict[int, np.ndarray]
-    """By datum."""
+    """The logprobs of each datum, keyed by the datum's index in the call."""
     ratios: tuple[float, float] | None
-    """Smallest and largest exp(l - q) where the advantage is not 0."""
+    """Smallest and largest importance ratio exp(logprob - sampling logprob) over all tokens with a
+    nonzero advantage.
+    """
 
 
 class Trainer:
+    """Runs `forward_backward` calls of LoRA adapters on one frozen base model."""
+
     def __init__(
         self,
         decoder: Decoder,
         settings: TrainerSettings = TrainerSettings(),
         tiling: RowTiling | None = None,
     ) -> None:
-        """`tiling`: that of the sampler whose logprobs are to be found again."""
+        """`tiling`: the sampler's row tiling in deterministic mode. The trainer then reproduces the
+        sampler's logprobs bit for bit. None turns deterministic mode off.
+        """
         self._decoder = decoder
         self._tiling = tiling or RowTiling()
         self._is_deterministic = tiling is not None
@@ -146,7 +165,7 @@ class Trainer:
     def validate(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
     ) -> None:
-        """UserError, or a subclass of it, if `forward_backward` would refuse this input."""
+        """Raise UserError (or a subclass) if `forward_backward` would reject this input."""
         self._read(data, loss_fn, loss_fn_config)
 
     def forward_backward(
@@ -157,12 +176,14 @@ class Trainer:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Yields between micro-batches; returns losses and logprobs, having added the gradient to
-        the adapter's.
+        """Compute losses, logprobs and gradients of `data`; yield between micro-batches.
 
-        NonFiniteError: a loss or gradient is not finite. After any error the adapter's gradient is
-        as before, and its next optimizer step is refused (not if `forward_only`, which changes
-        nothing).
+        The gradient is added to the adapter's accumulated gradient. With `forward_only` no
+        gradient is computed and the adapter does not change.
+
+        Raises NonFiniteError if a loss or gradient is not finite. After any error the adapter's
+        accumulated gradient is unchanged. Unless `forward_only`, the adapter then rejects its next
+        optimizer step.
         """
         try:
             loss, complete, examples = self._read(data, loss_fn, config)
@@ -211,8 +232,8 @@ class Trainer:
         try:
             with torch.set_grad_enabled(job.backward):
                 unique = self._score(job, packed, pairs)
-            # Losses are sums over a few numbers a datum: on the CPU, so that a GPU waits once and
-            # not for each datum.
+            # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
+            # values would synchronize once per datum. This way the GPU synchronizes once.
             logprobs = unique.detach().cpu()[pairs.place].requires_grad_(job.backward)
             with torch.set_grad_enabled(job.backward):
                 losses = _losses(job, packed, logprobs)
@@ -233,7 +254,7 @@ class Trainer:
         return _Part(amounts, arrays, _ratio_range(job, arrays)), grad
 
     def _score(self, job: _Job, packed: Packed, pairs: _Pairs) -> Tensor:
-        """Logprobs [P] of the distinct pairs."""
+        """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         recompute = self.settings.recomputes(len(packed))
         packed = packed.padded(self._tiling.padded(len(packed), job.weights))
@@ -252,8 +273,8 @@ class Trainer:
 
     def _attention(self, packed: Packed) -> Attend:
         config, dtype, device = self._decoder.config, self._decoder.dtype, self._decoder.device
-        # Not in deterministic mode: the Triton kernel's order of sums depends on the batch, and the
-        # sampler uses another kernel.
+        # Deterministic mode cannot use the Triton kernel: its reduction order depends on the batch,
+        # and the sampler uses a different kernel.
         if not self._is_deterministic and kernels.triton_attends(
             "tree attention", head_shape(config, dtype), device
         ):
@@ -271,8 +292,10 @@ class Trainer:
         logprobs: Tensor,
         losses: Tensor,
     ) -> Tensor:
-        """The gradient with respect to the master vector. What the loss asks for is checked before
-        the costly part.
+        """Return the gradient with respect to the adapter's flat master weight vector.
+
+        The gradient of the loss with respect to the logprobs is checked first, before the costly
+        backward pass through the model.
         """
         (wanted,) = torch.autograd.grad(losses.sum(), logprobs)
         for datum, part in zip(packed.datums, wanted.split(_sizes(job, packed)), strict=True):
@@ -288,16 +311,17 @@ class Trainer:
 
 @dataclass(frozen=True, eq=False)
 class _Pairs:
-    """The distinct (row, target) pairs of a micro-batch, by rising row, and where each datum's
-    scores lie among them.
+    """The distinct (row, target) pairs of a micro-batch, sorted by row.
+
+    Datums with a common prefix share pairs, so each pair is scored once.
     """
 
     rows: Tensor
-    """int64 [P]"""
+    """int64 [P]: row of each pair."""
     targets: Tensor
-    """int64 [P]"""
+    """int64 [P]: target token of each pair."""
     place: Tensor
-    """int64 [M]: index among the pairs, datum after datum."""
+    """int64 [M]: index of the pair of each score, with the datums concatenated."""
 
     @classmethod
     def of(cls, packed: Packed, examples: list[Example], vocab_size: int) -> _Pairs:
@@ -319,7 +343,10 @@ def _sizes(job: _Job, packed: Packed) -> list[int]:
 
 
 def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
-    """The loss of each datum; NonFiniteError names the first that is not finite."""
+    """Return the loss of each datum.
+
+    Raises NonFiniteError that names the first datum whose loss is not finite.
+    """
     losses = []
     for datum, part in zip(packed.datums, logprobs.split(_sizes(job, packed)), strict=True):
         example = job.examples[datum]
@@ -343,8 +370,8 @@ def _ratio_range(job: _Job, logprobs: Mapping[int, np.ndarray]) -> tuple[float, 
         inputs = job.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
-    # Gaps beyond 700 overflow; only cispo and dro, which clip or square them, get here with such
-    # ones.
+    # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Only cispo
+    # and dro, which clip or square the difference, can succeed with larger ones.
     return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
 
 
@@ -358,7 +385,7 @@ def _output(
     losses = {datum: value for part in parts for datum, value in part.losses.items()}
     logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
     metrics = {
-        # In the order of the data, so that the sum does not depend on how they were packed.
+        # Sum in the order of the data, so that the packing cannot change the result.
         "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
         "tokens:sum": float(sum(len(example.tokens) for example in examples)),
         "forest_tokens:sum": float(sum(len(micro_batch) for micro_batch in packed)),

@@ -1,14 +1,15 @@
-"""One decoder for Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and kin: RMSNorm, RoPE, grouped-query
-attention, SwiGLU.
+"""The decoder of Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and similar models.
 
-It sees a flat list of T rows, each a token with a position, and knows nothing of sequences: how
-rows attend to one another, and where keys and values are kept, is the business of the `attend`
-function that the trainer or the sampler passes in. So both run the same arithmetic over the same
-weights.
+These models share RMSNorm, RoPE, grouped-query attention and SwiGLU.
 
-The base weights are frozen and shared. Products run in the model's dtype; the residual stream,
-norms and rotations are float32, which costs little and keeps sampler and trainer close together in
-bf16.
+The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
+sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
+to one another and where keys and values are stored. So trainer and sampler run the same arithmetic
+over the same weights.
+
+The base weights are frozen and shared. Matmuls run in the model's dtype. The residual stream, norms
+and RoPE are float32. That costs little and keeps the bf16 logprobs of sampler and trainer close
+together.
 
 Shapes: T rows, D hidden, H heads, E head_dim, V vocabulary.
 """
@@ -37,17 +38,20 @@ from planish.native.cpu_pass import PanelLayer, PanelPass
 from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""(layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E]), q and k rotated -> [T, Hq, E]. Scores are
-scaled by E ** -0.5 there.
+"""The attention function of one forward pass: (layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E])
+-> [T, Hq, E].
+
+RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5.
 """
 
 
 class GroupedLora(Protocol):
-    """Adapters of a batch's rows that bring their own products."""
+    """The adapters of all rows of a batch, applied by one grouped kernel."""
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
-        """Add the rows' adapters of one site ("attn_in", ...) for input x [T, in] to out [T,
-        sum(sizes)]; no gradient.
+        """Add the LoRA outputs of one target module to `out`, in place and without gradients.
+
+        `x`: input [T, in]. `out`: [T, sum(sizes)]. `site`: a field of LayerLora, such as "attn_in".
         """
         ...
 
@@ -57,7 +61,7 @@ Adapters = Sequence[AdapterRows | StackRows] | GroupedLora
 
 @dataclass(frozen=True)
 class Layer:
-    """Frozen weights of one decoder layer."""
+    """The frozen weights of one decoder layer."""
 
     input_norm: Tensor
     qkv: FrozenLinear
@@ -70,7 +74,7 @@ class Layer:
 
 
 class Decoder:
-    """The frozen base model."""
+    """The frozen base model: embedding, decoder layers and output head."""
 
     def __init__(
         self,
@@ -96,6 +100,7 @@ class Decoder:
 
     @classmethod
     def load(cls, directory: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+        """Load the model in `directory` (config and weight files) in `dtype` onto `device`."""
         config = ModelConfig.from_directory(directory)
         return cls(config, load_weights(directory, config), dtype, device)
 
@@ -109,11 +114,12 @@ class Decoder:
         tile: int | None = None,
         recompute: bool = False,
     ) -> Tensor:
-        """Last hidden states after the final norm: [T, D] in the model's dtype.
+        """Return the last hidden states after the final norm: [T, D] in the model's dtype.
 
-        `tokens`, `positions`: int64 [T]. `tile`: run every product in tiles of exactly this many
-        rows (T must be a multiple), so that a row's bits do not depend on T. `recompute`: keep only
-        each layer's input for the backward pass.
+        `tokens`, `positions`: int64 [T]. `tile`: run every matmul in tiles of exactly this many
+        rows, so that a row is bitwise reproducible for any T. T must be a multiple of `tile`.
+        `recompute`: use activation checkpointing, which stores only each layer's input for the
+        backward pass.
         """
         if tile is None and not torch.is_grad_enabled():
             adapters = _grouped(adapters)
@@ -139,7 +145,7 @@ class Decoder:
 
     @cached_property
     def _in_panels(self) -> PanelPass | None:
-        """The layers as one call, where all their products are in panels."""
+        """All layers as one native call, or None unless all their weights are packed."""
         layers = [_panel_layer(layer) for layer in self._layers]
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(layers):
@@ -159,7 +165,7 @@ class Decoder:
 
 @dataclass(frozen=True)
 class _Forward:
-    """What all layers of one pass share."""
+    """The inputs that all layers of one forward pass share."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -171,8 +177,11 @@ class _Forward:
     def layer(
         self, index: int, layer: Layer, x: Tensor, more: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """One decoder layer on the float32 residual stream x [T, D], to which `more` is still to be
-        added; the same again.
+        """Run one decoder layer on the float32 residual stream.
+
+        The residual stream is the sum of `x` [T, D] and `more` [T, D], the output of the previous
+        layer's MLP. The next norm adds the two in one fused kernel. Return the same pair for the
+        next layer.
         """
         heads = [self.config.num_heads, self.config.num_kv_heads, self.config.num_kv_heads]
         x, h = self.add_norm(x, more, layer.input_norm)
@@ -203,10 +212,14 @@ class _Forward:
         )
 
     def add_norm(self, x: Tensor, more: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """Return x + more, and its RMSNorm in the model's dtype."""
         return add_norm(x, more, weight, self.config.rms_norm_eps, self.dtype)
 
     def linear(self, x: Tensor, linear: FrozenLinear, layer: int, site: str) -> Tensor:
-        """Linears of one input [T, in], with the rows' adapters: [T, out]."""
+        """Apply the linears that read `x` [T, in], and the adapters of its rows; return [T, out].
+
+        `site`: the target module, a field of LayerLora.
+        """
         if not isinstance(self.adapters, Sequence):
             out = linear.product(x, self.tile)
             self.adapters.add_(x, out, linear.sizes, layer, site)
@@ -235,7 +248,10 @@ class _Forward:
 
 
 def _grouped(adapters: Adapters) -> Adapters:
-    """With the products of all of them in one kernel, where there is one."""
+    """Return the adapters as one PanelRows, which a single kernel applies.
+
+    Return them unchanged if the kernel does not support one of them.
+    """
     if not isinstance(adapters, Sequence):
         return adapters
     members = []
@@ -255,8 +271,9 @@ def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:
 
 
 class _Adapted(torch.autograd.Function):
-    """Frozen linears with one adapter for all rows. The gradients go to the input and to A and the
-    Bs.
+    """Frozen linears with one adapter for all rows.
+
+    The backward pass returns gradients for the input, A and the Bs.
     """
 
     @staticmethod
@@ -269,7 +286,7 @@ class _Adapted(torch.autograd.Function):
         a: Tensor | None,
         *bs: Tensor,
     ) -> Tensor:
-        """`panels`: a and bs, if the CPU's own kernel is to multiply by them."""
+        """`panels`: `a` and `bs` packed for the native CPU kernel; None to compute with torch."""
         out = linear.product(x, tile)
         ctx.linear, ctx.panels = linear, panels
         if a is not None:
@@ -295,15 +312,19 @@ class _Adapted(torch.autograd.Function):
 
 
 def lora_hidden(x: Tensor, a: Tensor, tile: int | None) -> Tensor:
-    """x [T, in] times A transposed, for the n linears that read x: [T, n * rank]."""
+    """Return x @ a.T, the LoRA hidden states of the n linears that read x: [T, n * rank].
+
+    `x`: [T, in]. `tile`: if given, compute in tiles of this many rows.
+    """
     if tile is None or x.shape[0] == tile:
         return x @ a.t()
     return torch.cat([part @ a.t() for part in x.split(tile)])
 
 
 def add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: int | None) -> None:
-    """Add `low` [T, n * rank] times each linear's B transposed to its part [T, out] of the output,
-    in place.
+    """Add each linear's LoRA output to its part [T, out] of the output, in place.
+
+    `low`: the LoRA hidden states [T, n * rank]. Each B [out, rank] multiplies its share of them.
     """
     for out, part, b in zip(outs, low.chunk(len(outs), 1), bs, strict=True):
         if tile is None:
@@ -313,7 +334,7 @@ def add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: i
 
 
 def add_lora_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
-    """add_lora_ of n adapters, each of which has 1 / n of the rows."""
+    """Add the LoRA outputs of a stack of n adapters in place; each adapter has 1 / n of the rows."""
     n = site.a.shape[0]
     lows = torch.bmm(x.unflatten(0, (n, -1)), site.a.transpose(1, 2)).chunk(len(outs), dim=-1)
     for out, part, b in zip(outs, lows, site.bs, strict=True):
@@ -321,8 +342,9 @@ def add_lora_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
 
 
 def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-    """x / sqrt(mean(x ** 2) + eps) * weight over the last dimension (Zhang & Sennrich 2019),
-    float32 inside, `dtype` out.
+    """Return the RMSNorm of x over the last dimension (Zhang & Sennrich 2019), in `dtype`.
+
+    It computes x / sqrt(mean(x ** 2) + eps) * weight in float32.
     """
     return add_norm(x.float(), None, weight, eps, dtype)[1].contiguous()
 
@@ -330,7 +352,10 @@ def norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
 def add_norm(
     x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """x + more, and its norm. Without gradients x (float32) may be overwritten with the sum."""
+    """Return x + more (float32), and its RMSNorm in `dtype`.
+
+    If gradients are disabled, `x` may be overwritten with the sum.
+    """
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
     own = kernels.serving(x, "norms")
@@ -342,7 +367,7 @@ def add_norm(
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """The norm and its factor."""
+    """Return the norm in `dtype`, and 1 / sqrt(mean(x ** 2) + eps) of each row."""
     scale = (
         torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         .square_()
@@ -354,8 +379,10 @@ def _norm(x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> tuple[Te
 
 
 class _AddNorm(torch.autograd.Function):
-    """The weight is frozen: only x and what is added to it get a gradient, and only the sum and one
-    number a row are kept.
+    """Residual addition and RMSNorm in one differentiable operation.
+
+    The norm's weight is frozen, so only the two summands get gradients. The backward pass needs
+    only their sum and one scale factor per row.
     """
 
     @staticmethod
@@ -398,7 +425,10 @@ class _AddNorm(torch.autograd.Function):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up (Shazeer 2020) of [T, 2 * I], gate and up side by side: [T, I]."""
+    """Return silu(gate) * up (Shazeer 2020): [T, I].
+
+    `gate_up`: [T, 2 * I], the gate followed by up.
+    """
     if torch.is_grad_enabled():
         return _SwiGLU.apply(gate_up)  # type: ignore[no-any-return]
     return _swiglu(gate_up)
@@ -413,7 +443,7 @@ def _swiglu(gate_up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """silu is recomputed in the backward pass rather than kept."""
+    """SwiGLU whose backward pass recomputes silu instead of storing it."""
 
     @staticmethod
     def forward(ctx, gate_up: Tensor) -> Tensor:
@@ -434,24 +464,24 @@ class _SwiGLU(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class _Taken:
-    """Weights of files, brought into a dtype and to a device when they are asked for."""
+    """Weights loaded from files, converted to `dtype` and moved to `device` on access."""
 
     weights: Mapping[str, Tensor]
     dtype: torch.dtype
     device: torch.device
 
     def one(self, name: str) -> Tensor:
-        # One that is in the right dtype and place already stays memory-mapped: `to` returns it as
-        # it is.
+        # A CPU weight that already has the right dtype stays memory-mapped, because `to` then
+        # returns the same tensor.
         return self.weights[name].to(device=self.device, dtype=self.dtype)
 
     def several(self, names: Sequence[str]) -> Sequence[Tensor]:
-        """Those that one product reads; on a GPU side by side."""
+        """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
         if self.device.type == "cpu":
             return [self.one(name) for name in names]
         given = [self.weights[name] for name in names]
-        # Where they stay. Joined there, as much again would have been freed in the end, in pieces
-        # that torch keeps and nothing fits into.
+        # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
+        # the memory, and the freed half would stay fragmented in torch's caching allocator.
         whole = torch.empty(
             sum(map(len, given)), *given[0].shape[1:], dtype=self.dtype, device=self.device
         )

@@ -1,12 +1,12 @@
 """The output head: logits, and logprobs of chosen tokens with their gradients, in bounded memory.
 
-On a CPU a bfloat16 product returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06; a
-logprob would be wrong by as much. So the likeliest tokens of each row, which carry the log-sum-exp,
-and the scored targets are computed again as float32 dot products of single weight rows. The rest
-stays rounded: its errors are small in sum, for they average out. The sampler and the trainer both
-take their logits from here, so they agree.
+On a CPU a bfloat16 matmul returns bfloat16, which rounds a logit of magnitude 30 by up to 0.06.
+Logprobs would have the same error. So two kinds of logits are recomputed as float32 dot products of
+single weight rows: the scored targets, and the most likely tokens of each row, which dominate the
+log-sum-exp. The other logits stay rounded, because their errors average out in the sum. The
+sampler and the trainer both use this module, so their logits agree.
 
-The base head is frozen: gradients go to the hidden states and to the head's LoRA factors.
+The base head is frozen. Gradients go to the hidden states and to the LoRA factors of the head.
 
 Shapes: R rows, D hidden, V vocabulary, P (row, target) pairs, r rank.
 """
@@ -26,25 +26,34 @@ from planish.model.lora import Site
 from planish.native import kernels
 from planish.native.cpu_head import HeadTable, SingleLogits
 
-_EXACT = 16  # likeliest tokens of a row that are computed again in float32
+# Number of logits per row, the largest ones, that are recomputed in float32.
+_EXACT = 16
+# Number of vocabulary entries that `_chunk_sums` sums in float32 before it changes to float64.
 _RUN = 128
-_BLOCK = 32  # vocabulary entries behind one candidate in the search for them
-_CHUNK = 256  # rows of one product on a CPU
-_LARGE_CHUNK = 2048  # and on a GPU, which fewer would not fill
-# with fewer rows left, they join the last chunk: products of few rows may have other bits
-# (engine/row_tiling.py)
+# Number of vocabulary entries per block in the search for the largest logits.
+_BLOCK = 32
+# Number of rows per matmul with the head on a CPU.
+_CHUNK = 256
+# Number of rows per matmul with the head on a GPU; fewer rows would not fill the GPU.
+_LARGE_CHUNK = 2048
+# A remainder of fewer rows joins the last chunk, because matmuls of few rows may not be
+# batch-invariant (engine/row_tiling.py).
 _FEW = 32
-# rows of float32 work at a time on a CPU: larger buffers leave its cache, which takes four times as
-# long
+# Number of rows converted to float32 at a time on a CPU. Larger buffers do not fit into the cache
+# and take four times as long.
 _TILE = 16
-_PAIR_ENTRIES = 1 << 18  # gathered weight entries that are alive at a time on a CPU
-_LARGE_PAIR_ENTRIES = 1 << 24  # and on a GPU, where each part is twenty launches and a wait
+# Maximum number of gathered weight entries in memory at a time on a CPU.
+_PAIR_ENTRIES = 1 << 18
+# The same maximum on a GPU. It is larger because each part costs twenty kernel launches and a
+# synchronization.
+_LARGE_PAIR_ENTRIES = 1 << 24
 
 
 @torch.no_grad()
 def head_logits(hidden: Tensor, head: FrozenLinear, adapters: Sequence[Member] = ()) -> Tensor:
-    """float32 [R, V]: hidden [R, D] times the head [V, D] transposed, plus the rows' adapters; no
-    gradient.
+    """Return the logits, float32 [R, V], without gradients.
+
+    `hidden`: [R, D]. `adapters`: head adapters of ranges of rows.
     """
     lora = HeadLora(adapters, hidden) if adapters else None
     logits = _logits(hidden, head, lora)
@@ -63,7 +72,10 @@ def exact_logits(
     tokens: Tensor,
     adapters: Sequence[Member] = (),
 ) -> Tensor:
-    """float32 [P]: single logits as float32 dot products."""
+    """Return single logits, computed as float32 dot products: float32 [P].
+
+    `rows`, `tokens`: int64 [P], the row and the vocabulary entry of each logit.
+    """
     return _dots(hidden, head, HeadLora(adapters, hidden) if adapters else None, rows, tokens)
 
 
@@ -77,12 +89,13 @@ def scored_logprobs(
     *,
     recompute: bool = False,
 ) -> Tensor:
-    """float32 [P]: log-softmax(logits[rows] / temperature) at `targets`; differentiable in hidden
-    and the LoRA factors.
+    """Return log-softmax(logits[rows] / temperature) at `targets`: float32 [P].
 
-    `site`: the adapter of all rows. `rows`, `targets`: int64 [P]. A row may be scored against
-    several targets. Rows whose logprobs get no gradient cost nothing in the backward pass. Logits
-    are kept for it in the model's dtype (R * V entries), or made again if `recompute`.
+    The result is differentiable with respect to `hidden` and the LoRA factors. `site`: the head
+    adapter that all rows use. `rows`, `targets`: int64 [P]. A row may have several targets.
+
+    Rows whose logprobs get a zero gradient cost nothing in the backward pass. The logits (R * V
+    entries in `logits_dtype`) are stored for the backward pass, or recomputed if `recompute`.
     """
     a, b = (site.a, site.bs[0]) if site is not None else (None, None)
     keep = torch.is_grad_enabled() and not recompute
@@ -123,8 +136,10 @@ class _ScoredLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """d logprob / d logits = (1 at the target - softmax) / temperature, for all pairs of a row
-        at once.
+        """Return the gradients of hidden, A and B.
+
+        The gradient of a logprob with respect to the logits is (onehot(target) - softmax) /
+        temperature. All pairs of a row are handled together.
         """
         hidden, rows, targets, log_total, *kept = ctx.saved_tensors
         pairs = _LivePairs(rows, targets, grad / ctx.temperature)
@@ -170,7 +185,7 @@ class _ScoredLogprobs(torch.autograd.Function):
 
 
 class _LivePairs:
-    """The pairs that have a gradient, by rising row."""
+    """The pairs with a nonzero gradient, sorted by row."""
 
     def __init__(self, rows: Tensor, targets: Tensor, grad: Tensor) -> None:
         live = torch.nonzero(grad).squeeze(1)
@@ -179,30 +194,35 @@ class _LivePairs:
         self._targets = targets[order]
 
     def _between(self, first: int, last: int) -> slice:
-        """The pairs of rows first .. last."""
+        """Return the slice of the pairs whose rows are in first .. last, inclusive."""
         bounds = torch.searchsorted(self.rows, self.rows.new_tensor([first, last + 1])).tolist()
         return slice(*bounds)
 
     def distinct_rows(self, chunk: slice) -> Tensor:
+        """Return the rows of `chunk` that have at least one pair, in ascending order."""
         return torch.unique_consecutive(self.rows[self._between(chunk.start, chunk.stop - 1)])
 
     def by_row(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Where the pairs of each of these rising rows begin, with the end of all: [R + 1]; their
-        targets and gradients.
+        """Return the pairs of `rows` in CSR form: row offsets [R + 1], targets and gradients.
+
+        `rows`: int64 [R] in ascending order.
         """
         mine = self._between(int(rows[0]), int(rows[-1]))
         first = torch.searchsorted(self.rows[mine], torch.cat([rows, rows[-1:] + 1]))
         return first, self._targets[mine].contiguous(), self.grad[mine].contiguous()
 
     def add_at_targets(self, grad_logits: Tensor, rows: Tensor) -> None:
-        """Adds each gradient at its target; `rows`, rising, are those that grad_logits holds."""
+        """Add each pair's gradient at its target, in place.
+
+        `grad_logits`: [R, V]. `rows`: the row numbers of `grad_logits`, int64 [R] ascending.
+        """
         mine = self._between(int(rows[0]), int(rows[-1]))
         slots = torch.searchsorted(rows, self.rows[mine])
         grad_logits.index_put_((slots, self._targets[mine]), self.grad[mine], accumulate=True)
 
 
 class _HeadGrads:
-    """Sums the gradients of hidden, A and B over chunks of rows."""
+    """The gradients of hidden, A and B, accumulated over chunks of rows."""
 
     def __init__(
         self, hidden: Tensor, head: FrozenLinear, site: Site | None, lora: HeadLora | None
@@ -216,6 +236,7 @@ class _HeadGrads:
         ]
 
     def add(self, where: Tensor, grad_logits: Tensor) -> None:
+        """Add the gradients of the rows `where` [R], given `grad_logits` [R, V]."""
         grad_hidden = self._head.product_back(grad_logits)
         if self._site is not None and self._lora is not None:
             low = self._lora.low[where][:, : len(self._site.a)]
@@ -227,7 +248,7 @@ class _HeadGrads:
 
     @property
     def matrices(self) -> tuple[Tensor | None, Tensor | None]:
-        """Of A and B."""
+        """The gradients of A and B, or (None, None) without an adapter."""
         a, b = self._sums or (None, None)
         return a, b
 
@@ -238,22 +259,28 @@ def _of_all(
     whole: HeadLora | None = None,
     part: slice | Tensor | None = None,
 ) -> HeadLora | None:
-    """One adapter for all rows of hidden, which are this part of the `whole`."""
+    """Return `site` as the adapter of all rows of `hidden`, or None without an adapter.
+
+    If `whole` is given, `hidden` is the part `part` of its rows, and the LoRA hidden states of
+    `whole` are reused.
+    """
     low = None if whole is None else whole.low[part]
     return None if site is None else HeadLora([(0, hidden.shape[0], site)], hidden, low)
 
 
 def _stored_logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> list[Tensor]:
-    """[logits], or [tokens, exact values, logits] where the exact values replace the rounded ones
-    at the tokens.
+    """Return [logits], or [tokens, exact values, logits] if the logits are rounded.
+
+    The exact values then replace the rounded logits at `tokens` (`_likeliest`).
     """
     logits = _logits(hidden, head, lora)
     return [*_likeliest(hidden, head, lora, logits), logits] if _is_rounded(hidden) else [logits]
 
 
 def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
-    """The stored logits in float32 (or wider), a few rows at a time in one buffer that stays in a
-    CPU's cache.
+    """Yield the stored logits in float32 (or wider), a few rows at a time.
+
+    All tiles share one buffer, which fits into a CPU's cache. A tile is valid until the next one.
     """
     *corrections, logits = stored
     size = _TILE if logits.device.type == "cpu" else _CHUNK
@@ -269,8 +296,10 @@ def _wide_tiles(stored: list[Tensor]) -> Iterator[tuple[slice, Tensor]]:
 
 
 def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
-    """Log-sum-exp of float32 logits [R, V] / temperature [R], which are overwritten with exp(entry
-    - the row's largest).
+    """Return the log-sum-exp [R] of logits / temperature.
+
+    `logits`: float32 [R, V]. They are overwritten with exp(scaled logit - max of the row).
+    `temperature`: [R].
     """
     own = kernels.serving(logits, "log_sum_exp")
     if own is not None:
@@ -280,8 +309,9 @@ def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
 
 
 def _chunk_sums(weights: Tensor) -> Tensor:
-    """Sums of runs of 128 entries: float64 [R, C]. Short runs keep the order of additions the same
-    for any R.
+    """Return the sums of runs of 128 entries: float64 [R, C].
+
+    With such short runs the order of the additions does not depend on R.
     """
     missing = -weights.shape[1] % _RUN
     return (
@@ -293,7 +323,7 @@ def _chunk_sums(weights: Tensor) -> Tensor:
 
 
 def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
-    """log_normalizer of stored logits, which stay as they are."""
+    """Return `log_normalizer` of stored logits without changing them."""
     own = kernels.serving(stored[-1], "log_sum_exp")
     if own is not None:
         temperatures = torch.full((stored[-1].shape[0],), temperature, device=stored[-1].device)
@@ -313,26 +343,26 @@ def _wide(x: Tensor) -> torch.dtype:
 
 
 def _is_rounded(hidden: Tensor) -> bool:
-    """Whether a plain product comes back in fewer bits than float32."""
+    """Return whether a plain matmul returns fewer bits than float32."""
     return hidden.dtype in (torch.bfloat16, torch.float16) and hidden.device.type == "cpu"
 
 
 def logits_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """In which logits of hidden states in `dtype` are made and kept for the backward pass: on a GPU
-    what products add up in, although their factors are narrower.
+    """Return the dtype in which logits are computed and stored for the backward pass.
+
+    `dtype`: the dtype of the hidden states. On a GPU the logits have the accumulation dtype of the
+    matmul, at least float32.
     """
     return dtype if device.type == "cpu" else torch.promote_types(dtype, torch.float32)
 
 
 def rows_at_once(device: torch.device) -> int:
-    """Rows whose logits are there at a time where they are made again for the backward pass."""
+    """Return the number of rows whose logits are in memory at a time if they are recomputed."""
     return _CHUNK if device.type == "cpu" else _LARGE_CHUNK
 
 
 def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
-    """Logits of the base model [R, V], with which those of every adapter begin, in their
-    `logits_dtype`.
-    """
+    """Return the base model's logits [R, V] in `logits_dtype`; adapters add their logits to them."""
     dtype = logits_dtype(hidden.dtype, hidden.device)
     if dtype != hidden.dtype:
         return torch.mm(hidden, head.weight.t(), out_dtype=dtype)
@@ -340,7 +370,7 @@ def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
 
 
 def _logits(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Tensor:
-    """The base model's with the adapters': rounded to hidden's dtype where its products are."""
+    """Return the logits [R, V] of the base model plus the adapters, in `logits_dtype`."""
     logits = base_product(hidden, head)
     if lora is not None:
         lora.add_(logits)
@@ -354,8 +384,10 @@ def _likeliest(
     logits: Tensor,
     wide: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The largest logits of each row: tokens [R, k] and exact float32 values [R, k]. `wide` [R, V]
-    takes all of the row, these in their places.
+    """Return the k largest logits of each row: tokens [R, k] and exact float32 values [R, k].
+
+    `wide`: an optional float32 output [R, V]. It receives all logits, with the exact values at
+    the returned tokens.
     """
     k = min(_EXACT, logits.shape[1])
     own = _single(hidden, head, lora)
@@ -370,7 +402,7 @@ def _likeliest(
 
 
 def _single(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> SingleLogits | None:
-    """The CPU's own kernels for single logits, if they serve."""
+    """Return the native CPU kernels for single logits, or None if they are not supported."""
     if not SingleLogits.serve(hidden, head.weight):
         return None
     return SingleLogits(
@@ -381,11 +413,10 @@ def _single(hidden: Tensor, head: FrozenLinear, lora: HeadLora | None) -> Single
 
 
 def _top_tokens(logits: Tensor, k: int) -> Tensor:
-    """Indices [R, k] of the k largest of each row; the k largest lie in the k blocks with the
-    largest maxima.
+    """Return the indices [R, k] of the k largest logits of each row.
 
-    One pass over the logits, where a full `topk` over the vocabulary costs as much as the product
-    itself.
+    The k largest logits lie in the k blocks with the largest maxima. So one pass over the logits
+    suffices. A full `topk` over the vocabulary would cost as much as the matmul itself.
     """
     width = logits.shape[1] // _BLOCK
     if width <= 2 * k:
@@ -405,8 +436,9 @@ def _top_tokens(logits: Tensor, k: int) -> Tensor:
 def _dots(
     hidden: Tensor, head: FrozenLinear, lora: HeadLora | None, rows: Tensor, tokens: Tensor
 ) -> Tensor:
-    """[P] single logits in float32 (or wider); element by element, so that one's bits do not depend
-    on the others.
+    """Return single logits [P] in float32 (or wider).
+
+    Each logit is its own dot product, so it is bitwise independent of the other pairs.
     """
     own = _single(hidden, head, lora)
     if own is not None:
