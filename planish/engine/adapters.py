@@ -1,12 +1,11 @@
-"""One tenant's adapter: master weights, gradient, AdamW state, and the compute copy of the current
-version.
+"""The adapter of one training model: master weights, gradient, AdamW state and compute copy.
 
-Every change makes a new `version` and a new compute copy; copies that samplers hold stay as they
-are, so publishing is passing a reference. A change happens as a whole or not at all: an optimizer
-step works on copies, which replace the old state only if everything in them is finite.
+Every change creates a new `version` and a new compute copy. The copies that samplers use never
+change, so publishing a version only passes a reference. A change is atomic: an optimizer step works
+on copies, which replace the old state only if all their values are finite.
 
-A refused forward_backward refuses the step that follows it too: clients pipeline the two, and
-applying the rest of a gradient would be a step that nobody asked for.
+A failed forward_backward also fails the optimizer step that follows it. Clients pipeline the two
+calls, and a step with an incomplete gradient would not be the step that the client requested.
 """
 
 from __future__ import annotations
@@ -25,7 +24,11 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Adapter:
-    """Flat float32 vectors in the layout of LoraLayout, on the model's device."""
+    """The training state of one LoRA adapter.
+
+    Master, gradient and moments are flat float32 vectors [size] in the order of `layout`, on the
+    model's device.
+    """
 
     def __init__(
         self,
@@ -34,8 +37,8 @@ class Adapter:
         device: torch.device,
         master: Tensor | None = None,
     ) -> None:
-        """`master`: the initial weights; by default a fresh adapter, from the seed of its
-        LoraConfig.
+        """`master`: the initial weights, float32 [size]. By default they are sampled with the seed
+        of the LoraConfig. `dtype`: the dtype of the compute copy.
         """
         self.layout = layout
         self._dtype = dtype
@@ -56,28 +59,31 @@ class Adapter:
         )
 
     def snapshot(self) -> LoraWeights:
-        """The current version, for samplers: immutable, shared, no copy."""
+        """Return the current version for samplers. It is immutable and shared, not copied."""
         return self.weights
 
     def add_grad(self, grad: Tensor) -> None:
-        """Add a gradient with respect to the master vector, float32 [size], to what the next step
-        applies.
+        """Add a gradient with respect to the master vector, float32 [size].
+
+        The next optimizer step applies the sum of the gradients added since the last step.
         """
         self.grad = grad if self.grad is None else self.grad + grad
 
     def refuse_step(self, error: BaseException) -> None:
-        """A part of the gradient failed with `error`: the next optimizer step raises `refused_step`
-        of it and drops the rest.
+        """Make the next optimizer step fail, because a forward_backward failed with `error`.
+
+        That step raises `refused_step(error)` and drops the accumulated gradient.
         """
         self._refused = self._refused or refused_step(error)
 
     def optim_step(self, params: AdamParams) -> OptimStepResponse:
-        """One step of torch.optim.AdamW on the accumulated gradient, clipped to a global norm if
-        asked, which is then dropped.
+        """Apply one step of torch.optim.AdamW to the accumulated gradient, then drop the gradient.
 
-        NonFiniteError: the gradient or the outcome is not finite; UserError: there is no gradient,
-        or the forward_backward before was refused. In each case weights and optimizer state are as
-        they were, and the gradient is dropped.
+        The gradient is clipped to a global norm if `params.grad_clip_norm` is positive.
+
+        Raises NonFiniteError if the gradient or a new value is not finite. Raises UserError if
+        there is no gradient, or if a forward_backward since the last step failed. After an error
+        weights and optimizer state are unchanged, and the gradient is dropped.
         """
         grad, refused = self.grad, self._refused
         self.grad, self._refused = None, None
@@ -93,7 +99,7 @@ class Adapter:
                 "optim_step refused: the gradient is not finite; lower the learning rate or check the advantages"
             )
         if params.grad_clip_norm > 0:
-            # The 1e-6 is torch.nn.utils.clip_grad_norm_'s.
+            # torch.nn.utils.clip_grad_norm_ adds the same 1e-6.
             grad = grad * min(1.0, params.grad_clip_norm / (norm + 1e-6))
         master, moments = self._stepped(grad, params)
         if not all(is_finite(tensor) for tensor in (master, *moments)):
@@ -106,8 +112,8 @@ class Adapter:
     def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
         step = torch.tensor(float(self.step), device=master.device)
-        # torch.optim.AdamW does the same; the first one that is made in a process takes a second or
-        # two to load torch's compiler.
+        # Call the functional `adamw`, which computes the same as torch.optim.AdamW. The first
+        # torch.optim.AdamW of a process takes a second or two to import torch's compiler.
         adamw(
             [master],
             [grad],
@@ -133,10 +139,11 @@ class Adapter:
         self.version += 1
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint holds: master, exp_avg, exp_avg_sq (float32 [size]) and step (int64). A
-        pending gradient is not part of it.
+        """Return the state for a checkpoint: master, exp_avg, exp_avg_sq (float32 [size]) and step
+        (int64).
 
-        The tensors are never changed later: a step replaces them.
+        A pending gradient is not part of the state. The returned tensors never change later,
+        because an optimizer step replaces its tensors instead of modifying them.
         """
         return {
             "master": self.master,
@@ -146,11 +153,12 @@ class Adapter:
         }
 
     def load_state(self, state: dict[str, Tensor], with_optimizer: bool = True) -> None:
-        """Take over `state()` of another adapter of this layout; without the optimizer, its state
-        starts anew.
+        """Load the `state()` of another adapter with this layout, and drop a pending gradient.
 
-        Drops a pending gradient. CheckpointError: a tensor is missing, of another shape, or not
-        finite; nothing is changed then.
+        With `with_optimizer` false, the moments and the step count are reset to zero.
+
+        Raises CheckpointError if a tensor is missing, has another shape, or is not finite. The
+        adapter is unchanged then.
         """
         names = ("master", *_MOMENTS) if with_optimizer else ("master",)
         taken = {name: self._taken(name, state) for name in names}
@@ -187,8 +195,9 @@ class Adapter:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Whether no entry is NaN or infinite; a fraction of the cost of
-    `torch.isfinite(tensor).all()`.
+    """Return whether no entry is NaN or infinite.
+
+    It costs a fraction of `torch.isfinite(tensor).all()`.
     """
     low, high = torch.aminmax(tensor)
     return math.isfinite(float(low)) and math.isfinite(float(high))
@@ -196,7 +205,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 def _norm(grad: Tensor) -> float:
     norm = float(torch.linalg.vector_norm(grad))
-    # Squares of finite numbers may overflow float32.
+    # The squares of finite numbers may overflow float32, so sum them again in float64.
     return (
         norm if math.isfinite(norm) else float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     )

@@ -1,17 +1,18 @@
-"""Attention over a prefix forest, for training: exact, and never a T x T mask.
+"""Exact attention over a forest of prefix trees for training, without a T x T mask.
 
-Forward, each segment's rows attend to the path from the root to themselves, laid out in a row: the
-attention of ordered_attention.py, so a row's output has the bits that the sampler found for it.
+Forward pass: the rows of each segment attend to the path from the root to themselves. The keys of
+the path are gathered into one contiguous sequence. The batch-invariant attention of
+ordered_attention.py then reproduces the sampler's output for each row bit for bit.
 
-Backward, pieces that are plain rectangles and triangles. In depth-first order (packing.py) the
-descendants of a segment are the rows right behind it. So a segment's keys are seen by exactly two
-blocks of queries: its own rows, causally, and the rows of its descendants, all of them. Every
-(query, key) pair of the forest lies in one such piece, none is computed in vain, and there are at
-most two pieces a segment.
+Backward pass: the (query, key) pairs are divided into plain rectangles and triangles. In
+depth-first order (packing.py) the descendants of a segment are the rows directly after the segment.
+So exactly two blocks of queries attend to the keys of a segment: its own rows, causally, and all
+rows of its descendants. Every pair lies in exactly one of these pieces, no pair is masked out
+except in the causal triangles, and a segment has at most two pieces.
 
-With the row's final output and log-sum-exp, a piece's gradients are those of ordinary attention
-(Dao et al. 2022), and they add up. A shared prefix thus gets the gradients of all its
-continuations.
+Given the final output and log-sum-exp of each row, the gradients of a piece are those of ordinary
+attention (Dao et al. 2022). The gradients of all pieces are summed, so a shared prefix gets the
+gradients of all its continuations.
 
 Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
 """
@@ -30,18 +31,20 @@ from planish.engine.packing import Packed, mask
 from planish.engine.positions import whole_spans
 from planish.model.decoder import Attend
 
-# Most rows of one batch of short segments: larger ones leave the CPU's cache, which costs more than
-# the calls saved.
+# Maximum number of rows per batch of short segments. Larger batches do not fit into the CPU's
+# cache, which costs more than the saved calls.
 _BATCH_ROWS = 256
+# Maximum number of query rows per block of a segment in the forward pass.
 _QUERY_BLOCK = 256
-_FEW_ROWS = 8  # blocks this short share a batch whatever their lengths
-# Entries of a score matrix that are alive at a time on devices without the CPU's fused kernel.
+# Blocks of at most this many rows share a batch even if their numbers of rows differ.
+_FEW_ROWS = 8
+# Maximum number of score entries in memory at a time, on devices without the CPU's fused kernel.
 _SCORE_ENTRIES = 1 << 26
 
 
 @dataclass(frozen=True)
 class Rectangle:
-    """Queries q_start .. q_end - 1 against keys k_start .. k_end - 1, all of them."""
+    """A piece in which each query q_start .. q_end - 1 attends to all keys k_start .. k_end - 1."""
 
     q_start: int
     q_end: int
@@ -51,19 +54,23 @@ class Rectangle:
 
 @dataclass(frozen=True)
 class Triangles:
-    """Segments of about one length, each causal within itself; computed as one batch, padded behind
-    to the longest.
+    """A batch of segments of similar length, each with causal attention within itself.
+
+    Shorter segments are padded at the end to the longest one.
     """
 
     spans: tuple[tuple[int, int], ...]
+    """The row range [start, end) of each segment."""
 
     @property
     def length(self) -> int:
+        """The number of rows of the longest segment."""
         return max(end - start for start, end in self.spans)
 
     def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """The row of each place of the batch [B * length] (padding: the segment's last row), and
-        which places are real.
+        """Return the row of each batch entry, int64 [B * length], and a bool mask of real entries.
+
+        Padding entries repeat the last row of their segment and are False in the mask.
         """
         start, end = (
             torch.tensor(ends, device=device).unsqueeze(1) for ends in zip(*self.spans, strict=True)
@@ -73,27 +80,33 @@ class Triangles:
 
 
 class Kernel(Protocol):
-    """The backward pass of a batch of pieces. q [B, Hq, n, E], k and v [B, Hkv, m, E]; lse [B, Hq,
-    n]. Causal means n == m.
+    """A kernel for the backward pass of a batch of pieces.
+
+    Shapes: q, grad and out [B, Hq, n, E]; k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal attention
+    requires n == m.
     """
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k, v, given the final `out` and `lse` of the rows."""
+        """Return the gradients of q, k and v.
+
+        `out` and `lse`: the final output and log-sum-exp of the rows, over all their pieces.
+        """
         ...
 
 
 def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
-    """What the descendants of each segment see of it."""
+    """Return the rectangles of all segments: the segment's keys, its descendants' queries."""
     return tuple(
         Rectangle(s.end, s.until, s.start, s.end) for s in packed.segments if s.end < s.until
     )
 
 
 def triangles(packed: Packed) -> tuple[Triangles, ...]:
-    """What each segment sees of itself; every row is in one. Segments within a quarter of the
-    longest share a batch.
+    """Return the causal triangles of all segments in batches; every row is in exactly one.
+
+    Segments share a batch if the shortest has at least 3/4 of the length of the longest.
     """
     groups: list[list[tuple[int, int]]] = []
     by_length = sorted(packed.segments, key=lambda s: (s.start - s.end, s.start))
@@ -111,8 +124,9 @@ def triangles(packed: Packed) -> tuple[Triangles, ...]:
 
 
 def _paths(packed: Packed, device: torch.device) -> list[_Path]:
-    """Every row as a query once, in blocks of a segment's rows; blocks of about one shape share a
-    batch.
+    """Return batches of query blocks for the forward pass; every row is a query in exactly one.
+
+    A block has rows of one segment. Blocks of similar shape share a batch.
     """
     blocks = []
     for segment in packed.segments:
@@ -133,9 +147,7 @@ def _paths(packed: Packed, device: torch.device) -> list[_Path]:
 
 
 def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> bool:
-    """Whether a block joins a batch without much padding, neither of queries nor of keys, nor too
-    large a batch.
-    """
+    """Return whether a block can join a batch with little padding and within `_BATCH_ROWS`."""
     rows = [len(k) - s for k, s in batch] + [len(keys) - start]
     alike = min(rows) >= 0.75 * max(rows) or max(rows) <= _FEW_ROWS
     return alike and len(batch[0][0]) >= 0.75 * len(keys) and len(rows) * max(rows) <= _BATCH_ROWS
@@ -155,7 +167,7 @@ def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
 
 
 class ForestAttention:
-    """An `Attend` of the decoder for one micro-batch."""
+    """The decoder's attention function (`Attend`) for one micro-batch."""
 
     def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
@@ -168,11 +180,15 @@ class ForestAttention:
 
 
 def default_kernel(device: torch.device) -> Kernel:
+    """Return the fastest backward kernel for the device."""
     return FusedCpuKernel() if device.type == "cpu" else BlockKernel()
 
 
 def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
-    """The slow twin of ForestAttention: one T x T mask, float32 or wider throughout."""
+    """Return the slow reference implementation of ForestAttention.
+
+    It uses one T x T mask and computes everything in float32 or wider.
+    """
     allowed = torch.from_numpy(mask(packed)).to(device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,24 +207,28 @@ def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
 
 @dataclass(frozen=True)
 class _Path:
-    """Blocks of segments with what they see: queries `rows` [B, n] at `positions` [B, n], keys
-    `keys` [B, L] from position 0.
+    """A batch of B query blocks, each with the path of keys that it attends to.
 
-    Shorter paths are padded with a key that no query sees.
+    A shorter path is padded with keys that no query attends to.
     """
 
     rows: Tensor
+    """[B, n]: rows of the queries."""
     real: Tensor
-    """[B, n]: False where a shorter segment is padded (with its last row)."""
+    """[B, n]: False where a shorter block is padded with its last row."""
     positions: Tensor
+    """[B, n]: positions of the queries in their sequence."""
     keys: Tensor
+    """[B, L]: rows of the keys, from position 0 of the sequence."""
 
 
 @dataclass(frozen=True)
 class _Plan:
+    """The forward batches and backward pieces of one micro-batch."""
+
     paths: list[_Path]
     triangles: list[tuple[int, Tensor, Tensor]]
-    """(length, rows, real) of each batch."""
+    """(length, rows, real) of each batch of triangles."""
     rectangles: tuple[Rectangle, ...]
     kernel: Kernel
 
@@ -250,25 +270,25 @@ class _Forest(torch.autograd.Function):
 
 
 def _heads(x: Tensor) -> Tensor:
-    """[n, H, E] as a batch of one, [1, H, n, E]; no copy."""
+    """View [n, H, E] as a batch of one: [1, H, n, E]."""
     return x.transpose(0, 1)[None]
 
 
 def _batch(x: Tensor, length: int) -> Tensor:
-    """[B * length, H, E] as [B, H, length, E]; no copy."""
+    """View [B * length, H, E] as [B, H, length, E]."""
     return x.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _unbatch(x: Tensor) -> Tensor:
-    """[B, H, n, E] as [B * n, H, E]."""
+    """Reshape [B, H, n, E] to [B * n, H, E]."""
     return x.transpose(1, 2).flatten(0, 1)
 
 
 def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, Tensor]:
-    """Output [B, n, Hq, E] and log-sum-exp [B, n, Hq]."""
+    """Return the output [B, n, Hq, E] and the log-sum-exp [B, n, Hq] of one batch of queries."""
     batch, n = path.rows.shape
     group = q.shape[1] // k.shape[1]
-    # [B, Hkv, group * n, E]: the query heads of a key head are rows of one product.
+    # [B, Hkv, group * n, E]: all query heads of a key head are rows of the same matmul.
     queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
     visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
@@ -280,14 +300,14 @@ def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, 
 
 
 class FusedCpuKernel:
-    """torch's fused attention for CPUs: scores never leave the cache."""
+    """torch's fused flash attention for CPUs, which keeps the scores in the cache."""
 
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         group = q.shape[1] // k.shape[1]
-        # This kernel packs bfloat16 anew for each block, which costs more than its faster products
-        # save (measured: 15 to 60%).
+        # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
+        # costs more than its faster matmuls save (measured: 15 to 60%).
         wide = torch.promote_types(q.dtype, torch.float32)
         grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
         grad_q, grad_k, grad_v = (
@@ -299,8 +319,9 @@ class FusedCpuKernel:
 
 
 class BlockKernel:
-    """Plain products over blocks of queries, for any device; a block's scores are bounded, whatever
-    the piece's length.
+    """Plain matmuls over blocks of queries, for any device.
+
+    The number of scores per block is bounded for any length of the piece.
     """
 
     def backward(
@@ -331,8 +352,9 @@ def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
 
 
 def _scores(q: Tensor, k: Tensor, first_query: int | None) -> Tensor:
-    """Scaled scores [B, H, n, m] in float32 or wider; causal if the position of the first query is
-    given.
+    """Return the scaled scores [B, H, n, m] in float32 or wider.
+
+    `first_query`: position of the first query for causal attention, or None for full attention.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
@@ -345,11 +367,11 @@ def _scores(q: Tensor, k: Tensor, first_query: int | None) -> Tensor:
 
 
 def _expand(x: Tensor, group: int) -> Tensor:
-    """Keys or values [B, Hkv, m, E] once for each query head: [B, Hkv * group, m, E]."""
+    """Repeat keys or values [B, Hkv, m, E] for each query head: [B, Hkv * group, m, E]."""
     return x if group == 1 else x.repeat_interleave(group, 1)
 
 
 def _fold(x: Tensor, group: int) -> Tensor:
-    """The reverse for gradients: sums over each key head's query heads."""
+    """Sum gradients over the query heads of each key head: the backward pass of `_expand`."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return x if group == 1 else x.unflatten(1, (-1, group)).sum(2, dtype=wide)

@@ -1,22 +1,22 @@
-"""Attention whose bits do not depend on who computes it, with what beside it, or in how many
-pieces.
+"""Batch-invariant attention: a row's output is bit-identical for any batch and any chunking.
 
-Sampler and trainer see the same sequence in different shapes: one new row at a time over slots, or
-whole segments of a forest. In bf16 a difference in the last bit of one attention output grows
-through the layers to some hundredths of a logprob. So both take their attention from here, where
-every sum has one order, given by positions within the sequence:
+Sampler and trainer compute the same sequence in different shapes. The sampler adds one row at a
+time to the slots of its KV cache; the trainer computes whole segments of a forest. In bf16 a
+difference in the last bit of one attention output grows through the layers to some hundredths of a
+logprob. So both use this module, in which every sum has one order, determined by the positions in
+the sequence:
 
-* scores and weighted sums are float32 products (of bf16 operands, exactly widened); a product's
-  element has the same bits whatever the number of rows, from `query_rows` on (see row_tiling.py),
-  so fewer rows are padded;
-* weights are exp(score - peak) with the peak over all keys, which is exact in any order;
-* values are summed in spans of SPAN positions, aligned at the start of the sequence, and the spans
-  one after the other.
+* Scores and weighted sums are float32 matmuls; bf16 operands are converted exactly. From a minimum
+  number of rows (`query_rows`, see row_tiling.py), an element of a matmul is bit-identical for any
+  number of rows. Fewer rows are padded to that minimum.
+* Weights are exp(score - max). The max over all keys is exact in any order.
+* Values are summed within spans of SPAN positions, aligned at the start of the sequence. The spans
+  are then added in order.
 
-Keys that a row may not see get weight 0, which changes no sum; so padding is free of effect.
+Keys that a row must not attend to get weight 0, which changes no sum. So padding has no effect.
 
-Shapes: G groups, H key-value heads, M query rows of a group (the query heads of a key-value head
-are rows), L keys, E head_dim.
+Shapes: G groups, H key-value heads, M query rows of a group (one per query and query head of a
+key-value head), L keys, E head_dim.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from torch import Tensor
 from planish.engine.positions import SPAN
 
 QUERY_ROWS = 16
-"""Fewest rows of a product in the trainer, where it costs nothing; at least what any machine was
-seen to need.
+"""Minimum number of rows of a matmul in the trainer, where padding costs almost nothing.
+
+No machine tested so far needed more rows for batch invariance.
 """
 
 
 @dataclass(frozen=True)
 class Sums:
-    """Weighted values and weights, summed so far: float32 [..., E] and [..., 1]."""
+    """Running sums over the keys: weighted values, float32 [..., E], and weights [..., 1]."""
 
     values: Tensor
     weights: Tensor
 
 
 def scores(q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
-    """Scaled scores [G, H, M, L], -inf from key `visible` on. q [G, H, M, E]; keys [G, H, L, E];
-    visible [G or 1, 1, M or 1].
+    """Return the scaled scores [G, H, M, L] in float32 or wider.
 
-    At least float32. The operands may be in less; their products are exact and are summed in
-    float32.
+    `q`: [G, H, M, E]. `keys`: [G, H, L, E]. `visible`: [G or 1, 1, M or 1], the number of leading
+    keys that a row attends to; the scores of later keys are -inf. Products of bf16 operands are
+    exact in float32, and they are accumulated in float32.
     """
     scale = q.shape[-1] ** -0.5
     wide = torch.promote_types(q.dtype, torch.float32)
@@ -62,16 +63,21 @@ def scores(q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
 
 
 def peaks(found: Tensor) -> Tensor:
-    """Largest score of each row: [G, H, M, 1]; a finite number also for rows that see no key."""
+    """Return the max score of each row: [G, H, M, 1].
+
+    The max is finite even for a row that attends to no key.
+    """
     return found.amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
 
 
 def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) -> Sums:
-    """`sums` and, behind them, the values [G, H, L, E] weighted by exp(found - peak), span by span.
-    Overwrites `found`.
+    """Add the values [G, H, L, E], weighted by exp(found - peak), to `sums` span by span.
 
-    Key 0 must lie at a multiple of SPAN of the sequence, and L be one: a sum's order depends on its
-    length.
+    `found`: scores [G, H, M, L], which are overwritten. `sums` None: start at zero. `sums` may be
+    modified in place.
+
+    Both L and the position of key 0 in the sequence must be multiples of SPAN, because the order
+    of a sum depends on its length.
     """
     assert values.shape[2] % SPAN == 0
     weights = found.sub_(peak).exp_()
@@ -88,10 +94,10 @@ def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) ->
 
 
 def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [G, H, M, E] and log-sum-exp [G, H, M] of rows that each see the first `visible` [G,
-    1, M] of the keys.
+    """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
-    The keys are whole spans from position 0 on.
+    Each row attends to the first `visible` [G, 1, M] keys. The keys start at position 0, and their
+    number must be a multiple of SPAN.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)

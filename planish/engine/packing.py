@@ -1,15 +1,15 @@
-"""Packing of datums into prefix forests: a token that several sequences share is a row once.
+"""Packing of datums into prefix trees, in which a shared prefix is computed once.
 
-The tokens of a micro-batch are laid out as a forest in depth-first order; a shared prefix is a
-parent. One integer a row describes it: `until[j]` is the end of row j's subtree, and query i
-attends key j iff `j <= i < until[j]`. Sequences that share nothing are trees without branches, so
-ordinary packing is the special case. Every position of every datum maps to a row, its last prompt
-row included, so nothing is dropped.
+The tokens of a micro-batch form a forest (a set of prefix trees) in depth-first order, one row per
+token. A shared prefix is a parent of its continuations. One integer per row describes the forest:
+`until[j]` is the end of the subtree of row j. Query i attends to key j if and only if
+`j <= i < until[j]`. Sequences without a common prefix are trees without branches, so ordinary
+packing is a special case. Every position of every datum maps to a row, so no token is dropped.
 
-The layout needs no tree building: sort the sequences, and each adds to the one before it what lies
-beyond their common prefix. That costs one sort and one pass over the tokens, however long the
-prefixes. Micro-batches are runs of the sorted sequences, so they depend on the datums alone, not
-even on their order, and cuts fall where little is shared.
+The layout does not build trees. It sorts the sequences; each sequence then adds only the tokens
+after its common prefix with the previous sequence. That costs one sort and one pass over the
+tokens, for any prefix length. A micro-batch is a run of consecutive sorted sequences, so it depends
+on the datums alone and not on their order. The runs are cut where the sequences share little.
 """
 
 from __future__ import annotations
@@ -21,47 +21,52 @@ from itertools import accumulate, pairwise
 
 import numpy as np
 
-# What one more micro-batch costs, in tokens: every product reads the weights again.
+# Cost of one more micro-batch, in tokens: every matmul has to read the weights again.
 _CUT_COST = 64
-# Most datums of one micro-batch. Copies of one sequence add no row, yet their scores take memory.
+# Maximum number of datums per micro-batch. Copies of a sequence add no row, but their scores need
+# memory.
 _MAX_DATUMS = 512
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A run of rows without branches: rows start .. end - 1; its descendants are rows end .. until
-    - 1.
+    """A run of rows without branches: rows start .. end - 1.
+
+    The descendants of the segment are rows end .. until - 1.
     """
 
     start: int
     end: int
     until: int
     ancestors: tuple[tuple[int, int], ...]
-    """Row ranges [start, end) of everything above, root first; adjacent ones are joined."""
+    """Row ranges [start, end) of all ancestors, root first, with adjacent ranges merged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
-    """One micro-batch. All arrays are int64; T rows."""
+    """One micro-batch of T rows. All arrays are int64."""
 
     tokens: np.ndarray
-    """[T]"""
+    """[T]: token of each row."""
     positions: np.ndarray
-    """[T]: position of the row in its sequences."""
+    """[T]: position of each row in its sequences."""
     until: np.ndarray
-    """[T]"""
+    """[T]: end of the subtree of each row."""
     segments: tuple[Segment, ...]
-    """In row order; together they cover all rows."""
+    """The segments in row order; together they cover all rows."""
     datums: tuple[int, ...]
-    """Indices of the packed datums, rising."""
+    """Indices of the packed datums, in ascending order."""
     rows: tuple[np.ndarray, ...]
-    """For each of `datums`, the row of each of its positions."""
+    """For each of `datums`, an array with the row of each of its positions."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def padded(self, rows: int) -> Packed:
-        """With a tree behind that belongs to no datum, so that there are `rows` rows."""
+        """Return the micro-batch padded to at least `rows` rows.
+
+        The padding is one more tree at the end, which belongs to no datum.
+        """
         missing = rows - len(self)
         if missing <= 0:
             return self
@@ -74,11 +79,12 @@ class Packed:
 
 
 def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
-    """Cut token sequences into micro-batches of at most `budget` rows each, ordered by their
-    smallest datum.
+    """Pack token sequences into micro-batches of at most `budget` rows each.
 
-    A sequence that is longer than the budget gets a micro-batch of its own, unless others add no
-    row to it.
+    The micro-batches are ordered by their smallest datum index. A sequence that is longer than the
+    budget shares its micro-batch only with its own prefixes and copies, which add no row.
+
+    Raises ValueError if the budget is below 1 or a sequence is empty.
     """
     if budget < 1:
         raise ValueError(f"micro_batch_tokens={budget}: give at least 1")
@@ -97,8 +103,9 @@ def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
 
 
 def mask(packed: Packed) -> np.ndarray:
-    """The definition, bool [T, T]: entry (i, j) is True where query i attends key j. For tests: it
-    is quadratic.
+    """Return the attention mask, bool [T, T]: entry (i, j) is True if query i attends to key j.
+
+    The mask takes quadratic memory, so only tests and the reference implementation use it.
     """
     row = np.arange(len(packed))
     return (row[None, :] <= row[:, None]) & (row[:, None] < packed.until[None, :])
@@ -112,12 +119,14 @@ def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
-    """Borders of the micro-batches: those that cost least, where a cut costs the shared prefix that
-    is computed again.
+    """Return the borders of the micro-batches with the lowest total cost.
 
-    What a micro-batch start .. stop - 1 adds to the cost depends on its start alone, and whether it
-    fits on nothing but its rows, which grow at either end. So the starts that fit are a window that
-    moves on, and its cheapest stays at the head of a queue: one pass.
+    A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
+
+    The cost of a micro-batch start .. stop - 1 depends only on its start. The micro-batch fits if
+    its rows do, and their number grows when the range is extended at either end. So the feasible
+    starts form a sliding window. A monotonic queue keeps the cheapest start of the window at its
+    head, and one pass over the sequences is enough.
     """
     n = len(lengths)
     total = [
@@ -126,7 +135,7 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
     ]
     best, came_from = [0] * (n + 1), [0] * (n + 1)
     costs = [0] * n
-    """Of everything up to stop, if the last micro-batch begins here."""
+    """The total cost up to `stop` if the last micro-batch begins at this index."""
     starts: deque[int] = deque()
     for stop in range(1, n + 1):
         last = stop - 1
@@ -134,8 +143,8 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
         while starts and costs[starts[-1]] >= costs[last]:
             starts.pop()
         starts.append(last)
-        # The last is the longest of those that add no row to one which is too long: the others are
-        # its beginnings, or copies of it.
+        # If sequence `last` exceeds the budget, the maximum is its own length. Then only its
+        # prefixes and copies fit beside it, because they add no row.
         most = max(budget, lengths[last])
         while (
             stop - starts[0] > _MAX_DATUMS
@@ -150,8 +159,9 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
 
 
 def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence[int]) -> Packed:
-    """The forest of the sequences `order`, sorted; each shares a prefix of `shared` tokens with the
-    one before.
+    """Return the forest of the sequences `order`, which are sorted by their tokens.
+
+    `shared`: length of the common prefix of each sequence with the previous one.
     """
     total = sum(len(arrays[index]) for index in order) - sum(shared)
     tokens, positions = np.empty(total, np.int64), np.empty(total, np.int64)
@@ -175,8 +185,8 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
 
 
 def _segments(until: np.ndarray) -> tuple[Segment, ...]:
-    # Two neighbouring rows with one end of subtree are parent and only child; any other border is a
-    # branch.
+    # Two adjacent rows whose subtrees have the same end are a parent and its only child. If the
+    # ends differ, a new segment begins.
     starts = [0, *(np.flatnonzero(until[1:] != until[:-1]) + 1).tolist()]
     ends = [*starts[1:], len(until)]
     segments: list[Segment] = []

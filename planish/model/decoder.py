@@ -334,7 +334,7 @@ def add_lora_(low: Tensor, outs: Sequence[Tensor], bs: Sequence[Tensor], tile: i
 
 
 def add_lora_stack_(x: Tensor, outs: Sequence[Tensor], site: Site) -> None:
-    """Add the LoRA outputs of a stack of n adapters in place; each adapter has 1 / n of the rows."""
+    """Add the LoRA outputs of n stacked adapters in place; each adapter has 1 / n of the rows."""
     n = site.a.shape[0]
     lows = torch.bmm(x.unflatten(0, (n, -1)), site.a.transpose(1, 2)).chunk(len(outs), dim=-1)
     for out, part, b in zip(outs, lows, site.bs, strict=True):

@@ -362,7 +362,7 @@ def rows_at_once(device: torch.device) -> int:
 
 
 def base_product(hidden: Tensor, head: FrozenLinear) -> Tensor:
-    """Return the base model's logits [R, V] in `logits_dtype`; adapters add their logits to them."""
+    """Return the logits [R, V] of the base model, without adapters, in `logits_dtype`."""
     dtype = logits_dtype(hidden.dtype, hidden.device)
     if dtype != hidden.dtype:
         return torch.mm(hidden, head.weight.t(), out_dtype=dtype)

@@ -1,14 +1,15 @@
-"""Frozen linears that read one input, as one product; on a CPU with the weights as its kernels want
-them.
+"""Frozen linears that read the same input, computed as one matmul with packed weights.
 
-Weights are brought into blocks once: for our own product where the CPU has its instructions
-(native/cpp/products.h), elsewhere those of bf16 for oneDNN's, which does so at every call otherwise
-(measured: 1 row 2 to 3 times, 128 rows 1.15 times faster, with the same bits). The blocks are a
-copy. In bf16 the original stays as it is, mapped from its file, for what reads single rows of it,
-and costs memory only as far as it is read; in float32, which files seldom have, it is let go of
-unless it is asked for.
+On a CPU the weights are packed once, when they are loaded. If the CPU has the instructions, the
+native matmul uses its own packed format (native/cpp/products.h). Otherwise bf16 weights are packed
+for oneDNN, which would repack them at every call. Packing for oneDNN makes a matmul of one row 2 to
+3 times faster and one of 128 rows 1.15 times faster (measured), with bit-identical results.
 
-Shapes: T rows, `in` columns of the input, `out` those of all linears together.
+The packed weights are a copy. A bf16 original stays memory-mapped for code that reads single rows,
+and uses memory only for the pages that are read. A float32 original, which is rare in files, is
+freed unless the caller needs it.
+
+Shapes: T rows, `in` columns of the input, `out` columns of all linears' outputs together.
 """
 
 from __future__ import annotations
@@ -24,12 +25,16 @@ from torch import Tensor
 from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
 
 before_each_matmul: ContextVar[Callable[[], None]] = ContextVar("before_each_matmul")
-"""In the thread that computes: called before each matmul with base weights, forward and backward.
-What it raises ends the pass, which may otherwise take many seconds.
+"""A callback of the computing thread, called before each matmul with base weights, forward and
+backward.
+
+An exception from the callback aborts the pass, which may otherwise take many seconds.
 """
 
 
 class FrozenLinear:
+    """One or more frozen linears that read the same input."""
+
     def __init__(
         self,
         weights: Sequence[Tensor],
@@ -38,10 +43,11 @@ class FrozenLinear:
         *,
         keeps: bool = True,
     ) -> None:
-        """`weights` [out_i, in] each, on a GPU side by side in one tensor; all of them have a bias,
-        or none. `room`: where their blocks may lie beside those of others.
+        """`weights`: [out_i, in] each; on a GPU they must be adjacent views of one tensor.
 
-        `keeps`: whether `weight` will be asked for.
+        `biases`: one bias per weight, or None for every weight. `room`: the arena in which the
+        packed weights are allocated, by default a new one. `keeps`: whether to keep the unpacked
+        float32 weights so that `weight` works.
         """
         self.sizes = [len(weight) for weight in weights]
         given = [bias for bias in biases if bias is not None]
@@ -56,13 +62,13 @@ class FrozenLinear:
 
     @property
     def weight(self) -> Tensor:
-        """[out, in] of a single linear."""
+        """The weight [out, in], if there is a single linear."""
         (weight,) = self._weights
         return weight
 
     @property
     def panels(self) -> tuple[PanelWeight, Tensor | None] | None:
-        """The weights and the bias of all linears, where kernels of our own multiply by them."""
+        """The packed weights and the bias of all linears, or None without the native matmul."""
         found = self._packed
         return (
             (found, self._bias)
@@ -71,8 +77,9 @@ class FrozenLinear:
         )
 
     def product(self, x: Tensor, tile: int | None = None) -> Tensor:
-        """x [T, in] times the weights transposed: [T, out]; no gradient. `tile`: in tiles of so
-        many rows.
+        """Return x @ weights.T plus the bias: [T, out], without gradients.
+
+        `x`: [T, in]. `tile`: if given, compute in tiles of this many rows.
         """
         _call_before_matmul()
         if tile is None or x.shape[0] == tile:
@@ -80,10 +87,14 @@ class FrozenLinear:
         return torch.cat([self._product(part) for part in x.split(tile)])
 
     def product_back(self, grad: Tensor) -> Tensor:
-        """grad [T, out] times the weights: [T, in], the gradient of the input."""
+        """Return grad @ weights, the gradient of the input: [T, in].
+
+        `grad`: gradient of the output [T, out].
+        """
         _call_before_matmul()
         if self._float_panels is not None:
-            # No blocks for the way back: float32 is large, and for many rows torch is as fast.
+            # Do not pack float32 weights for the backward pass: the copy is large, and for many
+            # rows torch is as fast.
             return grad @ (self.weight if len(self._weights) == 1 else self._float_panels.matrix())
         if self._packed is not None and self._packed_back is None:
             self._packed_back = _packed(self._weights, self._room, turned=True)
@@ -104,7 +115,7 @@ class FrozenLinear:
 
     @property
     def _whole(self) -> Tensor:
-        """The weights side by side, as they are kept on a device: [out, in]."""
+        """The joint weight tensor [out, in] of all linears on a GPU; a view."""
         first = self._weights[0]
         return first.as_strided(
             (sum(self.sizes), first.shape[1]), first.stride(), first.storage_offset()
@@ -126,12 +137,13 @@ def _call_before_matmul() -> None:
 
 
 class _BlockedWeight:
-    """A weight [out, in] in oneDNN's blocks."""
+    """A weight [out, in], packed for oneDNN."""
 
     def __init__(self, weight: Tensor) -> None:
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ weight.T plus the bias: [T, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")  # type: ignore[no-any-return]
 
 
@@ -139,7 +151,10 @@ _Packed = PanelWeight | _BlockedWeight
 
 
 def _packed(weights: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> _Packed | None:
-    """`turned`: for products with the matrix as it is, rather than transposed."""
+    """Return the joint packed weights, or None if this machine does not pack them.
+
+    `turned`: pack for x @ weight (the backward pass) instead of x @ weight.T.
+    """
     first = weights[0]
     rows, columns = sum(map(len, weights)), first.shape[1]
     fan_out, fan_in = (columns, rows) if turned else (rows, columns)
@@ -156,7 +171,7 @@ def _packed(weights: Sequence[Tensor], room: WeightRoom, *, turned: bool = False
 
 @cache
 def _packs(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether this machine and torch multiply by weights in oneDNN's blocks."""
+    """Return whether this machine and this torch can run matmuls with oneDNN's packed weights."""
     if device.type != "cpu" or dtype != torch.bfloat16 or not onednn_multiplies_bfloat16():
         return False
     return all(
@@ -166,8 +181,9 @@ def _packs(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def onednn_multiplies_bfloat16() -> bool:
-    """Without it, torch takes five to ten times as long for a product of bf16 on a CPU as for one
-    of float32.
+    """Return whether oneDNN supports bf16 matmuls on this CPU.
+
+    If it does not, torch's bf16 matmul takes five to ten times as long as a float32 one.
     """
     return torch.backends.mkldnn.is_available() and bool(
         torch.ops.mkldnn._is_mkldnn_bf16_supported()

@@ -1,13 +1,14 @@
 """LoRA adapters (Hu et al. 2021): their layout in one flat vector, and the compute copy that
-products use.
+matmuls use.
 
-An adapter is ONE flat float32 vector, the master. Optimizer, gradient norm, snapshot and file work
-on the whole vector at once; names and shapes are views. Linears that read the same input (q, k, v;
-gate, up) keep their A matrices side by side, so that one product serves them all.
+An adapter is a single flat float32 vector, the master. Optimizer, gradient norm, snapshot and file
+process the whole vector at once. The named matrices are views of the vector. Linears that read the
+same input (q, k, v; gate, up) store their A matrices next to each other, so that one matmul
+multiplies the input with all of them.
 
-Products run in the base model's dtype on a copy, `LoraWeights`, which never changes once made: the
-trainer and any number of samplers share it, and an optimizer step makes a new one. The factor alpha
-/ rank is multiplied into the copy's B.
+Matmuls run in the base model's dtype on a copy of the master, `LoraWeights`. The copy is immutable.
+The trainer and any number of samplers share it, and an optimizer step creates a new one. The
+scaling alpha / rank is multiplied into the B matrices of the copy.
 """
 
 from __future__ import annotations
@@ -29,47 +30,55 @@ LAYER_SITES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""The linears of a decoder layer, those that read the same input together, in the order of
+"""The linears of a decoder layer, grouped by the input that they read, in the field order of
 `LayerLora`.
 """
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One matrix within the flat vector."""
+    """The name, shape and position of one matrix of the flat vector."""
 
     name: str
-    """Target and part: "model.layers.0.self_attn.q_proj.lora_A"."""
+    """Target module and matrix: "model.layers.0.self_attn.q_proj.lora_A"."""
     target: str
+    """Name of the linear that the matrix adapts: "model.layers.0.self_attn.q_proj"."""
     shape: tuple[int, int]
-    """A: (rank, in). B: (out, rank)."""
+    """(rank, in) for A, (out, rank) for B."""
     offset: int
+    """Index of the matrix's first number in the flat vector."""
 
     @property
     def size(self) -> int:
+        """The number of elements of the matrix."""
         return self.shape[0] * self.shape[1]
 
     @property
     def is_b(self) -> bool:
+        """Whether the matrix is a B; it is an A otherwise."""
         return self.name.endswith("lora_B")
 
 
 @dataclass(frozen=True)
 class Site:
-    """Linears that read one input: A is [n * rank, in], one B [out, rank] for each of the n."""
+    """The LoRA matrices of n linears that read the same input.
+
+    `a`: the joint A [n * rank, in]. `bs`: one B [out, rank] per linear.
+    """
 
     a: Tensor
     bs: tuple[Tensor, ...]
     panels: PanelSite | None = None
-    """The same for the CPU's own kernel, if it serves them."""
+    """The same matrices packed for the native CPU kernel, or None if it does not support them."""
 
     def backward_(
         self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradients of
-        A and the Bs.
+        """Run the backward pass; return the gradients of A and of the Bs.
 
-        Of the way forth: x [T, in], and low [T, n * rank], what lay between A and B.
+        `grad`: gradient of the output [T, sum(sizes)]. `x`: input of the forward pass [T, in].
+        `low`: LoRA hidden states of the forward pass, x @ A.T [T, n * rank]. `grad_x`: [T, in], to
+        which the gradient of the input is added in place.
         """
         if self.panels is not None and self.panels.goes_back:
             grad_low = self.panels.backward_(grad, grad_x, sizes)
@@ -85,7 +94,10 @@ class Site:
 
 @dataclass(frozen=True)
 class LayerLora:
-    """The sites of one decoder layer; None where nothing is trained."""
+    """The LoRA matrices of one decoder layer by target module.
+
+    A field is None if the adapter does not train that module.
+    """
 
     attn_in: Site | None
     attn_out: Site | None
@@ -97,7 +109,7 @@ SITES = tuple(site.name for site in fields(LayerLora))
 
 
 class LoraLayout:
-    """Which matrices an adapter has, and where each lies in the flat vector."""
+    """The matrices of an adapter and their positions in the flat vector."""
 
     ALPHA = 32
 
@@ -107,8 +119,9 @@ class LoraLayout:
         self.scaling = self.ALPHA / lora.rank
         self.entries: list[Entry] = []
         self.sites: list[tuple[Entry, ...]] = []
-        """The entries of each site: its As, then its Bs; four sites a layer as trained, then the
-        head.
+        """The entries of each site, the As before the Bs.
+
+        The trained sites of each layer come first (at most four per layer), then the head.
         """
         for layer in range(model.num_layers):
             for site in LAYER_SITES:
@@ -137,8 +150,10 @@ class LoraLayout:
         self.sites.append(tuple(site))
 
     def panel_sizes(self, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-        """How many numbers the CPU's own kernel keeps besides, of all matrices as panels: for the
-        way forth, and for the way back. 0 where torch multiplies.
+        """Return the number of elements of the packed copies: (forward, backward).
+
+        The native CPU kernel stores these copies of the matrices in addition. The numbers are 0 if
+        torch computes the matmuls.
         """
         serves_layers = adapts_in_panels(self.model, dtype, device)
         forth = back = 0
@@ -157,8 +172,10 @@ class LoraLayout:
         return forth, back
 
     def init(self, seed: int | None) -> Tensor:
-        """A fresh master vector: A uniform as `kaiming_uniform_(a=sqrt(5))` (bound 1 / sqrt(in)), B
-        zero; so the adapter starts as the identity.
+        """Return a fresh master vector, float32 [size] on the CPU.
+
+        A is uniform as in `kaiming_uniform_(a=sqrt(5))`, with bound 1 / sqrt(in). B is zero, so a
+        fresh adapter does not change the model. `seed` None: use a random seed.
         """
         generator = torch.Generator(device="cpu")
         if seed is None:
@@ -175,13 +192,14 @@ class LoraLayout:
         return flat
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The matrices of a flat vector by name, sharing its memory."""
+        """Return the matrices of a flat vector by name, as views of its memory."""
         return {e.name: flat[e.offset : e.offset + e.size].view(e.shape) for e in self.entries}
 
 
 class LoraWeights:
-    """The compute copy of one version of an adapter. Immutable; `leaves` collect gradients if asked
-    to.
+    """The immutable compute copy of one version of an adapter.
+
+    With `requires_grad`, autograd accumulates gradients in `leaves`.
     """
 
     def __init__(
@@ -203,10 +221,11 @@ class LoraWeights:
         layers = range(layout.model.num_layers)
         targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
         matrices = [found.get(target) for target in targets]
-        # All sites of all adapters or none: what one is multiplied by shall not depend on who else
-        # is in the batch, nor on the trainer.
+        # Use the native kernel for all sites of all adapters or for none. Otherwise the kernel of
+        # one adapter would depend on the other adapters in the batch, and results would not be
+        # batch-invariant.
         self.panels = AdapterPanels(matrices, serves=adapts_in_panels(layout.model, dtype, device))
-        """Of the sites of all layers, one layer after another."""
+        """The packed matrices of the sites of all layers, ordered by layer."""
         sites = _sites(matrices, self.panels)
         head = [found.get("lm_head")]
         self._head_panels = AdapterPanels(head)
@@ -217,7 +236,7 @@ class LoraWeights:
     def _matrices(
         self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """A, and the Bs."""
+        """Return the joint A and the Bs of one site as leaves."""
         a_entries = [e for e in entries if not e.is_b]
         rows = sum(e.shape[0] for e in a_entries)
         a = self._leaf(
@@ -234,25 +253,29 @@ class LoraWeights:
         if is_b:
             leaf.mul_(self.layout.scaling)
         leaf = leaf.detach().requires_grad_(requires_grad)
-        leaf.grad_dtype = torch.float32  # what a kernel sums up in float32 stays so
+        # Some kernels accumulate the gradient in float32; do not round it to the leaf's dtype.
+        leaf.grad_dtype = torch.float32
         self.leaves.append(leaf)
         self._spans.append((offset, size, is_b))
         return leaf
 
     def end_training(self) -> None:
-        """Free what only a way back needs: from now on this version is sampled from at most."""
+        """Free the packed copies that only the backward pass needs.
+
+        Samplers can still use this version afterwards.
+        """
         for panels in (self.panels, self._head_panels):
             panels.forget_turned()
 
     def collect_grad(self) -> Tensor:
-        """The leaves' gradients as one float32 vector with respect to the master; the leaves are
-        left without.
+        """Return the gradient with respect to the master, float32 [size], and clear the leaves'
+        gradients.
         """
         grads = [
             torch.zeros(leaf.shape, device=leaf.device) if leaf.grad is None else leaf.grad
             for leaf in self.leaves
         ]
-        # The leaves lie in the vector one behind the other.
+        # The leaves are in the order of the flat vector and cover it, so `cat` restores the layout.
         flat = torch.cat([grad.view(-1) for grad in grads])
         scaled = [flat[offset : offset + size] for offset, size, is_b in self._spans if is_b]
         torch._foreach_mul_(scaled, self.layout.scaling)  # pyright: ignore[reportPrivateImportUsage]
@@ -271,8 +294,9 @@ def _sites(
 
 
 class LoraStack:
-    """Adapters of one shape side by side, so that one batched product serves them all: of each
-    site, A is [n, k * rank, in], each B [n, out, rank].
+    """Adapters of one shape, stacked so that one batched matmul applies all of them.
+
+    For each site of k linears, A is [n, k * rank, in] and each B is [n, out, rank].
     """
 
     def __init__(self, members: Sequence[LoraWeights]) -> None:
@@ -300,7 +324,7 @@ def _stacked(sites: Sequence[Site | None]) -> Site | None:
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Rows start .. stop - 1 of a batch use this adapter; None is the base model alone."""
+    """The adapter that rows start .. stop - 1 of a batch use; None is the base model alone."""
 
     start: int
     stop: int
@@ -309,8 +333,9 @@ class AdapterRows:
 
 @dataclass(frozen=True)
 class StackRows:
-    """Rows start .. stop - 1 of a batch use the adapters of a stack, each one an equal part, in
-    their order.
+    """The stack of adapters that rows start .. stop - 1 of a batch use.
+
+    The rows are divided equally among the adapters, in the order of the stack.
     """
 
     start: int
@@ -319,19 +344,21 @@ class StackRows:
 
 
 def adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the CPU's own kernel serves adapters of the layers' linears here."""
+    """Return whether the native CPU kernel supports adapters of the layers' linears, forward and
+    backward.
+    """
     return adapts(
         [linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device
     )
 
 
 def head_adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether it serves adapters of the head."""
+    """Return whether the native CPU kernel supports adapters of the head in the forward pass."""
     return adapts_forward([(model.vocab_size, model.hidden_size)], dtype, device)
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
-    """(out, in) of a layer's linear."""
+    """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj"."""
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return {
         "q_proj": (queries, model.hidden_size),
