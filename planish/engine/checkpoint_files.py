@@ -1,14 +1,14 @@
 """The files of one checkpoint directory.
 
-    adapter_model.safetensors, adapter_config.json   the adapter in PEFT's layout: PEFT and vLLM
-        load the directory as it is
-    optimizer.safetensors                            of a training checkpoint: exp_avg, exp_avg_sq,
-        step
-    planish.json                                     what it belongs to, and size and SHA-256 of
-        each other file
+    adapter_model.safetensors, adapter_config.json   the adapter in PEFT's format: PEFT and vLLM
+        can load the directory directly
+    optimizer.safetensors                            only in training checkpoints: exp_avg,
+        exp_avg_sq, step
+    planish.json                                     the manifest: base model, LoRA settings, and
+        the size and SHA-256 of each other file
 
-Master weights and moments are float32 and come back bit for bit. Nothing is read before its SHA-256
-was compared.
+Master weights and moments are float32 and are restored bit for bit. The SHA-256 of a file is
+compared before the file is loaded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from planish.files import give_usual_mode
 from planish.types import LoraConfig
 
 if TYPE_CHECKING:
-    # torch takes seconds to load, which commands that list checkpoints need not wait for
+    # Importing torch takes seconds, and commands that only list checkpoints do not need it.
     from torch import Tensor
 
     from planish.model.lora import LoraLayout
@@ -46,18 +46,22 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class StoredFile:
+    """The size in bytes and the SHA-256 (hex) of a saved file."""
+
     size: int
     sha256: str
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What planish.json says."""
+    """The content of planish.json."""
 
     base_model: str
+    """Name of the base model."""
     architecture: str
+    """Fingerprint of the base model's architecture."""
     weights: str
-    """Fingerprints of the base model's architecture and weights."""
+    """Fingerprint of the base model's weights."""
     lora: LoraConfig
     step: int
     time: datetime
@@ -66,6 +70,7 @@ class Manifest:
     files: Mapping[str, StoredFile] = field(default_factory=dict)
 
     def to_json(self) -> str:
+        """Return the manifest as the text of planish.json."""
         fields: dict[str, Any] = {"format": FORMAT, **asdict(self)}
         fields["time"] = self.time.isoformat()
         fields["expires_at"] = self.expires_at.isoformat() if self.expires_at else None
@@ -73,7 +78,10 @@ class Manifest:
 
     @classmethod
     def from_json(cls, text: str) -> Manifest:
-        """Raises ValueError, KeyError or TypeError if this is no manifest."""
+        """Parse the text of planish.json.
+
+        Raises ValueError, KeyError or TypeError if the text is not a manifest of this format.
+        """
         fields = json.loads(text)
         if fields.pop("format") != FORMAT:
             raise ValueError("it is of another version of planish")
@@ -94,8 +102,10 @@ def write_tensors(
     base_model: str,
     with_optimizer: bool,
 ) -> dict[str, StoredFile]:
-    """Write and fsync all files but the manifest; `state` is that of `Adapter.state`. StorageError
-    if the disk refuses.
+    """Write and fsync all files except the manifest; return their sizes and SHA-256.
+
+    `state`: the result of `Adapter.state()`. Raises StorageError if a tensor file cannot be
+    written, and OSError for other disk errors.
     """
     from safetensors.torch import save_file
 
@@ -120,14 +130,14 @@ def write_tensors(
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write and fsync planish.json, the last file."""
+    """Write and fsync planish.json, which must be the last file of the checkpoint."""
     (directory / MANIFEST).write_text(manifest.to_json())
     sync(directory / MANIFEST)
     sync(directory)
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """DamagedFileError if it is missing or not what it should be."""
+    """Return the manifest in `directory`. Raises DamagedFileError if it is missing or invalid."""
     path = directory / MANIFEST
     try:
         return Manifest.from_json(path.read_text())
@@ -140,7 +150,11 @@ def read_manifest(directory: Path) -> Manifest:
 def read_state(
     directory: Path, manifest: Manifest, layout: LoraLayout, with_optimizer: bool
 ) -> dict[str, Tensor]:
-    """What `Adapter.load_state` takes. DamagedFileError if a file is not the one that was written."""
+    """Return the state for `Adapter.load_state`.
+
+    Raises DamagedFileError if a file is missing or differs from the saved one. Raises
+    CheckpointError if the matrices do not match `layout`.
+    """
     from safetensors.torch import load_file
 
     names = [ADAPTER, ADAPTER_CONFIG, *([OPTIMIZER] if with_optimizer else [])]
@@ -158,7 +172,7 @@ def read_state(
 
 
 def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
-    """adapter_config.json."""
+    """Return the content of adapter_config.json in PEFT's format."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

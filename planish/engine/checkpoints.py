@@ -1,12 +1,15 @@
-"""Checkpoints on disk: DATA/<run>/weights/<name> and DATA/<run>/sampler_weights/<name>, each a
-directory, whole or absent.
+"""Checkpoints on disk, in DATA/<run>/weights/<name> and DATA/<run>/sampler_weights/<name>.
 
-DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs. A
-checkpoint is written aside, fsynced and renamed. Replacing one takes two renames, under a lock file
-of the run; a kill between them leaves the old one under a name from which the next reader puts it
-back. Readers take no lock: they read, or copy, once more if the checkpoint was replaced meanwhile.
-Expired checkpoints are refused, and removed when they are met. A run without checkpoints has no
-directory.
+DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs.
+Each checkpoint is a directory that is either complete or absent. A checkpoint is written to a
+temporary directory, fsynced and renamed.
+
+Replacing a checkpoint takes two renames under a lock file of the run. If the process crashes
+between them, the old checkpoint keeps a temporary name, and the next reader renames it back.
+Readers take no lock. They repeat a read or a copy if the checkpoint was replaced meanwhile.
+
+Expired checkpoints are rejected, and removed when a reader finds them. A run without checkpoints
+has no directory.
 """
 
 from __future__ import annotations
@@ -55,40 +58,46 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class SavedAdapter:
-    """What is to be saved: `Adapter.state()`, its shape, and whose it is."""
+    """The adapter state to save, its layout and its base model."""
 
     state: Mapping[str, Tensor]
+    """The result of `Adapter.state()`."""
     layout: LoraLayout
     base_model: str
     architecture: str
+    """Fingerprint of the base model's architecture."""
     weights: str
-    """Fingerprints of the base model."""
+    """Fingerprint of the base model's weights."""
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
-    """Where checkpoints are kept."""
+    """Return the directory of the checkpoints: `data_dir`, PLANISH_DATA, or the default."""
     chosen = data_dir or os.environ.get("PLANISH_DATA") or "~/.local/share/planish/runs"
     return Path(chosen).expanduser().absolute()
 
 
 class CheckpointStore:
-    """The checkpoints under one data directory. Any number of processes may share it."""
+    """The checkpoints under one data directory, which any number of processes may share."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
 
     def save(self, label: Label, adapter: SavedAdapter) -> None:
-        """Write one checkpoint. CheckpointError: the name is taken; StorageError: the disk refused,
-        nothing is left behind.
+        """Write one checkpoint.
+
+        Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
+        files are removed then.
         """
         self._put_new(label, lambda aside: self._write(aside, label, adapter))
 
     def copy(self, source: CheckpointPath, label: Label) -> None:
-        """A second checkpoint with the files of `source`, which take no more space; `label` decides
-        its time to live and metadata.
+        """Copy the checkpoint `source` to `label`, which sets the time to live and metadata.
 
-        A training checkpoint may be copied as a sampler's, without its optimizer. Errors are those
-        of `manifest` and of `save`; DamagedFileError: a file of `source` is missing.
+        The copy uses hard links if the file system supports them, so it needs no more space. A
+        training checkpoint may be copied as a sampler checkpoint, without the optimizer state.
+
+        Raises the errors of `manifest` and `save`, and DamagedFileError if a file of `source` is
+        missing.
         """
         if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
             raise CheckpointError(
@@ -101,9 +110,10 @@ class CheckpointStore:
         self._undisturbed(source, copy)
 
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
-        """Let the checkpoint expire so long from now; None keeps it."""
+        """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         check_ttl(ttl_seconds)
-        self.manifest(path)  # before a lock file is made for a run that is none
+        # Check first that the checkpoint exists, so that no lock file is created otherwise.
+        self.manifest(path)
         with self._locked(self._place(path).parent.parent):
             manifest = replace(
                 self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC))
@@ -111,12 +121,12 @@ class CheckpointStore:
             write_whole(self._place(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
-        """The files of a checkpoint by name."""
+        """Return the path of each file of a checkpoint by file name."""
         names = (*self.manifest(path).files, MANIFEST)
         return {name: self._place(path) / name for name in names}
 
     def exists(self, path: CheckpointPath) -> bool:
-        """Whether `path` is there and has not expired."""
+        """Return whether the checkpoint exists, possibly damaged, and has not expired."""
         try:
             self.manifest(path)
         except CheckpointError:
@@ -126,11 +136,15 @@ class CheckpointStore:
         return True
 
     def manifest(self, path: CheckpointPath) -> Manifest:
-        """What the checkpoint says of itself. CheckpointError: there is none, or it has expired."""
+        """Return the manifest of a checkpoint.
+
+        Raises CheckpointError if the checkpoint does not exist or has expired. Raises
+        DamagedFileError if the manifest is unusable.
+        """
         try:
             manifest = self._found(path)
         except (CheckpointError, DamagedFileError):
-            # it may be between the two renames of a replacement
+            # A replacement may have crashed, or still be, between its two renames.
             self._put_back(self._place(path))
             manifest = self._found(path)
         if _has_expired(manifest):
@@ -148,9 +162,11 @@ class CheckpointStore:
         with_optimizer: bool,
         check: Callable[[Manifest], None] = lambda manifest: None,
     ) -> tuple[dict[str, Tensor], str]:
-        """The adapter state of a checkpoint that `layout` fits, with the optimizer's if asked; and
-        the adapter's SHA-256, equal for equal weights. `check` raises to refuse what the manifest
-        says.
+        """Return the adapter state of a checkpoint, and the SHA-256 of the adapter file.
+
+        `layout` must match the checkpoint. Equal weights have equal SHA-256. The optimizer state is
+        included if `with_optimizer`. `check` receives the manifest and may raise an error to reject
+        the checkpoint.
         """
 
         def read(manifest: Manifest) -> tuple[dict[str, Tensor], str]:
@@ -167,12 +183,12 @@ class CheckpointStore:
         return self._undisturbed(path, read)
 
     def has_run(self, run_id: str) -> bool:
-        """Whether anything was ever saved of this run."""
+        """Return whether the run has a directory, which it has while it has checkpoints."""
         check_name("run_id", run_id)
         return (self.directory / run_id).is_dir()
 
     def records(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Checkpoints that can be used, newest first."""
+        """Return the usable checkpoints of one run, or of all runs, newest first."""
         if run_id is not None:
             check_name("run_id", run_id)
         found = []
@@ -185,13 +201,16 @@ class CheckpointStore:
         return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def delete(self, path: CheckpointPath) -> None:
-        """Remove a checkpoint, damaged or not, when nobody writes to its run. CheckpointError:
-        there is none.
+        """Remove a checkpoint, even a damaged one; wait while another writer has the run's lock.
+
+        Raises CheckpointError if the checkpoint does not exist, and StorageError if it cannot be
+        removed.
         """
         target = self._place(path)
         try:
             self._put_back(target)
-            if not target.is_dir():  # before a lock file is made for a run that is none
+            # Check first that the checkpoint exists, so that no lock file is created otherwise.
+            if not target.is_dir():
                 raise FileNotFoundError
             with self._locked(target.parent.parent):
                 _remove(target)
@@ -203,7 +222,7 @@ class CheckpointStore:
             raise StorageError(f"the checkpoint {path} could not be removed: {error}") from error
 
     def clear_leftovers(self) -> None:
-        """Remove what killed writers left, in all runs that nobody writes to now."""
+        """Remove the temporary files of crashed writers, in all runs that are not locked now."""
         for leftover in self.directory.glob("*/*/.*.tmp"):
             with suppress(OSError), FileLock(leftover.parents[1] / _LOCK, timeout=0):
                 shutil.rmtree(leftover)
@@ -218,7 +237,7 @@ class CheckpointStore:
         return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
 
     def _found(self, path: CheckpointPath) -> Manifest:
-        """The manifest as it is now, of an expired checkpoint too; takes no lock."""
+        """Return the current manifest without a lock, even if the checkpoint has expired."""
         target = self._place(path)
         if not target.is_dir():
             raise CheckpointError(
@@ -228,8 +247,9 @@ class CheckpointStore:
         return read_manifest(target)
 
     def _undisturbed(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
-        """`use(manifest)`, which calls `_check_unchanged` when it has the files; again if the
-        checkpoint was replaced meanwhile.
+        """Return `use(manifest)`; call it again if the checkpoint was replaced meanwhile.
+
+        `use` must call `_check_unchanged` after it has read or linked the files.
         """
         while True:
             manifest = self.manifest(path)
@@ -244,7 +264,7 @@ class CheckpointStore:
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
 
     def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
-        """Let `write` fill a directory, and make it the checkpoint."""
+        """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
         check_label(label)
         target = self._place(label.path)
         aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
@@ -315,8 +335,10 @@ class CheckpointStore:
         return manifest
 
     def _check_free(self, label: Label, target: Path, manifest: Manifest) -> None:
-        """A name may be taken again by a sampler's equal weights: a run that is resumed saves its
-        last ones once more.
+        """Raise CheckpointError if the name is taken.
+
+        A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
+        last weights once more. Expired and damaged checkpoints may be replaced too.
         """
         if label.overwrite or not target.is_dir():
             return
@@ -329,7 +351,7 @@ class CheckpointStore:
 
     @contextmanager
     def _locked(self, run: Path, make: bool = False) -> Iterator[None]:
-        """`make`: the run's directory, if there is none."""
+        """Acquire the lock of the run. `make`: create the run's directory if it does not exist."""
         lock, is_held = FileLock(run / _LOCK), False
         while not is_held:
             if make:
@@ -337,7 +359,7 @@ class CheckpointStore:
             try:
                 lock.acquire()
                 is_held = True
-            except FileNotFoundError:  # somebody deleted the run's last checkpoint just now
+            except FileNotFoundError:  # another process just deleted the run's last checkpoint
                 if not make:
                     raise
         try:
@@ -346,14 +368,20 @@ class CheckpointStore:
             lock.release()
 
     def _clear_leftovers(self, target: Path) -> None:
-        """What killed writers left; to be called under the lock, so nobody is writing them now."""
+        """Remove the temporary files of crashed writers of this checkpoint.
+
+        The caller must have the lock, so no other process is writing these files.
+        """
         if not target.is_dir():
             self._put_back_locked(target)
         for leftover in target.parent.glob(f".{target.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove_expired(self, target: Path) -> None:
-        """Unless somebody writes to its run, or has replaced it meanwhile: it is refused anyhow."""
+        """Remove the checkpoint if it has expired and its run is not locked.
+
+        Readers reject an expired checkpoint even if it is not removed.
+        """
         with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
             if _has_expired(read_manifest(target)):
                 _remove(target)
@@ -369,6 +397,7 @@ class CheckpointStore:
 
 
 def name_taken(path: CheckpointPath) -> CheckpointError:
+    """Return the error for a checkpoint name that is already in use."""
     return CheckpointError(
         f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first"
     )
@@ -379,7 +408,7 @@ def _has_expired(manifest: Manifest) -> bool:
 
 
 def _same_files(one: Manifest, other: Manifest) -> bool:
-    """Whether both are of one save. A time to live may have changed since."""
+    """Return whether both manifests are from the same save; the time to live may differ."""
     return (one.time, one.files) == (other.time, other.files)
 
 
@@ -388,8 +417,10 @@ def _files_of(kind: CheckpointType) -> tuple[str, ...]:
 
 
 def _link_or_copy(source: Path, target: Path) -> None:
-    """Files of checkpoints never change, so two directories can share one; not on every disk, and
-    not between two.
+    """Create `target` as a hard link to `source`, or as a copy if links are not possible.
+
+    Two directories can share a file because the files of a checkpoint never change. Some file
+    systems do not support links, and links between two file systems are impossible.
     """
     try:
         os.link(source, target)
@@ -401,24 +432,25 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _remove(target: Path) -> None:
-    """Remove a checkpoint; to be called under the lock."""
+    """Remove a checkpoint. The caller must have the lock."""
     aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         shutil.rmtree(_previous(target), ignore_errors=True)
-        os.rename(target, aside)  # at once, so that nobody sees half of it
+        os.rename(target, aside)  # atomic, so that no reader sees a partly removed checkpoint
         shutil.rmtree(aside)
     finally:
         _remove_if_empty(target.parent)
 
 
 def _remove_if_empty(segment: Path) -> None:
-    """Remove a directory of checkpoints without any, and its run's if that holds no others; to be
-    called under the lock.
+    """Remove an empty directory of checkpoints, and the run's directory if that is empty too.
+
+    The caller must have the lock.
     """
     run = segment.parent
     with suppress(OSError):
         with suppress(FileNotFoundError):
-            # whoever waited for the lock may find nothing but the lock
+            # Another process that waited for the lock may already find this directory removed.
             segment.rmdir()
         if {entry.name for entry in run.iterdir()} == {_LOCK}:
             (run / _LOCK).unlink()
@@ -430,8 +462,9 @@ def _previous(target: Path) -> Path:
 
 
 def _put(aside: Path, target: Path) -> None:
-    """Rename `aside` to `target`; an older checkpoint of that name goes only when the new one is in
-    place.
+    """Rename `aside` to `target`.
+
+    An older checkpoint of that name is removed only after the new one is in place.
     """
     previous = _previous(target)
     if target.is_dir():
@@ -443,6 +476,7 @@ def _put(aside: Path, target: Path) -> None:
 
 
 def record_of(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
+    """Return the public description of a checkpoint."""
     return Checkpoint(
         checkpoint_id=path.checkpoint_id,
         checkpoint_type=path.checkpoint_type,

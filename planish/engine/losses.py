@@ -1,17 +1,18 @@
-"""The losses: each a pure function of (logprobs of the targets, the datum's tensors, config),
-registered in `LOSSES`.
+"""The losses, registered by name in `LOSSES`.
 
-A loss is the SUM over the positions of one datum; nothing is averaged, so a call's loss and
-gradient do not depend on how its datums are split. Position i of the model input predicts target i.
-Throughout:
+Each loss is a pure function of the logprobs of the targets, the datum's tensors and the config. A
+loss is the SUM over the positions of one datum, not a mean. So the loss and gradient of a call do
+not depend on how its datums are split. Position i of the model input predicts target i.
+
+The docstrings use these symbols:
 
     l  logprob of the target under the trained model, at the config's `temperature` (logits are
        divided by it)
-    q  `logprobs`, that of the policy which sampled the target        r = exp(l - q)
+    q  `logprobs`: logprob under the policy that sampled the target   r = exp(l - q)
     A  `advantages`                                                   sg = stop-gradient
 
-Formulas are those that the public API documents; where it leaves a default open, the docstring says
-that the choice is ours.
+The formulas are those of the public API's documentation. If the API leaves a default open, the
+docstring calls the default "our choice".
 """
 
 from __future__ import annotations
@@ -32,46 +33,53 @@ Config = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Loss:
-    """What a loss computes and what it takes."""
+    """A loss function and the inputs that it accepts."""
 
     fn: Callable[[Tensor, Inputs, Config], Tensor]
-    """(l float32 [N] or [N, K], inputs of the same shape, complete config) -> scalar."""
+    """The loss function: (l float32 [N] or [N, K], inputs of the same shape, complete config) ->
+    scalar.
+    """
     required: tuple[str, ...]
-    """Names of `loss_fn_inputs`, besides target_tokens."""
+    """Names of the required `loss_fn_inputs`, in addition to target_tokens."""
     optional: tuple[str, ...] = ()
+    """Names of the optional `loss_fn_inputs`."""
     many_targets: bool = False
     """Whether target_tokens may be [N, K]."""
 
     @property
     def has_ratio(self) -> bool:
+        """Whether the loss uses the importance ratio r."""
         return "logprobs" in self.required
 
 
 def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum w l. Weights `w` of any sign; without weights all are 1 (our choice). With targets [N,
-    K], K candidates a position.
+    """Return -sum w l.
 
-    Linear in w, so that w = -dL/dl gives the gradient of any other loss L of the logprobs.
+    The weights `w` may have any sign. Without weights, all are 1 (our choice). Targets [N, K] are K
+    candidates per position. The loss is linear in w. So w = -dL/dl gives the gradient of any other
+    loss L of the logprobs.
     """
     weights = inputs.get("weights")
     return -(logprobs.sum() if weights is None else (weights * logprobs).sum())
 
 
 def importance_sampling(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum r A: the policy gradient with the importance weight of the sampled token."""
+    """Return -sum r A, the policy gradient with the importance weight of the sampled token."""
     return -_ratio_times(logprobs - inputs["logprobs"], inputs["advantages"]).sum()
 
 
 def ppo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum min(r A, clip(r, low, high) A) (Schulman et al. 2017); low and high bound the ratio
-    itself.
+    """Return -sum min(r A, clip(r, low, high) A) (Schulman et al. 2017).
+
+    `low` and `high` bound the ratio itself, not its distance from 1.
     """
     return -_clipped(logprobs - inputs["logprobs"], inputs["advantages"], config).sum()
 
 
 def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum sg(clip(r, low, high)) l A (MiniMax 2025): the weight is clipped, the gradient never cut
-    off.
+    """Return -sum sg(clip(r, low, high)) l A (MiniMax 2025).
+
+    Only the weight is clipped, so every token keeps a gradient.
     """
     weight = torch.exp(logprobs.detach() - inputs["logprobs"]).clamp(
         config["clip_low_threshold"], config["clip_high_threshold"]
@@ -80,11 +88,12 @@ def cispo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum min(ratio A, clip(ratio, low, high) A) with one ratio a sequence (Zheng et al. 2025).
+    """Return -sum min(ratio A, clip(ratio, low, high) A), with one ratio per sequence (Zheng et al.
+    2025).
 
-    s = mean of sg(l) - q over `sequence_ratio_mask` != 0, and ratio = exp(s + l - sg(l)) at each
-    position. Ours: the clipping bounds 0.8 and 1.2, and a missing mask is `advantages != 0`. An
-    empty mask gives s = 0.
+    s is the mean of sg(l) - q over `sequence_ratio_mask` != 0. The ratio at each position is exp(s
+    + l - sg(l)). An empty mask gives s = 0. Our choices: the clipping bounds are 0.8 and 1.2, and a
+    missing mask means `advantages != 0`.
     """
     advantages = inputs["advantages"]
     mask = inputs.get("sequence_ratio_mask", advantages) != 0
@@ -94,11 +103,11 @@ def gspo(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
-    """-sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024). Ours: beta is 0.1, and `mask` m, 1
-    if it is not given.
+    """Return -sum m (l A - beta / 2 (l - q)^2) (Richemond et al. 2024).
 
-    The mask is needed wherever some positions were not sampled: an advantage of 0 does not take
-    their square out of the sum.
+    m is `mask`. Our choices: beta is 0.1 by default, and a missing mask is 1 everywhere. The mask
+    is necessary if some positions were not sampled, because an advantage of 0 does not remove
+    their squared term from the sum.
     """
     gap = logprobs - inputs["logprobs"]
     terms = logprobs * inputs["advantages"] - 0.5 * config["beta"] * gap.square()
@@ -106,27 +115,31 @@ def dro(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
 
 
 _LARGEST_GAP = 88.0
-"""exp of a larger log-ratio may overflow float32 (from 88.73 on)."""
+"""Largest log-ratio whose exp is computed directly: exp overflows float32 from 88.73 on."""
 
 
 def _ratio_times(gap: Tensor, advantages: Tensor) -> Tensor:
-    """exp(gap) A for each position; finite, with a finite gradient, wherever float32 holds it."""
-    # A log-ratio counts for nothing where A is 0, and must not make 0 times infinity.
+    """Return exp(gap) A for each position.
+
+    The result and its gradient are finite wherever float32 can represent the result.
+    """
+    # The log-ratio has no effect if A is 0; reset it, because 0 times infinity is NaN.
     gap = gap.masked_fill(advantages == 0, 0.0)
     product = torch.exp(gap.clamp(max=_LARGEST_GAP)) * advantages
     overflows = gap > _LARGEST_GAP
     if not bool(overflows.any()):
         return product
-    # exp(gap) overflows alone, but not times a small advantage.
+    # exp(gap) alone overflows, but its product with a small advantage may not.
     log_size = torch.where(overflows, gap + advantages.abs().log(), 0.0)
     return torch.where(overflows, torch.exp(log_size) * advantages.sign(), product)
 
 
 def _clipped(gap: Tensor, advantages: Tensor, config: Config) -> Tensor:
-    """min(r A, clip(r, low, high) A) for each position, with r = exp(gap)."""
+    """Return min(r A, clip(r, low, high) A) for each position, with r = exp(gap)."""
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
-    # With A > 0 the clipped ratio counts from `high` on. The log-ratio stops a little later:
-    # exp would overflow, and a gradient of 0 times infinity is NaN.
+    # With A > 0, the min uses the clipped ratio once r exceeds `high`. So limit the log-ratio a
+    # little above log(high): otherwise exp could overflow, and a gradient of 0 times infinity is
+    # NaN.
     bound = min(math.log(high) + 1, _LARGEST_GAP)
     gap = torch.where(advantages > 0, gap.clamp(max=bound), gap)
     clipped = torch.exp(gap.clamp(max=_LARGEST_GAP)).clamp(low, high)
@@ -145,7 +158,7 @@ LOSSES: dict[str, Loss] = {
     "dro": Loss(dro, _SAMPLED, ("mask",)),
 }
 
-# Losses of the public API that planish does not serve, and what to use instead.
+# Losses of the public API that planish does not support, with the alternative to each.
 _REFUSED = {
     "stable_reinforce": f"its formula is not public; {SUBSTITUTE_REMEDY}",
     "custom": "losses traced on a server are not offered; use forward_backward_custom(data, fn)",
@@ -153,8 +166,10 @@ _REFUSED = {
 
 
 def find_loss(name: str) -> Loss:
-    """The loss of this name; UnsupportedError for one that exists elsewhere, UserError for an
-    unknown one.
+    """Return the loss of this name.
+
+    Raises UnsupportedError for a loss of the public API that planish does not support. Raises
+    UserError for an unknown name.
     """
     if not isinstance(name, str):
         raise UserError(f"loss_fn is a {type(name).__name__}; give str")

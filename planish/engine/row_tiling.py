@@ -1,18 +1,21 @@
-"""Numbers of rows for which a row's product has the same bits.
+"""Batch invariance: the numbers of rows for which matmuls are bitwise reproducible per row.
 
-A matrix library picks its kernel, and with it the order of additions, by the number of rows. So the
-logits of one sample depend, in their last bits, on how many others are in the batch, unless every
-product has a number of rows from a set within which the library was seen to give the same bits.
-`probe` looks, on the model's own shapes, for the smallest `multiple` such that all multiples of it
-agree from some number of rows on; where there is none, products run in tiles of a fixed number of
-rows, which is the same by construction, and slower. The LoRA matmuls of a rank are looked at when an
-adapter of that rank is first used, in the form in which the decoder makes them.
+A matrix library chooses its kernel, and thereby the order of additions, by the number of rows. So
+the last bits of a sample's logits depend on the batch size, unless every matmul uses a number of
+rows from a set of row counts that agree bit for bit.
 
-Our own products (native/cpu_products.py) need none of this, and are not looked at: they have one
-order for any number of rows. Those on other CPUs do, and adapters of a head whose vocabulary is no
-multiple of 16. Few rows are what differs in practice: oneDNN has another kernel for one row of more
-than 1024 columns, and torch multiplies small matrices (up to 16 ** 3 multiplications, so few rows
-of a LoRA of low rank) by itself.
+`probe` runs matmuls of the model's own shapes. It searches for the smallest `multiple` whose
+multiples all agree from some number of rows on. If there is none, matmuls can run in tiles of a
+fixed number of rows. Such tiles are batch-invariant by construction, but slower. The LoRA matmuls
+of a rank are probed when an adapter of that rank is first used, in the form that the decoder uses.
+
+The native matmuls (native/cpu_products.py) are not probed, because their order of additions does
+not depend on the number of rows. torch's matmuls on other CPUs are probed, and so are adapters of a
+head whose vocabulary size is not a multiple of 16.
+
+In practice only few rows differ. oneDNN uses another kernel for one row of more than 1024 columns.
+torch uses its own loops for small matrices of up to 16 ** 3 multiplications, such as few rows of a
+LoRA of low rank.
 """
 
 from __future__ import annotations
@@ -50,49 +53,60 @@ _ROWS = (
 _PROBE_COLUMNS = 4096
 _QUERY_ROWS = (1, 2, 4, 8)
 _LORA_RANKS = (8, 16, 32)
-"""Looked at when a model is loaded, to choose the multiple; other ranks when they are first used."""
+"""Ranks that are probed when a model is loaded, to choose the multiple.
+
+Other ranks are probed when they are first used.
+"""
 _LORA_LEAST = (*_LEAST, 64, 128, 256)
-"""A low rank may need more rows: torch multiplies matrices of up to 16 ** 3 multiplications by
-itself, so rank 1 of a narrow model takes its own kernel below a hundred rows.
+"""Candidates for the minimum number of rows of LoRA matmuls.
+
+A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multiplications. For rank
+1 of a narrow model that happens below about a hundred rows.
 """
 _LORA_ROWS = 32
-"""Rows of a LoRA's product that are looked at for each number of rows: its sums are short, so their
-order shows in few entries.
+"""Minimum number of rows that are compared for each row count of a LoRA matmul.
+
+The sums of such a matmul are short, so a different order of additions changes only few entries.
 """
 _STACKED = 3
+"""Number of adapters in a probed stack."""
 _STACK_ROWS = (4, 8, 12, 16, 32, 64)
+"""Rows per adapter in a probed stack."""
 FIXED_TILE = 32
+"""Rows per tile if no number of rows is batch-invariant."""
 
 
 @dataclass(frozen=True)
 class LoraNeeds:
-    """What batch invariance asks of the rows of one adapter whose LoRA torch multiplies."""
+    """The row counts that make an adapter's LoRA matmuls in torch batch-invariant."""
 
     least: int | None
-    """The fewest rows; None if its matmuls were seen to differ at any number."""
+    """Minimum number of rows. None: no tested number of rows is batch-invariant."""
     multiple: int = 1
-    """The rows are a multiple of this; with rank 1, some matrix-vector products want four."""
+    """The number of rows must be a multiple of this. Some matrix-vector products of rank 1 need 4.
+    """
     stacks: bool = False
-    """Whether one matmul of several adapters has the bits of separate ones."""
+    """Whether one batched matmul of several adapters is bit-identical to separate matmuls."""
 
 
 @dataclass(frozen=True)
 class RowTiling:
-    """Each adapter's rows are padded to a multiple of `multiple`; with `tile`, products take
-    exactly that many rows.
-    """
+    """The padding of row counts that makes matmuls batch-invariant."""
 
     multiple: int = 1
+    """The rows of each adapter are padded to a multiple of this."""
     tile: int | None = None
+    """If given, every matmul runs in tiles of exactly this many rows."""
     query_rows: int = QUERY_ROWS
-    """Products of the attention by torch, in float32, are padded to at least this many rows."""
+    """Minimum number of rows of torch's float32 matmuls in the attention."""
     least: int = 1
-    """Fewest rows of products with the base weights."""
+    """Minimum number of rows of matmuls with the base weights."""
     lora: Callable[[int], LoraNeeds] | None = None
-    """What adapters of a rank need; None if no more than the base weights."""
+    """Maps a rank to the needs of its adapters. None: adapters need no more than the base weights.
+    """
 
     def padded(self, rows: int, weights: LoraWeights | None) -> int:
-        """How many rows products take for `rows` of this adapter."""
+        """Return the padded number of rows for `rows` rows of an adapter (None: base model)."""
         least, multiple = self.least, self.multiple
         if weights is not None and self.lora is not None:
             needs = self.lora(weights.layout.lora.rank)
@@ -101,11 +115,13 @@ class RowTiling:
         return rows + -rows % multiple  # each of _MULTIPLES divides the next
 
     def is_invariant(self, rank: int) -> bool:
-        """Whether a sample of an adapter of this rank has the same bits in every batch."""
+        """Return whether samples of adapters of this rank are batch-invariant."""
         return self.lora is None or self.lora(rank).least is not None
 
     def stacks(self, rank: int) -> bool:
-        """Whether torch's products of several adapters at once have the bits of separate ones."""
+        """Return whether batched matmuls of several adapters of this rank are bit-identical to
+        separate ones.
+        """
         return self.lora is not None and self.lora(rank).stacks
 
 
@@ -116,10 +132,10 @@ FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
 def probe(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, *, at_any_cost: bool = False
 ) -> RowTiling | None:
-    """The cheapest padding under which this machine's products were seen to have the same bits;
-    None if none was found.
+    """Return the cheapest padding that makes this machine's matmuls batch-invariant; None if no
+    tested padding does.
 
-    Low ranks may need a hundred rows and more. They get them only `at_any_cost`.
+    Low ranks may need a hundred rows or more. They are padded that far only with `at_any_cost`.
     """
     base = _look(dtype, device).agreeing(
         {shape for shape in _base_shapes(config) if not multiplies(*shape, dtype, device)}
@@ -172,11 +188,11 @@ def _needs(
 def cancelling(
     rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [rows, fan_in] and weight [fan_out, fan_in], float32, whose product is about 0: its terms
-    come in pairs a and -a.
+    """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is about 0.
 
-    So the outcome is what the additions rounded, and another order of them shows in nearly every
-    entry. In the product of other numbers, which is rounded to bf16, it shows in one of thousands.
+    The terms of each sum come in pairs a and -a. So the result consists of rounding errors, and a
+    different order of additions changes nearly every entry. With ordinary inputs, rounding to bf16
+    hides the difference in all but one of thousands of entries.
     """
     half = fan_in // 2
     x, weight = (torch.randn(n, fan_in - half, generator=generator) for n in (rows, fan_out))
@@ -193,13 +209,14 @@ class _Look:
     generator: torch.Generator
 
     def cancelling(self, fan_out: int, fan_in: int) -> list[torch.Tensor]:
-        """x [rows, fan_in], of the most rows, and weight [fan_out, fan_in]."""
+        """Return `cancelling` inputs in this dtype on this device, with max(_ROWS) rows."""
         pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
         return [tensor.to(self.device, self.dtype) for tensor in pair]
 
     def agreeing(self, shapes: Iterable[tuple[int, int]]) -> set[int]:
-        """The numbers of rows, of _ROWS, at which products with frozen weights of all these shapes
-        have the bits that they have at the most rows.
+        """Return the row counts of _ROWS that are bit-identical to max(_ROWS) rows.
+
+        `shapes`: (out, in) of the frozen weights; the row counts must agree for all of them.
         """
         agreeing: set[int] = set(_ROWS)
         for fan_out, fan_in in sorted(set(shapes)):
@@ -214,7 +231,10 @@ def _look(dtype: torch.dtype, device: torch.device) -> _Look:
 
 @dataclass(frozen=True)
 class _TorchSite:
-    """Linears that read one input and whose adapters torch multiplies: (out of each, in)."""
+    """Linears that read the same input and whose adapters torch computes.
+
+    `sizes`: the output size of each linear. `fan_in`: their input size.
+    """
 
     sizes: tuple[int, ...]
     fan_in: int
@@ -238,10 +258,10 @@ def _torch_sites(
 def _agreeing_with_lora(
     sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
 ) -> set[int]:
-    """The numbers of rows at which the matmuls of an adapter of this rank have the same bits.
+    """Return the row counts of _ROWS at which the matmuls of an adapter of this rank agree.
 
-    They are made as the decoder makes them: one A for the linears that read one input, and a B for
-    each that multiplies a part of the columns between.
+    The matmuls have the same form as in the decoder. The linears that read the same input share
+    one A, and the B of each linear multiplies its slice of the LoRA hidden states.
     """
     look, agreeing = _look(dtype, device), set(_ROWS)
     for site in sites:
@@ -249,7 +269,7 @@ def _agreeing_with_lora(
         agreeing &= _agreeing(partial(lora_hidden, a=a, tile=None), x, _LORA_ROWS)
         pairs = [look.cancelling(size, rank) for size in site.sizes]
         low = torch.cat([low for low, _ in pairs], 1)
-        if site.is_head:  # whose columns between are whole vectors
+        if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
             low = F.pad(low, (0, -rank % LOW_COLUMNS))[:, :rank]
         add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
         agreeing &= _agreeing(add, low, _LORA_ROWS)
@@ -267,9 +287,9 @@ def _lora_outputs(
 def _agreeing(
     product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, least_rows: int
 ) -> set[int]:
-    """The numbers of rows at which `product` has the bits that it has for all rows of x.
+    """Return the row counts of _ROWS at which `product` is bit-identical to `product(x)`.
 
-    Looked at are `least_rows` or more, in as many products as it takes.
+    At least `least_rows` rows are compared, with several matmuls if one has fewer rows.
     """
     whole = product(x)
     return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
@@ -289,7 +309,9 @@ def _agrees(
 def _stacks_agree(
     sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether matmuls of several adapters of this rank at once have the bits of separate ones."""
+    """Return whether batched matmuls of several adapters of this rank are bit-identical to separate
+    ones.
+    """
     look = _look(dtype, device)
     for site in sites:
         for is_a in (True, False):
@@ -313,21 +335,22 @@ def _stacks_agree(
 def _cancelling_site(
     look: _Look, site: _TorchSite, rank: int, is_a: bool
 ) -> tuple[torch.Tensor, Site]:
-    """An input and an adapter for which the sums of x A (`is_a`), or those of x A B, cancel."""
+    """Return an input x and an adapter whose sums cancel: those of x A if `is_a`, else of x A B."""
     columns = len(site.sizes) * rank
     pairs = [look.cancelling(size, rank) for size in site.sizes]
     bs = tuple(b for _, b in pairs)
     if is_a:
         x, a = look.cancelling(columns, site.fan_in)
         return x, Site(a, bs)
-    # A picks columns out of x, exactly: what lies between A and B is what was made to cancel.
+    # A only selects columns of x, which is exact. So the LoRA hidden states are the cancelling
+    # inputs of the Bs.
     low = torch.cat([low for low, _ in pairs], 1)[:, : site.fan_in]
     x = F.pad(low, (0, site.fan_in - low.shape[1]))
     return x, Site(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
 
 
 def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
-    """From which number on all multiples agree; None if from none."""
+    """Return the first of `choices` from which on all multiples of `multiple` agree, or None."""
     for least in choices:
         if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
             return least
@@ -335,9 +358,10 @@ def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | N
 
 
 def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
-    """The fewest rows from which float32 products as attention makes them have the same bits."""
+    """Return the minimum number of rows for batch-invariant float32 matmuls in the attention."""
     generator = torch.Generator().manual_seed(0)
-    # the fewest products of a batch; one alone is divided among threads by its rows
+    # Probe the smallest batch of matmuls that occurs, one per key-value head. A single matmul would
+    # be divided among threads by its rows.
     heads = config.num_kv_heads
     q = torch.randn(heads, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
     keys = (
@@ -359,7 +383,7 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 
 def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
-    """(out, in) of the products with base weights: linears that read one input are one product."""
+    """Return (out, in) of each matmul with base weights; linears with the same input share one."""
     sites = ([linear_shape(config, name) for name in site] for site in LAYER_SITES)
     return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {
         _head_shape(config)
@@ -367,7 +391,11 @@ def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
 
 
 def _head_shape(config: ModelConfig) -> tuple[int, int]:
-    """Adapters of it are served by our own kernel where those of the whole are."""
+    """Return (out, in) of a smaller head for the probe.
+
+    Its output size keeps the remainder modulo LOW_COLUMNS. So the native kernel supports its
+    adapters if and only if it supports those of the real head.
+    """
     return min(
         config.vocab_size, _PROBE_COLUMNS + config.vocab_size % LOW_COLUMNS
     ), config.hidden_size
