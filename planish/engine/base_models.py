@@ -1,8 +1,8 @@
-"""The base models of one engine: each is loaded at its first use and shared by all adapters and
-samplers on it.
+"""The base models of one engine, each loaded at its first use.
 
-A name is resolved once; two names of one directory share its weights. Loading happens in the
-caller's thread, so that a name that cannot be loaded is an error of the call that gave it.
+All adapters and samplers of a base model share its weights. A name is resolved once, and two names
+of one directory share the weights. The caller waits while a model is loaded. So if the model cannot
+be loaded, the call that named it raises the error.
 """
 
 from __future__ import annotations
@@ -43,47 +43,51 @@ if TYPE_CHECKING:
 
 
 class BaseModel:
-    """One set of base weights on the device, with what trains and what samples on them."""
+    """One set of base weights on the device, with its trainer and sampler."""
 
     def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
         device = choose_device(settings.device)
-        _make_current(device)  # what is pinned for it would else take memory of the first GPU too
+        # Pinned memory for another GPU would otherwise also occupy memory of the first GPU.
+        _make_current(device)
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
         if device.type == "cuda":
             _multiply_exactly()
             _join_freed_memory()
-            # Before the weights are loaded: the check needs memory of its own for a moment.
+            # Check the kernels before the weights are loaded, because the check itself needs
+            # temporary memory.
             shapes = kernel_shapes(config)
             admit_checked(directory, shapes, head_shape(config, dtype), device)
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
-        """Of the weights; `config.fingerprint()` is that of the architecture."""
+        """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
         self.decoder = Decoder.load(directory, dtype, device)
         tiling = choose_tiling(settings.deterministic, config, dtype, device)
         self._tiling = tiling
         self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer, tiling)
         self._texts = _Texts(directory)
-        # Nothing that a base model holds leads back to it: who lets go of it is to have its memory
-        # at once, not when cycles are looked for.
+        # Avoid reference cycles through a base model. Its memory is then freed with the last
+        # reference, without waiting for the cyclic garbage collector.
         self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, tiling)
         self.sampler.record()
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weights and matmuls."""
         return self.decoder.dtype
 
     def numerics(self) -> Numerics:
-        """Return what to expect of the numbers: kernels, batch invariance, sampler against
-        trainer.
+        """Return a description of the numerics: kernels, batch invariance, and how closely sampler
+        and trainer agree.
         """
         return describe(self.config, self.dtype, self.device, self._tiling)
 
     def check_rank(self, rank: int) -> None:
-        """UserError if `deterministic=True` cannot be kept for adapters of this rank."""
-        # Asked in any case: looking at a rank for the first time would keep the engine waiting.
+        """Raise UserError if `deterministic=True` is impossible for adapters of this rank."""
+        # Probe the rank here even if the result is not needed. Otherwise the engine thread would
+        # probe it at the first use and delay other requests.
         is_invariant = self._tiling is None or self._tiling.is_invariant(rank)
         if self._must_be_invariant and not is_invariant:
             raise UserError(
@@ -94,25 +98,26 @@ class BaseModel:
 
     @property
     def device(self) -> torch.device:
+        """The device of the weights."""
         return self.decoder.device
 
     def make_current(self) -> None:
-        """For the thread that computes: Triton launches on the thread's current GPU, wherever the
-        tensors are.
+        """Make this model's GPU the current GPU of the calling thread.
+
+        Triton launches kernels on the thread's current GPU, even if the tensors are on another.
         """
         _make_current(self.device)
 
     def settle(self) -> None:
-        """Wait until the device has done what this thread gave it."""
+        """Wait until the device has finished the work on this thread's current stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
     def is_lost(self) -> bool:
-        """Whether the device takes no more work: a GPU none of a process that has touched memory
-        which is not there.
+        """Return whether the device is unusable, as a GPU is after an illegal memory access.
 
-        Waits for all that was begun, on other streams too: a recording that failed leaves work of
-        its own behind, on memory that is free now.
+        The call waits for all streams. A failed CUDA graph capture can leave work on its own
+        stream, and that work may use memory that has been freed.
         """
         try:
             if self.device.type == "cuda":
@@ -123,11 +128,12 @@ class BaseModel:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer, loaded at its first use."""
         return self._texts.tokenizer
 
 
 class _Texts:
-    """A model's tokenizer, read when it is first asked for."""
+    """A model's tokenizer, loaded at its first use."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -137,7 +143,7 @@ class _Texts:
         return load_tokenizer(self._directory)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, control tokens included, so that a stop string can name one."""
+        """Return the text of tokens with control tokens, so that stop strings can contain them."""
         text = self.tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -146,35 +152,35 @@ class _Texts:
 
 
 def _multiply_exactly() -> None:
-    """Sums of bf16 products stay in float32 to their end, and float32 products are of float32: in
-    the whole process, as torch has no other switch.
+    """Make bf16 matmuls accumulate in float32, and disable TF32 for float32 matmuls.
 
-    By default parts of a long sum are added up in bf16, in as many parts as suits the shape, so
-    that sampler and trainer would differ by more than their rounding; and containers for GPUs may
-    come with TF32 as what float32 means.
+    torch has only process-wide switches for this. By default cuBLAS may add the parts of a long sum
+    in bf16, and the number of parts depends on the shape. Sampler and trainer would then differ by
+    more than their rounding. Some GPU containers enable TF32 for float32 matmuls.
     """
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.set_float32_matmul_precision("highest")
 
 
 def _join_freed_memory() -> None:
-    """What is freed on a GPU is one memory again, whatever the sizes of its pieces were; in the
-    whole process, unless its environment says how memory is kept.
+    """Let torch's caching allocator use expandable segments, which prevents fragmentation.
 
-    By default torch keeps each piece for another of its size. Pools of keys and values grow layer
-    by layer, beside prefixes that stay: every size that they had would be left behind, in places
-    that hold the next one no more, of memory that the plan gives away to the last.
+    The setting applies to the whole process, unless environment variables configure the allocator.
+    By default the allocator caches each freed block for requests of a similar size. The KV cache
+    pools grow layer by layer next to cached prefixes that stay. Each growth would leave freed
+    blocks too small for the next size, and the memory plan leaves no memory for them.
 
-    Not on WSL: mapping an expandable segment fails there on some GPUs (pytorch issue 192330).
+    The function does nothing on WSL, where mapping an expandable segment fails on some GPUs
+    (pytorch issue 192330).
     """
     told = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
     if not told and not _is_wsl():
-        # Not by these variables, which torch reads when it is imported.
+        # Setting these variables now has no effect, because torch reads them at import.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
-    """Whether this is the Windows Subsystem for Linux, by the name of its kernel."""
+    """Return whether this is the Windows Subsystem for Linux, judged by the kernel's name."""
     try:
         return "microsoft" in release.read_text().lower()
     except OSError:
@@ -187,7 +193,7 @@ def _make_current(device: torch.device) -> None:
 
 
 class BaseModels:
-    """Base models by name. Thread-safe."""
+    """The base models of an engine by name. The class is thread-safe."""
 
     def __init__(
         self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory
@@ -197,23 +203,25 @@ class BaseModels:
         self._memory = memory
         self._lock = threading.Lock()
         self._loading: dict[Path, threading.Lock] = {}
-        """Held while the base model of a directory is loaded: those of others need not wait for it.
+        """One lock per directory, locked while its base model is loaded. So different base models
+        can be loaded at the same time.
         """
         self._directories: dict[str, Path] = {}
         self._loaded: dict[Path, BaseModel] = {}
 
     def get(self, name: str) -> BaseModel:
-        """The base model of this name, loaded now if it is not yet. UnknownModelError and its kin
-        if it cannot be.
+        """Return the base model of this name; load it if necessary.
+
+        Raises UnknownModelError or a similar error if the model cannot be loaded.
         """
         directory = self.directory(name)
         with self._lock:
             loading = self._loading.setdefault(directory, threading.Lock())
         with loading:
             if directory not in self._loaded:
-                # In a thread that ends: OpenMP keeps workers for every thread that ever computed,
-                # and where they are more than the cores, all of them sleep between products, which
-                # takes half of the sampler's speed.
+                # Load in a short-lived thread. OpenMP keeps workers for every living thread that
+                # has computed. If there are more workers than cores, all of them sleep between
+                # matmuls, which halves the sampler's speed.
                 with ThreadPoolExecutor(1, thread_name_prefix="planish-load") as thread:
                     self._loaded[directory] = thread.submit(self._load, directory).result()
             return self._loaded[directory]
@@ -236,16 +244,16 @@ class BaseModels:
         return model
 
     def directory(self, name: str) -> Path:
-        """Where the files of this base model are."""
-        # Not under a lock: it may take a download, for which others need not wait; what is found
-        # twice at once is the same.
+        """Return the directory with the files of this base model; download them if necessary."""
+        # Resolve the name without a lock, because it may need a download. Two threads that resolve
+        # the same name find the same directory.
         if name in self._directories:
             return self._directories[name]
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
     def loaded_contexts(self) -> dict[str, int]:
-        """The context in tokens of each model that is loaded, by every name that it was asked for."""
-        # Not under the lock, which is held as long as a model is being loaded.
+        """Return the context size in tokens of each loaded model, by every name in use."""
+        # Read without the locks, because a lock stays locked while a model is being loaded.
         loaded = {
             name: self._loaded.get(directory) for name, directory in list(self._directories.items())
         }
@@ -255,10 +263,11 @@ class BaseModels:
 
     @property
     def mapping(self) -> dict[str, str]:
+        """A copy of the configured mapping from names to directories or .gguf files."""
         return dict(self._mapping)
 
     def clear(self) -> None:
-        """Let go of all weights."""
+        """Drop all base models and release their memory claims."""
         with self._lock:
             loading = list(self._loading.items())
         for directory, lock in loading:

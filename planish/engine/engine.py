@@ -1,13 +1,14 @@
-"""The embedded engine: `Service` in this process.
+"""The embedded engine, which implements `Service` in this process.
 
-    submit   checks an operation against the model, the vocabulary and the disk, in the caller's
+    submit   checks an operation against the model, the vocabulary and the disk in the caller's
              thread, then queues it
-    owner.py the one thread that does it
+    owner.py runs all operations in the engine thread
 
-`close()` finishes what is queued and then lets go of the device; `close(finish=False)` fails it
-with EngineClosedError, and the work in progress at its next matmul. The end of the program does so
-too, once the checkpoints that it asked for are on disk, for which it waits a minute at most. A
-checkpoint that is being written is finished in any case.
+`close()` finishes the queued operations and then frees the device. `close(finish=False)` fails the
+queued operations with EngineClosedError, and the running one at its next matmul.
+
+When the program ends, the engine first waits up to one minute for requested checkpoints. It then
+closes like `close(finish=False)`. A checkpoint that is being written is always finished.
 """
 
 from __future__ import annotations
@@ -76,14 +77,17 @@ _IMPORTED_LATE = (
     "safetensors.torch",
     "torch.fx.experimental.symbolic_shapes",
 )
-"""Modules that torch, numpy and checkpoints import at their first use, in training. They are
-imported in the caller's thread, since an import in the engine's thread, of a second or more, cannot
-be interrupted when the program ends. It can change the exit status, too: CPython forgets that Ctrl-C
-ended the program when another thread imports a module after that.
+"""Modules that training would otherwise import at their first use, in the engine thread.
+
+They are imported in the caller's thread instead. An import takes a second or more and cannot be
+interrupted when the program ends. It can also change the exit status: CPython forgets that Ctrl-C
+ended the program if another thread imports a module afterwards.
 """
 
 
 class Engine:
+    """The engine of this process: base models, adapters, samplers and checkpoints."""
+
     def __init__(
         self,
         models: Mapping[str, str] | None = None,
@@ -91,49 +95,56 @@ class Engine:
         settings: EngineSettings | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """`models` maps names of base models to directories or .gguf files; `data_dir` is where
-        checkpoints are kept. `memory` says which part of the device's memory each base model has.
-        By default each takes its part when it is loaded. On a GPU the first takes all, unless
-        `models` or PLANISH_MODELS name several directories: then each leaves room for the next.
+        """`models`: maps names of base models to directories or .gguf files. `data_dir`: directory
+        of the checkpoints. `memory`: divides the device's memory among the base models.
+
+        By default each base model reserves its share when it is loaded. On a GPU the first base
+        model reserves all memory, unless `models` or PLANISH_MODELS name several directories. Then
+        each base model leaves memory for the next.
         """
         limit_threads()
         self._settings = settings or EngineSettings()
         given = checked_mapping(models)
         named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)
-        # A name that stands for itself says only that its base model is used beside others.
+        # An entry that maps a name to itself only announces that this base model will be used.
         given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory)
         self._store = CheckpointStore(data_directory(data_dir))
         self._tenants: dict[str, Tenant] = {}
         self._handles: dict[str, SamplerHandle] = {}
         self._runs: set[str] = set()
-        """Ids of all models that were made here."""
+        """Ids of all training models that this engine created."""
         self._is_closed = False
         self.substitutions: Counter[tuple[str, str]] = Counter()
-        """How many operations asked for a refused loss, by that loss and its substitute."""
+        """Number of operations with a substituted loss, by (requested loss, substitute)."""
         self._substitutes = dict(self._settings.substitute_losses or {})
         for name, by in self._substitutes.items():
             _log.warning("where loss_fn=%r is asked for, %r is computed in its place", name, by)
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
         self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
-        # An engine that nobody can reach any more frees the device; at exit the owner sees to it
-        # itself.
+        # Free the device when the engine is garbage-collected. At exit the owner frees it.
         weakref.finalize(self, self._owner.stop, False).atexit = False
 
     def submit(self, operation: Operation[R]) -> Future[R]:
+        """Check and queue `operation`; return the future of its result.
+
+        Raises UserError (or a subclass) on invalid input, and EngineClosedError after `close`.
+        Creating a model or sampler and loading weights may take seconds, because the call loads
+        the base model or the checkpoint.
+        """
         self._check_open()
         future: Future[R] = Future()
         job = self._job(operation, future)
-        # Until it is answered: of `ServiceClient().create_sampling_client(...).sample(...)` the
-        # caller holds the future alone.
+        # Keep the engine alive until the result is set. After
+        # `ServiceClient().create_sampling_client(...).sample(...)` the caller has only the future.
         kept = [self]
         future.add_done_callback(lambda _: kept.clear())
         self._owner.put(job)
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        """The models that can be named, and those that are loaded under another name, such as a
+        """Return the available base models, including those loaded under another name, such as a
         directory.
         """
         self._check_open()
@@ -146,14 +157,17 @@ class Engine:
         )
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
+        """Return a sampler's base model and checkpoint. Available after `close` too."""
         handle = self._handle(sampler_id)
         return SamplerInfo(handle.sampler_id, handle.base_model, handle.model_path)
 
     def tokenizer_directory(self, base_model: str) -> Path:
+        """Return the directory with the base model's tokenizer files."""
         self._check_open()
         return self._models.directory(base_model)
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Return saved checkpoints, newest first. Raises CheckpointError if the run is unknown."""
         self._check_open()
         if run_id is not None and run_id not in self._runs and not self._store.has_run(run_id):
             raise CheckpointError(
@@ -162,21 +176,25 @@ class Engine:
         return self._store.records(run_id)
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
+        """Return the base model and adapter shape of the checkpoint at a tinker:// path."""
         self._check_open()
         parsed = CheckpointPath.parse(path)
         manifest = self._store.manifest(parsed)
         return CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
 
     def delete_checkpoint(self, path: str) -> None:
+        """Delete the checkpoint at a tinker:// path."""
         self._check_open()
         self._store.delete(CheckpointPath.parse(path))
 
-    # What a server needs besides.
+    # The methods from here to `checkpoint_files` are for the server.
 
     def check_sample(self, base_model: str, operation: Sample) -> None:
+        """Raise UserError if the base model would reject this request; load the model if needed."""
         self._check_request(self._models.get(base_model), operation)
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
+        """Return the memory that an adapter of this shape needs for training and for sampling."""
         config = ModelConfig.from_directory(self._models.directory(base_model))
         device = choose_device(self._settings.device)
         return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, device), device)
@@ -184,28 +202,36 @@ class Engine:
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
     ) -> None:
+        """Copy a checkpoint to another tinker:// path, with hard links where possible."""
         self._store.copy(
             CheckpointPath.parse(source),
             Label(CheckpointPath.parse(destination), ttl_seconds, overwrite),
         )
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
+        """Make a checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
 
     def clear_leftovers(self) -> None:
+        """Remove the temporary checkpoint files of crashed processes."""
         self._store.clear_leftovers()
 
     def checkpoint_files(self, path: str) -> dict[str, Path]:
+        """Return the path of each file of a checkpoint by file name."""
         return self._store.files(CheckpointPath.parse(path))
 
     def close(self, finish: bool = True) -> None:
+        """Reject further operations and free the device.
+
+        With `finish`, queued operations run first; otherwise they fail with EngineClosedError.
+        """
         self._is_closed = True
         self._owner.close(finish)
         self._tenants.clear()
         self._handles.clear()
         self._models.clear()
 
-    # What `submit` finds out about an operation before it is queued.
+    # The methods below check an operation before `submit` queues it.
 
     def _job(self, op: Operation[Any], future: Future[Any]) -> Job:
         match op:
@@ -249,7 +275,7 @@ class Engine:
                     )
                 loss_fn = self._computed_loss(op.loss_fn)
                 tenant.base.trainer.validate(op.data, loss_fn, op.loss_fn_config)
-                # The caller may go on to change its own list and dictionary.
+                # Copy the list and the dictionary, because the caller may change them later.
                 config = dict(op.loss_fn_config)
                 kept = replace(op, data=list(op.data), loss_fn=loss_fn, loss_fn_config=config)
                 return Job(kept, future, tenant=tenant, asked_loss=op.loss_fn)
@@ -266,7 +292,10 @@ class Engine:
         raise TypeError(f"{type(op).__name__} is no operation of this engine")
 
     def _computed_loss(self, loss_fn: str) -> str:
-        """The loss that is computed where `loss_fn` is asked for: itself, or its substitute."""
+        """Return the loss to compute for `loss_fn`: `loss_fn` itself, or its substitute.
+
+        Each substitution is counted in `substitutions`.
+        """
         if not isinstance(loss_fn, str) or loss_fn not in self._substitutes:
             return loss_fn
         substitute = self._substitutes[loss_fn]
@@ -378,7 +407,7 @@ class Engine:
         base.sampler.validate(op)
         stop = op.sampling_params.stop
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
-            _ = base.tokenizer  # read now, so that a missing one is an error of this call
+            _ = base.tokenizer  # load it now, so that a missing tokenizer fails this call
 
     def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> Job:
         tenant = self._tenant(op.model_id)
@@ -399,8 +428,10 @@ class Engine:
         with_optimizer: bool,
         any_weights: bool = False,
     ) -> LoadedAdapter:
-        """CheckpointError unless the checkpoint was made on this base model, or `any_weights` of
-        its architecture, with this shape.
+        """Read the adapter state of a checkpoint for `base`.
+
+        `any_weights`: accept a checkpoint of other base weights with the same architecture.
+        Raises CheckpointError if the base model or the adapter's shape does not match.
         """
 
         def check_fits(manifest: Manifest) -> None:
