@@ -1,11 +1,12 @@
-"""How the memory of a device is divided among base models: every default that bounds memory comes
-from here.
+"""The division of a device's memory among base models, and all defaults of memory limits.
 
-What the weights leave is for keys and values, known prefixes, what a step of the sampler computes,
-and a micro-batch of training. A GPU's memory is divided: no two parts overlap, and too little is
-refused before weights are loaded. Main memory is touched only when it is used and shared with all
-else that runs, so on a CPU the defaults are fixed sizes, and less where a machine has less. What
-`EngineSettings` names is taken as it is.
+The memory that the weights leave is divided into four budgets: the KV cache, cached prefixes, the
+workspace of a sampler step, and one micro-batch of training.
+
+On a GPU the budgets do not overlap, and a base model is rejected before loading if its budget is
+too small. Main memory is shared with other programs and is allocated only when it is used. So on a
+CPU the defaults are fixed sizes, or less if the machine has less memory. Limits given in
+`EngineSettings` are used unchanged.
 """
 
 from __future__ import annotations
@@ -33,57 +34,65 @@ from planish.service import AdapterBytes
 from planish.types import LoraConfig
 
 RUNTIME_BYTES = 1300 << 20
-"""Of main memory: the interpreter with torch and transformers, and the kernels that oneDNN makes
-and keeps.
+"""Main memory that the process itself needs: the interpreter, torch, transformers, and the compiled
+kernels that oneDNN caches.
 """
 
 _LEAST_POSITIONS = 4096
-"""Of keys and values; a default is not below it."""
+"""Minimum default size of the KV cache, in tokens."""
 _GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
-"""Most samples of a step and most prompt tokens; the first that takes at most a quarter of what
-there is.
+"""Candidates on a GPU for (max samples, max prompt tokens) per sampler step.
+
+The first candidate whose workspace needs at most a quarter of the memory is used.
 """
 _KEPT = (16384, 8192, 4096, 2048, 1024)
-"""Tokens of a micro-batch that keeps its activations; the first that takes at most half of what
-there is.
+"""Candidates for the micro-batch size in tokens, without activation checkpointing.
+
+The first candidate that fits into the training budget is used.
 """
 _RECOMPUTED = (4096, 2048, 1024, 512, 256, 128)
-"""Where none of these does: with fewer, a GPU's time would go into launches, so activations are
-rather computed again.
+"""Candidates with activation checkpointing, used if none of `_KEPT` fits.
+
+Smaller micro-batches without checkpointing would be slower, because a GPU would then spend its time
+on kernel launches.
 """
 _FLOAT_VECTORS = 7
-"""Of an adapter in training: master weights, two moments, gradient; and twice the first three while
-a step is made.
+"""Number of float32 vectors of an adapter in training.
+
+They are the master weights, two moments and the gradient, plus a second copy of the first three
+during an optimizer step.
 """
 
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """What one base model may come to take, in bytes, and the settings that see to it."""
+    """The memory budgets of one base model in bytes, and the settings that enforce them."""
 
     weights: int
     adapters: int
-    """Left for them; nothing bounds them."""
+    """Memory planned for adapters; this size is not enforced."""
     sampler: SamplerSettings
     keys_values: int
-    """Of running samples and known prefixes."""
+    """Maximum size of the KV cache of running samples and cached prefixes."""
     sampling: int
-    """What a step of the sampler takes besides, for a moment."""
+    """Temporary workspace of one sampler step."""
     trainer: TrainerSettings
     training: int
-    """Of one micro-batch."""
+    """Memory of one training micro-batch."""
 
     @property
     def shared_out(self) -> int:
+        """The memory besides weights and adapters: KV cache, sampler workspace and training."""
         return self.keys_values + self.sampling + self.training
 
     @property
     def total(self) -> int:
+        """The maximum memory of the base model with its adapters."""
         return self.weights + self.adapters + self.shared_out
 
 
 class DeviceMemory:
-    """Which base model of an engine has which part of its device's memory. Thread-safe."""
+    """The memory budgets of all base models of an engine. The class is thread-safe."""
 
     def __init__(
         self,
@@ -93,10 +102,12 @@ class DeviceMemory:
         *,
         keeps_room: bool = False,
     ) -> None:
-        """`expected`: directories of all base models that will be loaded, if that is known.
-        `adapter_bytes`: most that all adapters take together; None: each base model has room for
-        one of rank 32 in training and its sampler. `keeps_room`: on a GPU, each base model leaves
-        a third of the free memory for further ones; otherwise it takes all of it.
+        """`expected`: directories of all base models that will be loaded, if they are known.
+
+        `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
+        memory for one adapter of rank 32 in training and in its sampler. `keeps_room`: on a GPU,
+        each base model leaves a third of the free memory for further base models, if one more
+        would fit there. Otherwise a base model reserves all free memory.
         """
         self._settings = settings
         self.device = choose_device(settings.device)
@@ -107,10 +118,10 @@ class DeviceMemory:
         self._lock = Lock()
 
     def claim(self, directory: Path) -> ModelMemory:
-        """The part of this base model, which it has until it is released. UserError if too little
-        is left for it.
+        """Reserve and return the budget of this base model, until `release`.
 
-        DamagedFileError and its kin if the directory is no model.
+        Raises UserError if too little memory is left. Raises DamagedFileError or a similar error if
+        the directory does not contain a model.
         """
         directory = directory.resolve()
         with self._lock:
@@ -119,12 +130,13 @@ class DeviceMemory:
             return self._claims[directory]
 
     def release(self, directory: Path) -> None:
+        """Free the budget of this base model; without a budget, do nothing."""
         with self._lock:
             self._claims.pop(directory.resolve(), None)
 
     @cached_property
     def _usable(self) -> int | None:
-        """Found out once: what the first base model takes would be missing from it later."""
+        """The usable memory of the device, measured once before the first base model is loaded."""
         return usable_bytes(self.device)
 
     def _divided(self, directory: Path) -> ModelMemory:
@@ -146,7 +158,7 @@ class DeviceMemory:
                 left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
             )
         left -= sum(claim.total for claim in self._claims.values())
-        if others:  # to each what it cannot do without, and as many times of it
+        if others:  # divide in proportion to the minimum needs of the expected base models
             left = left * model.least // (model.least + sum(other.least for other in others))
         elif self._keeps_room and not self._expected:
             another = model.fixed + 2 * model.least
@@ -195,15 +207,16 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class _Model:
-    """A base model on a device, before anything is divided."""
+    """The memory needs of one base model on a device."""
 
     config: ModelConfig
     dtype: torch.dtype
     device: torch.device
     settings: EngineSettings
     weights: int
-    """Once."""
+    """Size of one copy of the weights."""
     adapters: int
+    """Memory reserved for adapters."""
 
     @classmethod
     def of(
@@ -217,26 +230,35 @@ class _Model:
 
     @property
     def fixed(self) -> int:
+        """The memory of the weights and adapters, in bytes."""
         return self.copies * self.weights + self.adapters
 
     @property
     def copies(self) -> int:
-        """Of the weights: beside the file, which stays mapped, a CPU has narrow ones packed for its
-        products, and packed once more for gradients (model/linear.py).
+        """The number of copies of the weights in memory.
+
+        With 16-bit weights on a CPU there are three: the memory-mapped file, the weights packed for
+        the forward pass, and the weights packed for the backward pass (model/linear.py).
         """
         return 3 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 1
 
     @property
     def least(self) -> int:
+        """The minimum memory besides weights and adapters, in bytes."""
         return self._shared_out(0, 0).shared_out
 
     def within(self, left: float) -> ModelMemory:
-        """Defaults for so much memory; the least there are where it is less."""
+        """Return the defaults for `left` bytes of memory, or the smallest defaults if not even they
+        fit.
+        """
         found = self._shared_out(left, ample=left)
         return found if found.shared_out <= left else self._shared_out(left, ample=0)
 
     def _shared_out(self, left: float, ample: float) -> ModelMemory:
-        """Sizes as they fit into `ample`; keys and values take what is left of `left` then."""
+        """Return the budgets: step and micro-batch sizes that fit into `ample` bytes.
+
+        The KV cache gets the remainder of `left` bytes.
+        """
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
         sampler = self._sampler(ample, given.get("max_batch"))
         sampling = sampler.step_bytes(self.config, self.dtype, self.device)
@@ -268,7 +290,7 @@ class _Model:
         )
 
     def _sampler(self, ample: float, max_batch: int | None) -> SamplerSettings:
-        """With as many rows as it takes to fill a GPU, or as a quarter of `ample` holds."""
+        """Return the largest settings whose workspace fits into a quarter of `ample` bytes."""
         default = SamplerSettings()
         steps = (
             ((default.max_batch, default.prefill_tokens),)
@@ -296,7 +318,7 @@ class _Model:
         return trainer.held_bytes(self.config, self.dtype, self.device)
 
     def _at_most(self, default: int, room: float) -> int:
-        """On a CPU no more than the default."""
+        """Return `room` bytes, on a CPU limited to `default` bytes; never a negative size."""
         return int(max(0, min(room, default) if self.device.type == "cpu" else room))
 
     @property
@@ -305,27 +327,27 @@ class _Model:
 
 
 def usable_bytes(device: torch.device) -> int | None:
-    """Of the device's memory, for base models and all that is computed with them; None if it is not
-    known.
+    """Return the bytes of device memory for base models and their work, or None if unknown.
 
-    Of a GPU 95%, the rest being for the driver and for gaps, and no more than is free now; of main
-    memory four fifths.
+    On a GPU that is 95% of the memory, limited by the memory that is free now. The rest is for the
+    driver and for fragmentation. On a CPU it is 80% of the main memory.
     """
     if device.type == "cpu":
         whole = main_memory_bytes()
         return None if whole is None else whole * 4 // 5
     free, whole = torch.cuda.mem_get_info(device)
-    # Besides, what torch keeps for the next who asks.
+    # Also count the blocks that torch's caching allocator has reserved but does not use.
     free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return min(whole * 19 // 20, free - whole // 40)
 
 
 def main_memory_bytes() -> int | None:
-    """Of this machine, or of this process's control group, if that has less. None where the system
-    does not say.
+    """Return the main memory in bytes, limited by this process's control group (cgroup).
+
+    Return None if the system does not report it.
     """
     found = []
-    with suppress(ValueError, OSError, AttributeError):  # not on every system
+    with suppress(ValueError, OSError, AttributeError):  # not every system supports sysconf
         found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     with suppress(OSError):
         found += _control_group_limits(
@@ -335,7 +357,11 @@ def main_memory_bytes() -> int | None:
 
 
 def _control_group_limits(root: Path, membership: str) -> list[int]:
-    """Of the groups that /proc/self/cgroup names and of those around them; "max" is no limit."""
+    """Return the memory limits in bytes of this process's control groups and their ancestors.
+
+    `root`: the mount point of cgroups. `membership`: the content of /proc/self/cgroup. The value
+    "max" means no limit.
+    """
     limits = []
     for line in membership.splitlines():
         _, controllers, group = line.split(":", 2)
@@ -356,6 +382,10 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
 def adapter_bytes(
     config: ModelConfig, lora: LoraConfig, dtype: torch.dtype, device: torch.device
 ) -> AdapterBytes:
+    """Return the memory that an adapter needs for training and for sampling, in bytes.
+
+    The part for training includes the part for sampling.
+    """
     layout = LoraLayout(config, lora)
     forth, back = layout.panel_sizes(dtype, device)
     sampling = dtype.itemsize * (layout.size + forth)
@@ -365,5 +395,5 @@ def adapter_bytes(
 
 
 def gib(size: float) -> str:
-    """For people: "1.5 GiB"."""
+    """Format a size in bytes for people, such as "1.5 GiB" or "300 MiB"."""
     return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 30 else f"{size / (1 << 20):.0f} MiB"

@@ -1,5 +1,6 @@
-"""How an engine runs: device, dtype, and the sizes that bound its memory. Every name is checked
-before anything is loaded.
+"""The settings of an engine: device, dtype, determinism and memory limits.
+
+All values are checked before anything is loaded.
 """
 
 from __future__ import annotations
@@ -25,29 +26,44 @@ _GPU_FILES = (
     Path("/dev/nvidiactl"),
     Path("/usr/lib/wsl/lib/libcuda.so.1"),
 )
-"""One of them exists where the driver of an NVIDIA GPU is installed; the last one on WSL."""
+"""Files of the NVIDIA driver. At least one of them exists if the driver is installed.
+
+The last one exists on WSL.
+"""
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class EngineSettings:
+    """The settings of one engine.
+
+    Raises UserError for an invalid value. For the four memory limits, None means a default that
+    fits into the device's memory (memory.py).
+    """
+
     dtype: str = "auto"
-    """Of the products: "bfloat16", "float32", or "auto": bfloat16 where the device multiplies it
-    natively.
+    """The dtype of the matmuls: "bfloat16", "float32", or "auto".
+
+    "auto" means bfloat16 if the device supports it natively, else float32.
     """
     device: str = "auto"
-    """"cpu", "cuda", "cuda:N", or "auto": a GPU if there is one."""
+    """The device: "cpu", "cuda", "cuda:N", or "auto", which is a GPU if there is one."""
     deterministic: bool | None = None
-    """A sample's bits do not depend on what else runs. None: where it costs next to nothing: with
-    the CPU's own kernels, and where torch's products allow it.
+    """Whether samples are batch-invariant: their bits do not depend on other work of the engine.
+
+    None: only if that costs almost nothing. That is the case on a CPU whose matmuls, native or
+    torch's, are batch-invariant.
     """
     micro_batch_tokens: int | None = None
+    """Maximum number of tokens per training micro-batch."""
     kv_cache_bytes: int | None = None
+    """Maximum size of the KV cache of running samples."""
     prefix_cache_bytes: int | None = None
+    """Maximum size of the cached prefixes; 0 turns the prefix cache off."""
     max_batch: int | None = None
-    """None: what the memory of the device is enough for, see memory.py."""
+    """Maximum number of samples per sampler step."""
     substitute_losses: Mapping[str, str] | None = None
-    """Losses that planish refuses, each with the loss that is computed in its place."""
+    """Maps losses that planish does not support to the losses that are computed instead."""
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
@@ -68,13 +84,16 @@ class EngineSettings:
 
     @property
     def bounds(self) -> dict[str, int | None]:
-        """What bounds memory, by name."""
+        """The values of the four memory limits by name."""
         names = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_tokens")
         return {name: getattr(self, name) for name in names}
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this name, a GPU with its number; UserError if there is none."""
+    """Return the device of this name; a GPU always gets an index.
+
+    Raises UserError if the device does not exist.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
         if name == "cpu":
@@ -90,14 +109,15 @@ def choose_device(name: str) -> torch.device:
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
             + (f". {problem}" if (problem := unused_gpu()) else "")
         )
-    # torch makes no GPU current that has no number, and without one "cuda" would be another GPU in
-    # another thread.
+    # torch.cuda.set_device needs an index. Without an index, "cuda" could be a different GPU in
+    # each thread.
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
 def unused_gpu() -> str | None:
-    """Return why torch does not use the NVIDIA GPU of this machine, and what to do; None if there
-    is no such GPU, or if torch uses it.
+    """Return why torch cannot use the NVIDIA GPU of this machine, and what to do.
+
+    Return None if there is no such GPU, or if torch can use it.
     """
     if not any(path.exists() for path in _GPU_FILES) or torch.cuda.is_available():
         return None
@@ -121,7 +141,7 @@ def unused_gpu() -> str | None:
 
 @cache
 def _warn_of_unused_gpu() -> None:
-    """Once: device="auto" would else take the CPU without a word."""
+    """Log a warning, once per process, if device="auto" uses the CPU despite an NVIDIA GPU."""
     problem = unused_gpu()
     if problem is not None:
         logging.getLogger(__name__).warning(
@@ -130,8 +150,10 @@ def _warn_of_unused_gpu() -> None:
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of products. "auto": bfloat16 on a GPU that has it, on a CPU with AMX or
-    AVX512-BF16 or where our kernels multiply it; else float32.
+    """Return the dtype of matmuls.
+
+    "auto" is bfloat16 on a GPU with native support. It is bfloat16 on a CPU with AMX or
+    AVX512-BF16, or if the native kernels support bfloat16. Otherwise it is float32.
     """
     if name != "auto":
         return DTYPES[name]
@@ -143,12 +165,12 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def head_shape(config: ModelConfig, dtype: torch.dtype) -> HeadShape:
-    """The attention heads of this model, for which the GPU's kernels are compiled."""
+    """Return the shape of the model's attention heads, for which GPU kernels are compiled."""
     return HeadShape(config.head_dim, config.num_heads // config.num_kv_heads, dtype)
 
 
 def kernel_shapes(config: ModelConfig) -> dict[str, int]:
-    """What else of this model the GPU's kernels are compiled for."""
+    """Return the other sizes of the model for which GPU kernels are compiled."""
     names = (
         "hidden_size",
         "intermediate_size",
@@ -163,11 +185,11 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
 def choose_tiling(
     deterministic: bool | None, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> RowTiling | None:
-    """The row tiling of the sampler; None if it is not deterministic."""
+    """Return the row tiling of sampler and trainer, or None if they are not deterministic."""
     if deterministic is False or (deterministic is None and device.type != "cpu"):
         return None
     found = _probed(config, dtype, device, torch.get_num_threads(), bool(deterministic))
-    # Fixed tiles cost more than a tenth of a rollout, so they are for those who ask.
+    # Fixed tiles make a rollout more than 10% slower, so use them only with deterministic=True.
     return FIXED if found is None and deterministic else found
 
 
@@ -179,11 +201,11 @@ def _probed(
     _threads: int,
     at_any_cost: bool,
 ) -> RowTiling | None:
-    """Products of equal shapes are looked at once in a process for each number of threads."""
+    """Return the cached result of `probe`; the number of threads is part of the cache key."""
     return probe(config, dtype, device, at_any_cost=at_any_cost)
 
 
 def _cpu_multiplies_bfloat16() -> bool:
-    # The public torch.cpu.get_capabilities is younger than the oldest torch that planish runs on.
+    # The oldest supported torch does not have the public torch.cpu.get_capabilities.
     has_instructions = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     return has_instructions or cpu_products.multiplies_bfloat16()

@@ -1,8 +1,9 @@
-"""How each operation of a training model is done: generators that yield the device between pieces
-of work and answer the job themselves.
+"""The operations of a training model, as generators that run in the engine thread.
 
-An exception is the answer too; the engine's thread delivers it. Checkpoints are written by another
-thread from tensors that never change, while the model goes on.
+A generator yields between pieces of work, so that other work can use the device. It sets the result
+of the job's future itself. If it raises an exception, the engine thread sets the exception on the
+future. Checkpoints are written by another thread while the model continues. That is safe because
+their tensors never change.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ Work = Generator[None, None, None]
 
 
 class TrainingOperations:
-    """Every operation of a training model, one method each."""
+    """The operations of a training model, with one method per operation type."""
 
     def __init__(self, store: CheckpointStore, disk: Executor) -> None:
         self._store = store
@@ -55,6 +56,7 @@ class TrainingOperations:
         }
 
     def start(self, tenant: Tenant, job: Job) -> Work:
+        """Return the generator that runs the job's operation on the training model `tenant`."""
         return self._methods[type(job.operation)](tenant, job)
 
     def _create(self, tenant: Tenant, job: Job) -> Work:
@@ -139,7 +141,7 @@ class TrainingOperations:
         )
         try:
             self._disk.submit(self._write, job, label, adapter, respond)
-        except RuntimeError:  # the program ends, and its pools take no more
+        except RuntimeError:  # the program is ending, and its thread pools reject new work
             self._write(job, label, adapter, respond)
         yield from ()
 
@@ -157,7 +159,7 @@ class TrainingOperations:
 def _naming_substitute(
     job: Job, computed: str, output: ForwardBackwardOutput
 ) -> ForwardBackwardOutput:
-    """`output`, with a metric that says so if another loss was computed than the caller named."""
+    """Return `output`, with an added metric if the requested loss was substituted."""
     if job.asked_loss in (None, computed):
         return output
     metric = f"substituted_loss/{job.asked_loss}={computed}:max"
