@@ -110,6 +110,7 @@ class Adapter:
         return OptimStepResponse(metrics={"grad_norm": norm, "adam_step": float(self.step)})
 
     def _stepped(self, grad: Tensor, params: AdamParams) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        """Return the master weights and moments after one AdamW step, without changing the old."""
         master, mean, square = self.master.clone(), self.exp_avg.clone(), self.exp_avg_sq.clone()
         step = torch.tensor(float(self.step), device=master.device)
         # Call the functional `adamw`, which computes the same as torch.optim.AdamW. The first
@@ -133,6 +134,7 @@ class Adapter:
         return master, (mean, square)
 
     def _replace(self, master: Tensor, moments: tuple[Tensor, Tensor], step: int) -> None:
+        """Install a new state as the next version, with a new compute copy."""
         self.master, (self.exp_avg, self.exp_avg_sq), self.step = master, moments, step
         self.weights.end_training()
         self.weights = self._compute_copy()
@@ -177,6 +179,7 @@ class Adapter:
         self._replace(taken["master"], (fresh[0], fresh[1]), step)
 
     def _taken(self, name: str, state: dict[str, Tensor]) -> Tensor:
+        """Return a checked float32 copy of one tensor of a checkpoint, on the model's device."""
         if name not in state:
             raise CheckpointError(
                 f"the checkpoint has no {name!r}; load it without the optimizer, or save it again with save_state"
@@ -204,6 +207,7 @@ def is_finite(tensor: Tensor) -> bool:
 
 
 def _norm(grad: Tensor) -> float:
+    """Return the L2 norm of the gradient."""
     norm = float(torch.linalg.vector_norm(grad))
     # The squares of finite numbers may overflow float32, so sum them again in float64.
     return (

@@ -192,6 +192,7 @@ def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
     allowed = torch.from_numpy(mask(packed)).to(device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E]; see `Attend` for the arguments."""
         group = q.shape[1] // k.shape[1]
         wide = torch.promote_types(q.dtype, torch.float32)
         q_h, k_h, v_h = (
@@ -305,6 +306,7 @@ class FusedCpuKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v in float32 or wider (see `Kernel`)."""
         group = q.shape[1] // k.shape[1]
         # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
         # costs more than its faster matmuls save (measured: 15 to 60%).
@@ -327,6 +329,7 @@ class BlockKernel:
     def backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v (see `Kernel`)."""
         group = q.shape[1] // k.shape[1]
         k, v = _expand(k, group), _expand(v, group)
         delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
@@ -347,6 +350,7 @@ class BlockKernel:
 
 
 def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+    """Return the query ranges [start, stop) with at most about `_SCORE_ENTRIES` scores each."""
     size = max(16, _SCORE_ENTRIES // (q.shape[0] * q.shape[1] * k.shape[2]))
     return [(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
 

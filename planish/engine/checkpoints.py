@@ -229,6 +229,7 @@ class CheckpointStore:
                 _remove_if_empty(leftover.parent)
 
     def _place(self, path: CheckpointPath) -> Path:
+        """Return the directory of a checkpoint. Raises CheckpointError if its names are invalid."""
         try:
             check_name("the checkpoint path's run", path.run_id)
             check_name("the checkpoint path's name", path.name)
@@ -260,6 +261,7 @@ class CheckpointStore:
                     raise
 
     def _check_unchanged(self, path: CheckpointPath, manifest: Manifest) -> None:
+        """Raise DamagedFileError if the checkpoint was replaced since `manifest` was read."""
         if not _same_files(read_manifest(self._place(path)), manifest):
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
 
@@ -287,6 +289,7 @@ class CheckpointStore:
     def _link(
         self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label
     ) -> Manifest:
+        """Link the files of `source` into `aside`, and write and return the copy's manifest."""
         kept = {
             name: file
             for name, file in manifest.files.items()
@@ -315,6 +318,7 @@ class CheckpointStore:
         return copied
 
     def _write(self, aside: Path, label: Label, adapter: SavedAdapter) -> Manifest:
+        """Write all files of a checkpoint into `aside`; return the manifest."""
         now = datetime.now(UTC)
         manifest = Manifest(
             base_model=adapter.base_model,
@@ -387,11 +391,13 @@ class CheckpointStore:
                 _remove(target)
 
     def _put_back(self, target: Path) -> None:
+        """Restore the old checkpoint if a writer crashed while it replaced the checkpoint."""
         if _previous(target).is_dir():
             with self._locked(target.parent.parent):
                 self._put_back_locked(target)
 
     def _put_back_locked(self, target: Path) -> None:
+        """Do the same as `_put_back`; the caller must have the lock."""
         if _previous(target).is_dir() and not target.is_dir():
             os.rename(_previous(target), target)
 
@@ -413,6 +419,7 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
 
 
 def _files_of(kind: CheckpointType) -> tuple[str, ...]:
+    """Return the names of a checkpoint's files, without the manifest."""
     return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
 
 
@@ -458,6 +465,7 @@ def _remove_if_empty(segment: Path) -> None:
 
 
 def _previous(target: Path) -> Path:
+    """Return the temporary path of the old checkpoint while it is being replaced."""
     return target.with_name(f".{target.name}.previous")
 
 

@@ -82,7 +82,7 @@ class ModelMemory:
 
     @property
     def shared_out(self) -> int:
-        """The memory besides weights and adapters: KV cache, sampler workspace and training."""
+        """The memory for the KV cache, the sampler workspace and training."""
         return self.keys_values + self.sampling + self.training
 
     @property
@@ -140,6 +140,7 @@ class DeviceMemory:
         return usable_bytes(self.device)
 
     def _divided(self, directory: Path) -> ModelMemory:
+        """Return the budget of a base model, given the base models that are loaded or expected."""
         model = self._model(directory)
         if self._usable is None:
             return model.within(inf)
@@ -172,6 +173,7 @@ class DeviceMemory:
         )
 
     def _check_once(self, directory: Path, model: _Model, usable: int) -> None:
+        """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if model.weights > usable:
             raise UserError(
                 f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {model.dtype}, and {gib(usable)} can be used; "
@@ -179,6 +181,7 @@ class DeviceMemory:
             )
 
     def _check_least(self, directory: Path, model: _Model, left: int, usable: int) -> None:
+        """Raise UserError if less than the minimum is left, unless all four limits are given."""
         bounds = self._settings.bounds
         if left >= model.least or None not in bounds.values():
             return
@@ -244,7 +247,7 @@ class _Model:
 
     @property
     def least(self) -> int:
-        """The minimum memory besides weights and adapters, in bytes."""
+        """The minimum memory in addition to weights and adapters, in bytes."""
         return self._shared_out(0, 0).shared_out
 
     def within(self, left: float) -> ModelMemory:
@@ -309,12 +312,14 @@ class _Model:
         return next(fitting, sizes[-1])
 
     def _trainer(self, room: float) -> TrainerSettings:
+        """Return the largest micro-batches that fit into `room` bytes, else the smallest ones."""
         most = inf if self.device.type != "cpu" else TrainerSettings().micro_batch_tokens
         sizes = [TrainerSettings(tokens) for tokens in _KEPT if tokens <= most]
         sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED]
         return next((size for size in sizes if self._training(size) <= room), sizes[-1])
 
     def _training(self, trainer: TrainerSettings) -> int:
+        """Return the estimated bytes of one training micro-batch."""
         return trainer.held_bytes(self.config, self.dtype, self.device)
 
     def _at_most(self, default: int, room: float) -> int:

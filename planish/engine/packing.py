@@ -112,6 +112,7 @@ def mask(packed: Packed) -> np.ndarray:
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
+    """Return the length of the common prefix of two token sequences."""
     size = min(len(a), len(b))
     differs = a[:size] != b[:size]
     first = int(differs.argmax()) if size else 0
@@ -185,6 +186,7 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
 
 
 def _segments(until: np.ndarray) -> tuple[Segment, ...]:
+    """Return the segments of a forest, given the subtree end of each row."""
     # Two adjacent rows whose subtrees have the same end are a parent and its only child. If the
     # ends differ, a new segment begins.
     starts = [0, *(np.flatnonzero(until[1:] != until[:-1]) + 1).tolist()]
@@ -204,6 +206,7 @@ def _segments(until: np.ndarray) -> tuple[Segment, ...]:
 def _joined(
     ranges: tuple[tuple[int, int], ...], last: tuple[int, int]
 ) -> tuple[tuple[int, int], ...]:
+    """Append the range `last` to `ranges`; merge it with the last range if they are adjacent."""
     if ranges and ranges[-1][1] == last[0]:
         return (*ranges[:-1], (ranges[-1][0], last[1]))
     return (*ranges, last)

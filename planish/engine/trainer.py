@@ -228,6 +228,7 @@ class Trainer:
         )
 
     def _run(self, job: _Job, packed: Packed) -> tuple[_Part, Tensor | None]:
+        """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
         pairs = _Pairs.of(packed, job.examples, self._decoder.config.vocab_size)
         try:
             with torch.set_grad_enabled(job.backward):
@@ -325,6 +326,7 @@ class _Pairs:
 
     @classmethod
     def of(cls, packed: Packed, examples: list[Example], vocab_size: int) -> _Pairs:
+        """Collect the pairs of all datums of a micro-batch and remove duplicates."""
         keys = []
         for datum, rows in zip(packed.datums, packed.rows, strict=True):
             targets = examples[datum].targets
@@ -339,6 +341,7 @@ class _Pairs:
 
 
 def _sizes(job: _Job, packed: Packed) -> list[int]:
+    """Return the number of scores of each datum of the micro-batch."""
     return [job.examples[datum].targets.size for datum in packed.datums]
 
 
@@ -363,6 +366,10 @@ def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
 
 
 def _ratio_range(job: _Job, logprobs: Mapping[int, np.ndarray]) -> tuple[float, float] | None:
+    """Return the smallest and largest importance ratio over tokens with a nonzero advantage.
+
+    Return None if the loss has no ratio or no token has a nonzero advantage.
+    """
     if not job.loss.has_ratio:
         return None
     gaps = []

@@ -60,6 +60,7 @@ class TrainingOperations:
         return self._methods[type(job.operation)](tenant, job)
 
     def _create(self, tenant: Tenant, job: Job) -> Work:
+        """Create the adapter, from a checkpoint if the job has one."""
         loaded, base = job.loaded, tenant.base
         try:
             adapter = Adapter(
@@ -88,6 +89,10 @@ class TrainingOperations:
         job.future.set_result(_naming_substitute(job, op.loss_fn, (yield from work)))
 
     def _forward_backward_later(self, tenant: Tenant, job: Job) -> Work:
+        """Run a forward_backward whose data is a future that is done by now.
+
+        If the future failed, the next optimizer step fails too.
+        """
         op = job.operation
         assert isinstance(op, ForwardBackwardLater)
         adapter = tenant.created()
@@ -114,6 +119,7 @@ class TrainingOperations:
         yield from ()
 
     def _publish(self, tenant: Tenant, job: Job) -> Work:
+        """Make the current version of the adapter available to the job's sampler."""
         handle = job.handle
         assert handle is not None
         try:
@@ -126,6 +132,7 @@ class TrainingOperations:
         yield from ()
 
     def _save(self, tenant: Tenant, job: Job) -> Work:
+        """Hand the current state to the disk thread, which writes the checkpoint."""
         op = job.operation
         assert isinstance(op, (SaveWeights, SaveWeightsForSampler))
         assert job.save_to is not None

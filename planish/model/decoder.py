@@ -266,6 +266,7 @@ def _grouped(adapters: Adapters) -> Adapters:
 
 
 def _site(rows: AdapterRows | StackRows, layer: int, site: str) -> Site | None:
+    """Return the LoRA matrices of one target module, or None if the rows have none there."""
     lora: LayerLora | None = rows.weights.layers[layer] if rows.weights is not None else None
     return getattr(lora, site) if lora is not None else None
 
@@ -471,6 +472,7 @@ class _Taken:
     device: torch.device
 
     def one(self, name: str) -> Tensor:
+        """Return one weight in `dtype` on `device`."""
         # A CPU weight that already has the right dtype stays memory-mapped, because `to` then
         # returns the same tensor.
         return self.weights[name].to(device=self.device, dtype=self.dtype)
@@ -492,6 +494,11 @@ class _Taken:
 
 
 def _layer(config: ModelConfig, taken: _Taken, prefix: str, room: WeightRoom) -> Layer:
+    """Load the decoder layer whose weight names start with `prefix`.
+
+    `room`: the arena in which packed weights are allocated.
+    """
+
     def linear(*names: str) -> FrozenLinear:
         biased = f"{prefix}{names[0]}.bias" in taken.weights
         biases = [taken.one(f"{prefix}{name}.bias") if biased else None for name in names]
@@ -515,6 +522,7 @@ def _layer(config: ModelConfig, taken: _Taken, prefix: str, room: WeightRoom) ->
 
 
 def _panel_layer(layer: Layer) -> PanelLayer | None:
+    """Return the layer for the native forward pass, or None unless all its weights are packed."""
     qkv, o, gate_up, down = (
         layer.qkv.panels,
         layer.o.panels,

@@ -103,6 +103,8 @@ def scored_logprobs(
 
 
 class _ScoredLogprobs(torch.autograd.Function):
+    """The differentiable operation of `scored_logprobs`."""
+
     @staticmethod
     def forward(
         ctx,
@@ -335,10 +337,12 @@ def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
 
 
 def _exact_part(stored: list[Tensor]) -> tuple[Tensor, Tensor] | None:
+    """Return the tokens and exact values of stored logits, or None if the logits are exact."""
     return (stored[0], stored[1]) if len(stored) == 3 else None
 
 
 def _wide(x: Tensor) -> torch.dtype:
+    """Return float32, or the dtype of `x` if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -455,10 +459,12 @@ def _dots(
 
 
 def _chunks(hidden: Tensor) -> list[slice]:
+    """Return slices of about `rows_at_once` rows; a small remainder joins the last slice."""
     total, size = hidden.shape[0], rows_at_once(hidden.device)
     starts = [0, *range(size, total - _FEW + 1, size)]
     return [slice(start, stop) for start, stop in pairwise([*starts, total])]
 
 
 def _spans(total: int, size: int) -> list[slice]:
+    """Return slices of at most `size` that cover range(total)."""
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
