@@ -251,8 +251,10 @@ class _Model:
         return self._shared_out(0, 0).shared_out
 
     def within(self, left: float) -> ModelMemory:
-        """Return the defaults for `left` bytes of memory, or the smallest defaults if not even they
-        fit.
+        """Return the budgets for `left` bytes of memory.
+
+        If step and micro-batch sizes chosen for `left` bytes do not fit together with the KV
+        cache, the smallest sizes are used.
         """
         found = self._shared_out(left, ample=left)
         return found if found.shared_out <= left else self._shared_out(left, ample=0)

@@ -121,6 +121,8 @@ class Decoder:
         `recompute`: use activation checkpointing, which stores only each layer's input for the
         backward pass.
         """
+        # Run all layers in one native call, if the attention has a native plan and all weights and
+        # adapters are packed.
         if tile is None and not torch.is_grad_enabled():
             adapters = _grouped(adapters)
             panels = adapters if isinstance(adapters, PanelRows) else None
