@@ -151,9 +151,12 @@ class Store:
             ) from error
         self._connections: list[sqlite3.Connection] = []
         """To be closed: the connection that writes, and one per thread that reads."""
+        self._local = threading.local()
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         try:
             self._check_complete()
             self._connection = self._opened()
+            self._connect_readers()
             self._remove_orphans()
             sync_directory(directory)
         except (OSError, sqlite3.DatabaseError) as error:
@@ -163,8 +166,6 @@ class Store:
             self._release()
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
-        self._local = threading.local()
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         self.is_refused = False
         """Whether the last transaction failed because of the disk. While it is set, each
         transaction writes something, even if no change does.
@@ -225,10 +226,10 @@ class Store:
         """Write all waiting changes, and release the directory."""
         self._queue.put(None)
         self._thread.join()
-        self._readers.shutdown()
         self._release()
 
     def _release(self) -> None:
+        self._readers.shutdown()
         for connection in self._connections:
             connection.close()
         self._lock.release()
@@ -297,6 +298,19 @@ class Store:
         connection.execute("PRAGMA temp_store = MEMORY")  # a full /tmp must not fail a transaction
         connection.row_factory = sqlite3.Row
         return connection
+
+    def _connect_readers(self) -> None:
+        """Connect every reading thread now. A directory that is moved away later can still be read,
+        whichever thread reads.
+        """
+        all_waiting = threading.Barrier(_READERS)  # so each thread takes one of the calls
+
+        def connect() -> None:
+            all_waiting.wait(timeout=60)
+            self._reader()
+
+        for connected in [self._readers.submit(connect) for _ in range(_READERS)]:
+            connected.result()
 
     def _reader(self) -> sqlite3.Connection:
         if not hasattr(self._local, "connection"):
