@@ -2,15 +2,14 @@
 
 import asyncio
 import logging
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
-
 from planish.cookbook.adapters.models import get_recommended_renderer_name
-from planish.errors import PlanishError
-from planish.files import read_rows
+from planish.errors import PlanishError, UnsupportedError
+from planish.files import RowFile, read_rows
 from planish.runlog.run_directory import CHECKPOINTS
 from planish.tinker import ServiceClient
 
@@ -78,6 +77,8 @@ async def save_checkpoint_async(
     """Save the model and append a row to checkpoints.jsonl; returns the paths by name of their
     field.
     """
+    if store is not None:
+        raise UnsupportedError("store: rows go to checkpoints.jsonl alone; leave it out")
     saved = {}
     if kind in ("state", "both"):
         saved["state_path"] = training_client.save_state(name, ttl_seconds=ttl_seconds)
@@ -89,8 +90,9 @@ async def save_checkpoint_async(
     row = CheckpointRecord.from_dict({"name": name, **loop_state, **paths}).to_dict()
     directory = Path(log_path)
     directory.mkdir(parents=True, exist_ok=True)
-    with open(directory / CHECKPOINTS, "ab") as file:
-        file.write(orjson.dumps(row) + b"\n")
+    with closing(RowFile(directory / CHECKPOINTS)) as file:
+        file.append(row)
+        file.sync()
     return paths
 
 
@@ -105,7 +107,7 @@ def save_checkpoint(
 ) -> dict[str, str]:
     """As `save_checkpoint_async`, for code without an event loop."""
     return asyncio.run(
-        save_checkpoint_async(training_client, name, log_path, loop_state, kind, ttl_seconds)
+        save_checkpoint_async(training_client, name, log_path, loop_state, kind, ttl_seconds, store)
     )
 
 

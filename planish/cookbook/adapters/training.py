@@ -124,5 +124,7 @@ async def run_evaluations_parallel(
     evaluators: Sequence[Any], sampling_client: Any, config: Any, i_batch: int, store: Any = None
 ) -> dict[str, Any]:
     """The metrics of all evaluators, asked at once."""
+    if store is not None:
+        raise UnsupportedError("store: metrics go to the run's own log alone; leave it out")
     found = await asyncio.gather(*(evaluator(sampling_client) for evaluator in evaluators))
     return {name: value for metrics in found for name, value in metrics.items()}
