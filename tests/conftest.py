@@ -1,13 +1,18 @@
-"""What holds for all tests: without a GPU, Triton's kernels are interpreted on the CPU; kernels are
-compiled once, also for tests with a cache of their own.
+"""Rules for all tests.
+
+Without a GPU, Triton kernels are interpreted on the CPU. CPU kernels are compiled once, also for
+tests with a cache of their own. Every test starts from the same random seed, PLANISH_TEST_SEED
+(default 0).
 """
 
 import os
+import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
-import hypothesis
+import hypothesis.core
+import numpy as np
 import pytest
 import torch
 
@@ -24,15 +29,42 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has those that it puts in the background ignore Ctrl-C, of which tests send some.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# A machine that stands still for a moment is no fault of what is tested.
+SEED = int(os.environ.get("PLANISH_TEST_SEED", "0"))
+
+# A busy machine can pause a test for seconds, so examples have no deadline.
 hypothesis.settings.register_profile("planish", deadline=None)
 hypothesis.settings.load_profile("planish")
+hypothesis.core.global_force_seed = SEED  # pytest's option --hypothesis-seed overrides it
+
+
+def _seed_random_numbers(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+# The first test that needs a fixture of a module or session sets it up. Seeding before the fixtures
+# and again before the test makes the numbers of both independent of which other tests run.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Seed the global random number generators before the fixtures of a test."""
+    _seed_random_numbers(SEED)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_call() -> None:
+    """Seed the global random number generators before a test.
+
+    The seed differs from that of the fixtures, so that their tensors are independent.
+    """
+    _seed_random_numbers(SEED + 1_000_003)
 
 
 @pytest.fixture(scope="session")
 def planish_home() -> Callable[[Path], Path]:
-    """Makes a directory for PLANISH_HOME, empty but for the kernels, which take twenty seconds to
-    compile.
+    """Return a function that makes a PLANISH_HOME directory, empty except for the kernels.
+
+    The kernels are linked because their compilation takes twenty seconds.
     """
     kernels = cache_home() / "kernels"
 
@@ -47,5 +79,5 @@ def planish_home() -> Callable[[Path], Path]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_loaded() -> None:
-    """Before a test gives this process another cache."""
+    """Load the CPU kernels before a test gives this process another cache."""
     cpu.loaded()
