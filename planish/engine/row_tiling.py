@@ -68,6 +68,12 @@ _LORA_ROWS = 32
 
 The sums of such a matmul are short, so a different order of additions changes only few entries.
 """
+_LOW_RANK = 16
+_LOW_RANK_DRAWS = 6
+"""Number of draws for the B matmuls of ranks below _LOW_RANK.
+
+Two orders of a short sum can agree for one order of its terms, and differ for another.
+"""
 _STACKED = 3
 """Number of adapters in a probed stack."""
 _STACK_ROWS = (4, 8, 12, 16, 32, 64)
@@ -188,18 +194,24 @@ def _needs(
 def cancelling(
     rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is about 0.
+    """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is nearly 0.
 
-    The terms of each sum come in pairs a and -a. So the result consists of rounding errors, and a
-    different order of additions changes nearly every entry. With ordinary inputs, rounding to bf16
-    hides the difference in all but one of thousands of entries.
+    The terms of each sum are pairs a and -a, and one or two terms that are 2 ** 18 times smaller.
+    So a rounding error of the large terms changes the leading bits of the result, and a different
+    order of additions changes a large part of all entries. With ordinary inputs, rounding to bf16
+    hides the difference in all but one of thousands of entries. Pairs alone are not enough: the
+    product of two bf16 numbers has 16 bits, so float32 adds a few of them without rounding.
+
+    Sums of one or two terms have only one order; their inputs are ordinary random numbers.
     """
-    half = fan_in // 2
-    x, weight = (torch.randn(n, fan_in - half, generator=generator) for n in (rows, fan_out))
+    pairs = max(0, fan_in - 1) // 2
+    x, weight = (torch.randn(n, fan_in - pairs, generator=generator) for n in (rows, fan_out))
+    if pairs:
+        x[:, pairs:] *= 2.0**-18
     order = torch.randperm(fan_in, generator=generator)
-    return torch.cat([x, -x[:, :half]], 1)[:, order], torch.cat([weight, weight[:, :half]], 1)[
-        :, order
-    ]
+    x = torch.cat([x, -x[:, :pairs]], 1)
+    weight = torch.cat([weight, weight[:, :pairs]], 1)
+    return x[:, order], weight[:, order]
 
 
 @dataclass(frozen=True)
@@ -267,12 +279,13 @@ def _agreeing_with_lora(
     for site in sites:
         x, a = look.cancelling(len(site.sizes) * rank, site.fan_in)
         agreeing &= _agreeing(partial(lora_hidden, a=a, tile=None), x, _LORA_ROWS)
-        pairs = [look.cancelling(size, rank) for size in site.sizes]
-        low = torch.cat([low for low, _ in pairs], 1)
-        if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
-            low = F.pad(low, (0, -rank % LOW_COLUMNS))[:, :rank]
-        add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
-        agreeing &= _agreeing(add, low, _LORA_ROWS)
+        for _ in range(_LOW_RANK_DRAWS if rank < _LOW_RANK else 1):
+            pairs = [look.cancelling(size, rank) for size in site.sizes]
+            low = torch.cat([low for low, _ in pairs], 1)
+            if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
+                low = F.pad(low, (0, -rank % LOW_COLUMNS))[:, :rank]
+            add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
+            agreeing &= _agreeing(add, low, _LORA_ROWS)
     return agreeing
 
 

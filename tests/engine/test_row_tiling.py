@@ -57,8 +57,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
         pytest.skip(
             "this machine's products differ at every multiple; the sampler uses fixed tiles here"
         )
+    generator = torch.Generator().manual_seed(1)
     for fan_out, fan_in in ((96, 64), (64, 1536)):
-        x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in))
+        x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
         assert not disagreeing(tiling, None, x, weight)
     # Where our own kernels serve the layers' adapters, those of a head of so many tokens are
     # torch's still.
@@ -67,7 +68,7 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
         layout = LoraLayout(config, LoraConfig(rank=rank))
         weights = LoraWeights(layout, layout.init(0), dtype, CPU)
         for fan_out, fan_in in ((rank, 64), (vocab, rank), *((rank, width) for width in layers)):
-            x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in))
+            x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
             assert not disagreeing(tiling, weights, x, weight)
 
 
@@ -96,6 +97,25 @@ def _matmuls_of_torch(monkeypatch):
     monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("terms", [3, 5, 6, 7, 8, 9, 16, 21, 33, 64])
+def test_the_inputs_of_the_probe_show_a_reversed_order_of_additions(dtype, terms):
+    def added(products: torch.Tensor) -> torch.Tensor:
+        total = torch.zeros_like(products[..., 0])
+        for product in products.unbind(-1):
+            total = total + product
+        return total.to(dtype)
+
+    different = 0.0
+    for seed in range(6):
+        drawn = cancelling(16, 16, terms, torch.Generator().manual_seed(seed))
+        x, weight = (tensor.to(dtype).float() for tensor in drawn)
+        products = x[:, None] * weight
+        changed = added(products) != added(products.flip(-1))
+        different = max(different, changed.float().mean().item())
+    assert different > 0.2
+
+
 def of_rank(rank: int) -> Any:
     return SimpleNamespace(layout=SimpleNamespace(lora=SimpleNamespace(rank=rank)))
 
@@ -118,11 +138,12 @@ def test_adapters_of_every_rank_are_padded_enough(tmp_path, ranks, dtype):
     if tiling is None:
         pytest.skip("this machine's products differ at every multiple")
     wrong, padded = [], set()
+    generator = torch.Generator().manual_seed(1)  # the probe draws with seed 0
     for rank in ranks:
         assert tiling.is_invariant(rank)
-        for sizes, fan_in in (((64, 32, 32), 128), ((384, 384), 128), ((128,), 384)):
-            x, a = (t.to(dtype) for t in cancelling(512, len(sizes) * rank, fan_in))
-            pairs = [cancelling(512, size, rank) for size in sizes]
+        for sizes, fan_in in 3 * (((64, 32, 32), 128), ((384, 384), 128), ((128,), 384)):
+            x, a = (t.to(dtype) for t in cancelling(512, len(sizes) * rank, fan_in, generator))
+            pairs = [cancelling(512, size, rank, generator) for size in sizes]
             low = torch.cat([low for low, _ in pairs], 1).to(dtype)
             bs = [b.to(dtype) for _, b in pairs]
 
