@@ -71,7 +71,7 @@ MOVED = {
     "rl.rollout_tokens": "reports.rollout_tokens",
     "rl.rollout_tree": "reports.rollout_tree",
     "rl.rollout_views": "reports.rollout_views",
-    "rl.rollout_wire": "rl.rollout.processes.messages",
+    "rl.rollout_wire": "rl.rollout.processes.peer",
     "rl.rollouts": "rl.rollout.rollouts",
     "rl.single_rollout": "rl.rollout.single_rollout",
     "rl.train": "training.train_rl",

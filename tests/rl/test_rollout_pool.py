@@ -35,7 +35,7 @@ from rollout_fakes import (
 from planish import logtree
 from planish.errors import EngineClosedError, UserError
 from planish.rl.rollout.processes import process as process_module
-from planish.rl.rollout.processes.messages import RolloutProcessError
+from planish.rl.rollout.processes.peer import RolloutProcessError
 from planish.rl.rollout.processes.pool import RolloutPool
 from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
 from planish.rl.rollout.rollouts import do_group_rollout
@@ -307,7 +307,7 @@ def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_
     assert len(errors) == 2, "the group that died, and the one beside it"
     for error in errors:
         assert isinstance(error, ProcessDiedError)
-        assert "ended while it played (SIGKILL, perhaps for lack of memory)" in str(error)
+        assert "ended during its rollouts (SIGKILL, perhaps for lack of memory)" in str(error)
         assert "Group(" in error.__notes__[0]
     builder = Files(plan=bad("once"), directory=str(tmp_path))
     group = runner.run(pool.do_group_rollout(builder, Draws(), RetryOnFailure(), seed=7))
@@ -473,7 +473,7 @@ def test_no_process_is_left_behind(tmp_path, by):
     _, errors = program.communicate()
     wait_for(lambda: not is_alive(pid))
     assert (tmp_path / "cleaned").read_text() == "1\n"
-    assert "rollout_player" not in errors, "only the program itself says that it was interrupted"
+    assert "worker.py" not in errors, "only the program itself says that it was interrupted"
     assert ("KeyboardInterrupt" in errors) == (by == "ctrl-c")
 
 

@@ -1,25 +1,22 @@
-"""Groups played in other processes, for environments that are heavy: they compute, block, or may
-crash.
+"""Rollouts in worker processes, for environments that compute much, block, or may crash.
 
     async with RolloutPool(4) as pool:
         group = await pool.do_group_rollout(builder, policy, seed=1)
 
-A group gives the same as in `do_group_rollout`, which is what runs in the other process. Only the
-policy stays here: calls of it travel over a socket and are answered by the policy that was given,
-whatever it is, so one engine serves all processes and nothing of it has to be pickled. Builders do:
-they are plain data. What a builder changes in itself while it makes environments stays in the
-process where it does so.
+The result is the same as that of `do_group_rollout`, which runs in the worker. Only the policy
+stays in this process, whatever it is: the worker sends each call of it over a socket. So one engine
+serves all workers, and the policy need not be pickled. Builders are pickled: they hold plain data.
+Attributes that a builder sets while it makes environments stay in the worker.
 
-A process plays any number of groups at once; a new one goes to the process with the fewest. A
-process that dies takes its groups with it. To the strategy that is a failure of those groups like
-any other, and another process takes its place. Processes start afresh (the "spawn" method of
-multiprocessing, whatever the program's own is): a fork of a process in which an engine runs would
-copy locks that its threads hold, and might wait for them for ever. So a script that uses a pool
-begins its work under `if __name__ == "__main__":`.
+A worker rolls out any number of groups at once; a new group goes to the worker with the fewest. If
+a worker dies, its groups fail, the strategy handles that like any other failure, and another worker
+is started. Workers start with the "spawn" method of multiprocessing, whatever the program's own
+method is: a fork of a process with a running engine would copy locks that its threads hold, and
+could wait for them forever. So a script that uses a pool begins its work under
+`if __name__ == "__main__":`.
 
-When the pool is left, groups under way are cancelled and their builders clean up; a process that
-takes longer than ten seconds is killed. If this process is killed, the others notice and end as
-well.
+On leaving the pool, unfinished groups are cancelled and their builders clean up; a worker that
+takes longer than ten seconds is killed. If this process is killed, the workers notice it and end.
 """
 
 import asyncio
@@ -29,7 +26,6 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from itertools import count
 from types import FunctionType
 from typing import Any, Self
 
@@ -39,8 +35,8 @@ from planish.logtree.nodes import Node
 from planish.logtree.trace import append
 from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.group_rollout import named
-from planish.rl.rollout.processes.messages import Play, Task
 from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
+from planish.rl.rollout.processes.worker import RolloutRequest, RolloutTask
 from planish.rl.rollout.rollouts import OnTurn
 from planish.rl.rollout.strategy import FailFast, RolloutStrategy
 from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
@@ -49,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 class RolloutPool:
-    """`max_workers` processes that play groups; used as an async context manager."""
+    """`max_workers` rollout workers; used as an async context manager."""
 
     def __init__(self, max_workers: int) -> None:
         if isinstance(max_workers, bool) or not isinstance(max_workers, int) or max_workers < 1:
@@ -57,12 +53,11 @@ class RolloutPool:
         self.max_workers = max_workers
         self._processes: list[RolloutProcess] = []
         self._choosing = asyncio.Lock()
-        self._numbers = count()
 
     @staticmethod
     @asynccontextmanager
     async def opened(max_workers: int) -> "AsyncIterator[RolloutPool | None]":
-        """A pool, or None for 0 workers: groups are then played in this process."""
+        """Yield a pool, or None for 0 workers: groups are then rolled out in this process."""
         if max_workers == 0:
             yield None
             return
@@ -82,7 +77,8 @@ class RolloutPool:
         await self.close()
 
     async def close(self) -> None:
-        async with self._choosing:  # one that is being started is among them then
+        """End all workers."""
+        async with self._choosing:  # wait for a worker that is being started, and end it too
             processes, self._processes = self._processes, []
         async with asyncio.TaskGroup() as tasks:
             for process in processes:
@@ -90,7 +86,7 @@ class RolloutPool:
 
     @property
     def pids(self) -> list[int]:
-        """The processes, for those who watch them from outside."""
+        """Process ids of the workers, to watch them from outside."""
         return [process.pid for process in self._processes if process.pid is not None]
 
     async def do_group_rollout(
@@ -104,24 +100,22 @@ class RolloutPool:
         on_turn: OnTurn | None = None,
         failures: list[RolloutError] | None = None,
     ) -> TrajectoryGroup | None:
-        """As `planish.rl.rollout.rollouts.do_group_rollout`, in one of the processes."""
+        """Like `planish.rl.rollout.rollouts.do_group_rollout`, in one of the workers."""
         strategy = strategy or FailFast()
-        task = pickled(Task(builder, strategy, termination), builder)
-        logs = log_place()
+        task = pickled(RolloutTask(builder, strategy, termination), builder)
+        logs = current_log_node()
         rules = strategy.rules(1)
         failures = [] if failures is None else failures
         deaths: list[RolloutError] = []
         while True:
-            draws = derived_seed(seed, len(deaths)) if seed is not None and deaths else seed
-            play = Play(
-                next(self._numbers),
-                task,
-                type(builder).__qualname__,
-                draws,
-                is_logged=logs is not None,
+            # The seed that killed a worker may kill the next one, so a retry uses another seed.
+            retry_seed = derived_seed(seed, len(deaths)) if seed is not None and deaths else seed
+            request = RolloutRequest(
+                task, type(builder).__qualname__, retry_seed, is_logged=logs is not None
             )
             try:
-                outcome = await (await self._idlest()).play(play, policy, on_turn)
+                process = await self._least_busy()
+                result = await process.run(request, policy, on_turn)
             except ProcessDiedError as error:
                 error.add_note(f"in the rollout of {named(builder)}")
                 deaths.append(RolloutError(type(error).__name__, str(error)))
@@ -133,52 +127,54 @@ class RolloutPool:
                 failures += deaths
                 return None
             if logs is not None:
-                logs.children += outcome.logged
-            errors = [*deaths, *outcome.failures]
+                logs.children += result.logged
+            errors = [*deaths, *result.failures]
             failures += errors
-            return None if outcome.group is None else replace(outcome.group, rollout_errors=errors)
+            return None if result.group is None else replace(result.group, rollout_errors=errors)
 
-    async def _idlest(self) -> RolloutProcess:
-        """The process that plays the fewest groups; those that have died are replaced first."""
+    async def _least_busy(self) -> RolloutProcess:
+        """Return the worker with the fewest groups. Workers that have died are replaced first."""
         async with self._choosing:
             if not self._processes:
-                raise UserError("a RolloutPool plays only in its `async with` block")
+                raise UserError("a RolloutPool runs rollouts only in its `async with` block")
+            # A loop, since another worker may die while this one is replaced.
             while ended := [process for process in self._processes if process.has_ended]:
-                # another may die meanwhile
                 self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
                 await ended[0].close()
             return min(self._processes, key=lambda process: process.groups)
 
 
-def log_place() -> Node | None:
-    """Where in the current tree that which the group logs will stand; None if nobody listens."""
-    places: list[Node] = []
+def current_log_node() -> Node | None:
+    """Return a new node at the current position of the log tree; None if nothing is logged."""
+    nodes: list[Node] = []
 
     def make(level: int) -> Node:
-        places.append(Node("div"))
-        return places[0]
+        nodes.append(Node("div"))
+        return nodes[0]
 
     append(make)
-    return places[0] if places else None
+    return nodes[0] if nodes else None
 
 
-def pickled(task: Task, builder: EnvGroupBuilder) -> bytes:
+def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
+    """Pickle a task; UserError names the part of the builder that cannot be pickled."""
     try:
         return pickle.dumps(task)
     except Exception as error:
         culprit = unpicklable_part(builder, type(builder).__qualname__)
         where = "" if culprit is None else f" because of {culprit}"
         raise UserError(
-            f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; a builder holds plain data, and "
-            "functions of a module (functools.partial instead of a lambda)"
+            f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; "
+            "a builder holds plain data and module-level functions (use functools.partial instead "
+            "of a lambda)"
         ) from error
 
 
 def unpicklable_part(value: Any, name: str, seen: frozenset[int] = frozenset()) -> str | None:
-    """The innermost attribute or item of `value` that does not pickle, by its path; None if `value`
-    pickles.
+    """Return the path of the innermost attribute or item of `value` that cannot be pickled; None
+    if `value` can be pickled. `name` is the path of `value` itself.
     """
-    if id(value) in seen or pickles(value):
+    if id(value) in seen or can_be_pickled(value):
         return None
     for part, inner in parts_of(value, name):
         found = unpicklable_part(inner, part, seen | {id(value)})
@@ -187,15 +183,16 @@ def unpicklable_part(value: Any, name: str, seen: frozenset[int] = frozenset()) 
     return name
 
 
-def pickles(value: Any) -> bool:
+def can_be_pickled(value: Any) -> bool:
     try:
         pickle.dumps(value)
-    except Exception:  # any class may raise anything when it is asked for its state
+    except Exception:  # any class may raise anything while it is pickled
         return False
     return True
 
 
 def parts_of(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield (path, value) for each attribute or item of `value`."""
     if isinstance(value, partial):
         yield from (
             (f"{name}.{part}", getattr(value, part)) for part in ("func", "args", "keywords")

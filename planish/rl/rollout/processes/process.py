@@ -1,9 +1,8 @@
-"""A process that plays groups, as seen from the one that trains: it is started, talked to, watched,
-and ended.
+"""A rollout worker as the training process sees it: start, calls, supervision, end.
 
-Every group that is under way ends: with what came of it, or, if the process dies, with
-ProcessDiedError. The end of the process is seen by a thread that waits for it, since its socket may
-live on in processes that environments have forked.
+Every call ends, either with the group's result or, if the worker dies, with ProcessDiedError. A
+thread waits for the end of the process, because its socket can stay open in processes that
+environments have forked.
 """
 
 import asyncio
@@ -14,112 +13,91 @@ import signal
 import socket
 import threading
 from contextlib import suppress
-from dataclasses import dataclass, field
 from multiprocessing.context import SpawnProcess
-from typing import Any, Self
+from typing import Self
 
-from planish.completers import TokenCompleter
+from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.processes.interruption import interrupts_held_back, run_uncancelled
-from planish.rl.rollout.group_rollout import first_of_group
 from planish.rl.rollout.processes import worker
-from planish.rl.rollout.processes.messages import (
-    GRACE_SECONDS,
-    Abandon,
-    Cancel,
-    Done,
-    Failed,
-    Outcome,
-    PackedError,
-    Play,
-    Ready,
-    RolloutProcessError,
-    Sample,
-    Sampled,
-    SampleFailed,
-    Wire,
-)
+from planish.rl.rollout.processes.peer import GRACE_SECONDS, Call, Peer, RolloutProcessError
+from planish.rl.rollout.processes.worker import RolloutRequest, RolloutResult, SampleRequest
 from planish.rl.rollout.rollouts import OnTurn
 
 DRAIN_SECONDS = 2.0
+"""Seconds in which messages of a dead worker are still read from its socket."""
 
 
 class ProcessDiedError(RolloutProcessError):
-    """A process that plays groups ended while it played."""
-
-
-@dataclass(frozen=True)
-class Ended:
-    """In a group's inbox: nothing more will come, for this reason."""
-
-    reason: Exception
+    """A rollout worker died while it rolled out groups."""
 
 
 class RolloutProcess:
-    """One process and the groups it plays."""
+    """One worker and the groups that it rolls out."""
 
-    def __init__(self, process: SpawnProcess, wire: Wire) -> None:
+    def __init__(self, process: SpawnProcess, peer: Peer) -> None:
         self._process = process
-        self._wire = wire
-        self._inboxes: dict[int, asyncio.Queue[Any]] = {}
-        self._is_ready = False
+        self._peer = peer
         self._exited: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
-        self._attending = asyncio.create_task(self._attend())
+        self._supervising = asyncio.create_task(self._supervise())
         threading.Thread(
             target=self._watch, args=(asyncio.get_running_loop(),), daemon=True
         ).start()
 
     @classmethod
     async def start(cls) -> Self:
+        """Start a worker. It accepts calls at once, and answers them when it has started."""
         here, there = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(target=worker.main, args=(there,))
         with interrupts_held_back(), there:
             process.start()
-        # Not a daemon, which could not start processes of its own; so it must be gone before the
-        # interpreter waits for it.
+        # The worker is not a daemon, because daemons cannot start processes of their own. So kill
+        # it before the interpreter waits for it at exit.
         atexit.register(process.kill)
-        return cls(process, await Wire.over(here))
+        return cls(process, await Peer.over(here))
 
     @property
     def has_ended(self) -> bool:
-        return self._attending.done()
+        """Whether the process is gone and its last messages are read."""
+        return self._supervising.done()
 
     @property
     def groups(self) -> int:
-        """How many groups it plays."""
-        return len(self._inboxes)
+        """Number of groups in progress."""
+        return self._peer.calls
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
 
-    async def play(self, play: Play, policy: TokenCompleter, on_turn: OnTurn | None) -> Outcome:
-        """Play a group, and answer its calls of the policy meanwhile."""
+    async def run(
+        self, request: RolloutRequest, policy: TokenCompleter, on_turn: OnTurn | None
+    ) -> RolloutResult:
+        """Roll out a group, and answer the worker's calls of the policy meanwhile."""
         assert not self.has_ended
-        inbox = self._inboxes[play.group] = asyncio.Queue()
-        try:
-            await self._wire.send(play)
-            with first_of_group():
-                async with asyncio.TaskGroup() as tasks:
-                    last = await Conversation(
-                        self._wire, inbox, tasks, {0: policy}, on_turn
-                    ).to_the_end()
-        finally:
-            del self._inboxes[play.group]
-            self._wire.post(Cancel(play.group))  # nothing happens if it is done
-        match last:
-            case Done(_, outcome):
-                return pickle.loads(outcome)
-            case Failed(_, error):
-                raise error.unpacked()
-            case Ended(reason):
-                raise reason
+        policies = {0: policy}
+
+        async def answer(call: Call) -> TokensWithLogprobs:
+            sample: SampleRequest = call.request
+            # One object for all calls of a seeded policy, since it counts its calls.
+            if sample.policy not in policies:
+                seeded = policy
+                for seed in sample.seeds:
+                    seeded = seeded.seeded(seed)
+                policies[sample.policy] = seeded
+            bound = {} if sample.max_tokens is None else {"max_tokens": sample.max_tokens}
+            tokens = await policies[sample.policy](sample.model_input, sample.stop, **bound)
+            if on_turn is not None:
+                on_turn(tokens)
+            return tokens
+
+        return pickle.loads(await self._peer.call(request, answer=answer))
 
     async def close(self) -> None:
-        """Let the groups clean up and the process end; kill it if that takes too long, or if this
-        is cancelled.
+        """Let the groups clean up and the worker end. Kill it if that takes longer than
+        GRACE_SECONDS, or if this call is cancelled.
         """
-        self._wire.end()
+        self._peer.end()
         try:
             await asyncio.wait([self._exited], timeout=GRACE_SECONDS)
         finally:
@@ -128,14 +106,14 @@ class RolloutProcess:
             await run_uncancelled(self._release())
 
     async def _release(self) -> None:
-        await self._attending
-        await self._wire.close()
+        await self._supervising
+        await self._peer.close()
         atexit.unregister(self._process.kill)
         self._process.close()
 
-    async def _attend(self) -> None:
-        """Hand messages to their groups as long as the process lives, then tell all groups."""
-        listening = asyncio.create_task(self._listen())
+    async def _supervise(self) -> None:
+        """Receive messages as long as the worker lives; then fail the calls in progress."""
+        listening = asyncio.create_task(self._peer.listen())
         await asyncio.wait([listening, self._exited], return_when=asyncio.FIRST_COMPLETED)
         if self._exited.done():
             await asyncio.wait([listening], timeout=DRAIN_SECONDS)
@@ -143,87 +121,29 @@ class RolloutProcess:
         else:
             await asyncio.wait([self._exited], timeout=GRACE_SECONDS)
             self._process.kill()
-        exit_code = await self._exited
-        for inbox in self._inboxes.values():
-            inbox.put_nowait(Ended(self._reason(exit_code)))
-
-    async def _listen(self) -> None:
-        while (message := await self._wire.receive()) is not None:
-            if isinstance(message, Ready):
-                self._is_ready = True
-            elif message.group in self._inboxes:
-                self._inboxes[message.group].put_nowait(message)
+        self._peer.fail_calls(self._reason(await self._exited))
 
     def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
         self._process.join()
         code = self._process.exitcode
-        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
+        with suppress(RuntimeError):  # the loop is closed, so no task waits for the exit code
             loop.call_soon_threadsafe(self._exited.set_result, code)
 
     def _reason(self, exit_code: int | None) -> Exception:
-        if not self._is_ready:
+        if not self._peer.is_other_ready:
             return UserError(
-                f"a rollout process ended before it could play ({described(exit_code)}); its output says why. A script that "
-                "uses such processes is imported by each of them: its work must begin under `if __name__ == '__main__':`"
+                f"a rollout process ended before it was ready ({described(exit_code)}); its output "
+                "says why. Each rollout process imports the script that uses it, so its work must "
+                "begin under `if __name__ == '__main__':`"
             )
         return ProcessDiedError(
-            f"the rollout process {self.pid} ended while it played ({described(exit_code)}), and its groups with it"
+            f"the rollout process {self.pid} ended during its rollouts "
+            f"({described(exit_code)}), and its groups with it"
         )
 
 
-@dataclass
-class Conversation:
-    """What is said about one group, until it ends."""
-
-    wire: Wire
-    inbox: asyncio.Queue[Any]
-    tasks: asyncio.TaskGroup
-    policies: dict[int, TokenCompleter]
-    on_turn: OnTurn | None
-    calls: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-
-    async def to_the_end(self) -> Done | Failed | Ended:
-        while True:
-            match await self.inbox.get():
-                case Sample() as request:
-                    self.calls[request.call] = self.tasks.create_task(self.answer(request))
-                case Abandon(_, call) if call in self.calls:
-                    self.calls[call].cancel()
-                case Done() | Failed() | Ended() as last:
-                    for call in self.calls.values():
-                        call.cancel()
-                    return last
-
-    async def answer(self, request: Sample) -> None:
-        bound = {} if request.max_tokens is None else {"max_tokens": request.max_tokens}
-        try:
-            answer = await self.policy_of(request)(request.model_input, request.stop, **bound)
-        except asyncio.CancelledError as error:
-            # by the other side, which then ignores this, or within the policy
-            self.wire.post(SampleFailed(request.call, PackedError.of(error)))
-            raise
-        except Exception as error:
-            await self.wire.send(SampleFailed(request.call, PackedError.of(error)))
-        else:
-            if self.on_turn is not None:
-                self.on_turn(answer)
-            await self.wire.send(Sampled(request.call, answer))
-        finally:
-            del self.calls[request.call]
-
-    def policy_of(self, request: Sample) -> TokenCompleter:
-        """The policy that a call is for; one object for all calls of a seeded one, since it counts
-        them.
-        """
-        if request.policy not in self.policies:
-            policy = self.policies[0]
-            for seed in request.seeds:
-                policy = policy.seeded(seed)
-            self.policies[request.policy] = policy
-        return self.policies[request.policy]
-
-
 def described(exit_code: int | None) -> str:
+    """Return an exit code in words, with the name of the signal if one ended the process."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     try:

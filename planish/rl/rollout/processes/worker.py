@@ -1,13 +1,13 @@
-"""The process that plays groups, as seen from inside: environments here, the policy in the process
-that trains.
+"""A rollout worker: a process that runs environments, while the policy stays in the training
+process.
 
-It lives as long as its socket. When the other end says that nothing more will come, or is gone,
-every group is cancelled, its builder cleans up, and the process ends. If the other process is gone
-and that takes longer than GRACE_SECONDS, say because an environment computes without end, the
-process is ended from a thread.
+It lives as long as its socket. When the training process closes the socket, or is gone, every
+group is cancelled, its builder cleans up, and the worker ends. If the training process is gone and
+the cleanup takes longer than GRACE_SECONDS (say because an environment computes without end), a
+thread ends the worker.
 
-Ctrl-C and SIGTERM are for the process that trains, which then closes the socket; here they do
-nothing. Processes that environments start get them as usual.
+Ctrl-C and SIGTERM are for the training process, which then closes the socket; the worker ignores
+both. Processes that environments start get these signals as usual.
 """
 
 import asyncio
@@ -25,30 +25,84 @@ from typing import Any
 from planish import logtree
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.rl.rollout.processes.messages import (
-    GRACE_SECONDS,
-    Abandon,
-    Cancel,
-    Done,
-    Failed,
-    Outcome,
-    PackedError,
-    Play,
-    Ready,
-    Sample,
-    Sampled,
-    SampleFailed,
-    Task,
-    Wire,
-)
+from planish.rl.limits import TerminationRewardPolicy
+from planish.rl.rollout.processes.peer import GRACE_SECONDS, Call, Peer
 from planish.rl.rollout.rollouts import do_group_rollout
-from planish.rl.types import RolloutError
+from planish.rl.rollout.strategy import RolloutStrategy
+from planish.rl.types import EnvGroupBuilder, RolloutError, TrajectoryGroup
 from planish.types import ModelInput
 
 
+@dataclass(frozen=True)
+class RolloutTask:
+    """A group and how to roll it out."""
+
+    builder: EnvGroupBuilder
+    strategy: RolloutStrategy
+    termination: TerminationRewardPolicy | None
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """To the worker: roll out a group."""
+
+    task: bytes
+    """A pickled `RolloutTask`. It is pickled apart, so that the worker can read the request even
+    if it cannot import the builder's class.
+    """
+    builder_name: str
+    seed: int | None
+    is_logged: bool
+
+
+@dataclass(frozen=True)
+class RolloutResult:
+    """The reply to a RolloutRequest, sent pickled."""
+
+    group: TrajectoryGroup | None
+    """None if the strategy dropped the group."""
+    failures: list[RolloutError]
+    logged: list[logtree.Node | str]
+
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """From the worker: call the policy of the group."""
+
+    policy: int
+    """0 for the group's policy itself; another number for one that is seeded with `seeds`."""
+    seeds: tuple[int, ...]
+    """The arguments of successive calls of `TokenCompleter.seeded`."""
+    model_input: ModelInput
+    stop: StopCondition
+    max_tokens: int | None
+
+
+@dataclass(frozen=True)
+class RemotePolicy(TokenCompleter):
+    """The policy of a group, which runs in the training process."""
+
+    peer: Peer
+    rollout: int
+    """Number of the call that asks for the group's rollout."""
+    number: int = 0
+    seeds: tuple[int, ...] = ()
+    numbers: Any = field(default_factory=lambda: count(1))
+    """Counts the seeded policies of the group."""
+
+    def seeded(self, seed: int) -> "RemotePolicy":
+        return replace(self, number=next(self.numbers), seeds=(*self.seeds, seed))
+
+    async def __call__(
+        self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
+    ) -> TokensWithLogprobs:
+        request = SampleRequest(self.number, self.seeds, model_input, stop, max_tokens)
+        return await self.peer.call(request, self.rollout)
+
+
 def main(end: socket.socket) -> None:
-    """Serve the other end until it closes."""
-    # not SIG_IGN, which programs started here would inherit
+    """Serve the training process until it closes its end of the socket."""
+    # Handlers that do nothing instead of SIG_IGN, which programs started here would inherit.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
@@ -58,6 +112,7 @@ def main(end: socket.socket) -> None:
 
 
 def end_with_parent() -> None:
+    """Wait for the end of the training process, then end this one after GRACE_SECONDS."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -66,124 +121,53 @@ def end_with_parent() -> None:
 
 
 async def serve(end: socket.socket) -> None:
-    player = Player(await Wire.over(end))
-    await player.serve()
+    """Roll out the groups that the training process asks for."""
+    peer = await Peer.over(end)
+
+    async def answer(call: Call) -> bytes:
+        return await roll_out(call.request, RemotePolicy(peer, call.number))
+
+    await peer.serve(answer)
 
 
-@dataclass(frozen=True)
-class RemotePolicy(TokenCompleter):
-    """The policy of a group, which is called in the process that trains."""
-
-    player: "Player"
-    group: int
-    number: int = 0
-    seeds: tuple[int, ...] = ()
-
-    def seeded(self, seed: int) -> "RemotePolicy":
-        return replace(self, number=next(self.player.numbers), seeds=(*self.seeds, seed))
-
-    async def __call__(
-        self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
-    ) -> TokensWithLogprobs:
-        call = next(self.player.numbers)
-        return await self.player.sample(
-            Sample(self.group, call, self.number, self.seeds, model_input, stop, max_tokens)
+async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
+    """Return the pickled RolloutResult of a group."""
+    task = unpickled(request)
+    listening = (
+        logtree.capture(request.builder_name) if request.is_logged else logtree.scope_disable()
+    )
+    failures: list[RolloutError] = []
+    with listening as tree:
+        group = await do_group_rollout(
+            task.builder,
+            policy,
+            task.strategy,
+            task.termination,
+            seed=request.seed,
+            failures=failures,
         )
-
-
-@dataclass
-class Player:
-    """All groups of this process."""
-
-    wire: Wire
-    numbers: Any = field(default_factory=lambda: count(1))
-    """Of policies and calls."""
-    groups: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    waiting: dict[int, asyncio.Future[TokensWithLogprobs]] = field(default_factory=dict)
-    """Calls of the policy that are not answered."""
-
-    async def serve(self) -> None:
-        await self.wire.send(Ready())
-        async with asyncio.TaskGroup() as tasks:
-            while (message := await self.wire.receive()) is not None:
-                match message:
-                    case Play(group):
-                        self.groups[group] = tasks.create_task(self.play(message))
-                    case Cancel(group) if group in self.groups:
-                        self.groups[group].cancel()
-                    case Sampled(call, answer) if (waiting := self.waits(call)) is not None:
-                        waiting.set_result(answer)
-                    case SampleFailed(call, error) if (waiting := self.waits(call)) is not None:
-                        waiting.set_exception(error.unpacked())
-            for group in self.groups.values():
-                group.cancel()
-        await self.wire.close()
-
-    def waits(self, call: int) -> asyncio.Future[TokensWithLogprobs] | None:
-        """Whoever still waits for the answer to a call."""
-        waiting = self.waiting.pop(call, None)
-        return None if waiting is None or waiting.cancelled() else waiting
-
-    async def play(self, play: Play) -> None:
-        """Play a group and send what came of it."""
-        try:
-            outcome = await self.outcome(unpickled(play), play)
-            await self.wire.send(Done(play.group, pickled(outcome, play)))
-        except asyncio.CancelledError as error:
-            # by the other end, which then ignores this, or by the environment
-            self.wire.post(Failed(play.group, PackedError.of(error)))
-            raise
-        except Exception as error:
-            await self.wire.send(Failed(play.group, PackedError.of(error)))
-        finally:
-            del self.groups[play.group]
-
-    async def outcome(self, task: Task, play: Play) -> Outcome:
-        policy = RemotePolicy(self, play.group)
-        listening = (
-            logtree.capture(play.builder_name) if play.is_logged else logtree.scope_disable()
-        )
-        failures: list[RolloutError] = []
-        with listening as tree:
-            group = await do_group_rollout(
-                task.builder,
-                policy,
-                task.strategy,
-                task.termination,
-                seed=play.seed,
-                failures=failures,
-            )
-        if tree is None:
-            return Outcome(group, failures, [])
+    logged: list[logtree.Node | str] = []
+    if tree is not None:
         _, body = tree.children
         assert isinstance(body, logtree.Node)
-        return Outcome(group, failures, body.children)
-
-    async def sample(self, request: Sample) -> TokensWithLogprobs:
-        answer = self.waiting[request.call] = asyncio.get_running_loop().create_future()
-        try:
-            await self.wire.send(request)
-            return await answer
-        finally:
-            if self.waiting.pop(request.call, None) is not None:
-                self.wire.post(Abandon(request.group, request.call))
-
-
-def unpickled(play: Play) -> Task:
+        logged = body.children
     try:
-        return pickle.loads(play.task)
+        return pickle.dumps(RolloutResult(group, failures, logged))
     except Exception as error:
         raise UserError(
-            f"{play.builder_name} cannot be made in a rollout process: {type(error).__name__}: {error}; define it, and what "
-            "it holds, in a module that can be imported, not in a notebook or under `if __name__ == '__main__':`"
+            f"what {request.builder_name} gave cannot be sent back from its process: "
+            f"{type(error).__name__}: {error}; metrics and logs must hold numbers and text"
         ) from error
 
 
-def pickled(outcome: Outcome, play: Play) -> bytes:
+def unpickled(request: RolloutRequest) -> RolloutTask:
+    """Return the request's task; UserError if its builder cannot be imported here."""
     try:
-        return pickle.dumps(outcome)
+        return pickle.loads(request.task)
     except Exception as error:
         raise UserError(
-            f"what {play.builder_name} gave cannot be sent back from its process: {type(error).__name__}: {error}; metrics and "
-            "logs are to hold numbers and text"
+            f"{request.builder_name} cannot be made in a rollout process: "
+            f"{type(error).__name__}: {error}; define the builder and the classes of its "
+            "attributes in a module that can be imported, not in a notebook or under "
+            "`if __name__ == '__main__':`"
         ) from error

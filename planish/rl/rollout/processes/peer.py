@@ -1,0 +1,257 @@
+"""Calls between the training process and its rollout workers, over a socket pair.
+
+Both ends are a `Peer`. A peer calls the other one, answers its calls, and cancels its own; any
+number of calls can be in progress at once. While a call is in progress, the callee can call back:
+a worker that rolls out a group calls the policy in the training process. Such a call belongs to
+the call that it serves, and ends with it.
+
+A message is a pickled dataclass after its length. Only the two processes hold the ends of the
+socket pair, so nobody else can write to it; this makes unpickling safe.
+
+An error is sent with its type, message and notes, and the text of its traceback becomes its cause.
+An error that cannot be pickled arrives as a RolloutProcessError with its type and message.
+"""
+
+import asyncio
+import pickle
+import socket
+import traceback
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Self
+
+from planish.errors import PlanishError
+from planish.rl.rollout.group_rollout import first_of_group
+
+GRACE_SECONDS = 10.0
+"""Seconds that a worker has for ending after its socket is closed, before it is killed."""
+LENGTH_BYTES = 8
+BUFFER_BYTES = 1 << 20
+
+
+class RolloutProcessError(PlanishError, RuntimeError):
+    """A rollout worker died, or raised an error that cannot be pickled."""
+
+
+class ProcessTraceback(Exception):
+    """The traceback of an error in the process where it was raised."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(f'in a rollout process\n"""\n{text}"""')
+
+
+@dataclass(frozen=True)
+class PackedError:
+    """An exception in a form that can be sent."""
+
+    pickled: bytes
+    """Empty if the exception cannot be pickled."""
+    summary: str
+    traceback: str
+
+    @classmethod
+    def of(cls, error: BaseException) -> Self:
+        """Pack `error`; never raises."""
+        trail = "".join(traceback.format_exception(error))
+        summary = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
+        try:
+            return cls(pickle.dumps(error), summary, trail)
+        except Exception:  # an exception's own arguments may raise anything when pickled
+            return cls(b"", summary, trail)
+
+    def unpacked(self) -> Exception:
+        """Return the exception, or a RolloutProcessError in its place."""
+        error: Any = None
+        with suppress(Exception):
+            # An exception that pickles can still fail to unpickle: its class may want other
+            # arguments than those in `args`.
+            error = pickle.loads(self.pickled)
+        if not isinstance(error, Exception):
+            error = RolloutProcessError(self.summary)
+        error.__cause__ = ProcessTraceback(self.traceback)
+        return error
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The sender has started."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """Answer `request`."""
+
+    scope: int | None
+    """The receiver's own call that this call belongs to; None: to no call."""
+    number: int
+    """Unique among the calls of the sender."""
+    request: Any
+
+
+@dataclass(frozen=True)
+class Cancel:
+    """Cancel call `number`, which nobody waits for any more."""
+
+    scope: int | None
+    number: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of the receiver's call `scope`, or its error."""
+
+    scope: int
+    result: Any = None
+    error: PackedError | None = None
+
+
+@dataclass(frozen=True)
+class Ended:
+    """No more messages will come. Put into inboxes, never sent."""
+
+    reason: Exception | None = None
+
+
+Answer = Callable[[Call], Awaitable[Any]]
+
+
+async def reject(call: Call) -> Any:
+    """Answer of a peer that expects no calls."""
+    raise AssertionError(f"unexpected call: {call}")
+
+
+class Peer:
+    """One end of the socket pair."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._has_ended = False
+        self._numbers = count(1)
+        self._inboxes: dict[int | None, asyncio.Queue[Any]] = {}
+        """Messages for each own call that is in progress; None: for `serve`."""
+        self.is_other_ready = False
+
+    @classmethod
+    async def over(cls, end: socket.socket) -> Self:
+        """Return the peer that uses this socket."""
+        return cls(*await asyncio.open_connection(sock=end, limit=BUFFER_BYTES))
+
+    @property
+    def calls(self) -> int:
+        """Number of own calls that are in progress."""
+        return len(self._inboxes.keys() - {None})
+
+    async def call(self, request: Any, scope: int | None = None, answer: Answer = reject) -> Any:
+        """Return the other end's result for `request`, or raise its error.
+
+        `scope` is the other end's call that this one serves. `answer` answers the calls that the
+        other end makes for this one; they are cancelled when this call ends.
+        """
+        number = next(self._numbers)
+        inbox = self._inboxes[number] = asyncio.Queue()
+        last: Reply | Ended | None = None
+        try:
+            await self._send(Call(scope, number, request))
+            last = await self._answer_all(inbox, answer)
+        finally:
+            del self._inboxes[number]
+            if last is None:
+                self.post(Cancel(scope, number))
+        match last:
+            case Ended(Exception() as reason):
+                raise reason
+            case Reply(_, _, PackedError() as error):
+                raise error.unpacked()
+        assert isinstance(last, Reply)
+        return last.result
+
+    async def serve(self, answer: Answer) -> None:
+        """Answer calls that belong to no call, until the other end ends; then cancel them."""
+        inbox = self._inboxes[None] = asyncio.Queue()
+        listening = asyncio.create_task(self.listen())
+        self.post(Ready())
+        await self._answer_all(inbox, answer)
+        await listening
+        await self.close()
+
+    async def listen(self) -> None:
+        """Pass each message to the call that it belongs to, until the other end is gone."""
+        while (message := await self._receive()) is not None:
+            if isinstance(message, Ready):
+                self.is_other_ready = True
+            elif message.scope in self._inboxes:
+                self._inboxes[message.scope].put_nowait(message)
+        if None in self._inboxes:
+            self._inboxes[None].put_nowait(Ended())
+
+    def fail_calls(self, reason: Exception) -> None:
+        """Raise `reason` in all own calls that are in progress."""
+        for inbox in self._inboxes.values():
+            inbox.put_nowait(Ended(reason))
+
+    async def _answer_all(self, inbox: asyncio.Queue[Any], answer: Answer) -> Reply | Ended:
+        """Answer the calls in `inbox` until a Reply or Ended is in it, and return that one."""
+        tasks: dict[int, asyncio.Task[None]] = {}
+        with first_of_group():
+            async with asyncio.TaskGroup() as group:
+                while True:
+                    match await inbox.get():
+                        case Call(_, number) as call:
+                            tasks[number] = group.create_task(self._answer(call, answer))
+                            tasks[number].add_done_callback(lambda _, n=number: tasks.pop(n))
+                        case Cancel(_, number) if number in tasks:
+                            tasks[number].cancel()
+                        case Reply() | Ended() as last:
+                            for task in tasks.values():
+                                task.cancel()
+                            return last
+
+    async def _answer(self, call: Call, answer: Answer) -> None:
+        try:
+            reply = Reply(call.number, await answer(call))
+        except asyncio.CancelledError as error:
+            # Either the caller cancelled the call and ignores this reply, or `answer` raised the
+            # error without being asked to end, and then the caller waits for a reply.
+            self.post(Reply(call.number, error=PackedError.of(error)))
+            raise
+        except Exception as error:
+            reply = Reply(call.number, error=PackedError.of(error))
+        await self._send(reply)
+
+    def post(self, message: Any) -> None:
+        """Send without waiting. A message after `end`, or to an end that is gone, is lost."""
+        payload = pickle.dumps(message)
+        if not self._has_ended and not self._writer.is_closing():
+            self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
+
+    async def _send(self, message: Any) -> None:
+        """Send, and wait while the other end is slow to read."""
+        self.post(message)
+        # `listen` notices that the other end is gone, and pending calls learn of it there.
+        with suppress(ConnectionError):
+            await self._writer.drain()
+
+    async def _receive(self) -> Any | None:
+        """Return the next message; None if the other end is gone."""
+        try:
+            length = int.from_bytes(await self._reader.readexactly(LENGTH_BYTES), "big")
+            payload = await self._reader.readexactly(length)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return None
+        return pickle.loads(payload)
+
+    def end(self) -> None:
+        """Tell the other end that no more messages will come. Its messages are still received."""
+        self._has_ended = True
+        if not self._writer.is_closing():
+            with suppress(OSError):  # the other end is gone
+                self._writer.write_eof()
+
+    async def close(self) -> None:
+        """Close the socket."""
+        self._writer.close()
+        with suppress(ConnectionError):
+            await self._writer.wait_closed()
