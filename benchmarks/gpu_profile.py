@@ -22,10 +22,10 @@ from iteration import datum
 from limits import DEVICE, RANK, synchronize
 from torch.profiler import ProfilerActivity, profile
 
-from planish.engine.adapters import Adapter
 from planish.engine.base_models import BaseModel
 from planish.engine.memory import DeviceMemory
 from planish.engine.settings import EngineSettings
+from planish.engine.training.adapters import Adapter
 from planish.model.lora import LoraLayout
 from planish.service import Sample
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams

@@ -24,8 +24,8 @@ from planish.errors import (
     UnsupportedError,
     UserError,
 )
+from planish.model.kernels.cpp.threads import spin_shortly as _spin_shortly
 from planish.moved_modules import find_former_names
-from planish.native.threads import spin_shortly as _spin_shortly
 from planish.types import (
     AdamParams,
     Checkpoint,

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from planish.files import cache_home
-from planish.native import cpu
+from planish.model.kernels.cpp import cpu
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before their first import

@@ -27,7 +27,6 @@ LAYERS = (
     ("processes", "logtree", "sandbox"),
     ("datasets",),
     ("wire",),
-    ("native",),
     ("model",),
     ("renderers",),
     ("engine",),
@@ -65,7 +64,7 @@ FORBIDDEN |= {("server", "client"), ("client", "server")}
 IN_FUNCTIONS = {
     ("planish.commands.checkpoints", "planish.export"),
     ("planish.client.local", "planish.engine"),
-    ("planish.commands.models", "planish.native"),
+    ("planish.commands.models", "planish.model"),
     ("planish.commands.run", "planish.server"),
 }
 """For whom torch would be loaded in vain: clients of a server, and a list of models."""
@@ -125,7 +124,7 @@ def _arrows() -> list[Arrow]:
 
 
 def part(module: str) -> str:
-    """The layer's name of a module: "planish.engine.trainer" -> "engine"."""
+    """The layer's name of a module: "planish.engine.training.trainer" -> "engine"."""
     return module.split(".")[1] if "." in module else module
 
 

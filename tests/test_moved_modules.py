@@ -17,6 +17,8 @@ def test_a_former_name_is_the_same_module(former, monkeypatch):
     monkeypatch.delitem(sys.modules, f"planish.{former}", raising=False)
     if "inspect" in former:
         pytest.importorskip("inspect_ai")
+    if "triton" in former:
+        pytest.importorskip("triton")
     module = importlib.import_module(f"planish.{MOVED[former]}")
     with pytest.warns(DeprecationWarning, match=f"is now planish.{MOVED[former]}$"):
         found = importlib.import_module(f"planish.{former}")

@@ -24,7 +24,7 @@ from planish.client.local import chosen_url
 from planish.client.remote_errors import ServerUnreachableError, body_of, refusal
 from planish.client.remote_http import Http, NoAnswerError
 from planish.client.remote_link import API, checked_key, checked_url
-from planish.engine.checkpoints import CheckpointStore, data_directory, record_of
+from planish.engine.checkpoints.store import CheckpointStore, data_directory, record_of
 from planish.errors import (
     CheckpointError,
     StorageError,

@@ -102,7 +102,7 @@ class TrainingClient(RefusesMethods):
 
         If this operation is rejected, fails or is cancelled, the next `optim_step` fails too.
         Invalid data are therefore reported by the result, not raised here. The losses are in
-        planish/engine/losses.py, their options in planish.service.LOSS_OPTIONS.
+        planish/engine/training/losses.py, their options in planish.service.LOSS_OPTIONS.
         """
         return Pending(
             self._submit_gradient(

@@ -13,7 +13,7 @@ from planish.client.checkpoint_records import Records, Row, as_json, downloaded,
 from planish.client.local import chosen_url
 from planish.commands.runs import add_source_arguments, check_run_id, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
-from planish.engine.checkpoints import CheckpointStore, data_directory
+from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
 
 _SHOWN = 20

@@ -19,7 +19,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
-        from planish.native import cpu  # and torch, which a list does not wait for
+        from planish.model.kernels.cpp import cpu  # and torch, which a list does not wait for
 
         cpu.loaded()  # compiled now rather than at the first sample
     else:

@@ -17,11 +17,11 @@ from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
 from planish.files import cache_home, short_path
-from planish.native import cpu
-from planish.native.build import BuildError, find_compiler
-from planish.native.gpu_check import driver_version, has_headers, remedy_of
-from planish.native.kernels import wants_graphs
-from planish.native.verdicts import Verdict
+from planish.model.kernels.choose import wants_graphs
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.build import BuildError, find_compiler
+from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
+from planish.model.kernels.verdicts import Verdict
 
 _REMEDY = (
     "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"

@@ -25,9 +25,9 @@ from planish.engine.settings import (
     kernel_shapes,
 )
 from planish.model.config import ModelConfig
-from planish.native import cpu
-from planish.native.gpu_check import admit_checked
-from planish.native.verdicts import Verdict
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.triton.self_test import admit_checked
+from planish.model.kernels.verdicts import Verdict
 
 
 @dataclass(frozen=True)

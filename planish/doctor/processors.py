@@ -9,7 +9,7 @@ import torch
 
 from planish.doctor.busy import Load
 from planish.doctor.findings import Finding
-from planish.native.threads import cpu_quota, limit_threads, usable_cpus
+from planish.model.kernels.cpp.threads import cpu_quota, limit_threads, usable_cpus
 
 _SHARE = 0.25
 """Of the processors; more that others use needs attention."""

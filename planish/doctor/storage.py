@@ -12,7 +12,7 @@ from threading import Thread
 from huggingface_hub import constants
 
 from planish.doctor.findings import Finding, write_problem
-from planish.engine.checkpoints import data_directory
+from planish.engine.checkpoints.store import data_directory
 from planish.engine.memory import gib
 from planish.files import cache_home, short_path
 from planish.model.sources import HUB_TIMEOUT_SECONDS, hub_problem

@@ -20,7 +20,7 @@ import torch
 
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe
-from planish.engine.sampler import Sampler
+from planish.engine.sampling.sampler import Sampler
 from planish.engine.settings import (
     EngineSettings,
     choose_device,
@@ -29,13 +29,13 @@ from planish.engine.settings import (
     head_shape,
     kernel_shapes,
 )
-from planish.engine.trainer import Trainer
+from planish.engine.training.trainer import Trainer
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.triton.self_test import admit_checked
 from planish.model.sources import checked_mapping, resolve_model
 from planish.model.weights import weights_fingerprint
-from planish.native.gpu_check import admit_checked
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
     submit   checks an operation against the model, the vocabulary and the disk in the caller's
              thread, then queues it
-    owner.py runs all operations in the engine thread
+    engine_thread.py runs all operations in the engine thread
 
 `close()` finishes the queued operations and then frees the device. `close(finish=False)` fails the
 queued operations with EngineClosedError, and the running one at its next matmul.
@@ -24,20 +24,20 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from planish.engine.base_models import BaseModel, BaseModels
-from planish.engine.checkpoint_files import Manifest
-from planish.engine.checkpoint_labels import Label, check_label, check_metadata, check_name
-from planish.engine.checkpoints import CheckpointStore, data_directory, name_taken, record_of
+from planish.engine.checkpoints.files import Manifest
+from planish.engine.checkpoints.labels import Label, check_label, check_metadata, check_name
+from planish.engine.checkpoints.store import CheckpointStore, data_directory, name_taken, record_of
+from planish.engine.engine_thread import DeviceOwner
 from planish.engine.memory import DeviceMemory, adapter_bytes
-from planish.engine.owner import DeviceOwner
+from planish.engine.operations import TrainingOperations
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.engine.tenants import Job, LoadedAdapter, SamplerHandle, Tenant
-from planish.engine.training_operations import TrainingOperations
+from planish.engine.training_models import Job, LoadedAdapter, SamplerHandle, Tenant
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
+from planish.model.kernels.cpp.threads import limit_threads
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
 from planish.model.sources import checked_mapping, environment_models
-from planish.native.threads import limit_threads
 from planish.service import (
     SUBSTITUTE_REMEDY,
     AdapterBytes,

@@ -1,6 +1,6 @@
 """The checks of the GPU's kernels: each family against torch, at the shapes of one model.
 
-native/gpu_check.py runs this module in a process of its own, because an illegal memory access ends
+model/kernels/triton/self_test.py runs this module in a process of its own, because an illegal memory access ends
 the CUDA context of its process. The module reads a `Request` from its standard input and writes a
 line when it begins a family, and another with the verdict.
 
@@ -27,26 +27,26 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.attention import dense_mask_attention
-from planish.engine.gpu_adapters import AdapterTables
-from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.engine.gpu_forest import GpuForest
-from planish.engine.graph_passes import GraphPasses
-from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
-from planish.engine.packing import pack
-from planish.engine.passes import Rows
-from planish.engine.positions import SPAN, capacity_for
-from planish.engine.sampling_attention import PrefillSpan
-from planish.engine.sampling_head import RowLayout
+from planish.engine.sampling.cuda_graph_runner import GraphPasses
+from planish.engine.sampling.model_runner import Rows
+from planish.engine.sampling.sampling_head import RowLayout
 from planish.engine.settings import DTYPES
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels import choose
+from planish.model.kernels.choose import FAMILIES
+from planish.model.kernels.reference.attention import dense_mask_attention
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
+from planish.model.kernels.triton.adapters import AdapterTables
+from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.model.kernels.triton.self_test import Request
+from planish.model.kernels.triton.tree_attention import GpuForest
+from planish.model.kernels.verdicts import Verdict
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
 from planish.model.lora import LAYER_SITES, SITES, AdapterRows, LoraLayout, LoraWeights
+from planish.model.positions import SPAN, capacity_for
+from planish.model.prefix_tree import pack
 from planish.model.weights import expected_shapes
-from planish.native import kernels
-from planish.native.gpu_check import Request
-from planish.native.kernels import FAMILIES
-from planish.native.verdicts import Verdict
 from planish.types import LoraConfig
 
 TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 2e-4}
@@ -169,7 +169,7 @@ def check_rope(case: Case) -> None:
         for back in (False, True):
             found = own.rotate(x, cos, sin, back=back)
             compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
-    fused = kernels.fused_heads(joint)
+    fused = choose.fused_heads(joint)
     if fused is None:
         raise WrongResultError("norms and RoPE of all heads have no kernel")
     norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
@@ -248,7 +248,7 @@ def _check_sampling(case: Case, vocab: int) -> None:
     ends = weights.double().cumsum(1)
     goals = uniforms.to(case.device).unsqueeze(1) * ends[:, -1:]
     expected = (ends > goals).int().argmax(1)
-    found = kernels.sample(weights, uniforms.to(case.device))
+    found = choose.sample(weights, uniforms.to(case.device))
     if found is None:
         raise WrongResultError(f"Triton does not serve {case.device}")
     wrong = int((found != expected).sum())
@@ -488,7 +488,7 @@ assert tuple(CHECKS) == FAMILIES
 
 
 def _elementwise(case: Case, family: str) -> Any:
-    own = kernels.serving(case.random(1), family)
+    own = choose.serving(case.random(1), family)
     if own is None:
         raise WrongResultError(f"Triton does not serve {case.dtype} on {case.device}")
     return own

@@ -22,12 +22,12 @@ from threading import Lock
 
 import torch
 
-from planish.engine.kv_cache import KVShape, fitting_bytes, held_bytes
-from planish.engine.sampler import SamplerSettings
+from planish.engine.sampling.sampler import SamplerSettings
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.engine.trainer import TrainerSettings
+from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
+from planish.model.kv_cache import KVShape, fitting_bytes, held_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weights import expected_shapes
 from planish.service import AdapterBytes

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from planish.engine.row_tiling import RowTiling
 from planish.engine.settings import head_shape
 from planish.model.config import ModelConfig
+from planish.model.kernels import choose
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu_products import multiplies
+from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.lora import adapts_in_panels
-from planish.native import cpu, kernels
-from planish.native.cpu_products import multiplies
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Numerics:
     kernels: str
     """Which kernels serve, such as "C++ kernels (AVX512_BF16)" or "torch"."""
     replaced: tuple[str, ...]
-    """Families of the kernels that torch replaces here (FAMILIES of self_test.py, or kernels.py)."""
+    """Families of the kernels that torch replaces here (FAMILIES of cpp/self_test.py, or choose.py)."""
     is_batch_invariant: bool
     """Whether a sample with a seed has the same bits whatever else the engine does. LoRA of single
     low ranks may be an exception where torch multiplies, which a warning names.
@@ -71,9 +72,9 @@ def describe(
             replaced |= {"attention"}
     elif device.type == "cuda":
         heads = head_shape(config, dtype)
-        served = {each for each in kernels.FAMILIES if kernels.triton_attends(each, heads, device)}
+        served = {each for each in choose.FAMILIES if choose.triton_attends(each, heads, device)}
         if served:
-            name, replaced = "Triton kernels", {*kernels.FAMILIES} - served
+            name, replaced = "Triton kernels", {*choose.FAMILIES} - served
     is_native = library is not None and not replaced & {"matmul", "lora", "attention"}
     # The trainer does not compute in fixed tiles, so there its matmuls have an order of their own.
     is_one_order = is_native or (tiling is not None and tiling.tile is None)

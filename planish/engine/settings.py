@@ -14,11 +14,11 @@ from pathlib import Path
 
 import torch
 
-from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.native import cpu_products
-from planish.native.kernels import HeadShape, wants_graphs
+from planish.model.kernels.choose import HeadShape, wants_graphs
+from planish.model.kernels.cpp import cpu_products
+from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
 from planish.service import checked_substitutes
 
 _GPU_FILES = (

@@ -19,7 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from planish.engine.checkpoint_files import (
+from planish.engine.checkpoints.files import (
     ADAPTER,
     ADAPTER_CONFIG,
     MANIFEST,

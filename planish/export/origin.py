@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from typing import Any
 
 from planish.client.checkpoint_records import Records
-from planish.engine.checkpoint_files import ADAPTER_CONFIG
+from planish.engine.checkpoints.files import ADAPTER_CONFIG
 from planish.errors import CheckpointError, DamagedFileError, UserError
 from planish.files import read_rows
 from planish.runlog.run_directory import (

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG
+from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from planish.errors import CheckpointError, StorageError, UserError
 from planish.export.lora_update import LoraUpdate, read_update
 from planish.export.merging import SHARD_BYTES, Rounding, write_merged

@@ -28,14 +28,15 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
+from planish.model.kernels import choose
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu import KeptAttention
+from planish.model.kernels.cpp.cpu_pass import PanelLayer, PanelPass
+from planish.model.kernels.cpp.cpu_products import PanelRows, PanelSite, WeightRoom
 from planish.model.linear import FrozenLinear
 from planish.model.lora import SITES, AdapterRows, LayerLora, LoraStack, Site, StackRows
 from planish.model.rope import RotaryEmbedding, Rotation, rotate
 from planish.model.weights import load_weights
-from planish.native import cpu, kernels
-from planish.native.cpu import KeptAttention
-from planish.native.cpu_pass import PanelLayer, PanelPass
-from planish.native.cpu_products import PanelRows, PanelSite, WeightRoom
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """The attention function of one forward pass: (layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E])
@@ -192,7 +193,7 @@ class _Forward:
         norms = (
             None if layer.q_norm is None or layer.k_norm is None else (layer.q_norm, layer.k_norm)
         )
-        fused = None if torch.is_grad_enabled() else kernels.fused_heads(qkv)
+        fused = None if torch.is_grad_enabled() else choose.fused_heads(qkv)
         eps = self.config.rms_norm_eps
         if fused is not None:
             q, k = fused.turned_heads(
@@ -361,7 +362,7 @@ def add_norm(
     """
     if torch.is_grad_enabled():
         return _AddNorm.apply(x, more, weight, eps, dtype)  # type: ignore[no-any-return]
-    own = kernels.serving(x, "norms")
+    own = choose.serving(x, "norms")
     if own is not None:
         total, out, _ = own.rms_norm(x.contiguous(), more, weight, eps, dtype, in_place=True)
         return total, out
@@ -392,7 +393,7 @@ class _AddNorm(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, more: Tensor | None, weight: Tensor, eps: float, dtype: torch.dtype
     ):
-        own = kernels.serving(x, "norms")
+        own = choose.serving(x, "norms")
         if own is not None:
             total, out, scale = own.rms_norm(x.contiguous(), more, weight, eps, dtype)
         else:
@@ -406,7 +407,7 @@ class _AddNorm(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, scale = ctx.saved_tensors
-        own = kernels.serving(x, "norms")
+        own = choose.serving(x, "norms")
         if grad is None:
             found = grad_total
         elif own is not None:
@@ -438,7 +439,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _swiglu(gate_up: Tensor) -> Tensor:
-    own = kernels.serving(gate_up, "swiglu")
+    own = choose.serving(gate_up, "swiglu")
     if own is not None:
         return own.swiglu(gate_up)
     gate, up = gate_up.chunk(2, -1)
@@ -456,7 +457,7 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
-        own = kernels.serving(gate_up, "swiglu")
+        own = choose.serving(gate_up, "swiglu")
         if own is not None:
             return own.swiglu_backward(grad.contiguous(), gate_up)
         gate, up = gate_up.chunk(2, -1)

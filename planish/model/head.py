@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.head_lora import HeadLora, Member
+from planish.model.kernels import choose
+from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
 from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
-from planish.native import kernels
-from planish.native.cpu_head import HeadTable, SingleLogits
 
 # Number of logits per row, the largest ones, that are recomputed in float32.
 _EXACT = 16
@@ -37,7 +37,7 @@ _CHUNK = 256
 # Number of rows per matmul with the head on a GPU; fewer rows would not fill the GPU.
 _LARGE_CHUNK = 2048
 # A remainder of fewer rows joins the last chunk, because matmuls of few rows may not be
-# batch-invariant (engine/row_tiling.py).
+# batch-invariant (model/kernels/reference/row_tiling.py).
 _FEW = 32
 # Number of rows converted to float32 at a time on a CPU. Larger buffers do not fit into the cache
 # and take four times as long.
@@ -161,7 +161,7 @@ class _ScoredLogprobs(torch.autograd.Function):
                 stored = _stored_logits(
                     hidden[where], ctx.head, _of_all(ctx.site, hidden[where], ctx.lora, where)
                 )
-            own = kernels.serving(stored[-1], "log_sum_exp")
+            own = choose.serving(stored[-1], "log_sum_exp")
             if own is not None:
                 first, targets, amounts = pairs.by_row(where)
                 totals = log_total[where]
@@ -303,7 +303,7 @@ def log_normalizer(logits: Tensor, temperature: Tensor) -> Tensor:
     `logits`: float32 [R, V]. They are overwritten with exp(scaled logit - max of the row).
     `temperature`: [R].
     """
-    own = kernels.serving(logits, "log_sum_exp")
+    own = choose.serving(logits, "log_sum_exp")
     if own is not None:
         return own.normalizers(logits, temperature, weights=logits)
     peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
@@ -326,7 +326,7 @@ def _chunk_sums(weights: Tensor) -> Tensor:
 
 def _log_totals(stored: list[Tensor], temperature: float) -> Tensor:
     """Return `log_normalizer` of stored logits without changing them."""
-    own = kernels.serving(stored[-1], "log_sum_exp")
+    own = choose.serving(stored[-1], "log_sum_exp")
     if own is not None:
         temperatures = torch.full((stored[-1].shape[0],), temperature, device=stored[-1].device)
         return own.normalizers(stored[-1], temperatures, _exact_part(stored))

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from planish.model.kernels.cpp.cpu_head import HeadTable
 from planish.model.lora import Site
-from planish.native.cpu_head import HeadTable
 
 Member = tuple[int, int, Site]
 """Rows start .. stop - 1 have this adapter: A [r, D], B [V, r], the scaling multiplied into B."""

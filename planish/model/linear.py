@@ -1,7 +1,7 @@
 """Frozen linears that read the same input, computed as one matmul with packed weights.
 
 On a CPU the weights are packed once, when they are loaded. If the CPU has the instructions, the
-native matmul uses its own packed format (native/cpp/products.h). Otherwise bf16 weights are packed
+native matmul uses its own packed format (model/kernels/cpp/src/products.h). Otherwise bf16 weights are packed
 for oneDNN, which would repack them at every call. Packing for oneDNN makes a matmul of one row 2 to
 3 times faster and one of 128 rows 1.15 times faster (measured), with bit-identical results.
 
@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
+from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom, multiplies
 
 before_each_matmul: ContextVar[Callable[[], None]] = ContextVar("before_each_matmul")
 """A callback of the computing thread, called before each matmul with base weights, forward and

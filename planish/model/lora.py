@@ -21,7 +21,13 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.native.cpu_products import AdapterPanels, PanelSite, adapts, adapts_forward, panel_size
+from planish.model.kernels.cpp.cpu_products import (
+    AdapterPanels,
+    PanelSite,
+    adapts,
+    adapts_forward,
+    panel_size,
+)
 from planish.types import LoraConfig
 
 LAYER_SITES = (

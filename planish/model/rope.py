@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig, YarnRopeScaling
-from planish.native import kernels
+from planish.model.kernels import choose
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    own = kernels.serving(x, "rope")
+    own = choose.serving(x, "rope")
     if own is not None:
         return own.rotate(x, cos, sin, back=back)
     sin = -sin if back else sin

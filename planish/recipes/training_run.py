@@ -73,7 +73,7 @@ def engine_log_on_console() -> Iterator[None]:
         yield
         return
     handler = _ConsoleHandler(logging.INFO)
-    loggers = [logging.getLogger(name) for name in ("planish.engine", "planish.native")]
+    loggers = [logging.getLogger(name) for name in ("planish.engine", "planish.model.kernels")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.addHandler(handler)

@@ -614,7 +614,7 @@ def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(service_client)
 
 LEAVING = """
 import logging, sys
-logging.getLogger("planish.native").setLevel("ERROR")  # a machine may lack kernels, which is told
+logging.getLogger("planish.model.kernels").setLevel("ERROR")  # a machine may lack kernels, which is told
 from planish import AdamParams, Datum, ModelInput, ServiceClient
 far = {"base_url": sys.argv[1]} if sys.argv[1] else {"models": {"tiny": sys.argv[2]}, "data_dir": sys.argv[3], "dtype": "float32"}
 service_client = ServiceClient(**far)

@@ -29,9 +29,9 @@ from planish.doctor.storage import HubProbe, directories
 from planish.engine.numerics import Numerics
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
+from planish.model.kernels.cpp import threads
+from planish.model.kernels.verdicts import Verdict
 from planish.model.sources import DEFAULT_MODEL
-from planish.native import threads
-from planish.native.verdicts import Verdict
 from planish.sandbox import Sandbox, SandboxUnavailableError
 from planish.testing import tiny_model
 
@@ -318,7 +318,7 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
         asked.append(path)
         return [Verdict(family, True) for family in families], True
 
-    monkeypatch.setattr("planish.native.self_test._run", passed)
+    monkeypatch.setattr("planish.model.kernels.cpp.self_test._run", passed)
     acceleration.cpu.loaded.cache_clear()
     try:
         for damage in ("", "{", '[{"family": 1}]'):
@@ -517,6 +517,6 @@ def test_warnings_are_collected_and_not_printed(caplog):
     import logging
 
     with collected_warnings() as warnings:
-        logging.getLogger("planish.native.cpu").warning("no kernels: %s", "why")
+        logging.getLogger("planish.model.kernels.cpp.cpu").warning("no kernels: %s", "why")
     assert warnings == ["no kernels: why"]
     assert caplog.records == []

@@ -26,9 +26,10 @@ from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
 from planish.engine import base_models
-from planish.engine.graph_passes import GraphRecorder, Step
-from planish.engine.sampler import Sampler
-from planish.native import kernels, triton_common
+from planish.engine.sampling.cuda_graph_runner import GraphRecorder, Step
+from planish.engine.sampling.sampler import Sampler
+from planish.model.kernels import choose
+from planish.model.kernels.triton import common
 
 GPU = torch.device("cuda", 0)
 WAITING = (
@@ -186,13 +187,13 @@ class _Operations(TorchDispatchMode):
 def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
     marks = Marks()
     patch_cuda(patch)
-    patch.setattr(triton_common, "shared_memory", lambda _: triton_common.HOPPER_SHARED)
-    patch.setattr(kernels, "_admitted", {})
-    patch.setattr(kernels, "_elementwise", {})
+    patch.setattr(common, "shared_memory", lambda _: common.HOPPER_SHARED)
+    patch.setattr(choose, "_admitted", {})
+    patch.setattr(choose, "_elementwise", {})
     patch.setattr(
         base_models,
         "admit_checked",
-        lambda _directory, _shapes, heads, device: kernels.admit(device, heads, kernels.FAMILIES),
+        lambda _directory, _shapes, heads, device: choose.admit(device, heads, choose.FAMILIES),
     )
     patch.setattr(GraphRecorder, "recorded", lambda _, step: recorded(marks, step))
     # Interpreted, the graphs of all sizes take minutes.

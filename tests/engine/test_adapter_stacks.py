@@ -8,13 +8,13 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from planish.engine.adapter_stacks import AdapterStacks
-from planish.engine.passes import PlainPasses
-from planish.engine.row_tiling import probe
-from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.model_runner import PlainPasses
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference.adapter_stacks import AdapterStacks
+from planish.model.kernels.reference.row_tiling import probe
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, StackRows
-from planish.native import cpu
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SamplingParams

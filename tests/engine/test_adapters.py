@@ -5,11 +5,11 @@ from weakref import ref
 import pytest
 import torch
 
-from planish.engine.adapters import Adapter
+from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
+from planish.model.kernels.cpp.cpu_products import multiplies_bfloat16
 from planish.model.lora import LoraLayout
-from planish.native.cpu_products import multiplies_bfloat16
 from planish.types import AdamParams, LoraConfig
 
 CPU = torch.device("cpu")

@@ -16,17 +16,17 @@ import pytest
 import torch
 from filelock import FileLock
 
-import planish.engine.checkpoints as checkpoints
-from planish.engine.adapters import Adapter
-from planish.engine.checkpoint_files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
-from planish.engine.checkpoint_labels import Label
-from planish.engine.checkpoints import CheckpointStore, SavedAdapter
+import planish.engine.checkpoints.store as checkpoints
+from planish.engine.checkpoints.files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
+from planish.engine.checkpoints.labels import Label
+from planish.engine.checkpoints.store import CheckpointStore, SavedAdapter
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
+from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
+from planish.model.kernels.cpp.cpu_products import multiplies_bfloat16
 from planish.model.lora import LoraLayout, LoraWeights
-from planish.native.cpu_products import multiplies_bfloat16
 from planish.service import Sample
 from planish.testing import VOCAB_SIZE, tiny_model
 from planish.types import AdamParams, CheckpointPath, LoraConfig, ModelInput, SamplingParams
@@ -101,7 +101,7 @@ def test_a_copy_of_nothing_or_onto_something_is_refused(store):
 
 
 def test_a_disk_that_refuses_leaves_no_copy(store, monkeypatch):
-    monkeypatch.setattr("planish.engine.checkpoints.write_manifest", full_disk)
+    monkeypatch.setattr("planish.engine.checkpoints.store.write_manifest", full_disk)
     with pytest.raises(StorageError, match="was not saved"):
         store.copy(SOURCE, Label(COPY))
     assert [record.tinker_path for record in store.records()] == [str(SOURCE)]

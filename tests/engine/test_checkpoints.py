@@ -21,11 +21,11 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-import planish.engine.checkpoint_files as checkpoint_files
-import planish.engine.checkpoints as checkpoints
-from planish.engine.adapters import Adapter
-from planish.engine.checkpoint_files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
-from planish.engine.checkpoints import CheckpointStore, Label, SavedAdapter, data_directory
+import planish.engine.checkpoints.files as checkpoint_files
+import planish.engine.checkpoints.store as checkpoints
+from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
+from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter, data_directory
+from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
@@ -377,8 +377,8 @@ def test_a_kill_between_the_two_renames_loses_nothing(store, model_dir, monkeypa
 
 WRITER = """
 import sys, torch
-from planish.engine.adapters import Adapter
-from planish.engine.checkpoints import CheckpointStore, Label, SavedAdapter
+from planish.engine.training.adapters import Adapter
+from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.model.config import ModelConfig
 from planish.model.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig

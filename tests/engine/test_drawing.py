@@ -8,11 +8,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine import drawing
-from planish.engine.drawing import draw, draw_several, top_logprobs
-from planish.engine.randomness import UniformStream, uniforms
+from planish.engine.sampling import token_sampling
+from planish.engine.sampling.randomness import UniformStream, uniforms
+from planish.engine.sampling.token_sampling import draw, draw_several, top_logprobs
 from planish.model.head import log_normalizer
-from planish.native import cpu
+from planish.model.kernels.cpp import cpu
 from planish.types import SamplingParams
 
 
@@ -113,8 +113,8 @@ def test_rows_are_filtered_together_as_one_by_one():
     weights[:, 40:60] = 0
     weights[5] = torch.nan
     expected = weights.clone()
-    drawing._filter_each(expected, params)
-    found = drawing._filtered(weights, params)
+    token_sampling._filter_each(expected, params)
+    found = token_sampling._filtered(weights, params)
     finite = torch.arange(len(params)) != 5
     assert torch.equal(found[finite], expected[finite])
     assert len({int((row > 0).sum()) for row in found}) > 10
@@ -197,7 +197,7 @@ def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
 def test_several_draws_a_row_are_those_of_one_by_one(params, own, monkeypatch):
     if not own:
         monkeypatch.setattr(cpu, "loaded", lambda: None)
-        monkeypatch.setattr(drawing, "_ENTRIES", 5000)
+        monkeypatch.setattr(token_sampling, "_ENTRIES", 5000)
     logits = torch.randn(6, 3001, generator=torch.Generator().manual_seed(6)) * 4
     numbers = torch.from_numpy(np.random.default_rng(3).random((6, 50)))
     found = draw_several(logits, params, numbers)

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 
 import planish.engine.settings as settings_module
 from planish.engine.base_models import BaseModel
-from planish.engine.checkpoint_files import ADAPTER, MANIFEST, Manifest, _stored
+from planish.engine.checkpoints.files import ADAPTER, MANIFEST, Manifest, _stored
 from planish.engine.engine import Engine
-from planish.engine.owner import DeviceOwner
+from planish.engine.engine_thread import DeviceOwner
 from planish.engine.settings import EngineSettings, choose_dtype
 from planish.errors import CheckpointError, EngineClosedError, NonFiniteError, UserError
 from planish.service import (
@@ -409,7 +409,7 @@ def test_a_model_that_could_not_be_created_says_so_to_all_who_come(engine, tmp_p
 
 
 def test_operations_queued_behind_a_failed_creation_fail_clearly(engine, monkeypatch):
-    import planish.engine.training_operations as operations
+    import planish.engine.operations as operations
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("out of memory")
@@ -899,7 +899,7 @@ def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
 
 EXIT = """
 import logging, sys
-logging.getLogger("planish.native").setLevel("ERROR")  # a machine may lack kernels, which is told
+logging.getLogger("planish.model.kernels").setLevel("ERROR")  # a machine may lack kernels, which is told
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.service import *

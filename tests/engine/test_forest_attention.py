@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engine.attention import (
+from planish.model.kernels.reference.attention import (
     BlockKernel,
     ForestAttention,
     FusedCpuKernel,
@@ -14,7 +14,7 @@ from planish.engine.attention import (
     rectangles,
     triangles,
 )
-from planish.engine.packing import Packed, mask, pack
+from planish.model.prefix_tree import Packed, mask, pack
 
 CPU = torch.device("cpu")
 
@@ -77,7 +77,7 @@ def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
     packed = forest(2)
     qkv, weight = inputs(len(packed), 4, 2, torch.float64)
     whole = attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight)
-    monkeypatch.setattr("planish.engine.attention._SCORE_ENTRIES", 1)
+    monkeypatch.setattr("planish.model.kernels.reference.attention._SCORE_ENTRIES", 1)
     for a, b in zip(
         attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight),
         whole,

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from planish.engine.gpu_adapters import AdapterTables
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.decoder import _site, add_lora_, lora_hidden
+from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraLayout, LoraWeights, linear_shape
 from planish.types import LoraConfig
 

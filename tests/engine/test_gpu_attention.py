@@ -13,12 +13,16 @@ from hypothesis import strategies as st
 from test_native_attention import Prompt, Sample
 from torch import Tensor
 
-from planish.engine.gpu_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
-from planish.engine.positions import SPAN, capacity_for
-from planish.engine.sampling_attention import DecodeAttention, PrefillAttention, PrefillSpan
-from planish.native import kernels
-from planish.native.kernels import HeadShape
+from planish.model.kernels import choose
+from planish.model.kernels.choose import HeadShape
+from planish.model.kernels.reference.sampling_attention import (
+    DecodeAttention,
+    PrefillAttention,
+    PrefillSpan,
+)
+from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.model.positions import SPAN, capacity_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
@@ -370,13 +374,13 @@ def test_bases_number_as_many_pools_as_a_long_context_has():
 def test_served_heads(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setenv("PLANISH_KERNELS", "auto")
-    assert not kernels.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
+    assert not choose.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    assert kernels.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
-    assert kernels.triton_attends("attention", HeadShape(80, 4, torch.float32), cpu)
-    assert not kernels.triton_attends("attention", HeadShape(100, 4, torch.bfloat16), cpu)
-    assert not kernels.triton_attends("attention", HeadShape(512, 4, torch.bfloat16), cpu)
-    assert not kernels.triton_attends("attention", HeadShape(128, 4, torch.float16), cpu)
+    assert choose.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
+    assert choose.triton_attends("attention", HeadShape(80, 4, torch.float32), cpu)
+    assert not choose.triton_attends("attention", HeadShape(100, 4, torch.bfloat16), cpu)
+    assert not choose.triton_attends("attention", HeadShape(512, 4, torch.bfloat16), cpu)
+    assert not choose.triton_attends("attention", HeadShape(128, 4, torch.float16), cpu)
 
 
 @pytest.mark.gpu

@@ -12,13 +12,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from planish.engine import gpu_attention, settings
+from planish.engine import settings
 from planish.engine.gpu_families import Case, Sizes, case_of, check
 from planish.errors import UserError
-from planish.native import gpu_check, kernels
-from planish.native.gpu_check import Request, is_lasting, run_checks, warning_of
-from planish.native.kernels import FAMILIES, HeadShape
-from planish.native.verdicts import Verdict, read_verdicts
+from planish.model.kernels import choose
+from planish.model.kernels.choose import FAMILIES, HeadShape
+from planish.model.kernels.triton import sampling_attention, self_test
+from planish.model.kernels.triton.self_test import Request, is_lasting, run_checks, warning_of
+from planish.model.kernels.verdicts import Verdict, read_verdicts
 from planish.testing import tiny_model
 
 pytestmark = pytest.mark.slow
@@ -34,7 +35,7 @@ REQUEST = Request("/model", "bfloat16", "cuda:0", FAMILIES)
 def _triton_serves(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     # So that ranges of keys are cut in more parts than are added up at a time.
-    monkeypatch.setattr(gpu_attention, "_INTERPRETED", 16)
+    monkeypatch.setattr(sampling_attention, "_INTERPRETED", 16)
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +89,11 @@ FAULTS = [
     ("attention", "decode", "tl.load(record + 3)\n        ) * E + e", "tl.load(record + 3) - 1\n        ) * E + e"),
     ("attention", "decode", "visible = position + 1 +", "visible = position +"),
     ("attention", "decode", "heads = head * G + m % G", "heads = (H - 1 - head) * G + m % G"),
-    ("tree attention", "forest", "(i[:, None] < ends[None, :])", "(i[:, None] < rows)"),
-    ("tree attention", "forest", "(j[None, :] <= i[:, None])", "(j[None, :] < i[:, None] + 2)"),
-    ("tree attention", "forest", "- delta[:, None])", ")"),
-    ("tree attention", "forest", "(i[None, :] < ends[:, None])", "(i[None, :] < rows)"),
-    ("tree attention", "forest", "sum_v += dot(weights.to(grads.dtype), grads)", "sum_v = dot(weights.to(grads.dtype), grads)"),
+    ("tree attention", "tree", "(i[:, None] < ends[None, :])", "(i[:, None] < rows)"),
+    ("tree attention", "tree", "(j[None, :] <= i[:, None])", "(j[None, :] < i[:, None] + 2)"),
+    ("tree attention", "tree", "- delta[:, None])", ")"),
+    ("tree attention", "tree", "(i[None, :] < ends[:, None])", "(i[None, :] < rows)"),
+    ("tree attention", "tree", "sum_v += dot(weights.to(grads.dtype), grads)", "sum_v = dot(weights.to(grads.dtype), grads)"),
     ("lora", "lora", "for part in tl.static_range(PARTS)", "for part in tl.static_range(1)"),
     ("lora", "lora", "low + linear * rank", "low"),
     ("lora", "lora", "has_row = index < tl.load(tile + 1)", "has_row = index < tl.load(tile + 1) - 1"),
@@ -103,7 +104,7 @@ FAULTS = [
 @pytest.mark.parametrize("fault", range(len(FAULTS)), ids=lambda i: f"{FAULTS[i][0]}-{i}")
 def test_wrong_kernels_are_found(directory, tmp_path, monkeypatch, fault):
     family, name, right, wrong = FAULTS[fault]
-    module = f"planish.native.triton_{name}"
+    module = f"planish.model.kernels.triton.{name}_kernels"
     change(module, right, wrong, tmp_path, monkeypatch)
     found = check(family, small(directory))
     assert not found.passed
@@ -246,8 +247,8 @@ def test_without_a_compiler_nothing_else_is_tried(tmp_path):
 
 def test_missing_headers_are_named():
     words = "CalledProcessError: main.c:1:10: fatal error: Python.h: No such file or directory"
-    assert "python3-dev" in gpu_check.remedy_of(words)
-    assert "gcc and" not in gpu_check.remedy_of(words)
+    assert "python3-dev" in self_test.remedy_of(words)
+    assert "gcc and" not in self_test.remedy_of(words)
     assert not is_lasting(Verdict("lora", False, words))
 
 
@@ -287,9 +288,9 @@ class Gpu:
         monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: self.name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        monkeypatch.setattr(gpu_check, "run_checks", self.run)
-        monkeypatch.setattr(kernels, "_admitted", {})
-        monkeypatch.setattr(kernels, "_elementwise", {})
+        monkeypatch.setattr(self_test, "run_checks", self.run)
+        monkeypatch.setattr(choose, "_admitted", {})
+        monkeypatch.setattr(choose, "_elementwise", {})
 
     def run(self, request: Request) -> list[Verdict]:
         self.asked.append(request)
@@ -299,7 +300,7 @@ class Gpu:
         ]
 
     def admit(self, heads: HeadShape = HEADS, shapes: tuple[int, ...] = (4096,)) -> None:
-        gpu_check.admit_checked(Path("/model"), shapes, heads, CUDA)
+        self_test.admit_checked(Path("/model"), shapes, heads, CUDA)
 
 
 CUDA = torch.device("cuda", 0)
@@ -311,14 +312,14 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
 
 
 def test_kernels_serve_a_gpu_only_once_they_are_checked(gpu, caplog):
-    assert not kernels.triton_serves(CUDA, "norms")
-    assert not kernels.triton_attends("attention", HEADS, CUDA)
+    assert not choose.triton_serves(CUDA, "norms")
+    assert not choose.triton_attends("attention", HEADS, CUDA)
     with caplog.at_level("INFO"):
         gpu.admit()
-    assert all(kernels.triton_serves(CUDA, family) for family in FAMILIES)
-    assert kernels.triton_attends("attention", HEADS, CUDA)
-    assert not kernels.triton_attends("attention", HeadShape(64, 3, torch.bfloat16), CUDA)
-    assert not kernels.triton_serves(torch.device("cuda", 1), "norms")
+    assert all(choose.triton_serves(CUDA, family) for family in FAMILIES)
+    assert choose.triton_attends("attention", HEADS, CUDA)
+    assert not choose.triton_attends("attention", HeadShape(64, 3, torch.bfloat16), CUDA)
+    assert not choose.triton_serves(torch.device("cuda", 1), "norms")
     (line,) = caplog.messages
     assert line == (
         "compiling and checking GPU kernels for NVIDIA Example; this takes about a minute, once"
@@ -334,10 +335,10 @@ def test_verdicts_are_kept_for_what_they_hold_for(gpu, monkeypatch):
         lambda: gpu.admit(HeadShape(128, 4, torch.float32)),
         lambda: gpu.admit(shapes=(2048,)),
         lambda: (setattr(gpu, "name", "NVIDIA Other"), gpu.admit()),
-        lambda: (monkeypatch.setattr(gpu_check, "driver_version", lambda: "1"), gpu.admit()),
+        lambda: (monkeypatch.setattr(self_test, "driver_version", lambda: "1"), gpu.admit()),
         lambda: (monkeypatch.setattr(torch, "__version__", "3.0"), gpu.admit()),
-        lambda: (monkeypatch.setattr(gpu_check, "triton_version", lambda: "4.0"), gpu.admit()),
-        lambda: (monkeypatch.setattr(gpu_check, "source_digest", lambda: "1"), gpu.admit()),
+        lambda: (monkeypatch.setattr(self_test, "triton_version", lambda: "4.0"), gpu.admit()),
+        lambda: (monkeypatch.setattr(self_test, "source_digest", lambda: "1"), gpu.admit()),
     ):
         asked = len(gpu.asked)
         change()
@@ -359,16 +360,16 @@ def test_a_failure_that_can_be_mended_is_checked_again(gpu, caplog):
         "rope": "wrong result: x",
     }
     gpu.admit()
-    assert not kernels.triton_attends("lora", HEADS, CUDA)
-    assert not kernels.triton_serves(CUDA, "rope")
-    assert kernels.triton_serves(CUDA, "swiglu")
+    assert not choose.triton_attends("lora", HEADS, CUDA)
+    assert not choose.triton_serves(CUDA, "rope")
+    assert choose.triton_serves(CUDA, "swiglu")
     (line,) = caplog.messages
     assert line.startswith("some GPU kernels of planish are off")
     gpu.fails = {}
     gpu.admit()
     assert gpu.asked[1].families == ["lora"]
-    assert kernels.triton_attends("lora", HEADS, CUDA)
-    assert not kernels.triton_serves(CUDA, "rope")
+    assert choose.triton_attends("lora", HEADS, CUDA)
+    assert not choose.triton_serves(CUDA, "rope")
 
 
 def test_what_fails_for_one_model_serves_no_other_of_its_gpu(gpu):
@@ -377,9 +378,9 @@ def test_what_fails_for_one_model_serves_no_other_of_its_gpu(gpu):
     gpu.admit()
     gpu.fails = {"norms": "wrong result: x", "attention": "wrong result: x"}
     gpu.admit(other)
-    assert not kernels.triton_serves(CUDA, "norms")
-    assert kernels.triton_attends("attention", HEADS, CUDA)
-    assert not kernels.triton_attends("attention", other, CUDA)
+    assert not choose.triton_serves(CUDA, "norms")
+    assert choose.triton_attends("attention", HEADS, CUDA)
+    assert not choose.triton_attends("attention", other, CUDA)
 
 
 @pytest.mark.parametrize("wanted", ["torch", "triton"])
@@ -387,13 +388,13 @@ def test_nothing_is_checked_where_kernels_are_off_or_forced(gpu, monkeypatch, wa
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     gpu.admit()
     assert not gpu.asked
-    assert kernels.triton_serves(CUDA, "norms") == (wanted == "triton")
+    assert choose.triton_serves(CUDA, "norms") == (wanted == "triton")
 
 
 def test_graphs_have_a_switch(monkeypatch):
     for value, wants in (("0", False), ("1", True)):
         monkeypatch.setenv("PLANISH_GRAPHS", value)
-        assert kernels.wants_graphs() == wants
+        assert choose.wants_graphs() == wants
     monkeypatch.setenv("PLANISH_GRAPHS", "off")
     with pytest.raises(UserError, match=r"PLANISH_GRAPHS='off': give 0 or 1"):
         settings.EngineSettings(device="cpu")

@@ -11,18 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planish.engine import gpu_forest, trainer
-from planish.engine.adapters import Adapter
-from planish.engine.attention import dense_mask_attention
-from planish.engine.gpu_forest import GpuForest, key_plan, query_plan, visible_pairs
-from planish.engine.packing import Packed, mask, pack
-from planish.engine.trainer import Trainer, TrainerSettings
+from planish.engine.training import trainer
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
+from planish.model.kernels.reference.attention import dense_mask_attention
+from planish.model.kernels.triton import tree_attention
+from planish.model.kernels.triton.tree_attention import (
+    GpuForest,
+    key_plan,
+    query_plan,
+    visible_pairs,
+)
 from planish.model.lora import LoraLayout
+from planish.model.prefix_tree import Packed, mask, pack
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, TensorData
 
-triton_forest = pytest.importorskip("planish.native.triton_forest")
+triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 CPU = torch.device("cpu")
 
@@ -120,7 +126,7 @@ def test_a_group_larger_than_a_tile_gets_a_larger_tile():
 @pytest.mark.slow
 def test_divided_sums_are_added_up_and_bits_repeat(monkeypatch):
     """The queries of the first keys are divided among programs."""
-    monkeypatch.setattr(gpu_forest, "_FEWEST_TILES", 2)
+    monkeypatch.setattr(tree_attention, "_FEWEST_TILES", 2)
     whole = FORESTS["one long"]
     plan = key_plan(whole.until, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
     assert plan.sums[:, 2].max() > 2
@@ -179,7 +185,7 @@ def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, 
     one = triton_forest.Launch(4, 8, 4, 1)
     tiles = triton_forest.Tiles(one, one, replace(one, keys=4))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_forest, "_FEWEST_TILES", fewest)
+        patch.setattr(tree_attention, "_FEWEST_TILES", fewest)
         queries, keys = (
             query_plan(whole.until, tiles, group),
             key_plan(whole.until, tiles, group, 2),

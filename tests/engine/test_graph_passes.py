@@ -10,11 +10,11 @@ import pytest
 import torch
 from test_sampler import adapter, request, run, tokens
 
-from planish.engine.graph_passes import GraphPasses, GraphRecorder, graph_sizes
-from planish.engine.kv_cache import KVShape
-from planish.engine.passes import PlainPasses
-from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.cuda_graph_runner import GraphPasses, GraphRecorder, graph_sizes
+from planish.engine.sampling.model_runner import PlainPasses
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
+from planish.model.kv_cache import KVShape
 from planish.testing import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.engine.heap import _libc, give_back
+from planish.engine.release_memory import _libc, give_back
 
 
 def anonymous_kilobytes() -> int:

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from planish.engine.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape
-from planish.engine.positions import capacity_for, grown_capacity, sample_capacity
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape
+from planish.model.positions import capacity_for, grown_capacity, sample_capacity
 
 SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engine.losses import LOSSES, find_loss
+from planish.engine.training.losses import LOSSES, find_loss
 from planish.errors import UnsupportedError
 from planish.service import LOSS_OPTIONS, complete_config
 

@@ -11,14 +11,14 @@ import torch
 from planish.client.local import used_together
 from planish.engine import memory
 from planish.engine.engine import Engine
-from planish.engine.kv_cache import held_bytes
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory
-from planish.engine.sampler import SamplerSettings
+from planish.engine.sampling.sampler import SamplerSettings
 from planish.engine.settings import EngineSettings
-from planish.engine.trainer import TrainerSettings
+from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kv_cache import held_bytes
 from planish.service import CreateSampler
 from planish.testing import tiny_model
 

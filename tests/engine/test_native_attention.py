@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from planish.engine.attention import dense_mask_attention
-from planish.engine.kv_cache import KVPools, KVShape
-from planish.engine.native_attention import NativeDecode, NativeForest, NativePrefill
-from planish.engine.packing import Packed, pack
-from planish.engine.positions import SPAN, capacity_for
-from planish.engine.sampling_attention import PrefillSpan
-from planish.native import cpu
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
+from planish.model.kernels.reference.attention import dense_mask_attention
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
+from planish.model.kv_cache import KVPools, KVShape
+from planish.model.positions import SPAN, capacity_for
+from planish.model.prefix_tree import Packed, pack
 
 CPU = torch.device("cpu")
 

@@ -9,11 +9,12 @@ from test_sampler_equals_trainer import gap
 
 from planish.engine.engine import Engine
 from planish.engine.numerics import describe
-from planish.engine.row_tiling import FIXED, RowTiling, probe
 from planish.engine.settings import EngineSettings, head_shape
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.native import cpu, kernels
+from planish.model.kernels import choose
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
 from planish.testing import tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -72,7 +73,7 @@ def test_without_kernels_and_in_fixed_tiles(config, monkeypatch):
 def test_a_gpu_names_what_passed_its_check(config, monkeypatch):
     assert describe(config, HALF, GPU, None).kernels == "torch"
     heads = head_shape(config, HALF)
-    monkeypatch.setattr(kernels, "_admitted", {(GPU, heads): {*kernels.FAMILIES} - {"lora"}})
+    monkeypatch.setattr(choose, "_admitted", {(GPU, heads): {*choose.FAMILIES} - {"lora"}})
     found = describe(config, HALF, GPU, None)
     assert found.summary.startswith("bfloat16 on cuda:0, Triton kernels, torch for lora; not")
     assert found.alarm_kl == 1e-2

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from planish.native import cpu
+from planish.model.kernels.cpp import cpu
 from planish.testing import tiny_model
 
 SCARCE = """
@@ -36,7 +36,7 @@ import ctypes, sys
 import torch
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.native import cpu
+from planish.model.kernels.cpp import cpu
 from planish.service import CreateModel, CreateSampler, ForwardBackward, OptimStep, PublishSampler, Sample
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.packing import Packed, mask, pack
+from planish.model.prefix_tree import Packed, mask, pack
 
 sequences_of_few_tokens = st.lists(
     st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14

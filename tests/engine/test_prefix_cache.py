@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.prefix_cache import PrefixCache
+from planish.engine.sampling.prefix_cache import PrefixCache
 
 
 def store(cache: PrefixCache[tuple], version: str, tokens: list[int]) -> None:

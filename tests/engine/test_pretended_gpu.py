@@ -18,16 +18,16 @@ from pretended_gpu import GPU, Marks, RefusedError, pretended_gpu
 from test_sampler import request, tokens
 
 from planish.engine import base_models
-from planish.engine.adapters import Adapter
 from planish.engine.base_models import BaseModel
 from planish.engine.gpu_families import case_of, check
-from planish.engine.graph_passes import GraphPasses, GraphRecorder, Step
 from planish.engine.memory import DeviceMemory
-from planish.engine.passes import PlainPasses
+from planish.engine.sampling.cuda_graph_runner import GraphPasses, GraphRecorder, Step
+from planish.engine.sampling.model_runner import PlainPasses
 from planish.engine.settings import EngineSettings
+from planish.engine.training.adapters import Adapter
+from planish.model.kernels import choose
+from planish.model.kernels.choose import FAMILIES
 from planish.model.lora import LoraLayout
-from planish.native import kernels
-from planish.native.kernels import FAMILIES
 from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
 
@@ -129,7 +129,7 @@ def test_torch_does_the_work_of_a_family_that_failed(
     monkeypatch.setattr(
         base_models,
         "admit_checked",
-        lambda _directory, _shapes, heads, device: kernels.admit(device, heads, left),
+        lambda _directory, _shapes, heads, device: choose.admit(device, heads, left),
     )
     directory = tiny_model(
         tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32

@@ -11,18 +11,24 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from planish.engine import row_tiling
 from planish.engine.engine import Engine
-from planish.engine.row_tiling import FIXED, LoraNeeds, RowTiling, cancelling, probe
-from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder, add_lora_, lora_hidden
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu_products import multiplies
+from planish.model.kernels.reference import row_tiling
+from planish.model.kernels.reference.row_tiling import (
+    FIXED,
+    LoraNeeds,
+    RowTiling,
+    cancelling,
+    probe,
+)
 from planish.model.linear import FrozenLinear
 from planish.model.lora import LoraLayout, LoraWeights, adapts_in_panels
-from planish.native import cpu
-from planish.native.cpu_products import multiplies
 from planish.service import CreateModel, Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams

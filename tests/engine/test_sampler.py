@@ -14,15 +14,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from planish.engine import scheduler
-from planish.engine.kv_cache import KVPool
-from planish.engine.prompt_scores import PromptScores
-from planish.engine.row_tiling import FIXED, RowTiling, probe
-from planish.engine.sampler import Sampler, SamplerSettings
+from planish.engine.sampling import scheduler
+from planish.engine.sampling.prompt_logprobs import PromptScores
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kv_cache import KVPool
 from planish.model.lora import LoraLayout, LoraWeights
-from planish.native import cpu
 from planish.service import DrawnToken, Sample
 from planish.testing import EOS_TOKEN_ID, tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData

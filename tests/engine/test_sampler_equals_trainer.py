@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 
-from planish.engine import ordered_attention
-from planish.engine.adapters import Adapter
-from planish.engine.row_tiling import RowTiling, probe
-from planish.engine.sampler import Sampler, SamplerSettings
-from planish.engine.trainer import Trainer, TrainerSettings
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference import ordered_attention
+from planish.model.kernels.reference.row_tiling import RowTiling, probe
 from planish.model.lora import LoraLayout
-from planish.native import cpu
 from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import (

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from planish.engine.positions import CHUNK
-from planish.engine.prefix_cache import PrefixCache
-from planish.engine.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.stopping import StopCondition
+from planish.engine.sampling.prefix_cache import PrefixCache
+from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.sampling.stopping import StopCondition
+from planish.model.positions import CHUNK
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from planish.engine.stopping import StopCondition
+from planish.engine.sampling.stopping import StopCondition
 
 
 def decode(tokens: Sequence[int]) -> str:

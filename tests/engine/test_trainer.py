@@ -13,11 +13,11 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
-from planish.engine.adapters import Adapter
-from planish.engine.row_tiling import RowTiling
-from planish.engine.trainer import Trainer, TrainerSettings
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
+from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
 from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData

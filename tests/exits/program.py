@@ -20,7 +20,9 @@ from typing import Any
 
 # Exit callbacks run last one first: this is the last one, after which the interpreter shuts down.
 atexit.register(lambda: print("finalizing", time.monotonic(), flush=True))
-logging.getLogger("planish.native").setLevel("ERROR")  # a machine may lack kernels, which is logged
+logging.getLogger("planish.model.kernels").setLevel(
+    "ERROR"
+)  # a machine may lack kernels, which is logged
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient  # noqa: E402
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from planish import AdamParams, Datum, ModelInput, ServiceClient
 from planish.commands.cli import main
-from planish.engine.checkpoints import CheckpointStore
+from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.importing import import_adapter
 from planish.testing import tiny_model

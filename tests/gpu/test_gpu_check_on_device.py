@@ -8,8 +8,8 @@ import torch
 
 from planish.engine.settings import head_shape, kernel_shapes
 from planish.model.config import ModelConfig
-from planish.native.gpu_check import Request, known_verdicts, run_checks, verdict_path
-from planish.native.kernels import FAMILIES
+from planish.model.kernels.choose import FAMILIES
+from planish.model.kernels.triton.self_test import Request, known_verdicts, run_checks, verdict_path
 from planish.testing import tiny_model
 
 pytestmark = pytest.mark.gpu

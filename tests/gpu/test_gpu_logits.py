@@ -13,11 +13,11 @@ from test_sampler import request, run, sampler_of
 from test_trainer import group_datums, relative
 from transformers import AutoModelForCausalLM
 
-from planish.engine.adapters import Adapter
-from planish.engine.trainer import Trainer, TrainerSettings
+from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
+from planish.model.kernels.cpp import cpu
 from planish.model.lora import LoraLayout
-from planish.native import cpu
 from planish.types import Datum, LoraConfig, ModelInput
 
 pytestmark = pytest.mark.gpu

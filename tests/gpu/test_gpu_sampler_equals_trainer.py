@@ -15,7 +15,7 @@ import torch
 from test_sampler import Job, request, run, sampler_of
 from test_sampler_equals_trainer import gaps
 
-from planish.engine.adapters import Adapter
+from planish.engine.training.adapters import Adapter
 from planish.model.decoder import Decoder
 from planish.model.lora import LoraLayout
 from planish.types import LoraConfig, ModelInput, SampleResponse

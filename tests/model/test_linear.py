@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from planish.engine.row_tiling import cancelling
 from planish.model import linear as module
+from planish.model.kernels.cpp.cpu_products import multiplies
+from planish.model.kernels.reference.row_tiling import cancelling
 from planish.model.linear import FrozenLinear, onednn_multiplies_bfloat16
-from planish.native.cpu_products import multiplies
 
 SIZES = (64, 16, 16)
 

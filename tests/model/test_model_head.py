@@ -5,11 +5,11 @@ memory-saving recomputation.
 import pytest
 import torch
 
-from planish.engine.row_tiling import cancelling
 from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
+from planish.model.kernels.cpp.cpu_products import AdapterPanels
+from planish.model.kernels.reference.row_tiling import cancelling
 from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
-from planish.native.cpu_products import AdapterPanels
 
 
 def head(
@@ -151,7 +151,7 @@ def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
     states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling(400, 300, 2048))
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
         pytest.skip(
-            "this machine's bf16 products depend on the number of rows; see engine/row_tiling.py"
+            "this machine's bf16 products depend on the number of rows; see model/kernels/reference/row_tiling.py"
         )
     row, target = torch.tensor([256]), torch.tensor([5])
     expected = scored_logprobs(states, FrozenLinear([weight]), None, row, target)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.files import cache_home
-from planish.native import build, cpu, cpu_products
+from planish.model.kernels.cpp import build, cpu, cpu_products
 
 
 @pytest.fixture(scope="session")

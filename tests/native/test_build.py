@@ -8,8 +8,8 @@ import torch
 
 from planish.errors import UserError
 from planish.files import cache_home
-from planish.native import build, cpu
-from planish.native.verdicts import Verdict
+from planish.model.kernels.cpp import build, cpu
+from planish.model.kernels.verdicts import Verdict
 
 
 @pytest.fixture

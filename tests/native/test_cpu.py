@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.engine.row_tiling import cancelling
 from planish.model.decoder import add_norm, swiglu
 from planish.model.head import scored_logprobs
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom, multiplies
+from planish.model.kernels.reference.row_tiling import cancelling
 from planish.model.linear import FrozenLinear
 from planish.model.rope import Rotation, rotate
-from planish.native import cpu
-from planish.native.cpu_products import PanelWeight, WeightRoom, multiplies
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from planish.native import cpu, cpu_check, self_test
-from planish.native.verdicts import Verdict
+from planish.model.kernels.cpp import cpu, cpu_check, self_test
+from planish.model.kernels.verdicts import Verdict
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 # Of each kernel: the family that tests it, and which of its arguments it writes.

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from planish.model.head import exact_logits, head_logits
 from planish.model.head_lora import HeadLora, Member
+from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
+from planish.model.kernels.cpp.cpu_products import AdapterPanels, adapts_forward
 from planish.model.linear import FrozenLinear
 from planish.model.lora import Site
-from planish.native.cpu_head import HeadTable, SingleLogits
-from planish.native.cpu_products import AdapterPanels, adapts_forward
 
 CPU = torch.device("cpu")
 WIDTH = 100

@@ -7,12 +7,12 @@ import torch
 from test_native_attention import Prompt, Sample
 from torch import Tensor
 
-from planish.engine.kv_cache import KVPools, KVShape
-from planish.engine.native_attention import NativeDecode
-from planish.engine.positions import SPAN, capacity_for
 from planish.model.decoder import Decoder
+from planish.model.kernels.cpp.attention import NativeDecode
+from planish.model.kernels.cpp.cpu_pass import PanelPass
+from planish.model.kv_cache import KVPools, KVShape
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
-from planish.native.cpu_pass import PanelPass
+from planish.model.positions import SPAN, capacity_for
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 

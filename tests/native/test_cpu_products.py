@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from planish.model.decoder import Decoder
-from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
-from planish.native.cpu_products import (
+from planish.model.kernels.cpp.cpu_products import (
     AdapterPanels,
     PanelRows,
     PanelSite,
@@ -16,6 +15,7 @@ from planish.native.cpu_products import (
     WeightRoom,
     adapts,
 )
+from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planish.native import build, cpu
+from planish.model.kernels.cpp import build, cpu
 
 HERE = Path(__file__).parent
 WAYS = (

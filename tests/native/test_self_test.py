@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from planish.errors import UserError
-from planish.native import cpu, self_test
-from planish.native.self_test import FAMILIES, verdicts_of
-from planish.native.verdicts import Verdict, read_verdicts
+from planish.model.kernels.cpp import cpu, self_test
+from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
+from planish.model.kernels.verdicts import Verdict, read_verdicts
 
 PROGRAM = """
 import json, os, signal, sys, time

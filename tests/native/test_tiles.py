@@ -5,7 +5,7 @@ what the instructions would.
 import pytest
 import torch
 
-from planish.native.cpu_products import PanelWeight, WeightRoom
+from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom
 
 
 @pytest.mark.usefixtures("products")

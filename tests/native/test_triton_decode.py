@@ -11,8 +11,8 @@ from hopper import Case, resources
 from test_triton_forest import TARGETS
 from torch import Tensor
 
-from planish.native import triton_decode
-from planish.native.triton_decode import Block, DecodeWork, Entry, Heads, Piece, Row
+from planish.model.kernels.triton import decode_kernels
+from planish.model.kernels.triton.decode_kernels import Block, DecodeWork, Entry, Heads, Piece, Row
 
 
 def table(record: np.dtype, rows: list[tuple[int, ...]], device: torch.device) -> Tensor:
@@ -38,7 +38,7 @@ def test_keep_puts_rows_where_they_belong(device):
     expected = [both.clone() for both in kept]
     for row, pool, slot, position in ((0, 1, 2, 77), (2, 0, 1, 63)):
         expected[pool][0, slot, :, position], expected[pool][1, slot, :, position] = k[row], v[row]
-    triton_decode.keep(Heads(3, 1, 16, torch.bfloat16), rows, bases, k, v)
+    decode_kernels.keep(Heads(3, 1, 16, torch.bfloat16), rows, bases, k, v)
     assert all(torch.equal(ours, theirs) for ours, theirs in zip(kept, expected, strict=True))
 
 
@@ -67,7 +67,7 @@ def test_parts_of_a_row_add_up_in_any_number_of_programs(device, programs):
         device, pieces, 2, [(0, 0, 0, 0, 3, 3), (0, 0, 0, 0, 6, 2), (0, 0, 0, 0, 0, 0)]
     )
     q = torch.randn(3, 2, 16, device=device) * 8
-    found = triton_decode.decode(Heads(2, 1, 16, torch.float32), work, bases, q, programs)
+    found = decode_kernels.decode(Heads(2, 1, 16, torch.float32), work, bases, q, programs)
     shared, own = kept[0][:, 0, :, :40], kept[0][:, 1, :, :10]
     for row, (keys, values) in enumerate((torch.cat([shared, own], 2), shared)):
         weights = (torch.einsum("he,hne->hn", q[row], keys) / 4).softmax(-1)
@@ -82,7 +82,7 @@ def test_blocks_see_up_to_their_own_rows(device, head_dim):
     kept, bases = pools(device, torch.bfloat16, (2, 1, 128, head_dim))
     blocks = table(Block, [(0, 1, 128, 70, 3, 5), (0, 0, 128, 0, 0, 2)], device)
     q = torch.randn(9, 3, head_dim, dtype=torch.bfloat16, device=device)
-    found = triton_decode.prefill(Heads(1, 3, head_dim, torch.bfloat16), blocks, bases, q)
+    found = decode_kernels.prefill(Heads(1, 3, head_dim, torch.bfloat16), blocks, bases, q)
     for row, slot, position in ((0, 0, 0), (1, 0, 1), (3, 1, 70), (7, 1, 74)):
         keys, values = kept[0][:, slot, 0, : position + 1].float()
         expected = (q[row].float() @ keys.T * head_dim**-0.5).softmax(-1) @ values
@@ -115,7 +115,7 @@ def cases(heads: Heads) -> list[Case]:
     }
     made = []
     for kernel, given in options.items():
-        names = getattr(triton_decode, kernel).arg_names
+        names = getattr(decode_kernels, kernel).arg_names
         types = {name: pointers[name] for name in names if name in pointers}
         constants = {name: given[name] for name in names if name not in types}
         made.append(
@@ -137,7 +137,7 @@ def cases(heads: Heads) -> list[Case]:
 def test_every_kernel_fits_other_gpus(target, size):
     kind, shared = TARGETS[target]
     heads = Heads(8, 4, size, torch.bfloat16, shared)
-    for found in resources("planish.native.triton_decode", cases(heads), kind):
+    for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads), kind):
         assert found.shared <= shared, found
 
 
@@ -171,6 +171,6 @@ def test_blocks_shrink_with_the_shared_memory_of_a_gpu():
     ids=str,
 )
 def test_a_hopper_runs_them_without_spilling(heads):
-    for found in resources("planish.native.triton_decode", cases(heads)):
+    for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads)):
         assert found.spilled == 0, found
         assert found.shared <= 227 << 10, found

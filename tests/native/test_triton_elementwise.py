@@ -8,17 +8,17 @@ import torch.nn.functional as F
 from hopper import Case, resources
 from torch import Tensor
 
-from planish.engine import drawing
+from planish.engine.sampling import token_sampling
 from planish.model.decoder import Decoder, add_norm, swiglu
 from planish.model.head import log_normalizer, scored_logprobs
+from planish.model.kernels import choose
 from planish.model.linear import FrozenLinear
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, Site
 from planish.model.rope import Rotation, rotate
-from planish.native import kernels
 from planish.testing import tiny_model
 from planish.types import LoraConfig, SamplingParams
 
-own = pytest.importorskip("planish.native.triton_elementwise")
+own = pytest.importorskip("planish.model.kernels.triton.elementwise_kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
@@ -43,7 +43,7 @@ def both(monkeypatch):
         results = []
         for served in (own, None):
             with monkeypatch.context() as patch:
-                patch.setattr(kernels, "serving", lambda x, family, served=served: served)
+                patch.setattr(choose, "serving", lambda x, family, served=served: served)
                 results.append(function())
         return results
 
@@ -356,7 +356,7 @@ def test_sampled_tokens_are_those_of_torch(vocab, normal, device):
     for uniform in (0.0, 1e-12, 0.3, 0.77, 1 - 2**-53):
         uniforms = torch.full((6,), uniform, dtype=torch.float64, device=device)
         found = own.sample(weights, uniforms)
-        assert torch.equal(found, drawing._invert(weights, uniforms.unsqueeze(1)).squeeze(1))
+        assert torch.equal(found, token_sampling._invert(weights, uniforms.unsqueeze(1)).squeeze(1))
         assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
 
 
@@ -375,10 +375,12 @@ def test_a_gpu_samples_with_that_kernel(monkeypatch, device):
         [0.2, 0.9, 0.5],
     )
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    expected = drawing.draw(logits, params, uniforms, [2, 1, 0])
+    expected = token_sampling.draw(logits, params, uniforms, [2, 1, 0])
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    monkeypatch.setattr(drawing, "_invert", lambda *_: pytest.fail("torch samples"))
-    assert torch.equal(drawing.draw(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens)
+    monkeypatch.setattr(token_sampling, "_invert", lambda *_: pytest.fail("torch samples"))
+    assert torch.equal(
+        token_sampling.draw(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens
+    )
 
 
 @pytest.mark.parametrize("grad", [False, True])
@@ -536,7 +538,7 @@ SHAPES = [
 def test_all_compile_for_hopper_without_spills(width, head_dim, vocab):
     cases = launched(width, head_dim, vocab)
     for case, found in zip(
-        cases, resources("planish.native.triton_elementwise", cases), strict=True
+        cases, resources("planish.model.kernels.triton.elementwise_kernels", cases), strict=True
     ):
         assert found.spilled <= 8, found  # what the compiler keeps for itself
         assert found.registers * 32 * case.warps <= 65_536, found

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hopper import Case, resources
 
-from planish.engine.gpu_forest import GpuForest
-from planish.engine.packing import mask, pack
+from planish.model.kernels.triton.tree_attention import GpuForest
+from planish.model.prefix_tree import mask, pack
 
-triton_forest = pytest.importorskip("planish.native.triton_forest")
+triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,7 +61,9 @@ REGISTERS, SHARED = 65_536, 227 * 1024
 @pytest.mark.parametrize("heads", MODELS.values(), ids=MODELS)
 def test_a_multiprocessor_holds_every_kernel(heads: Heads):
     cases = cases_of(heads)
-    for case, found in zip(cases, resources("planish.native.triton_forest", cases), strict=True):
+    for case, found in zip(
+        cases, resources("planish.model.kernels.triton.tree_kernels", cases), strict=True
+    ):
         assert found.spilled == 0, case
         assert found.shared <= SHARED, case
         assert found.registers * 32 * case.warps <= REGISTERS, case
@@ -84,7 +86,7 @@ def test_every_kernel_fits_other_gpus(target: str, size: int):
     kind, shared = TARGETS[target]
     cases = cases_of(Heads(4, 8, size), shared)
     for case, found in zip(
-        cases, resources("planish.native.triton_forest", cases, kind), strict=True
+        cases, resources("planish.model.kernels.triton.tree_kernels", cases, kind), strict=True
     ):
         assert found.shared <= shared, case
 

@@ -10,7 +10,7 @@ from hopper import Case, resources
 from torch import Tensor
 
 pytest.importorskip("triton")
-from planish.native import triton_lora
+from planish.model.kernels.triton import lora_kernels
 
 SITES = 2
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,8 +44,8 @@ def tables(batch: Batch, device: torch.device, site: int) -> tuple[Tensor, Tenso
     """`tiles` and `pointers` of `add_`, with room for more tiles, which hold nonsense."""
     cut = []
     for slot, (first, rows, own) in enumerate(batch):
-        for start in range(first, first + rows, triton_lora.TILE):
-            count = min(triton_lora.TILE, first + rows - start)
+        for start in range(first, first + rows, lora_kernels.TILE):
+            count = min(lora_kernels.TILE, first + rows - start)
             cut.append([start, count, slot, own.rank if own is not None else 3])
     head = [len(cut), max((own.rank for _, _, own in batch if own is not None), default=1), 0, 0]
     tiles = torch.tensor([head, *cut, [-(1 << 30)] * 4], dtype=torch.int32)
@@ -67,9 +67,9 @@ def added(
 ) -> Tensor:
     tiles, pointers = tables(batch, x.device, site=1)
     columns = max((own.a.shape[0] for _, _, own in batch if own is not None), default=1)
-    parts = triton_lora.scratch(len(x) if spread else 4096, columns, x.device).fill_(torch.nan)
+    parts = lora_kernels.scratch(len(x) if spread else 4096, columns, x.device).fill_(torch.nan)
     found = out.clone()
-    triton_lora.add_(x, found, sizes, 1, tiles, pointers, parts, aligned=aligned)
+    lora_kernels.add_(x, found, sizes, 1, tiles, pointers, parts, aligned=aligned)
     return found
 
 
@@ -123,14 +123,14 @@ def test_rows_may_lie_apart(device: torch.device, dtype: torch.dtype):
     own = adapter(16, 48, [96], like)
     tiles, pointers = tables([(1, 3, own)], device, site=0)
     whole = out.clone()
-    triton_lora.add_(
+    lora_kernels.add_(
         x,
         whole[:, 8:104],
         [96],
         0,
         tiles,
         pointers,
-        triton_lora.scratch(5, 16, device),
+        lora_kernels.scratch(5, 16, device),
         aligned=True,
     )
     assert_near(whole[:, 8:104], expected(x, out[:, 8:104], [96], [(1, 3, own)]), dtype)
@@ -184,7 +184,7 @@ def test_a_batch_without_adapters_stays(device: torch.device):
 
 def test_parts_depend_on_the_length_alone():
     assert {
-        inner: triton_lora._segments(inner) for inner in (64, 576, 1024, 4096, 12288, 53248)
+        inner: lora_kernels._segments(inner) for inner in (64, 576, 1024, 4096, 12288, 53248)
     } == {
         64: (1, 256),
         576: (3, 256),
@@ -200,8 +200,8 @@ def test_parts_depend_on_the_length_alone():
 
 def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
     """As a launch has it: integers that the compiler knows the divisibility of are constants here."""
-    parts, length = triton_lora._segments(inner)
-    columns = triton_lora.MOST_LINEARS * 256
+    parts, length = lora_kernels._segments(inner)
+    columns = lora_kernels.MOST_LINEARS * 256
     return Case(
         "shrink_kernel",
         {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "site": "i32", "parts": "*fp32"},
@@ -231,7 +231,7 @@ def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
 
 
 def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) -> Case:
-    columns = triton_lora.MOST_LINEARS * 256
+    columns = lora_kernels.MOST_LINEARS * 256
     names = ("size_0", "size_1", "size_2")
     return Case(
         "expand_kernel",
@@ -252,7 +252,7 @@ def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) 
             },
             **dict(zip(names, [*sizes, 0, 0], strict=False)),
             **{
-                "PARTS": triton_lora._segments(inner)[0] if spread else 1,
+                "PARTS": lora_kernels._segments(inner)[0] if spread else 1,
                 "ALIGNED": True,
                 "TILE": 16,
             },
@@ -263,7 +263,7 @@ def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) 
 
 
 def assert_fits(cases: list[Case]) -> None:
-    for found in resources("planish.native.triton_lora", cases):
+    for found in resources("planish.model.kernels.triton.lora_kernels", cases):
         assert found.spilled <= 8, found  # what the compiler keeps for itself
         assert found.shared < 64 << 10, found
 

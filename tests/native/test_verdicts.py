@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.native.verdicts import (
+from planish.model.kernels.verdicts import (
     Verdict,
     describe_exit,
     read_verdicts,

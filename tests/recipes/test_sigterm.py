@@ -19,7 +19,7 @@ WAIT = 150.0
 
 PROGRAM = """
 import logging, os, runpy, signal, sys
-logging.getLogger("planish.native").setLevel("ERROR")  # a machine may lack kernels, which is logged
+logging.getLogger("planish.model.kernels").setLevel("ERROR")  # a machine may lack kernels, which is logged
 from planish.runlog.run_directory import RunDirectory
 log, signals, number = RunDirectory.log, int(sys.argv[1]), getattr(signal, sys.argv[2])
 def logged(self, step, metrics):

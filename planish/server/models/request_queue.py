@@ -23,7 +23,7 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from planish.engine.checkpoint_labels import check_name, check_ttl
+from planish.engine.checkpoints.labels import check_name, check_ttl
 from planish.errors import StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import check_source

@@ -1,0 +1,1 @@
+"""Checkpoints: files on disk, their paths, names and lifetimes."""

@@ -1,0 +1,496 @@
+"""Checkpoints on disk, in DATA/<run>/weights/<name> and DATA/<run>/sampler_weights/<name>.
+
+DATA is the `data_dir` argument, else the variable PLANISH_DATA, else ~/.local/share/planish/runs.
+Each checkpoint is a directory that is either complete or absent. A checkpoint is written to a
+temporary directory, fsynced and renamed.
+
+Replacing a checkpoint takes two renames under a lock file of the run. If the process crashes
+between them, the old checkpoint keeps a temporary name, and the next reader renames it back.
+Readers take no lock. They repeat a read or a copy if the checkpoint was replaced meanwhile.
+
+Expired checkpoints are rejected, and removed when a reader finds them. A run without checkpoints
+has no directory.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from filelock import FileLock
+
+from planish.engine.checkpoints.files import (
+    ADAPTER,
+    ADAPTER_CONFIG,
+    MANIFEST,
+    OPTIMIZER,
+    Manifest,
+    read_manifest,
+    read_state,
+    sync,
+    write_manifest,
+    write_tensors,
+)
+from planish.engine.checkpoints.labels import Label, check_label, check_name, check_ttl, is_name
+from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
+from planish.files import write_whole
+from planish.types import Checkpoint, CheckpointPath, CheckpointType
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from planish.model.lora import LoraLayout
+
+_SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sampler_weights"}
+_TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}
+
+_LOCK = ".lock"
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class SavedAdapter:
+    """The adapter state to save, its layout and its base model."""
+
+    state: Mapping[str, Tensor]
+    """The result of `Adapter.state()`."""
+    layout: LoraLayout
+    base_model: str
+    architecture: str
+    """Fingerprint of the base model's architecture."""
+    weights: str
+    """Fingerprint of the base model's weights."""
+
+
+def data_directory(data_dir: str | Path | None) -> Path:
+    """Return the directory of the checkpoints: `data_dir`, PLANISH_DATA, or the default."""
+    chosen = data_dir or os.environ.get("PLANISH_DATA") or "~/.local/share/planish/runs"
+    return Path(chosen).expanduser().absolute()
+
+
+class CheckpointStore:
+    """The checkpoints under one data directory, which any number of processes may share."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def save(self, label: Label, adapter: SavedAdapter) -> None:
+        """Write one checkpoint.
+
+        Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
+        files are removed then.
+        """
+        self._put_new(label, lambda aside: self._write(aside, label, adapter))
+
+    def copy(self, source: CheckpointPath, label: Label) -> None:
+        """Copy the checkpoint `source` to `label`, which sets the time to live and metadata.
+
+        The copy uses hard links if the file system supports them, so it needs no more space. A
+        training checkpoint may be copied as a sampler checkpoint, without the optimizer state.
+
+        Raises the errors of `manifest` and `save`, and DamagedFileError if a file of `source` is
+        missing.
+        """
+        if source.checkpoint_type == "sampler" and label.path.checkpoint_type == "training":
+            raise CheckpointError(
+                f"{source} has no optimizer state; copy it as sampler weights, not as {label.path}"
+            )
+
+        def copy(manifest: Manifest) -> None:
+            self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
+
+        self._undisturbed(source, copy)
+
+    def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
+        """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
+        check_ttl(ttl_seconds)
+        # Check first that the checkpoint exists, so that no lock file is created otherwise.
+        self.manifest(path)
+        with self._locked(self._place(path).parent.parent):
+            manifest = replace(
+                self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC))
+            )
+            write_whole(self._place(path) / MANIFEST, manifest.to_json())
+
+    def files(self, path: CheckpointPath) -> dict[str, Path]:
+        """Return the path of each file of a checkpoint by file name."""
+        names = (*self.manifest(path).files, MANIFEST)
+        return {name: self._place(path) / name for name in names}
+
+    def exists(self, path: CheckpointPath) -> bool:
+        """Return whether the checkpoint exists, possibly damaged, and has not expired."""
+        try:
+            self.manifest(path)
+        except CheckpointError:
+            return False
+        except DamagedFileError:
+            return True
+        return True
+
+    def manifest(self, path: CheckpointPath) -> Manifest:
+        """Return the manifest of a checkpoint.
+
+        Raises CheckpointError if the checkpoint does not exist or has expired. Raises
+        DamagedFileError if the manifest is unusable.
+        """
+        try:
+            manifest = self._found(path)
+        except (CheckpointError, DamagedFileError):
+            # A replacement may have crashed, or still be, between its two renames.
+            self._put_back(self._place(path))
+            manifest = self._found(path)
+        if _has_expired(manifest):
+            self._remove_expired(self._place(path))
+            raise CheckpointError(
+                f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC; "
+                "save with a longer ttl_seconds, or None"
+            )
+        return manifest
+
+    def read(
+        self,
+        path: CheckpointPath,
+        layout: LoraLayout,
+        with_optimizer: bool,
+        check: Callable[[Manifest], None] = lambda manifest: None,
+    ) -> tuple[dict[str, Tensor], str]:
+        """Return the adapter state of a checkpoint, and the SHA-256 of the adapter file.
+
+        `layout` must match the checkpoint. Equal weights have equal SHA-256. The optimizer state is
+        included if `with_optimizer`. `check` receives the manifest and may raise an error to reject
+        the checkpoint.
+        """
+
+        def read(manifest: Manifest) -> tuple[dict[str, Tensor], str]:
+            check(manifest)
+            if with_optimizer and OPTIMIZER not in manifest.files:
+                raise CheckpointError(
+                    f"{path} holds weights for sampling, without optimizer state; give a checkpoint of save_state, "
+                    "or load it without the optimizer"
+                )
+            state = read_state(self._place(path), manifest, layout, with_optimizer)
+            self._check_unchanged(path, manifest)
+            return state, manifest.files[ADAPTER].sha256
+
+        return self._undisturbed(path, read)
+
+    def has_run(self, run_id: str) -> bool:
+        """Return whether the run has a directory, which it has while it has checkpoints."""
+        check_name("run_id", run_id)
+        return (self.directory / run_id).is_dir()
+
+    def records(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Return the usable checkpoints of one run, or of all runs, newest first."""
+        if run_id is not None:
+            check_name("run_id", run_id)
+        found = []
+        for manifest_path in self.directory.glob(f"{run_id or '*'}/*/*/{MANIFEST}"):
+            run, segment, name = manifest_path.parts[-4:-1]
+            if segment in _TYPE and is_name(run) and is_name(name):
+                path = CheckpointPath(run, _TYPE[segment], name)
+                with suppress(CheckpointError, DamagedFileError):
+                    found.append(record_of(path, self.manifest(path)))
+        return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
+
+    def delete(self, path: CheckpointPath) -> None:
+        """Remove a checkpoint, even a damaged one; wait while another writer has the run's lock.
+
+        Raises CheckpointError if the checkpoint does not exist, and StorageError if it cannot be
+        removed.
+        """
+        target = self._place(path)
+        try:
+            self._put_back(target)
+            # Check first that the checkpoint exists, so that no lock file is created otherwise.
+            if not target.is_dir():
+                raise FileNotFoundError
+            with self._locked(target.parent.parent):
+                _remove(target)
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"there is no checkpoint {path} under {self.directory}"
+            ) from error
+        except OSError as error:
+            raise StorageError(f"the checkpoint {path} could not be removed: {error}") from error
+
+    def clear_leftovers(self) -> None:
+        """Remove the temporary files of crashed writers, in all runs that are not locked now."""
+        for leftover in self.directory.glob("*/*/.*.tmp"):
+            with suppress(OSError), FileLock(leftover.parents[1] / _LOCK, timeout=0):
+                shutil.rmtree(leftover)
+                _remove_if_empty(leftover.parent)
+
+    def _place(self, path: CheckpointPath) -> Path:
+        """Return the directory of a checkpoint. Raises CheckpointError if its names are invalid."""
+        try:
+            check_name("the checkpoint path's run", path.run_id)
+            check_name("the checkpoint path's name", path.name)
+        except UserError as error:
+            raise CheckpointError(str(error)) from None
+        return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
+
+    def _found(self, path: CheckpointPath) -> Manifest:
+        """Return the current manifest without a lock, even if the checkpoint has expired."""
+        target = self._place(path)
+        if not target.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
+                "and use the same data_dir or PLANISH_DATA as where it was saved"
+            )
+        return read_manifest(target)
+
+    def _undisturbed(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
+        """Return `use(manifest)`; call it again if the checkpoint was replaced meanwhile.
+
+        `use` must call `_check_unchanged` after it has read or linked the files.
+        """
+        while True:
+            manifest = self.manifest(path)
+            try:
+                return use(manifest)
+            except DamagedFileError:
+                if _same_files(self.manifest(path), manifest):
+                    raise
+
+    def _check_unchanged(self, path: CheckpointPath, manifest: Manifest) -> None:
+        """Raise DamagedFileError if the checkpoint was replaced since `manifest` was read."""
+        if not _same_files(read_manifest(self._place(path)), manifest):
+            raise DamagedFileError(f"{path} was replaced while it was read; try again")
+
+    def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
+        """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
+        check_label(label)
+        target = self._place(label.path)
+        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            with self._locked(target.parent.parent, make=True):
+                target.parent.mkdir(exist_ok=True)
+                self._clear_leftovers(target)
+                aside.mkdir()
+                manifest = write(aside)
+                self._check_free(label, target, manifest)
+                _put(aside, target)
+        except OSError as error:
+            remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
+            raise StorageError(
+                f"the checkpoint {label.path} was not saved: {error}; {remedy}"
+            ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+    def _link(
+        self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label
+    ) -> Manifest:
+        """Link the files of `source` into `aside`, and write and return the copy's manifest."""
+        kept = {
+            name: file
+            for name, file in manifest.files.items()
+            if name in _files_of(label.path.checkpoint_type)
+        }
+        try:
+            for name in kept:
+                _link_or_copy(self._place(source) / name, aside / name)
+        except FileNotFoundError as error:
+            raise DamagedFileError(
+                f"{error.filename} is missing; the checkpoint is damaged, use another one"
+            ) from None
+        self._check_unchanged(source, manifest)
+        now = datetime.now(UTC)
+        metadata = (
+            manifest.user_metadata if label.user_metadata is None else dict(label.user_metadata)
+        )
+        copied = replace(
+            manifest,
+            time=now,
+            expires_at=label.expires_at(now),
+            user_metadata=dict(metadata),
+            files=kept,
+        )
+        write_manifest(aside, copied)
+        return copied
+
+    def _write(self, aside: Path, label: Label, adapter: SavedAdapter) -> Manifest:
+        """Write all files of a checkpoint into `aside`; return the manifest."""
+        now = datetime.now(UTC)
+        manifest = Manifest(
+            base_model=adapter.base_model,
+            architecture=adapter.architecture,
+            weights=adapter.weights,
+            lora=adapter.layout.lora,
+            step=int(adapter.state["step"]),
+            time=now,
+            expires_at=label.expires_at(now),
+            user_metadata=dict(label.user_metadata or {}),
+        )
+        with_optimizer = label.path.checkpoint_type == "training"
+        files = write_tensors(
+            aside, adapter.layout, adapter.state, adapter.base_model, with_optimizer
+        )
+        manifest = replace(manifest, files=files)
+        write_manifest(aside, manifest)
+        return manifest
+
+    def _check_free(self, label: Label, target: Path, manifest: Manifest) -> None:
+        """Raise CheckpointError if the name is taken.
+
+        A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
+        last weights once more. Expired and damaged checkpoints may be replaced too.
+        """
+        if label.overwrite or not target.is_dir():
+            return
+        with suppress(DamagedFileError):
+            there = read_manifest(target)
+            is_equal = label.path.checkpoint_type == "sampler" and there.files == manifest.files
+            if is_equal or _has_expired(there):
+                return
+        raise name_taken(label.path)
+
+    @contextmanager
+    def _locked(self, run: Path, make: bool = False) -> Iterator[None]:
+        """Acquire the lock of the run. `make`: create the run's directory if it does not exist."""
+        lock, is_held = FileLock(run / _LOCK), False
+        while not is_held:
+            if make:
+                run.mkdir(parents=True, exist_ok=True)
+            try:
+                lock.acquire()
+                is_held = True
+            except FileNotFoundError:  # another process just deleted the run's last checkpoint
+                if not make:
+                    raise
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _clear_leftovers(self, target: Path) -> None:
+        """Remove the temporary files of crashed writers of this checkpoint.
+
+        The caller must have the lock, so no other process is writing these files.
+        """
+        if not target.is_dir():
+            self._put_back_locked(target)
+        for leftover in target.parent.glob(f".{target.name}.*.tmp"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _remove_expired(self, target: Path) -> None:
+        """Remove the checkpoint if it has expired and its run is not locked.
+
+        Readers reject an expired checkpoint even if it is not removed.
+        """
+        with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
+            if _has_expired(read_manifest(target)):
+                _remove(target)
+
+    def _put_back(self, target: Path) -> None:
+        """Restore the old checkpoint if a writer crashed while it replaced the checkpoint."""
+        if _previous(target).is_dir():
+            with self._locked(target.parent.parent):
+                self._put_back_locked(target)
+
+    def _put_back_locked(self, target: Path) -> None:
+        """Do the same as `_put_back`; the caller must have the lock."""
+        if _previous(target).is_dir() and not target.is_dir():
+            os.rename(_previous(target), target)
+
+
+def name_taken(path: CheckpointPath) -> CheckpointError:
+    """Return the error for a checkpoint name that is already in use."""
+    return CheckpointError(
+        f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first"
+    )
+
+
+def _has_expired(manifest: Manifest) -> bool:
+    return manifest.expires_at is not None and manifest.expires_at <= datetime.now(UTC)
+
+
+def _same_files(one: Manifest, other: Manifest) -> bool:
+    """Return whether both manifests are from the same save; the time to live may differ."""
+    return (one.time, one.files) == (other.time, other.files)
+
+
+def _files_of(kind: CheckpointType) -> tuple[str, ...]:
+    """Return the names of a checkpoint's files, without the manifest."""
+    return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """Create `target` as a hard link to `source`, or as a copy if links are not possible.
+
+    Two directories can share a file because the files of a checkpoint never change. Some file
+    systems do not support links, and links between two file systems are impossible.
+    """
+    try:
+        os.link(source, target)
+    except FileNotFoundError:
+        raise
+    except OSError:
+        shutil.copyfile(source, target)
+        sync(target)
+
+
+def _remove(target: Path) -> None:
+    """Remove a checkpoint. The caller must have the lock."""
+    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        shutil.rmtree(_previous(target), ignore_errors=True)
+        os.rename(target, aside)  # atomic, so that no reader sees a partly removed checkpoint
+        shutil.rmtree(aside)
+    finally:
+        _remove_if_empty(target.parent)
+
+
+def _remove_if_empty(segment: Path) -> None:
+    """Remove an empty directory of checkpoints, and the run's directory if that is empty too.
+
+    The caller must have the lock.
+    """
+    run = segment.parent
+    with suppress(OSError):
+        with suppress(FileNotFoundError):
+            # Another process that waited for the lock may already find this directory removed.
+            segment.rmdir()
+        if {entry.name for entry in run.iterdir()} == {_LOCK}:
+            (run / _LOCK).unlink()
+            run.rmdir()
+
+
+def _previous(target: Path) -> Path:
+    """Return the temporary path of the old checkpoint while it is being replaced."""
+    return target.with_name(f".{target.name}.previous")
+
+
+def _put(aside: Path, target: Path) -> None:
+    """Rename `aside` to `target`.
+
+    An older checkpoint of that name is removed only after the new one is in place.
+    """
+    previous = _previous(target)
+    if target.is_dir():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(target, previous)
+    os.rename(aside, target)
+    sync(target.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def record_of(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
+    """Return the public description of a checkpoint."""
+    return Checkpoint(
+        checkpoint_id=path.checkpoint_id,
+        checkpoint_type=path.checkpoint_type,
+        time=manifest.time,
+        tinker_path=str(path),
+        size_bytes=sum(file.size for file in manifest.files.values()),
+        user_metadata=dict(manifest.user_metadata) or None,
+        expires_at=manifest.expires_at,
+    )

@@ -1,0 +1,1 @@
+"""Sampling: requests are scheduled, prompts prefilled, tokens decoded."""

@@ -1,0 +1,264 @@
+"""The sampler's model runner for GPUs: decoding steps are CUDA graphs.
+
+A decoding step has some hundreds of kernels of a few microseconds each. Launching them one by one
+from Python takes several times as long as running them. So a step is recorded as a CUDA graph, once
+for each of a few batch sizes, and launched as a whole.
+
+A graph fixes all addresses and sizes. So everything that changes between steps is in tables at
+fixed addresses: tokens, positions, the attended ranges (kernels/triton/sampling_attention.py) and
+the adapters of the rows (kernels/triton/adapters.py). A batch is padded to the next recorded size. The padding rows attend to no
+keys, and their results are discarded.
+
+This model runner is not batch-invariant: the order of sums depends on the number of rows and on the
+partition of attention. So the last bits of a logprob depend on the batch. With deterministic=True
+the sampler uses `PlainPasses` instead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from planish.engine.release_memory import let_go
+from planish.engine.sampling.model_runner import Rows
+from planish.engine.settings import head_shape
+from planish.model.decoder import Decoder
+from planish.model.head import base_product
+from planish.model.kernels import choose
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
+from planish.model.kernels.triton.adapters import AdapterTables
+from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
+from planish.model.kv_cache import KVPools, KVShape
+from planish.model.lora import AdapterRows
+from planish.model.transfer import on_device
+
+_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""The batch sizes that graphs are recorded for, up to `max_batch`. Beyond the last of these sizes,
+graphs are recorded at steps of 256 rows (see `graph_sizes`).
+"""
+
+_RECORDING = threading.Lock()
+"""torch can record only one graph at a time per process. Before a recording it synchronizes the
+whole GPU, which makes any other recording in progress fail.
+"""
+
+Step = Callable[[], tuple[Tensor, Tensor]]
+"""A function that runs a decoding step on the contents of the tables. It returns hidden states and
+logits.
+"""
+
+
+class GraphPasses:
+    """The model runner for GPUs, with one CUDA graph per batch size and kind of adapters."""
+
+    def __init__(
+        self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int
+    ) -> None:
+        """Allocate the tables for up to `max_batch` decoding and `prefill_tokens` prompt rows."""
+        config, device = decoder.config, decoder.device
+        self._decoder = decoder
+        self._sizes = graph_sizes(max_batch)
+        self._bases = PoolBases(shape, config.max_context)
+        self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
+        self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
+        self._prefill_adapters = AdapterTables(
+            config, decoder.dtype, device, prefill_tokens, max_batch
+        )
+        self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
+        self._logits: Tensor | None = None
+        """The logits of every step, in one buffer that all graphs share. Otherwise each graph would
+        permanently allocate its own [rows, vocab_size].
+        """
+        self._steps: dict[tuple[int, bool, bool], Step] = {}
+        heads = head_shape(config, decoder.dtype)
+        records = (
+            device.type == "cuda"
+            and choose.wants_graphs()
+            and choose.triton_attends("graphs", heads, device)
+        )
+        self.recorder = GraphRecorder(device) if records else None
+        """The graph recorder. None: steps run eagerly, kernel by kernel."""
+
+    @staticmethod
+    def serve(decoder: Decoder) -> bool:
+        """Return whether the GPU kernels support this model."""
+        heads = head_shape(decoder.config, decoder.dtype)
+        return all(
+            choose.triton_attends(family, heads, decoder.device) for family in ("attention", "lora")
+        )
+
+    def multiple(self, adapters: int) -> int:
+        """Return 1: no padding is needed, because the kernels process several adapters at once."""
+        return 1
+
+    def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
+        """Return the hidden states [T, D] of prompt rows, computed eagerly, and store their KV."""
+        tokens, positions = on_device(
+            [rows.tokens, rows.positions], torch.int64, self._decoder.device
+        )
+        adapters = _adapted(rows)
+        self._prefill_adapters.fill(adapters)
+        given = self._prefill_adapters if adapters else ()
+        attention = GpuPrefill(spans, self._bases, self._decoder.config.num_heads)
+        return self._decoder.hidden(tokens, positions, attention, given)
+
+    def decode(
+        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+    ) -> tuple[Tensor, Tensor]:
+        """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
+
+        Both are views of buffers that the next step overwrites.
+        """
+        count = len(rows.tokens)
+        size = self._sizes[bisect_left(self._sizes, count)]
+        adapters = _adapted(rows)
+        self._places[:, :count] = on_device(
+            [rows.tokens, rows.positions], torch.int64, self._places.device
+        )
+        self._attention.fill(row_of, prompts, samples)
+        self._adapters.fill(adapters)
+        kind = (
+            size,
+            bool(adapters),
+            any(a.weights is not None and a.weights.head is not None for a in adapters),
+        )
+        if kind not in self._steps:  # `record` does not cover adapters without a head adapter.
+            self._steps[kind] = self._recorded(*kind)
+        hidden, logits = self._steps[kind]()
+        return hidden[:count], logits[:count]
+
+    @torch.inference_mode()
+    def record(self) -> None:
+        """Record the graphs of all sizes, the largest first.
+
+        Each size is recorded without adapters, and with adapters of layers and head. Recording a
+        size at its first use would pause all samples for a tenth of a second or more. If a
+        recording fails, all steps run eagerly, and a warning is logged.
+
+        Call this method before the first pass. The tables are empty then, so the recorded steps
+        write no keys and values.
+        """
+        if self.recorder is None:
+            return
+        for size in reversed(self._sizes):
+            for adapted in (False, True):
+                try:
+                    self._steps[size, adapted, adapted] = self._recorded(size, adapted, adapted)
+                except RuntimeError as error:
+                    let_go(error)
+                    self._steps.clear()
+                    self.recorder = None
+                    reason = str(error).strip().split("\n")[0]
+                    logging.getLogger(__name__).warning(
+                        "decoding steps run without CUDA graphs, slower: recording one of %d rows "
+                        "failed (%s). PLANISH_GRAPHS=0 silences this",
+                        size,
+                        reason,
+                    )
+                    return
+
+    def rest(self) -> None:
+        """Release the adapters that the tables refer to."""
+        self._adapters.fill(())
+        self._prefill_adapters.fill(())
+
+    def _recorded(self, size: int, adapted: bool, head_adapted: bool) -> Step:
+        """Return a decoding step of `size` rows: a CUDA graph, or an eager function."""
+        tokens, positions = self._places[:, :size]
+        if self._logits is None:
+            vocab, device = self._decoder.config.vocab_size, self._decoder.device
+            self._logits = torch.empty(self._sizes[-1], vocab, dtype=torch.float32, device=device)
+        logits = self._logits[:size]
+
+        def step() -> tuple[Tensor, Tensor]:
+            given = self._adapters if adapted else ()
+            hidden = self._decoder.hidden(tokens, positions, self._attention, given)
+            logits.copy_(base_product(hidden, self._decoder.head))
+            if head_adapted:
+                self._adapters.add_head_(hidden, logits)
+            return hidden, logits
+
+        return step if self.recorder is None else self.recorder.recorded(step)
+
+
+def graph_sizes(max_batch: int) -> list[int]:
+    """Return the batch sizes that graphs are recorded for, ascending; `max_batch` is the last."""
+    sizes = [size for size in _SIZES if size < max_batch]
+    sizes += range(_SIZES[-1] + 256, max_batch, 256)
+    return [*sizes, max_batch]
+
+
+def _adapted(rows: Rows) -> list[AdapterRows]:
+    """Return the row ranges that have an adapter."""
+    return [adapter for adapter in rows.layout.adapters if adapter.weights is not None]
+
+
+class GraphRecorder:
+    """A recorder that turns steps into CUDA graphs of one GPU.
+
+    All its graphs share one memory pool, so each launch may overwrite the results of the launch
+    before it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Create a recorder with a stream of its own on `device`."""
+        # torch's own capture stream belongs to the first GPU that recorded in this process.
+        self._stream = torch.cuda.Stream(device)
+        self._memory: Any = None
+
+    def recorded(self, step: Step) -> Step:
+        """Record `step` and return a function that launches its graph.
+
+        The function returns the same tensors at every launch.
+        """
+        with _RECORDING:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            # After a failed recording, torch.cuda.graph may leave its stream as the current stream.
+            # This context restores the previous one.
+            with torch.cuda.stream(self._stream):
+                # The first run compiles kernels and lets libraries allocate their workspaces.
+                # Neither may happen during the recording.
+                step()
+                graph = torch.cuda.CUDAGraph()
+                # torch does not accept a pool again after a failed recording left it without
+                # graphs. So a pool is kept only after its first successful recording.
+                memory = self._memory or torch.cuda.graph_pool_handle()
+                try:
+                    # Other threads of this process may use the GPU during the recording, so only
+                    # the work of this thread is recorded.
+                    with torch.cuda.graph(
+                        graph, pool=memory, stream=self._stream, capture_error_mode="thread_local"
+                    ):
+                        out = step()
+                except BaseException:
+                    self._end_pool(memory)
+                    raise
+                self._memory = memory
+
+        def launch() -> tuple[Tensor, Tensor]:
+            graph.replay()
+            return out
+
+        return launch
+
+    def _end_pool(self, memory: Any) -> None:
+        """Close a memory pool after a failed recording.
+
+        Otherwise torch keeps the pool open with all of its allocations (pytorch issue 190308). A
+        pool that other graphs use is closed but not released.
+        """
+        index = self._stream.device.index
+        # Which of these calls are necessary depends on where the recording failed. An unnecessary
+        # call raises RuntimeError.
+        with suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, memory)
+        if memory != self._memory:
+            with suppress(RuntimeError):
+                torch._C._cuda_releasePool(index, memory)

@@ -1,0 +1,606 @@
+"""The sampler of one base model and its adapters: continuous batching over shared prompts.
+
+Each step has four parts. It admits the requests that fit, and it prefills a limited number of
+prompt tokens. It samples the first tokens of the prompts that are ready. Then one decoder pass
+samples one token for every running sample of every adapter.
+
+Rows are grouped by adapter. Samples of one prompt share its keys and values. Prompts with a common
+prefix compute that prefix only once.
+
+Deterministic mode is batch-invariant: the bits of a sample's tokens and logprobs do not depend on
+the rest of the batch or on the prefix cache. For this, every matmul has a row count at which this
+machine's matmuls are known to be batch-invariant (see row_tiling.py). Attention sums in the order
+of positions (see ordered_attention.py). The trainer follows the same two rules, so it reproduces
+the sampler's logprobs.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import secrets
+from collections import Counter
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.release_memory import let_go
+from planish.engine.sampling.cuda_graph_runner import GraphPasses
+from planish.engine.sampling.model_runner import Passes, PlainPasses, Rows
+from planish.engine.sampling.prefix_cache import PrefixCache
+from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, asked
+from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
+from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
+from planish.engine.sampling.stopping import StopCondition
+from planish.engine.sampling.token_sampling import SORTING_BYTES, draw, top_logprobs
+from planish.engine.sampling.validation import check_sample, max_tokens_of
+from planish.errors import NonFiniteError, UserError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.kernels.cpp.attention import ATTENDED_ROWS
+from planish.model.kernels.reference.adapter_stacks import shape_of
+from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
+from planish.model.lora import AdapterRows, LoraWeights
+from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
+from planish.model.transfer import on_device
+from planish.service import DrawnToken, Sample
+from planish.types import SampledSequence, SampleResponse, TopkLogprobs
+
+
+@dataclass(frozen=True)
+class SamplerSettings:
+    """The memory and batch limits of one sampler.
+
+    The defaults here suit a CPU. memory.py has the defaults for a GPU and for little memory.
+    """
+
+    kv_cache_bytes: int = 4 << 30
+    """The maximum bytes that running requests may reserve for keys and values. The pools may
+    allocate up to `held_bytes(kv_cache_bytes)`.
+    """
+    prefix_cache_bytes: int = 1 << 30
+    """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
+    max_batch: int = 256
+    """The maximum number of samples that run at the same time."""
+    prefill_tokens: int = 2048
+    """The maximum number of prompt tokens that one step prefills."""
+
+    def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        """Estimate the workspace of one step, in bytes.
+
+        The workspace has the activations of prompts, the attention scores, and the logits that
+        tokens are sampled from. It does not include the KV cache.
+        """
+        # There are three float32 logits tensors: the logits of the step, the copy that tokens are
+        # sampled from, and the logits of the prompts' last positions.
+        drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        if device.type == "cpu":  # Each thread has its own scores; there are at most cpu_count().
+            scores = (
+                4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
+            )
+        else:  # Only a GPU sorts many rows at once to filter them.
+            scores, drawing = 0, drawing + SORTING_BYTES
+        narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
+        return (
+            drawing
+            + scores
+            + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
+        )
+
+
+class Sampler:
+    """A sampler for one base model and any number of its adapters.
+
+    All methods except `validate` must be called from one thread.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: SamplerSettings,
+        decode_text: Callable[[Sequence[int]], str],
+        tiling: RowTiling | None,
+    ) -> None:
+        """Create a sampler. It is deterministic (batch-invariant) if `tiling` is given.
+
+        `decode_text` turns tokens into text, to look for stop strings.
+        """
+        self._decoder = decoder
+        self._decode_text = decode_text
+        self._tiling = tiling
+        self._head = SamplingHead(decoder, tiling)
+        self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
+        self._passes: Passes
+        if tiling is None and GraphPasses.serve(decoder):
+            self._passes = GraphPasses(
+                decoder, self._shape, settings.max_batch, settings.prefill_tokens
+            )
+        else:
+            self._passes = PlainPasses(decoder, tiling, self._head)
+        per_position = self._shape.bytes_per_position
+        self._scheduler = Scheduler(
+            settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
+        )
+        self.settings = settings
+        self._make_pools()
+        hidden_bytes = decoder.config.hidden_size * decoder.dtype.itemsize
+        self._cache: PrefixCache[tuple[Tensor, Tensor, Tensor]] = PrefixCache(
+            CHUNK, settings.prefix_cache_bytes // ((per_position + hidden_bytes) * CHUNK)
+        )
+        """Each chunk's keys, values and final hidden states [CHUNK, D]. The hidden states give the
+        logprobs of a cached prefix without another prefill.
+        """
+        self._hidden: dict[int, list[Tensor]] = {}
+        """The hidden states of the whole chunks computed so far, by id(prompt). An entry is removed
+        when its prompt is ready.
+        """
+        self._last_hidden: dict[int, Tensor] = {}
+        """The hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
+        self._requests: list[Request] = []
+        self._count = 0
+
+    def record(self) -> None:
+        """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
+        if isinstance(self._passes, GraphPasses):
+            self._passes.record()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return self._scheduler.busy
+
+    def validate(self, op: Sample) -> None:
+        """Raise UserError if the model or the KV cache cannot serve the request.
+
+        This method may be called from any thread.
+        """
+        check_sample(op, self._decoder.config)
+        tokens, max_tokens = op.prompt.length, max_tokens_of(op, self._decoder.config)
+        needed = self._scheduler.positions_needed(tokens, max_tokens)
+        if needed > self._scheduler.max_positions:
+            raise UserError(
+                f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
+                f"{needed * self._shape.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
+                f"{self.settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
+            )
+
+    def submit(
+        self,
+        op: Sample,
+        weights: LoraWeights | None,
+        version: Hashable,
+        future: Future[SampleResponse],
+    ) -> None:
+        """Queue a validated request. Its response is set on `future`; cancelling it withdraws it.
+
+        `version` identifies the weights in the prefix cache. `weights` is None for the base model.
+        """
+        tokens = op.prompt.to_ints()
+        params = op.sampling_params
+        seed = params.seed if params.seed is not None else secrets.randbits(64)
+        request = Request(
+            op=op,
+            number=self._count,
+            tokens=tokens,
+            max_tokens=max_tokens_of(op, self._decoder.config),
+            weights=weights,
+            version=version,
+            stop=StopCondition.of(params.stop, self._decoder.config.eos_token_ids),
+            seed=seed,
+            scores=PromptScores(op, tokens, seed) if asked(op) else None,
+            future=future,
+        )
+        self._count += 1
+        self._requests.append(request)
+        self._scheduler.waiting.append(request)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Start the requests that fit, prefill prompts, and sample the next tokens."""
+        self._drop_ended()
+        admitted = self._scheduler.admit(self._cache)
+        self._prompts.reserve(prompt.capacity for prompt in admitted)
+        for prompt in admitted:
+            self._place(prompt)
+        batch = self._scheduler.prefill_batch()
+        if batch:
+            self._prefill(batch)
+        fresh = [
+            sample
+            for sample in self._scheduler.running
+            if not sample.tokens and sample.prompt.ready
+        ]
+        if fresh:
+            self._draw_first(fresh)
+        going = [sample for sample in self._scheduler.running if sample.tokens]
+        if going:
+            self._decode(going)
+        if not self.busy:
+            self._passes.rest()
+
+    def forget(self, version: Hashable) -> None:
+        """Free the cached prefixes of a version of the weights that is no longer in use."""
+        self._cache.forget(version)
+
+    def fail(self, error: Exception) -> None:
+        """Fail every request with `error` and reset the scheduler and the pools.
+
+        The engine calls this method when it closes, and after an exception in `step`, which may
+        leave the scheduler or the pools inconsistent.
+        """
+        requests, self._requests = self._requests, []
+        settings = self._scheduler
+        self._scheduler = Scheduler(
+            settings.max_batch, settings.max_positions, settings.prefill_tokens
+        )
+        self._make_pools()
+        self._last_hidden.clear()
+        self._hidden.clear()
+        for request in requests:
+            request.fail(error)
+
+    def _make_pools(self) -> None:
+        kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
+        self._room = KVRoom(
+            held_bytes(self.settings.kv_cache_bytes) // self._shape.bytes_per_position
+        )
+        self._prompts, self._samples = (KVPools(self._shape, kind, self._room) for _ in range(2))
+
+    # Prompts
+
+    def _place(self, prompt: Prompt) -> None:
+        """Assign a slot to a new prompt and fill it with the cached prefix."""
+        pool = self._prompts.of(prompt.capacity)
+        pool.add(prompt)
+        known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
+        request = prompt.scored_for
+        first = (
+            len(known)
+            if request is None or request.scores is None
+            else request.scores.begins // CHUNK
+        )
+        # Cached positions are scored right here, while all other requests wait. So at most
+        # `prefill_tokens` cached positions are scored, and later steps prefill the remainder.
+        known = known[: first + self.settings.prefill_tokens // CHUNK]
+        if known:
+            keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
+            pool.write(prompt.slot, 0, (keys, values))
+        hidden = self._hidden[id(prompt)] = [chunk[2] for chunk in known]
+        if request is not None and hidden[first:]:
+            self._score(request, first * CHUNK, torch.cat(hidden[first:]))
+        prompt.computed = prompt.cached = len(known) * CHUNK
+
+    def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
+        """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
+        batch = sorted(batch, key=lambda item: id(item[0].weights))
+        layout = RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
+        tokens, positions = [0] * layout.total, [0] * layout.total
+        spans = []
+        for (prompt, count), row in zip(batch, layout.starts, strict=True):
+            start = prompt.computed
+            tokens[row : row + count] = prompt.tokens[start : start + count]
+            positions[row : row + count] = range(start, start + count)
+            spans.append(
+                PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count)
+            )
+        hidden = self._passes.prefill(Rows(tokens, positions, layout), spans)
+        for (prompt, count), row in zip(batch, layout.starts, strict=True):
+            self._computed(prompt, hidden[row : row + count])
+
+    def _computed(self, prompt: Prompt, hidden: Tensor) -> None:
+        """Record newly computed hidden states [count, D] of a prompt.
+
+        A prompt that is complete now is added to the prefix cache.
+        """
+        request = prompt.scored_for
+        if request is not None:
+            self._score(request, prompt.computed, hidden)
+        known = self._hidden[id(prompt)]
+        known += [chunk.clone() for chunk in hidden.split(CHUNK) if len(chunk) == CHUNK]
+        prompt.computed += hidden.shape[0]
+        if not prompt.ready:
+            return
+        del self._hidden[id(prompt)]
+        self._last_hidden[id(prompt)] = hidden[-1:].clone()
+        missing = self._cache.missing(prompt.version, prompt.tokens)
+        pool = self._prompts.of(prompt.capacity)
+        chunks = [(*pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK), known[i]) for i in missing]
+        self._cache.add(prompt.version, prompt.tokens, chunks)
+        if request is not None and not request.num_samples:
+            prompt.waiting -= 1
+            self._deliver(request)
+            self._release_unused([prompt])
+
+    def _score(self, request: Request, start: int, hidden: Tensor) -> None:
+        """Compute the prompt scores that the request wants at positions start .. start + R - 1.
+
+        `hidden` [R, D] has the hidden states of these positions. An error fails this request only.
+        """
+        if request.scores is None:
+            return
+        weights, head = request.weights, self._head
+        try:
+            request.scores.add(
+                start,
+                hidden,
+                lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
+                lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
+            )
+        except Exception as error:
+            # This request may run out of memory because it wants unusually many scores. The other
+            # requests of the batch can go on.
+            let_go(error)
+            request.fail(error)
+
+    def _release_unused(self, prompts: Sequence[Prompt]) -> None:
+        """Free the slots of all `prompts` that no sample or response needs any more."""
+        unused = [
+            p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts
+        ]
+        _remove(self._prompts, unused)
+        for prompt in unused:
+            self._scheduler.release(prompt)
+            self._last_hidden.pop(id(prompt), None)
+            self._hidden.pop(id(prompt), None)
+
+    # Samples
+
+    def _draw_first(self, samples: list[RunningSample]) -> None:
+        """Sample the first token of each sample from its prompt's last hidden state.
+
+        The LM head runs once per prompt, not once per sample.
+        """
+        samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
+        prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
+        layout = RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
+        hidden = torch.zeros(
+            layout.total,
+            self._decoder.config.hidden_size,
+            dtype=self._decoder.dtype,
+            device=self._decoder.device,
+        )
+        row_of = {id(prompt): row for prompt, row in zip(prompts, layout.starts, strict=True)}
+        for prompt in prompts:
+            hidden[row_of[id(prompt)]] = self._last_hidden[id(prompt)][0]
+        logits = self._head.logits(hidden, layout.adapters)
+        self._draw(
+            samples,
+            [row_of[id(sample.prompt)] for sample in samples],
+            hidden,
+            logits,
+            layout.adapters,
+        )
+
+    def _decode(self, samples: list[RunningSample]) -> None:
+        """Run each sample's last token through the decoder and sample its next token."""
+        self._make_room(samples)
+        rows_of = Counter(sample.prompt.weights for sample in samples)
+        multiple = self._passes.multiple(len(rows_of))
+
+        def place(sample: RunningSample) -> tuple[Any, ...]:
+            weights = sample.prompt.weights
+            return (
+                shape_of(weights),
+                -rows_of[weights] // multiple,
+                id(weights),
+                sample.capacity,
+                sample.slot,
+            )
+
+        # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
+        # the order of their slots, so that attention reads keys and values in place.
+        samples = sorted(samples, key=place)
+        layout = RowLayout(
+            [(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple
+        )
+        tokens, positions = [0] * layout.total, [0] * layout.total
+        for sample, row in zip(samples, layout.starts, strict=True):
+            tokens[row] = sample.tokens[-1]
+            positions[row] = sample.position
+        rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
+        hidden, logits = self._passes.decode(
+            Rows(tokens, positions, layout), rows, self._prompts, self._samples
+        )
+        self._draw(samples, layout.starts, hidden, logits, layout.adapters)
+
+    def _make_room(self, samples: list[RunningSample]) -> None:
+        """Ensure that each sample has a slot with space for its last token's keys and values.
+
+        A sample's first slot also receives a copy of its prompt's last, unfinished span.
+        """
+        needs = [(sample, self._room_for(sample)) for sample in samples]
+        needs = [(sample, need) for sample, need in needs if need > sample.capacity]
+        if self._room.has(sum(need for _, need in needs)):
+            self._give_room(needs)
+            return
+        # A sample being moved occupies its old and its new slot at the same time. Memory is short
+        # here, so one eighth of the samples move at a time.
+        self._give_room([(sample, need) for sample, need in needs if not sample.capacity])
+        moving = [(sample, need) for sample, need in needs if sample.capacity]
+        for first in range(0, len(moving), size := max(1, len(moving) // 8)):
+            self._give_room(moving[first : first + size])
+
+    def _give_room(self, needs: list[tuple[RunningSample, int]]) -> None:
+        """Move each sample to a new slot of the given capacity, or assign its first slot."""
+        self._samples.reserve(need for _, need in needs)
+        fresh: dict[tuple[int, int], list[RunningSample]] = {}
+        grown: dict[tuple[int, int], list[RunningSample]] = {}
+        for sample, need in needs:
+            if sample.capacity:
+                grown.setdefault((need, sample.capacity), []).append(sample)
+            else:
+                self._samples.of(need).add(sample)
+                fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
+            sample.capacity = need
+        for (capacity, source), same in grown.items():
+            self._samples.of(source).move(same, self._samples.of(capacity))
+        for (capacity, source), same in fresh.items():
+            lengths = [sample.prompt.length for sample in same]
+            self._samples.of(capacity).copy(
+                [sample.slot for sample in same],
+                self._prompts.of(source),
+                [sample.prompt.slot for sample in same],
+                [length - length % SPAN for length in lengths],
+                max(length % SPAN for length in lengths),
+            )
+
+    def _room_for(self, sample: RunningSample) -> int:
+        """Return the capacity of the slot that the sample needs for its next position.
+
+        On a CPU a slot grows with its sample, because memory costs nothing until it is touched.
+        On a GPU the sample gets its final slot at once. A move would take more kernel launches
+        than a decoding step.
+        """
+        limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
+        if self._decoder.device.type == "cpu":
+            return grown_capacity(sample.stored + 1, limit)
+        return limit
+
+    def _draw(
+        self,
+        samples: list[RunningSample],
+        rows: list[int],
+        hidden: Tensor,
+        logits: Tensor,
+        adapters: list[AdapterRows],
+    ) -> None:
+        """Sample one token for each of `samples`, append it, and finish samples that stop.
+
+        Sample i takes row rows[i] of `hidden` and `logits`. A logprob that is not finite fails
+        its request.
+        """
+        params = [sample.request.op.sampling_params for sample in samples]
+        drawn = draw(
+            logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows
+        )
+        exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
+        temperature = on_device(
+            [p.temperature or 1.0 for p in params], torch.float32, logits.device
+        )
+        logprobs = (exact / temperature - drawn.log_normalizer).tolist()
+        most = max(sample.request.op.topk_sample_logprobs for sample in samples)
+        if most and rows != list(range(logits.shape[0])):
+            logits = logits[on_device(rows, torch.int64, logits.device)]
+        tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
+        top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
+        done: list[RunningSample] = []
+        for i, (sample, token, logprob) in enumerate(
+            zip(samples, drawn.tokens.tolist(), logprobs, strict=True)
+        ):
+            if not math.isfinite(logprob):
+                # Only this request fails: the rows of a batch are independent, so the NaN or inf
+                # cannot have reached the other rows.
+                sample.request.fail(_not_finite(sample.request.op.sampler_id))
+                continue
+            k = sample.request.op.topk_sample_logprobs
+            sample.tokens.append(token)
+            sample.logprobs.append(min(logprob, 0.0))
+            if k:
+                sample.top.append((top_ids[i][:k], top_values[i][:k]))
+            if sample.request.op.on_token is not None:
+                _tell(sample, sample.request.op.on_token)
+            try:
+                if self._stopped(sample) or len(sample.tokens) == sample.request.max_tokens:
+                    done.append(sample)
+            except Exception as error:
+                # The tokenizer failed on these tokens, which belong to this request alone.
+                sample.request.fail(error)
+        self._take_out(done)
+        for sample in done:
+            self._finish(sample)
+
+    def _stopped(self, sample: RunningSample) -> bool:
+        """Return whether the sample's last token completes a stop token or stop string."""
+        return sample.request.stop.met(sample.tokens, self._decode_text)
+
+    def _finish(self, sample: RunningSample) -> None:
+        """Build the sample's sequence, and deliver the response if it was the last one."""
+        request = sample.request
+        k = request.op.topk_sample_logprobs
+        top = TopkLogprobs(
+            np.array([ids for ids, _ in sample.top], np.int32),
+            np.array([values for _, values in sample.top], np.float32),
+        )
+        request.sequences[sample.index] = SampledSequence(
+            stop_reason="stop" if self._stopped(sample) else "length",
+            sequence_id=f"{request.op.sampler_id}:{request.number}:{sample.index}",
+            tokens_np=np.array(sample.tokens, np.int32),
+            logprobs_np=np.array(sample.logprobs, np.float32),
+            topk_logprobs_np=top if k else None,
+        )
+        if len(request.sequences) == request.num_samples:
+            self._deliver(request)
+
+    def _take_out(self, samples: Sequence[RunningSample]) -> None:
+        """Remove samples from the batch and free their slots and unused prompts."""
+        _remove(self._samples, [sample for sample in samples if sample.capacity])
+        for sample in samples:
+            self._scheduler.finish(sample)
+        self._release_unused([sample.prompt for sample in samples])
+
+    def _deliver(self, request: Request) -> None:
+        """Set the response on the request's future."""
+        scores = request.scores
+        assert request.prompt is not None
+        response = SampleResponse(
+            sequences=[request.sequences[i] for i in range(request.num_samples)],
+            prompt_logprobs_np=scores.logprobs if scores else None,
+            topk_prompt_logprobs_np=scores.top if scores else None,
+            target_prompt_logprobs=scores.targets if scores else None,
+            prompt_alt_tokens=scores.alternatives if scores else None,
+            prompt_cache_hit_tokens=request.prompt.cached,
+        )
+        self._requests.remove(request)
+        if request.claim():
+            request.future.set_result(response)
+
+    def _drop_ended(self) -> None:
+        """Remove the requests that were cancelled or have failed on their own."""
+        for request in [request for request in self._requests if request.future.done()]:
+            # concurrent.futures.wait() learns of a cancellation only through this call.
+            request.claim()
+            self._requests.remove(request)
+            self._take_out(self._scheduler.withdraw(request))
+            if request.prompt is not None:
+                self._release_unused([request.prompt])
+
+
+def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) -> None:
+    """Remove all owners from their pools with one call per pool.
+
+    Removing the owners one by one could move slots or copy the pool each time.
+    """
+    by_capacity: dict[int, list[Prompt | RunningSample]] = {}
+    for owner in owners:
+        by_capacity.setdefault(owner.capacity, []).append(owner)
+    for capacity, some in by_capacity.items():
+        pools.of(capacity).remove(*some)
+
+
+def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
+    """Call `on_token` with the sample's newest token.
+
+    An exception in the callback fails this request only, not the batch.
+    """
+    if sample.request.future.done():
+        return
+    top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
+    try:
+        on_token(DrawnToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
+    except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
+        sample.request.fail(error)
+
+
+def _not_finite(sampler_id: str) -> NonFiniteError:
+    return NonFiniteError(
+        f"sampler_id={sampler_id!r}: its logits are not finite, so no token can be drawn; its weights are too large: "
+        "go back to an earlier checkpoint and lower learning_rate"
+    )

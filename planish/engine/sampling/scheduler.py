@@ -1,0 +1,309 @@
+"""The scheduler of the sampler: it decides which requests, prompts and samples run in a step.
+
+This module makes decisions only and touches no tensors. Requests are admitted in their order of
+arrival. A sample that starts reserves memory for its maximum length, so a running sample is never
+preempted. Requests that do not fit wait.
+
+The life of a request: it waits. Its prompt becomes active and is prefilled in one or more steps,
+except for the cached prefix. Its samples run, and then its response is delivered. Requests with
+the same prompt and the same weights share one active prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from planish.engine.sampling.prefix_cache import PrefixCache
+from planish.engine.sampling.randomness import UniformStream
+from planish.engine.sampling.stopping import StopCondition
+from planish.model.positions import CHUNK, SPAN, capacity_for, sample_capacity
+from planish.service import Sample
+from planish.types import SampledSequence, SampleResponse
+
+if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
+    from planish.engine.sampling.prompt_logprobs import PromptScores
+    from planish.model.lora import LoraWeights
+
+_DRAWS = 1 << 18
+"""The maximum number of tokens sampled at prompt positions in one step. They take some tenths of a
+second. One chunk of one prompt is allowed even if it exceeds this limit.
+"""
+
+
+@dataclass(eq=False)
+class Request:
+    """One `Sample` operation and its progress."""
+
+    op: Sample
+    number: int
+    tokens: list[int]
+    max_tokens: int
+    """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
+    weights: LoraWeights | None
+    version: Hashable
+    """The version of the weights, which is part of the prefix cache key. Different weights have
+    different versions.
+    """
+    stop: StopCondition
+    seed: int
+    scores: PromptScores | None
+    future: Future[SampleResponse]
+    prompt: Prompt | None = None
+    started: int = 0
+    """The number of samples that have started."""
+    sequences: dict[int, SampledSequence] = field(default_factory=dict)
+    """The finished samples by their index."""
+    is_answered: bool = False
+    """Whether the request was answered, or its cancellation was noticed."""
+
+    @property
+    def num_samples(self) -> int:
+        """The number of samples to generate: 0 if the request only scores its prompt."""
+        return self.op.num_samples if self.max_tokens else 0
+
+    def claim(self) -> bool:
+        """Claim the right to answer this request. Return True at most once per request.
+
+        Return False if the request was claimed before or its future was cancelled. After True the
+        caller must set the result or the exception of the future.
+        """
+        if self.is_answered:
+            return False
+        self.is_answered = True
+        return self.future.set_running_or_notify_cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """Set `error` on the future, unless the request was answered or cancelled."""
+        if self.claim():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Prompt:
+    """An active prompt, whose keys and values are shared by all samples that continue it."""
+
+    tokens: list[int]
+    version: Hashable
+    weights: LoraWeights | None
+    scored_for: Request | None
+    """The request that wants scores of this prompt. No other request shares the prompt then. The
+    cached prefix is still used, unless tokens are sampled at the prompt's positions.
+    """
+    slot: int = -1
+    """The slot's index in its pool; -1 without a slot."""
+    computed: int = 0
+    """The number of positions in the KV cache so far, including the cached prefix."""
+    cached: int = 0
+    """The number of positions taken from the prefix cache."""
+    waiting: int = 0
+    """The number of samples (or prompt-only responses) still to come. The prompt is freed at 0."""
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the prompt."""
+        return len(self.tokens)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all positions are computed, so that samples can continue the prompt."""
+        return self.computed == len(self.tokens)
+
+    @property
+    def draws(self) -> int:
+        """The number of tokens to sample at each position of the prompt (prompt_alt_tokens_k)."""
+        return self.scored_for.op.prompt_alt_tokens_k if self.scored_for is not None else 0
+
+    @property
+    def capacity(self) -> int:
+        """The capacity of the prompt's slot in positions."""
+        return capacity_for(len(self.tokens))
+
+
+@dataclass(eq=False)
+class RunningSample:
+    """One sample in progress.
+
+    Its slot contains the prompt's last, unfinished span and all sampled tokens except the last.
+    The last token's keys and values are computed when it goes through the decoder.
+    """
+
+    request: Request
+    index: int
+    prompt: Prompt
+    stream: UniformStream
+    slot: int = -1
+    capacity: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+
+    @property
+    def stored(self) -> int:
+        """The number of positions in the slot before the last token goes through the decoder."""
+        return self.prompt.length % SPAN + len(self.tokens) - 1
+
+    @property
+    def position(self) -> int:
+        """The position of the last token within prompt and sample."""
+        return self.prompt.length + len(self.tokens) - 1
+
+
+class Scheduler:
+    """Admission of requests under a limit of running samples and a budget of KV cache positions."""
+
+    def __init__(self, max_batch: int, max_positions: int, prefill_tokens: int) -> None:
+        """Create a scheduler without requests.
+
+        `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
+        `prefill_tokens` the prompt tokens of one step.
+        """
+        self.max_batch = max_batch
+        self.max_positions = max_positions
+        self.prefill_tokens = prefill_tokens
+        self.waiting: list[Request] = []
+        self.prompts: list[Prompt] = []
+        self.running: list[RunningSample] = []
+        self._reserved = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is waiting or running."""
+        return bool(self.waiting or self.prompts or self.running)
+
+    def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the KV cache positions that a request with one sample reserves."""
+        return capacity_for(prompt_tokens) + (
+            sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0
+        )
+
+    def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
+        """Start the requests that fit, in order, and return the prompts that became active.
+
+        A waiting request that already has a prompt comes first, because its prompt occupies memory
+        until its last sample has ended. There is at most one such request. It cannot starve: one
+        of its samples fits at the latest when all other requests have ended.
+        """
+        active: list[Prompt] = []
+        for request in sorted(self.waiting, key=lambda request: request.prompt is None):
+            if request.prompt is None:
+                if self._shares_what_is_being_computed(request, cache):
+                    continue
+                if not self._activate(request, active):
+                    break
+            self._start_samples(request)
+            if request.started == request.num_samples:
+                self.waiting.remove(request)
+            else:
+                break
+        return active
+
+    def prefill_batch(self) -> list[tuple[Prompt, int]]:
+        """Return the prompts to prefill in this step, each with its number of tokens.
+
+        The numbers are multiples of CHUNK, except at the end of a prompt. The batch has at most
+        `max_batch` adapters. Tokens sampled at prompt positions have a limit of their own
+        (`_DRAWS`), so prompts with many of them do not delay the others.
+        """
+        room, draws, adapters = self.prefill_tokens, _DRAWS, set()
+        batch = []
+        for prompt in self.prompts:
+            if prompt.weights not in adapters and len(adapters) == self.max_batch:
+                continue
+            left = prompt.length - prompt.computed
+            count = min(left, room)
+            if prompt.draws:
+                count = min(count, max(draws // prompt.draws, CHUNK if draws == _DRAWS else 0))
+            if count < left:
+                count -= count % CHUNK
+            if count > 0:
+                batch.append((prompt, count))
+                adapters.add(prompt.weights)
+                room -= count
+                draws -= count * prompt.draws
+        return batch
+
+    def finish(self, sample: RunningSample) -> None:
+        """Remove a sample from the batch and end its reservation."""
+        self.running.remove(sample)
+        self._reserved -= sample_capacity(sample.prompt.length, sample.request.max_tokens)
+        sample.prompt.waiting -= 1
+
+    def release(self, prompt: Prompt) -> None:
+        """Remove a prompt that no sample or response needs and end its reservation."""
+        self.prompts.remove(prompt)
+        self._reserved -= prompt.capacity
+
+    def withdraw(self, request: Request) -> list[RunningSample]:
+        """Withdraw a request that was cancelled or failed, and return its running samples.
+
+        The caller must call `finish` for each of these samples.
+        """
+        if request in self.waiting:
+            self.waiting.remove(request)
+        if request.prompt is not None:
+            request.prompt.waiting -= request.num_samples - request.started
+            if not request.num_samples:
+                request.prompt.waiting -= 1
+        return [sample for sample in self.running if sample.request is request]
+
+    def _activate(self, request: Request, active: list[Prompt]) -> bool:
+        """Assign an active prompt to the request, or a new one if it and one sample fit.
+
+        Return whether the request has a prompt now. New prompts are appended to `active`.
+        """
+        shared = next((p for p in self.prompts if self._same(p, request)), None)
+        if shared is None:
+            if (
+                self._reserved + self.positions_needed(len(request.tokens), request.max_tokens)
+                > self.max_positions
+            ):
+                return False
+            if request.num_samples and len(self.running) >= self.max_batch:
+                return False
+            shared = Prompt(
+                request.tokens,
+                request.version,
+                request.weights,
+                request if request.scores else None,
+            )
+            self._reserved += shared.capacity
+            self.prompts.append(shared)
+            active.append(shared)
+        shared.waiting += request.num_samples or 1
+        request.prompt = shared
+        return True
+
+    def _start_samples(self, request: Request) -> None:
+        """Start as many of the request's samples as fit."""
+        assert request.prompt is not None
+        while request.started < request.num_samples and len(self.running) < self.max_batch:
+            need = sample_capacity(request.prompt.length, request.max_tokens)
+            if self._reserved + need > self.max_positions:
+                return
+            self._reserved += need
+            stream = UniformStream(request.seed, request.started)
+            self.running.append(RunningSample(request, request.started, request.prompt, stream))
+            request.started += 1
+
+    def _same(self, prompt: Prompt, request: Request) -> bool:
+        """Return whether the request can share this prompt."""
+        unscored = prompt.scored_for is None and request.scores is None
+        return unscored and prompt.version == request.version and prompt.tokens == request.tokens
+
+    def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
+        """Return whether a prompt in prefill will soon provide a longer cached prefix.
+
+        The request then waits for that prompt instead of computing the same prefix again.
+        """
+        under_way = [p for p in self.prompts if not p.ready and p.version == request.version]
+        if not under_way or any(self._same(p, request) for p in under_way):
+            return False
+        longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
+        if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
+            return False
+        return any(
+            p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way
+        )

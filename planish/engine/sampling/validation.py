@@ -1,0 +1,123 @@
+"""Validation of sampling requests, before anything is queued."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from planish.engine.sampling.prompt_logprobs import asked
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.service import Sample
+
+MAX_ANSWER = 512 << 20
+"""The maximum bytes of one response, both as arrays and as a message."""
+
+
+def max_tokens_of(op: Sample, config: ModelConfig) -> int:
+    """Return the maximum number of tokens that each sample of the request may have.
+
+    The default is the remainder of the model's context. A prompt-only request has 0.
+    """
+    if op.prompt_only:
+        return 0
+    asked_for = op.sampling_params.max_tokens
+    return config.max_context - op.prompt.length if asked_for is None else asked_for
+
+
+def check_sample(op: Sample, config: ModelConfig) -> None:
+    """Raise UserError, which names the argument and the remedy, if the request is invalid."""
+    tokens = op.prompt.to_ints()
+    if not tokens:
+        raise UserError(
+            "prompt is empty; give at least one token (the model's BOS token, for instance)"
+        )
+    _check_vocabulary("prompt", tokens, config.vocab_size)
+    if len(tokens) > config.max_context:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens, the model's context holds {config.max_context}; shorten the prompt"
+        )
+    max_tokens = max_tokens_of(op, config)
+    if not op.prompt_only and len(tokens) == config.max_context:
+        raise UserError(
+            f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt"
+        )
+    if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
+        raise UserError(
+            f"the prompt's {len(tokens)} tokens leave room for {config.max_context - len(tokens)} of the context's "
+            f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
+        )
+    _check_stop_ids(op.sampling_params.stop, config.vocab_size)
+    _check_questions(op, len(tokens), config.vocab_size)
+    _check_answer(op, len(tokens), max_tokens)
+
+
+def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise UserError if a token id of the argument `name` is outside the vocabulary."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < vocab_size):
+        bad = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise UserError(
+            f"{name} holds token id {bad}; the model's vocabulary is 0..{vocab_size - 1}"
+        )
+
+
+def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size: int) -> None:
+    """Raise UserError if a stop token id is outside the vocabulary."""
+    if stop is not None and not isinstance(stop, str):
+        _check_vocabulary(
+            "SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size
+        )
+
+
+def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+    """Raise UserError if the request's options for logprobs or prompt scores are invalid."""
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if not 0 <= getattr(op, name) <= vocab_size:
+            raise UserError(
+                f"{name}={getattr(op, name)}: give a number from 0 to the vocabulary's {vocab_size}"
+            )
+    if op.prompt_logprobs_last_n is not None:
+        if op.prompt_logprobs_last_n < 1:
+            raise UserError(
+                f"prompt_logprobs_last_n={op.prompt_logprobs_last_n}: give at least 1, or None for all"
+            )
+        if not (op.prompt_logprobs or op.topk_prompt_logprobs):
+            raise UserError(
+                "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
+            )
+    if op.prompt_only and not asked(op):
+        raise UserError(
+            "prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs"
+        )
+    if op.target_prompt_logprobs is not None:
+        targets = op.target_prompt_logprobs
+        if (
+            targets.dtype != "int64"
+            or targets.shape is None
+            or len(targets.shape) != 2
+            or targets.shape[0] != prompt_tokens - 1
+            or targets.shape[1] > vocab_size
+        ):
+            raise UserError(
+                f"target_prompt_logprobs has dtype {targets.dtype} and shape {targets.shape}; give int64 "
+                f"[prompt length - 1, K] = [{prompt_tokens - 1}, K] with K at most {vocab_size}, and -1 where nothing is asked"
+            )
+        wanted = targets.to_numpy()
+        if wanted.size and (wanted.min() < -1 or wanted.max() >= vocab_size):
+            raise UserError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
+
+
+def _check_answer(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
+    """Raise UserError if the response could exceed MAX_ANSWER bytes.
+
+    All sampled tokens stay in memory until the last sample of the request has ended.
+    """
+    targets = op.target_prompt_logprobs
+    size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
+    size += prompt_tokens * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
+    size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
+    if size > MAX_ANSWER:
+        raise UserError(
+            f"the answer could have {size >> 20:,} MiB, and {MAX_ANSWER >> 20} are given at most; lower num_samples, max_tokens, "
+            "topk_sample_logprobs, topk_prompt_logprobs or prompt_alt_tokens_k"
+        )

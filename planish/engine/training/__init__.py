@@ -1,0 +1,1 @@
+"""Training: datums become losses and gradients, gradients become adapter updates."""

@@ -1,0 +1,150 @@
+"""Datums checked and brought into arrays, before any work: what passes here can be packed and
+scored.
+
+Every error names the datum, the input and the remedy. numpy only, so that a client's thread can do
+it at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from planish.engine.training.losses import Loss
+from planish.errors import NonFiniteError, UnsupportedError, UserError
+from planish.types import Datum, TensorData, check_data
+
+# Inputs that clients of the public API carry along; looked at only to see that they say nothing
+# else than the rest.
+_CARRIED = ("mask",)
+_PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
+
+
+@dataclass(frozen=True, eq=False)
+class Example:
+    """One datum: N tokens, what is scored at each, and the loss's inputs in the shape of the
+    targets.
+    """
+
+    tokens: np.ndarray
+    """int64 [N]"""
+    targets: np.ndarray
+    """int64 [N] or [N, K]"""
+    inputs: Mapping[str, np.ndarray]
+    """float32, each in the shape of `targets`."""
+
+
+def read_examples(
+    data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
+) -> list[Example]:
+    """UserError or NonFiniteError names the first datum at fault."""
+    check_data(data)
+    if not data:
+        raise UserError("data is empty; give at least one Datum")
+    return [
+        _read(index, datum, loss, loss_name, vocab_size, max_context)
+        for index, datum in enumerate(data)
+    ]
+
+
+def _read(
+    index: int, datum: Datum, loss: Loss, loss_name: str, vocab_size: int, max_context: int
+) -> Example:
+    where = f"data[{index}]"
+    tokens = np.asarray(datum.model_input.to_ints(), dtype=np.int64)
+    if tokens.size == 0:
+        raise UserError(f"{where}.model_input is empty; give at least one token")
+    if tokens.size > max_context:
+        raise UserError(
+            f"{where}.model_input has {tokens.size} tokens, and the model's context is {max_context}; shorten the sequence"
+        )
+    _check_tokens(f"{where}.model_input", tokens, vocab_size)
+    _check_names(where, datum.loss_fn_inputs, loss, loss_name)
+    targets = _targets(
+        where, datum.loss_fn_inputs["target_tokens"], tokens.size, loss, loss_name, vocab_size
+    )
+    _check_tokens(f"{where}.loss_fn_inputs['target_tokens']", targets, vocab_size)
+    inputs = {}
+    for name in (*loss.required, *loss.optional):
+        if name in datum.loss_fn_inputs:
+            inputs[name] = _floats(
+                f"{where}.loss_fn_inputs[{name!r}]", datum.loss_fn_inputs[name], targets.shape
+            )
+    if "mask" in datum.loss_fn_inputs and "mask" not in inputs:
+        mask = _floats(
+            f"{where}.loss_fn_inputs['mask']", datum.loss_fn_inputs["mask"], targets.shape
+        )
+        factor = "weights" if "weights" in loss.optional else "advantages"
+        if np.any((mask == 0) & (inputs.get(factor, np.float32(1)) != 0)):
+            raise UserError(
+                f"{where}.loss_fn_inputs['mask'] is 0 where {factor} is not, and loss_fn={loss_name!r} takes no mask; "
+                f"give a 0 in {factor} there"
+            )
+    return Example(tokens, targets, inputs)
+
+
+def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
+    missing = [name for name in ("target_tokens", *loss.required) if name not in given]
+    if missing:
+        raise UserError(
+            f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it"
+        )
+    known = ("target_tokens", *loss.required, *loss.optional, *_CARRIED)
+    for name in given:
+        if name in known:
+            continue
+        if name in _PER_TOKEN_CLIPPING:
+            raise UnsupportedError(
+                f"{where}.loss_fn_inputs[{name!r}]: clipping by token is not supported; give one number in loss_fn_config[{name!r}]"
+            )
+        raise UserError(
+            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_CARRIED)])}; remove it"
+        )
+
+
+def _targets(
+    where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int
+) -> np.ndarray:
+    name = f"{where}.loss_fn_inputs['target_tokens']"
+    if data.dtype != "int64":
+        raise UserError(f"{name} has dtype {data.dtype}; token ids are int64")
+    shape = data.shape or []  # looked at first: what is only claimed could fill the memory
+    if len(shape) == 2 and not loss.many_targets:
+        raise UserError(
+            f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target a position"
+        )
+    if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
+        raise UserError(
+            f"{name} has shape {shape}, but model_input has {length} tokens; give one target a token "
+            "(the input shifted by one), or K of them"
+        )
+    if len(shape) == 2 and shape[1] > vocab_size:
+        raise UserError(
+            f"{name} has shape {shape}: {shape[1]} targets a token, and the vocabulary has {vocab_size}; give fewer"
+        )
+    return data.to_numpy()
+
+
+def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        bad = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
+        remedy = "use the model's own tokenizer"
+        if bad < 0 and name.endswith("['target_tokens']"):
+            remedy = "what is not to be learned has a weight or an advantage of 0, and any token"
+        raise UserError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
+
+
+def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+    if data.shape != list(shape):
+        raise UserError(
+            f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value a target"
+        )
+    values = data.to_numpy().astype(np.float32, copy=False)
+    if not np.isfinite(values).all():
+        position = np.argwhere(~np.isfinite(values))[0].tolist()
+        raise NonFiniteError(
+            f"{name} is not finite at position {position}; replace NaN and infinity"
+        )
+    return values

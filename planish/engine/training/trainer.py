@@ -1,0 +1,409 @@
+"""The trainer runs forward and backward passes over datums, one micro-batch at a time.
+
+The gradient of a call is the gradient of the sum of its datums' losses. The datums are packed into
+prefix trees (model/prefix_tree.py) under a token budget, so the peak memory is known in advance. A shared
+prefix is computed once, and its gradient is exact. Micro-batches depend only on the datums of the
+call and on the settings, never on other calls or tenants.
+
+The adapter receives a gradient only after the whole call has succeeded. A non-finite loss or
+gradient fails the call, and also the optimizer step that may already be queued after the call.
+
+`forward_backward` is a generator. It yields between micro-batches, so the engine can interleave
+other work on the device.
+
+Shapes: T is the number of tokens of a forest (one row each). P is the number of distinct (row,
+target) pairs. M is the number of scores of all datums in a micro-batch; a pair that several datums
+use counts once per use.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.engine.release_memory import give_back
+from planish.engine.settings import head_shape
+from planish.engine.training.adapters import Adapter, is_finite
+from planish.engine.training.datums import Example, read_examples
+from planish.engine.training.losses import Loss, find_loss
+from planish.errors import NonFiniteError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Attend, Decoder
+from planish.model.head import logits_dtype, rows_at_once, scored_logprobs
+from planish.model.kernels import choose
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.attention import NativeForest
+from planish.model.kernels.cpp.cpu_products import low_columns
+from planish.model.kernels.reference.attention import ForestAttention
+from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.triton.tree_attention import GpuForest
+from planish.model.lora import LAYER_SITES, AdapterRows, LoraWeights
+from planish.model.prefix_tree import Packed, pack
+from planish.model.transfer import sent
+from planish.service import complete_config
+from planish.types import Datum, ForwardBackwardOutput, TensorData
+
+OUTPUT_TYPE = "ArrayRecord"
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Settings that bound the memory of the trainer's forward and backward passes."""
+
+    micro_batch_tokens: int = 4096
+    """Maximum number of tokens per micro-batch. A longer sequence runs alone, with activation
+    checkpointing: only each layer's input is stored.
+    """
+    recompute: bool = False
+    """Whether every micro-batch uses activation checkpointing: only each layer's input is stored,
+    and the backward pass recomputes the rest.
+    """
+
+    def __post_init__(self) -> None:
+        value = self.micro_batch_tokens
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
+
+    def recomputes(self, rows: int) -> bool:
+        """Return whether a micro-batch of `rows` tokens uses activation checkpointing."""
+        return self.recompute or rows > self.micro_batch_tokens
+
+    def activation_bytes(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        tokens: int | None = None,
+        rank: int = 32,
+    ) -> int:
+        """Return the estimated bytes that a micro-batch stores for its backward pass.
+
+        `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `dtype`: the dtype of
+        the matmuls. `rank`: the LoRA rank.
+        """
+        tokens = self.micro_batch_tokens if tokens is None else tokens
+        itemsize, logit_itemsize = dtype.itemsize, logits_dtype(dtype, device).itemsize
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        # Two residual states and the log-sum-exp of the attention are float32. The other tensors
+        # have the dtype of the matmuls: normed inputs, rotated q and k, v, the attention output,
+        # gate, up, the SwiGLU output, and the hidden states of the LoRA.
+        wide = 4 * (2 * config.hidden_size + config.num_heads)
+        low = sum(low_columns(len(site) * rank) for site in LAYER_SITES)
+        narrow = (
+            2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
+        )
+        if config.qk_norm:
+            narrow += queries + keys
+        layer = wide + itemsize * narrow
+        if self.recomputes(tokens):
+            # The backward pass needs the activations of at most two layers at a time, and the
+            # logits of one chunk of rows with their gradient.
+            logits = (
+                min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
+            )
+            return (
+                tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
+                + logits
+            )
+        return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
+
+    def held_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+        """Return the estimated bytes that forward and backward passes occupy, in use or cached.
+
+        The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
+        """
+        return self.activation_bytes(config, dtype, device) * 3 // 2
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """The inputs that all micro-batches of one call share."""
+
+    examples: list[Example]
+    loss: Loss
+    config: Mapping[str, float]
+    weights: LoraWeights
+    backward: bool
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """The results of one micro-batch, except its gradient."""
+
+    losses: dict[int, float]
+    """The loss of each datum, keyed by the datum's index in the call."""
+    logprobs: dict[int, np.ndarray]
+    """The logprobs of each datum, keyed by the datum's index in the call."""
+    ratios: tuple[float, float] | None
+    """Smallest and largest importance ratio exp(logprob - sampling logprob) over all tokens with a
+    nonzero advantage.
+    """
+
+
+class Trainer:
+    """Runs `forward_backward` calls of LoRA adapters on one frozen base model."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: TrainerSettings = TrainerSettings(),
+        tiling: RowTiling | None = None,
+    ) -> None:
+        """`tiling`: the sampler's row tiling in deterministic mode. The trainer then reproduces the
+        sampler's logprobs bit for bit. None turns deterministic mode off.
+        """
+        self._decoder = decoder
+        self._tiling = tiling or RowTiling()
+        self._is_deterministic = tiling is not None
+        self.settings = settings
+        self._kept_bytes = settings.held_bytes(decoder.config, decoder.dtype, decoder.device)
+
+    def validate(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
+    ) -> None:
+        """Raise UserError (or a subclass) if `forward_backward` would reject this input."""
+        self._read(data, loss_fn, loss_fn_config)
+
+    def forward_backward(
+        self,
+        adapter: Adapter,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: Mapping[str, float] | None = None,
+        forward_only: bool = False,
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """Compute losses, logprobs and gradients of `data`; yield between micro-batches.
+
+        The gradient is added to the adapter's accumulated gradient. With `forward_only` no
+        gradient is computed and the adapter does not change.
+
+        Raises NonFiniteError if a loss or gradient is not finite. After any error the adapter's
+        accumulated gradient is unchanged. Unless `forward_only`, the adapter then rejects its next
+        optimizer step.
+        """
+        try:
+            loss, complete, examples = self._read(data, loss_fn, config)
+            job = _Job(examples, loss, complete, adapter.weights, backward=not forward_only)
+            packed = pack(
+                [example.tokens for example in examples], self.settings.micro_batch_tokens
+            )
+            parts = []
+            grad: Tensor | None = None
+            for number, micro_batch in enumerate(packed):
+                if number:
+                    yield
+                part, part_grad = self._run(job, micro_batch)
+                if part_grad is not None:
+                    grad = part_grad if grad is None else grad.add_(part_grad)
+                parts.append(part)
+            if grad is not None and not is_finite(grad):
+                raise NonFiniteError(
+                    "the gradient is not finite; check advantages and weights, or lower the learning rate"
+                )
+        except BaseException as error:
+            if not forward_only:
+                adapter.refuse_step(error)
+            raise
+        finally:
+            if self._decoder.device.type == "cpu":
+                give_back(self._kept_bytes)
+        if grad is not None:
+            adapter.add_grad(grad)
+        return _output(examples, packed, parts)
+
+    def _read(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None
+    ) -> tuple[Loss, dict[str, float], list[Example]]:
+        loss = find_loss(loss_fn)
+        complete = complete_config(loss_fn, config)
+        model = self._decoder.config
+        return (
+            loss,
+            complete,
+            read_examples(data, loss, loss_fn, model.vocab_size, model.max_context),
+        )
+
+    def _run(self, job: _Job, packed: Packed) -> tuple[_Part, Tensor | None]:
+        """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
+        pairs = _Pairs.of(packed, job.examples, self._decoder.config.vocab_size)
+        try:
+            with torch.set_grad_enabled(job.backward):
+                unique = self._score(job, packed, pairs)
+            # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
+            # values would synchronize once per datum. This way the GPU synchronizes once.
+            logprobs = unique.detach().cpu()[pairs.place].requires_grad_(job.backward)
+            with torch.set_grad_enabled(job.backward):
+                losses = _losses(job, packed, logprobs)
+            grad = (
+                self._backward(job, packed, pairs, unique, logprobs, losses)
+                if job.backward
+                else None
+            )
+        except BaseException:
+            job.weights.collect_grad()
+            raise
+        flat = logprobs.detach()
+        arrays = {
+            datum: part.view(job.examples[datum].targets.shape).numpy().copy()
+            for datum, part in zip(packed.datums, flat.split(_sizes(job, packed)), strict=True)
+        }
+        amounts = dict(zip(packed.datums, losses.tolist(), strict=True))
+        return _Part(amounts, arrays, _ratio_range(job, arrays)), grad
+
+    def _score(self, job: _Job, packed: Packed, pairs: _Pairs) -> Tensor:
+        """Return the logprobs [P] of the distinct pairs."""
+        device = self._decoder.device
+        recompute = self.settings.recomputes(len(packed))
+        packed = packed.padded(self._tiling.padded(len(packed), job.weights))
+        hidden = self._decoder.hidden(
+            sent(torch.from_numpy(packed.tokens), device),
+            sent(torch.from_numpy(packed.positions), device),
+            self._attention(packed),
+            [AdapterRows(0, len(packed), job.weights)],
+            recompute=recompute,
+        )
+        rows, targets = sent(pairs.rows, device), sent(pairs.targets, device)
+        head, temperature = self._decoder.head, job.config["temperature"]
+        return scored_logprobs(
+            hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute
+        )
+
+    def _attention(self, packed: Packed) -> Attend:
+        config, dtype, device = self._decoder.config, self._decoder.dtype, self._decoder.device
+        # Deterministic mode cannot use the Triton kernel: its reduction order depends on the batch,
+        # and the sampler uses a different kernel.
+        if not self._is_deterministic and choose.triton_attends(
+            "tree attention", head_shape(config, dtype), device
+        ):
+            return GpuForest(packed, device)
+        if cpu.attends(config.head_dim, dtype, device):
+            return NativeForest(packed)
+        return ForestAttention(packed, device)
+
+    def _backward(
+        self,
+        job: _Job,
+        packed: Packed,
+        pairs: _Pairs,
+        unique: Tensor,
+        logprobs: Tensor,
+        losses: Tensor,
+    ) -> Tensor:
+        """Return the gradient with respect to the adapter's flat master weight vector.
+
+        The gradient of the loss with respect to the logprobs is checked first, before the costly
+        backward pass through the model.
+        """
+        (wanted,) = torch.autograd.grad(losses.sum(), logprobs)
+        for datum, part in zip(packed.datums, wanted.split(_sizes(job, packed)), strict=True):
+            if not bool(torch.isfinite(part).all()):
+                raise NonFiniteError(
+                    f"the gradient of data[{datum}]'s loss is not finite; check its logprobs and advantages"
+                )
+        at_pairs = torch.zeros(unique.shape, dtype=wanted.dtype).index_add_(0, pairs.place, wanted)
+        if unique.requires_grad and bool(at_pairs.any()):
+            unique.backward(sent(at_pairs, unique.device))
+        return job.weights.collect_grad()
+
+
+@dataclass(frozen=True, eq=False)
+class _Pairs:
+    """The distinct (row, target) pairs of a micro-batch, sorted by row.
+
+    Datums with a common prefix share pairs, so each pair is scored once.
+    """
+
+    rows: Tensor
+    """int64 [P]: row of each pair."""
+    targets: Tensor
+    """int64 [P]: target token of each pair."""
+    place: Tensor
+    """int64 [M]: index of the pair of each score, with the datums concatenated."""
+
+    @classmethod
+    def of(cls, packed: Packed, examples: list[Example], vocab_size: int) -> _Pairs:
+        """Collect the pairs of all datums of a micro-batch and remove duplicates."""
+        keys = []
+        for datum, rows in zip(packed.datums, packed.rows, strict=True):
+            targets = examples[datum].targets
+            keys.append(
+                (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
+            )
+        distinct, place = np.unique(np.concatenate(keys), return_inverse=True)
+        rows, targets = np.divmod(distinct, vocab_size)
+        return cls(
+            torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place.reshape(-1))
+        )
+
+
+def _sizes(job: _Job, packed: Packed) -> list[int]:
+    """Return the number of scores of each datum of the micro-batch."""
+    return [job.examples[datum].targets.size for datum in packed.datums]
+
+
+def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
+    """Return the loss of each datum.
+
+    Raises NonFiniteError that names the first datum whose loss is not finite.
+    """
+    losses = []
+    for datum, part in zip(packed.datums, logprobs.split(_sizes(job, packed)), strict=True):
+        example = job.examples[datum]
+        inputs = {name: torch.tensor(values) for name, values in example.inputs.items()}
+        losses.append(job.loss.fn(part.view(example.targets.shape), inputs, job.config))
+    stacked = torch.stack(losses)
+    finite = torch.isfinite(stacked).tolist()
+    if not all(finite):
+        datum = packed.datums[finite.index(False)]
+        raise NonFiniteError(
+            f"the loss of data[{datum}] is not finite; check that its logprobs are those of its target_tokens, and its advantages"
+        )
+    return stacked
+
+
+def _ratio_range(job: _Job, logprobs: Mapping[int, np.ndarray]) -> tuple[float, float] | None:
+    """Return the smallest and largest importance ratio over tokens with a nonzero advantage.
+
+    Return None if the loss has no ratio or no token has a nonzero advantage.
+    """
+    if not job.loss.has_ratio:
+        return None
+    gaps = []
+    for datum, values in logprobs.items():
+        inputs = job.examples[datum].inputs
+        gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
+    joined = np.concatenate(gaps)
+    # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Only cispo
+    # and dro, which clip or square the difference, can succeed with larger ones.
+    return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
+
+
+def _exp(value: float) -> float:
+    return math.exp(min(700.0, float(value)))
+
+
+def _output(
+    examples: list[Example], packed: list[Packed], parts: list[_Part]
+) -> ForwardBackwardOutput:
+    losses = {datum: value for part in parts for datum, value in part.losses.items()}
+    logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
+    metrics = {
+        # Sum in the order of the data, so that the packing cannot change the result.
+        "loss:sum": math.fsum(losses[datum] for datum in range(len(examples))),
+        "tokens:sum": float(sum(len(example.tokens) for example in examples)),
+        "forest_tokens:sum": float(sum(len(micro_batch) for micro_batch in packed)),
+        "micro_batches:sum": float(len(packed)),
+    }
+    ratios = [part.ratios for part in parts if part.ratios is not None]
+    if ratios:
+        metrics["ratio:min"] = min(low for low, _ in ratios)
+        metrics["ratio:max"] = max(high for _, high in ratios)
+    outputs = [
+        {"logprobs": TensorData.from_numpy(logprobs[datum])} for datum in range(len(examples))
+    ]
+    return ForwardBackwardOutput(OUTPUT_TYPE, outputs, metrics)

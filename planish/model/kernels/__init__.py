@@ -1,0 +1,1 @@
+"""The kernels behind the decoder: reference (torch), cpp (CPUs) and triton (GPUs)."""

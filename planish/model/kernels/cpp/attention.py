@@ -1,0 +1,205 @@
+"""The attention of trainer and sampler in the CPU's own kernels: which rows see which keys, as
+planish.model.kernels.cpp.cpu wants it told.
+
+The three shapes in which rows come (segments of a forest, prompts, one new row for each sample) are
+one computation there: blocks of rows that share ranges of keys, and behind them perhaps a range of
+each row's own. A row's outcome does not depend on the shape, so sampler and trainer agree to the
+bit. What it does, without kernels, is written in attention.py, sampling_attention.py and
+ordered_attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu import AttentionPlan, KeptAttention
+from planish.model.kernels.reference.sampling_attention import PrefillSpan, SampleSlot
+from planish.model.kv_cache import KVPool, KVPools
+from planish.model.positions import SPAN
+from planish.model.prefix_tree import Packed
+
+ATTENDED_ROWS = 16
+"""Rows whose scores a thread has at once: float32, of a group of heads, for all positions that they
+see.
+"""
+_LANE = 8
+"""Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep
+all threads busy.
+"""
+_PARTS = 24
+"""About how many pieces of work a backward pass has, whatever the number of threads, that sums do
+not depend on it.
+"""
+
+
+class NativeForest:
+    """An `Attend` of the decoder for one micro-batch, with gradients."""
+
+    def __init__(self, packed: Packed) -> None:
+        blocks, ranges = [], []
+        for segment in packed.segments:
+            for start in range(segment.start, segment.end, ATTENDED_ROWS):
+                stop = min(start + ATTENDED_ROWS, segment.end)
+                spans = [*segment.ancestors, (segment.start, stop)]
+                blocks.append((start, stop - start, len(ranges), len(spans)))
+                ranges += spans
+        self._spans = np.array(ranges, np.int64)
+        self._plan = AttentionPlan(
+            blocks=np.array(blocks, cpu.Block),
+            ranges=np.zeros((1, len(ranges)), cpu.Range),
+            rows=np.arange(len(packed)),
+            visible=packed.positions + 1,
+        )
+        self._sums: Tensor | None = None
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
+
+    def plan(self, keys: Tensor, values: Tensor) -> AttentionPlan:
+        """For keys and values [T, H, E]."""
+        _, heads, e = keys.shape
+        ranges = self._plan.ranges.copy()
+        first, counts = (
+            self._spans[:, 0] * heads * e * keys.itemsize,
+            self._spans[:, 1] - self._spans[:, 0],
+        )
+        ranges["k"], ranges["v"] = keys.data_ptr() + first, values.data_ptr() + first
+        ranges["count"], ranges["row"], ranges["head"] = counts, heads * e, e
+        return replace(self._plan, ranges=ranges)
+
+    def sums(self, parts: int, keys: Tensor) -> Tensor:
+        """Room for a backward pass. One layer after another uses the same, since new memory costs
+        more than what is done in it.
+        """
+        if self._sums is None:
+            self._sums = torch.empty(parts, 2, *keys.shape)
+        return self._sums
+
+    def part_ends(self, heads: int) -> np.ndarray:
+        """Runs of blocks of about equal work: where each ends."""
+        blocks = self._plan.blocks
+        work = np.cumsum([block["count"] * self._plan.visible[block["first"]] for block in blocks])
+        parts = min(len(blocks), math.ceil(_PARTS / heads))
+        ends = np.searchsorted(work, work[-1] * np.arange(1, parts + 1) / parts) + 1
+        return np.unique(np.minimum(ends, len(blocks))).astype(np.int64)
+
+
+class _Forest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest) -> Tensor:
+        q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        lse = torch.empty(q.shape[:2])
+        out = cpu.attend(forest.plan(k, v), 0, q, k.shape[1], lse)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.forest = forest
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        plan, ends = ctx.forest.plan(k, v), ctx.forest.part_ends(k.shape[1])
+        sums = ctx.forest.sums(len(ends), k)
+        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None
+
+
+class NativePrefill:
+    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
+    to its own.
+    """
+
+    def __init__(self, spans: Sequence[PrefillSpan]) -> None:
+        self._spans = spans
+        blocks, owners, rows, visible = [], [], [], []
+        for span in spans:
+            for first in range(0, span.count, ATTENDED_ROWS):
+                count = min(ATTENDED_ROWS, span.count - first)
+                blocks.append((len(rows), count, len(owners), 1))
+                owners.append((span.pool, span.slot, span.start + first + count))
+                rows += range(span.row + first, span.row + first + count)
+                visible += range(span.start + first + 1, span.start + first + count + 1)
+        self._plan = AttentionPlan(
+            blocks=np.array(blocks, cpu.Block),
+            ranges=_ranges(owners),
+            rows=np.array(rows, np.int64),
+            visible=np.array(visible, np.int64),
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        for span in self._spans:
+            rows, positions = (
+                slice(span.row, span.row + span.count),
+                slice(span.start, span.start + span.count),
+            )
+            span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
+            span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
+        return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
+
+
+class NativeDecode(KeptAttention):
+    """One new row for each running sample."""
+
+    def __init__(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
+        """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one."""
+        found = [
+            (sample, pool)
+            for pool in samples.in_use()
+            for sample in cast("list[SampleSlot]", pool.owners)
+        ]
+        # Samples of one prompt are neighbours.
+        found.sort(key=lambda item: (id(item[0].prompt), rows[id(item[0])]))
+        homes = {id(owner): pool for pool in prompts.in_use() for owner in pool.owners}
+        blocks, shared, visible = [], [], []
+        for entry, (sample, _) in enumerate(found):
+            prompt = sample.prompt
+            seen = prompt.length // SPAN * SPAN
+            if blocks and blocks[-1][1] < _LANE and found[entry - 1][0].prompt is prompt:
+                blocks[-1][1] += 1
+            else:
+                blocks.append([entry, 1, len(shared), int(seen > 0)])
+                shared += [(homes[id(prompt)], prompt.slot, seen)] if seen else []
+            visible.append(seen)
+        plan = AttentionPlan(
+            blocks=np.array([tuple(block) for block in blocks], cpu.Block),
+            ranges=_ranges(shared),
+            rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
+            visible=np.array(visible, np.int64),
+            own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
+        )
+        super().__init__(plan)
+
+
+def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
+    """The first `count` positions of slots (pool, slot, count), in all layers of their pools: [L,
+    *] of Range. Good while no pool grows.
+    """
+    if not owners:
+        return np.zeros((1, 0), cpu.Range)
+    pools = list({id(pool): pool for pool, _, _ in owners}.values())
+    numbers = {id(pool): number for number, pool in enumerate(pools)}
+    pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
+    shape = pools[0].shape
+    head_sizes = np.array([pool.capacity * shape.head_dim for pool in pools], np.int64)[pool_of]
+    offsets = (
+        np.array([slot for _, slot, _ in owners], np.int64)
+        * head_sizes
+        * shape.heads
+        * shape.dtype.itemsize
+    )
+    found = np.zeros((shape.layers, len(owners)), cpu.Range)
+    for name, tensors in (
+        ("k", [pool.keys for pool in pools]),
+        ("v", [pool.values for pool in pools]),
+    ):
+        bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
+        found[name] = (bases[pool_of] + offsets[:, None]).T
+    found["count"] = [count for _, _, count in owners]
+    found["row"], found["head"] = shape.head_dim, head_sizes
+    return found

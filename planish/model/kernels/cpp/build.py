@@ -1,0 +1,87 @@
+"""Compiles src/kernels.cpp with the machine's own C++ compiler, once for each version of it, into
+planish's cache.
+
+It includes no header of torch, so it takes some twenty seconds. A library is found by a digest of
+all that it depends on, and is put in its place whole: processes that start at once do the same work
+twice and keep one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
+# Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
+# machines of several kinds.
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-pthread",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-w",
+    "-Wl,-z,nodelete",
+)
+INSTRUCTIONS = {
+    "AVX512_BF16": ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
+    "AVX2": ("-mavx2", "-mfma"),
+}
+SECONDS = 600
+
+
+class BuildError(Exception):
+    """Why there is no library."""
+
+
+def find_compiler() -> str | None:
+    """Return the command of a C++ compiler: CXX, or the first that is installed."""
+    installed = (shutil.which(name) for name in ("g++", "c++", "clang++"))
+    return os.environ.get("CXX") or next(filter(None, installed), None)
+
+
+def library(cache: Path, instructions: str) -> Path:
+    """The library for a CPU with these INSTRUCTIONS, compiled now if it is not there yet."""
+    compiler = find_compiler()
+    if compiler is None:
+        raise BuildError("no C++ compiler was found; install g++, or name one in CXX")
+    command = [*shlex.split(compiler), *FLAGS, *INSTRUCTIONS[instructions]]
+    texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
+    digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
+    path = cache / f"kernels-{digest}.so"
+    if not path.exists():
+        logging.getLogger(__name__).info(
+            "compiling the kernels for this machine's CPU, once, into %s", path.parent
+        )
+        _compile(command, path)
+    return path
+
+
+def _compile(command: list[str], path: Path) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=path.parent) as directory:
+            made = Path(directory) / path.name
+            done = subprocess.run(
+                [*command, str(SOURCE), "-o", str(made)],
+                capture_output=True,
+                text=True,
+                timeout=SECONDS,
+                check=False,
+            )
+            if done.returncode:
+                raise BuildError(
+                    f"{command[0]} could not compile {SOURCE.name}: {done.stderr.strip()[:500]}"
+                )
+            with made.open("rb") as file:
+                os.fsync(file.fileno())
+            made.replace(path)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{SOURCE.name} could not be compiled: {error}") from error

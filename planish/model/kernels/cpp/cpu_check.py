@@ -1,0 +1,490 @@
+"""The self-test of the CPU's kernels: each family against torch, as a program of its own.
+
+self_test.py runs it once on each machine, in another process, because a wrong kernel may end its
+process.
+
+Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.kernels.cpp import cpu, cpu_head
+from planish.model.kernels.cpp.cpu_pass import PanelLayer, PanelPass
+from planish.model.kernels.cpp.cpu_products import (
+    AdapterPanels,
+    PanelRows,
+    PanelWeight,
+    WeightRoom,
+    multiplies_bfloat16,
+)
+from planish.model.kernels.verdicts import Verdict
+
+_TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
+"""Largest difference from torch in float64, as a part of the largest value."""
+
+
+class Mismatch(Exception):
+    """A kernel's outcome is not torch's."""
+
+
+def main(library: str, tiles: str, *families: str) -> None:
+    """Write a line with the verdict of each family as soon as it is known."""
+    under_test = cpu.Library(library)
+    under_test.use_tiles(int(tiles))
+    torch.set_num_threads(2)
+    with _serving(under_test):
+        for family in families:
+            print(json.dumps(asdict(verdict_of(family))), flush=True)
+
+
+@contextmanager
+def _serving(library: cpu.Library) -> Iterator[None]:
+    """While the block runs, the functions of cpu.py call this library untested."""
+    cpu.under_test = library
+    cpu.loaded.cache_clear()
+    try:
+        yield
+    finally:
+        cpu.under_test = None
+        cpu.loaded.cache_clear()
+
+
+def verdict_of(family: str) -> Verdict:
+    """Test one family in this process with the kernels that `cpu.loaded` returns."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            CHECKS[family]()
+    except Mismatch as error:
+        return Verdict(family, False, str(error))
+    except Exception as error:  # a missing function, memory that is full
+        return Verdict(family, False, f"{type(error).__name__}: {error}")
+    return Verdict(family, True)
+
+
+def _close(name: str, found: Tensor, expected: Tensor, tolerance: float) -> None:
+    error = float((found.double() - expected.double()).abs().max() / expected.abs().max())
+    if not error <= tolerance:
+        raise Mismatch(f"{name} differs from torch by {error:.2g} of the largest value")
+
+
+def _same(name: str, found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        raise Mismatch(f"{name}: a row's bits depend on the other rows")
+
+
+def _equal(name: str, found: Tensor, expected: Tensor) -> None:
+    if not torch.equal(found, expected):
+        raise Mismatch(f"{name} differ from torch's")
+
+
+def _for_dtypes(test: Callable[[torch.dtype, float], None]) -> Callable[[], None]:
+    def run() -> None:
+        for dtype, tolerance in _TOLERANCES.items():
+            test(dtype, tolerance)
+
+    return run
+
+
+def _for_products(test: Callable[[torch.dtype, float], None]) -> Callable[[], None]:
+    """For the dtypes that our own kernels multiply on this CPU."""
+
+    def run() -> None:
+        for dtype, tolerance in _TOLERANCES.items():
+            if dtype == torch.float32 or multiplies_bfloat16():
+                test(dtype, tolerance)
+
+    return run
+
+
+def _amx() -> None:
+    library = cpu.loaded()
+    assert library is not None
+    if not library.tiles_agree():
+        raise Mismatch("matmuls with tiles differ from those without")
+    library.use_tiles(1)  # for the families that follow
+
+
+def _matmul(dtype: torch.dtype, tolerance: float) -> None:
+    for rows, fan_out, fan_in in ((1, 16, 34), (5, 333, 64), (70, 640, 576)):
+        weight, x = torch.randn(fan_out, fan_in).to(dtype), torch.randn(rows, fan_in).to(dtype)
+        bias = torch.randn(fan_out).to(dtype)
+        panels = PanelWeight(weight, WeightRoom(0))
+        found = panels.product(x, bias)
+        _close("the product", found, x.double() @ weight.double().t() + bias.double(), tolerance)
+        part = slice(rows // 2, rows // 2 + 1)
+        _same("the product", panels.product(x[part], bias), found[part])
+        if fan_out % 2 == 0:
+            grad = torch.randn(rows, fan_out).to(dtype)
+            back = PanelWeight(weight, WeightRoom(0), turned=True).product(grad, None)
+            _close("the gradient", back, grad.double() @ weight.double(), tolerance)
+
+
+def _lora(dtype: torch.dtype, tolerance: float) -> None:
+    fan_in, sizes, rows = 96, (64, 32, 32), 37
+    x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
+    adapters = []
+    for rank in (3, 16):
+        a = torch.randn(len(sizes) * rank, fan_in).to(dtype)
+        bs = [torch.randn(size, rank).to(dtype) for size in sizes]
+        adapters.append((a, bs, AdapterPanels([(a, bs)])))
+        site = adapters[-1][2].site(0)
+        if site is None or not site.goes_back:
+            raise Mismatch("the kernel does not serve the test's shapes")
+        out = torch.randn(rows, sum(sizes)).to(dtype)
+        added = out.clone()
+        low = site.add_(x, added, sizes)
+        _close("x A", low, x.double() @ a.double().t(), tolerance)
+        expected = torch.cat(
+            [p @ b.double().t() for p, b in zip(low.double().chunk(3, 1), bs, strict=True)], 1
+        )
+        _close("x A B", added, out.double() + expected, tolerance)
+        few = out[5:9].clone()
+        site.add_(x[5:9], few, sizes)
+        _same("x A B", few, added[5:9])
+        back = torch.zeros(rows, fan_in, dtype=dtype)
+        low_grad = site.backward_(grad, back, sizes)
+        parts = zip(grad.double().split(sizes, 1), bs, strict=True)
+        _close(
+            "the gradient of x A",
+            low_grad,
+            torch.cat([part @ b.double() for part, b in parts], 1),
+            tolerance,
+        )
+        _close("the gradient of x", back, low_grad.double() @ a.double(), tolerance)
+        grad_a, grad_bs = site.gradients(x, low, grad, low_grad, sizes)
+        _close("the gradient of A", grad_a, low_grad.double().t() @ x.double(), 2e-5)
+        lows, grads = low.double().chunk(3, 1), grad.double().split(sizes, 1)
+        for found, part, upstream in zip(grad_bs, lows, grads, strict=True):
+            _close("the gradient of B", found, upstream.t() @ part, 2e-5)
+    out = torch.zeros(rows, sum(sizes), dtype=dtype)
+    members = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
+    PanelRows(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
+    for start, stop, panels in members:
+        alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.site(0)
+        assert site is not None
+        site.add_(x[start:stop], alone, sizes)
+        _same("a batch of adapters", out[start:stop], alone)
+    _lora_of_head(dtype, tolerance)
+
+
+def _lora_of_head(dtype: torch.dtype, tolerance: float) -> None:
+    vocab, d, rank = 272, 64, 5
+    hidden, a, b = (torch.randn(*n).to(dtype) for n in ((9, d), (rank, d), (vocab, rank)))
+    table = cpu_head.HeadTable([(2, 8, b, AdapterPanels([(a, (b,))]).site(0))])
+    low = table.low(hidden)
+    logits = torch.zeros(9, vocab, dtype=dtype)
+    table.add_(low, logits)
+    expected = low[2:8, :rank].double() @ b.double().t()
+    _close("the head's x A", low[2:8, :rank], hidden[2:8].double() @ a.double().t(), tolerance)
+    _close("the head's x A B", logits[2:8], expected, tolerance)
+
+
+def _norms(dtype: torch.dtype, tolerance: float) -> None:
+    for d in (67, 576):
+        x, more, weight = torch.randn(9, d), torch.randn(9, d).to(dtype), torch.rand(d) + 0.5
+        total, out, scale = cpu.rms_norm(x, more, weight, 1e-5, dtype)
+        wide = x.double() + more.double()
+        factor = (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
+        _close("the sum", total, wide, 2e-5)
+        _close("the norm", out, wide * factor * weight, tolerance)
+        _close("the factor", scale, factor.squeeze(1), 2e-5)
+        _same("the norm", cpu.rms_norm(x[4:6], more[4:6], weight, 1e-5, dtype)[1], out[4:6])
+        grad, other = torch.randn(9, d).to(dtype), torch.randn(9, d)
+        found = cpu.rms_norm_backward(grad, total, weight, scale, other)
+        weighted = grad.double() * weight
+        inner = (weighted * wide).mean(1, keepdim=True) * factor.square()
+        _close("the gradient", found, (weighted - wide * inner) * factor + other, 1e-4)
+
+
+def _rope(dtype: torch.dtype, tolerance: float) -> None:
+    for heads, e in ((3, 64), (2, 20)):
+        x = torch.randn(7, heads + 2, e).to(dtype)[:, :heads]
+        angles = torch.randn(7, 1, e // 2)
+        cos, sin = angles.cos(), angles.sin()
+        first, second = x.double().chunk(2, -1)
+        for back in (False, True):
+            s = -sin if back else sin
+            expected = torch.cat((first * cos - second * s, second * cos + first * s), -1)
+            _close("the rotated heads", cpu.rotate(x, cos, sin, back=back), expected, tolerance)
+
+
+def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
+    for width in (33, 640):
+        given, grad = torch.randn(70, 2 * width).to(dtype) * 4, torch.randn(70, width).to(dtype)
+        wide = given.double().requires_grad_()
+        gate, up = wide.chunk(2, 1)
+        expected = F.silu(gate) * up
+        expected.backward(grad.double())
+        assert wide.grad is not None
+        found = cpu.swiglu(given)
+        _close("SwiGLU", found, expected.detach(), tolerance)
+        _same("SwiGLU", cpu.swiglu(given[30:31]), found[30:31])
+        _close("the gradient", cpu.swiglu_backward(grad, given), wide.grad, tolerance)
+
+
+def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
+    for vocab in (7, 3001):
+        logits, temperature = torch.randn(9, vocab).to(dtype) * 3, torch.linspace(0.5, 2, 9)
+        exact = torch.randint(vocab, (9, 1)), torch.randn(9, 1)
+        wide = logits.double().scatter(1, exact[0], exact[1].double())
+        scaled = wide / temperature.double()[:, None]
+        weights = torch.empty(9, vocab)
+        found = cpu.normalizers(logits, temperature, exact, weights)
+        _close("log-sum-exp", found, scaled.logsumexp(1), 2e-5)
+        peak = scaled.amax(1, keepdim=True)
+        _close("the softmax's terms", weights, (scaled - peak).exp(), 2e-5)
+        part = exact[0][3:4], exact[1][3:4]
+        _same("log-sum-exp", cpu.normalizers(logits[3:4], temperature[3:4], part), found[3:4])
+        totals = (wide / 0.7).logsumexp(1)
+        first, targets = torch.arange(10) * 2, torch.randint(vocab, (18,))
+        grads, softmax = torch.randn(18), (wide / 0.7 - totals[:, None]).exp()
+        expected = -softmax * grads.double().view(9, 2).sum(1, keepdim=True)
+        expected.view(-1).index_add_(
+            0, torch.arange(9).repeat_interleave(2) * vocab + targets, grads.double()
+        )
+        given = logits.clone()
+        cpu.normalizers_backward(given, 0.7, totals.float(), first, targets, grads, exact)
+        _close("the gradient", given, expected, tolerance)
+
+
+def _sampling() -> None:
+    vocab, rows = 1003, 6
+    logits, temperatures = torch.randn(rows, vocab) * 3, torch.linspace(0.6, 1.4, rows)
+    scaled = logits.double() / temperatures.double()[:, None]
+    ends = scaled.softmax(1).cumsum(1)
+    tokens = scaled.topk(8).indices
+    starts = torch.cat((torch.zeros(rows, 1).double(), ends), 1).gather(1, tokens)
+    uniforms = (starts + ends.gather(1, tokens)) / 2
+    at = torch.arange(rows)
+    for column in range(tokens.shape[1]):
+        drawn, normalizer = cpu_head.draw(
+            logits, at, temperatures, uniforms[:, column].contiguous()
+        )
+        _equal("the sampled tokens", drawn, tokens[:, column])
+        _close("the sampler's log-sum-exp", normalizer, scaled.logsumexp(1), 2e-5)
+    weights = (scaled - scaled.amax(1, keepdim=True)).exp().float()
+    _equal("the tokens of weights", cpu_head.invert(weights, uniforms), tokens)
+    hidden, weight = torch.randn(rows, 100).bfloat16(), torch.randn(vocab, 100).bfloat16()
+    exact = hidden.double() @ weight.double().t()
+    single = cpu_head.SingleLogits(hidden, weight, cpu_head.HeadTable(()), None)
+    narrow = exact.bfloat16()
+    wide = torch.empty(rows, vocab)
+    largest, values = single.likeliest(narrow, 16, wide)
+    order = narrow.float().sort(dim=1, descending=True, stable=True).indices[:, :16]
+    _equal("the likeliest tokens", largest, order)
+    _close("their logits", values, exact.gather(1, order), 2e-5)
+    _close(
+        "the widened logits", wide, narrow.double().scatter(1, order, exact.gather(1, order)), 2e-5
+    )
+    pairs, chosen = at.repeat_interleave(3), torch.randint(vocab, (3 * rows,))
+    _close("single logits", single.at(pairs, chosen), exact[pairs, chosen], 2e-5)
+
+
+def _attention(dtype: torch.dtype, tolerance: float) -> None:
+    for heads, of_keys, e in ((6, 2, 64), (4, 4, 16)):
+        _tree_attention(dtype, tolerance, heads, of_keys, e)
+        _decode_attention(dtype, tolerance, heads, of_keys, e)
+
+
+def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int) -> None:
+    """A prefix of 24 positions with two continuations of 8, forward and backward."""
+    rows = 40
+    q, k, v = (torch.randn(rows, n, e).to(dtype) for n in (heads, of_keys, of_keys))
+    spans = [(0, 16), (0, 24), (0, 24), (24, 32), (0, 24), (32, 40)]
+    ranges = np.zeros((1, len(spans)), cpu.Range)
+    for place, (start, stop) in zip(ranges[0], spans, strict=True):
+        offset = start * of_keys * e * k.itemsize
+        place["k"], place["v"] = k.data_ptr() + offset, v.data_ptr() + offset
+        place["count"], place["row"], place["head"] = stop - start, of_keys * e, e
+    visible = torch.cat((torch.arange(24), torch.arange(24, 32), torch.arange(24, 32))) + 1
+    blocks = [(0, 16, 0, 1), (16, 8, 1, 1), (24, 8, 2, 2), (32, 8, 4, 2)]
+    plan = cpu.AttentionPlan(
+        np.array(blocks, cpu.Block), ranges, np.arange(rows), visible.numpy().astype(np.int64)
+    )
+    lse = torch.empty(rows, heads)
+    found = cpu.attend(plan, 0, q, of_keys, lse)
+    mask = torch.arange(rows)[:, None] >= torch.arange(rows)
+    mask[32:, 24:32] = False
+    wide = [x.double().requires_grad_() for x in (q, k, v)]
+    group = heads // of_keys
+    keys, values = (x.repeat_interleave(group, 1) for x in wide[1:])
+    scores = torch.einsum("qhe,khe->hqk", wide[0], keys) * e**-0.5
+    scores = scores.masked_fill(~mask, float("-inf"))
+    expected = torch.einsum("hqk,khe->qhe", scores.softmax(-1), values)
+    _close("attention", found, expected.detach(), tolerance)
+    _close(
+        "its log-sum-exp",
+        lse,
+        scores.logsumexp(-1).t().detach(),
+        1e-2 if dtype == torch.bfloat16 else 2e-5,
+    )
+    grad = torch.randn(rows, heads, e).to(dtype)
+    gradients = torch.autograd.grad(expected, wide, grad.double())
+    ends = np.array([2, 4], np.int64)
+    sums = torch.empty(len(ends), 2, rows, of_keys, e)
+    ours = cpu.attend_backward(plan, ends, grad, q, found, lse, k, sums)
+    for name, x, reference in zip(("q", "k", "v"), ours, gradients, strict=True):
+        _close(f"the gradient of {name}", x, reference, 2 * tolerance)
+
+
+def _decode_attention(
+    dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int
+) -> None:
+    """Five samples of one prompt of 32 positions, each with some positions of its own."""
+    step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e)
+    q, k, v = (torch.randn(step.samples, n, e).to(dtype) for n in (heads, of_keys, of_keys))
+    found = cpu.KeptAttention(step.plan)(0, q, k, v)
+    _close("attention of one row", found, step.attend(0, q, k, v), tolerance)
+
+
+class _DecodeStep:
+    """Keys and values of a decode step: a shared prompt, and a slot for each sample."""
+
+    samples, prompt, capacity = 5, 32, 32
+
+    def __init__(self, dtype: torch.dtype, layers: int, heads: int, e: int) -> None:
+        self.shared = torch.randn(layers, 2, heads, self.prompt, e).to(dtype)
+        self.own = torch.randn(layers, 2, self.samples, heads, self.capacity, e).to(dtype)
+        self.stored = [0, 3, 16, 17, 30]
+        shared = np.zeros((layers, 1), cpu.Range)
+        own = np.zeros((layers, self.samples), cpu.Range)
+        for layer in range(layers):
+            for place, name in enumerate(("k", "v")):
+                shared[name][layer, 0] = self.shared[layer, place].data_ptr()
+                own[name][layer] = [x.data_ptr() for x in self.own[layer, place]]
+        shared["count"], shared["row"], shared["head"] = self.prompt, e, self.prompt * e
+        own["count"] = np.array(self.stored) + 1
+        own["row"], own["head"] = e, self.capacity * e
+        self.plan = cpu.AttentionPlan(
+            np.array([(0, self.samples, 0, 1)], cpu.Block),
+            shared,
+            np.arange(self.samples),
+            np.full(self.samples, self.prompt, np.int64),
+            own,
+        )
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """The same by torch in float64, of q, k and v [samples, H, E]."""
+        out = []
+        for sample, stored in enumerate(self.stored):
+            keys, values = (
+                torch.cat(
+                    (
+                        self.shared[layer, place].double(),
+                        self.own[layer, place, sample, :, :stored].double(),
+                        new[sample].double()[:, None],
+                    ),
+                    1,
+                ).repeat_interleave(q.shape[1] // k.shape[1], 0)
+                for place, new in enumerate((k, v))
+            )
+            scores = torch.einsum("he,hpe->hp", q[sample].double(), keys) * q.shape[2] ** -0.5
+            out.append(torch.einsum("hp,hpe->he", scores.softmax(-1), values))
+        return torch.stack(out)
+
+
+def _decode(dtype: torch.dtype, tolerance: float) -> None:
+    """A decode step through two layers with norms of heads, biases and adapters."""
+    d, e, heads, of_keys, inner, layers, rank = 64, 32, 4, 2, 96, 2, 4
+    step = _DecodeStep(dtype, layers, of_keys, e)
+    rows, room = step.samples, WeightRoom(0)
+    sizes = {
+        "attn_in": ((heads * e, of_keys * e, of_keys * e), d),
+        "attn_out": ((d,), heads * e),
+        "mlp_in": ((inner, inner), d),
+        "mlp_out": ((d,), inner),
+    }
+    weights = [
+        {
+            site: (
+                torch.randn(sum(out), fan_in).div(fan_in**0.5).to(dtype),
+                torch.randn(sum(out)).to(dtype),
+            )
+            for site, (out, fan_in) in sizes.items()
+        }
+        for _ in range(layers)
+    ]
+    norms = [[torch.rand(n) + 0.5 for n in (d, d, e, e)] for _ in range(layers)]
+    adapters = [
+        (
+            torch.randn(len(out) * rank, fan_in).div(fan_in**0.5).to(dtype),
+            [torch.randn(size, rank).div(rank**0.5).to(dtype) for size in out],
+        )
+        for _ in range(layers)
+        for out, fan_in in sizes.values()
+    ]
+    embedding, final_norm = torch.randn(50, d).to(dtype), torch.rand(d) + 0.5
+    angles = torch.randn(80, e // 2)
+    cos, sin = angles.cos(), angles.sin()
+    panels = []
+    for layer, norm_weights in zip(weights, norms, strict=True):
+        parts: list[Any] = [*norm_weights]
+        for weight, bias in layer.values():
+            parts += [PanelWeight(weight, room), bias]
+        panels.append(PanelLayer(*parts))
+    whole = PanelPass(panels, embedding, final_norm, cos, sin, 1e-5, (heads, of_keys), inner)
+    tokens, positions = torch.arange(rows) * 7, torch.arange(rows) + step.prompt
+    table = PanelRows([(0, 3, AdapterPanels(adapters))], list(sizes))
+    found = whole.decoded(tokens, positions, step.plan, table)
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+
+    def rotated(x: Tensor) -> Tensor:
+        c, s = cos[positions, None].double(), sin[positions, None].double()
+        first, second = x.chunk(2, -1)
+        return torch.cat((first * c - second * s, second * c + first * s), -1)
+
+    x = embedding[tokens].double()
+    for layer in range(layers):
+
+        def linear(given: Tensor, site: str, layer: int = layer) -> Tensor:
+            weight, bias = weights[layer][site]
+            out = given @ weight.double().t() + bias.double()
+            a, bs = adapters[layer * len(sizes) + list(sizes).index(site)]
+            lows = (given[:3] @ a.double().t()).chunk(len(bs), 1)
+            out[:3] += torch.cat([low @ b.double().t() for low, b in zip(lows, bs, strict=True)], 1)
+            return out
+
+        attn_norm, mlp_norm, q_norm, k_norm = (weight.double() for weight in norms[layer])
+        qkv = linear(norm(x, attn_norm), "attn_in").unflatten(1, (-1, e))
+        q, k, v = qkv.split((heads, of_keys, of_keys), 1)
+        q, k = rotated(norm(q, q_norm)), rotated(norm(k, k_norm))
+        x = x + linear(step.attend(layer, q, k, v).flatten(1), "attn_out")
+        gate, up = linear(norm(x, mlp_norm), "mlp_in").chunk(2, 1)
+        x = x + linear(F.silu(gate) * up, "mlp_out")
+    # bf16 rounds some twenty times on the way through two layers.
+    _close("the hidden states", found, norm(x, final_norm.double()), 3 * tolerance)
+    fresh = whole.decoded(tokens, positions, step.plan, table)
+    _same("the decode pass, made again", fresh, found)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "amx": _amx,  # first: it decides by which instructions the others multiply
+    "matmul": _for_products(_matmul),
+    "lora": _for_products(_lora),
+    "attention": _for_dtypes(_attention),
+    "norms": _for_dtypes(_norms),
+    "rope": _for_dtypes(_rope),
+    "swiglu": _for_dtypes(_swiglu),
+    "log_sum_exp": _for_dtypes(_log_sum_exp),
+    "sampling": _sampling,
+    "decode": _for_products(_decode),
+}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

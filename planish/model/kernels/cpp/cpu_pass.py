@@ -1,0 +1,123 @@
+"""A decoding step's way through all layers as one call of the CPU's kernels.
+
+A step has some three hundred products, norms and the like. For few rows most take microseconds, and
+calling them one by one from Python, each with a new tensor for its outcome, as long again. The
+functions are those that model/decoder.py calls one by one, so the bits are the same.
+
+Shapes: T rows, D hidden, E head_dim.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+import numpy as np
+from torch import Tensor
+
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu import AttentionPlan
+from planish.model.kernels.cpp.cpu_products import PanelRows, PanelWeight
+
+
+@dataclass(frozen=True)
+class PanelLayer:
+    """Frozen weights of a layer: norms in float32, products in panels. None where the family has
+    none.
+    """
+
+    input_norm: Tensor
+    mlp_norm: Tensor
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    qkv: PanelWeight
+    qkv_bias: Tensor | None
+    o: PanelWeight
+    o_bias: Tensor | None
+    gate_up: PanelWeight
+    gate_up_bias: Tensor | None
+    down: PanelWeight
+    down_bias: Tensor | None
+
+
+_Layer = np.dtype([(field.name, np.int64) for field in fields(PanelLayer)])
+
+
+class _Pass(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("layers", "rows", "hidden", "inner")),
+        ("eps", ctypes.c_float),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("layer", "final_norm", "cos", "sin", "embedding", "tokens", "positions")
+        ),
+        ("attention", cpu.Attention),
+        *((name, ctypes.c_int64) for name in ("blocks", "layer_ranges", "entries")),
+        ("adapters", ctypes.c_void_p),
+        ("n_adapters", ctypes.c_int64),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class PanelPass:
+    """The layers of a model whose products all are in panels."""
+
+    layers: Sequence[PanelLayer]
+    embedding: Tensor
+    """[V, D], in the dtype of the products."""
+    final_norm: Tensor
+    cos: Tensor
+    """Like sin: float32 [positions, E/2]."""
+    sin: Tensor
+    eps: float
+    heads: tuple[int, int]
+    """Of queries, and of keys."""
+    inner: int
+    """Columns between gate, up and down."""
+
+    def decoded(
+        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None
+    ) -> Tensor:
+        """Hidden states after the final norm, [T, D], of `tokens` at `positions` (int64 [T]); keys
+        and values go where the plan says.
+        """
+        out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
+        given = _Pass(
+            layers=len(self.layers),
+            rows=len(tokens),
+            hidden=out.shape[1],
+            inner=self.inner,
+            eps=self.eps,
+            layer=self._table.ctypes.data,
+            final_norm=self.final_norm.data_ptr(),
+            cos=self.cos.data_ptr(),
+            sin=self.sin.data_ptr(),
+            embedding=self.embedding.data_ptr(),
+            tokens=tokens.data_ptr(),
+            positions=positions.data_ptr(),
+            attention=plan.arguments(self.heads, 2 * self.cos.shape[1], 0),
+            blocks=len(plan.blocks),
+            layer_ranges=plan.ranges.shape[1],
+            entries=len(plan.rows),
+            adapters=adapters.table.ctypes.data if adapters is not None else None,
+            n_adapters=adapters.table.shape[1] if adapters is not None else 0,
+        )
+        cpu.call("decode", out.dtype, ctypes.byref(given), out)
+        return out
+
+    @cached_property
+    def _table(self) -> np.ndarray:
+        table = np.zeros(len(self.layers), _Layer)
+        for row, layer in zip(table, self.layers, strict=True):
+            for field in fields(layer):
+                row[field.name] = _address(getattr(layer, field.name))
+        return table
+
+
+def _address(x: Tensor | PanelWeight | None) -> int:
+    if isinstance(x, PanelWeight):
+        assert x.address is not None
+        return x.address
+    return 0 if x is None else x.data_ptr()

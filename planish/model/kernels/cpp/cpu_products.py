@@ -1,0 +1,331 @@
+"""Products with bf16 or float32 weights in the CPU's own kernel (cpp/products.h, adapters.h):
+frozen ones, and those of adapters.
+
+Weights are packed once, into panels. A row's bits depend on that row and its weights alone: on no
+other row, nor on how many there are.
+
+Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.kernels.cpp import cpu
+
+_PANEL = 64
+LOW_COLUMNS = _VECTOR = 16
+"""What lies between the matrices of an adapter has a multiple of so many columns."""
+_ROOM = 1 << 25
+"""Numbers that a room has at least: what is not used of it costs no memory."""
+_Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
+"""A matrix [n, k] ([k, n] if it is turned), and where its panels go."""
+_LoraRows = np.dtype(
+    [(name, np.int64) for name in ("a", "b0", "b1", "b2", "rank", "columns", "first", "count")]
+)
+"""Rows first .. first + count - 1 of a batch and the panels of their adapter's matrices at one
+site.
+"""
+MOST_LINEARS = 3
+
+
+def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there is a product with frozen weights of this shape. It is at least as fast as
+    oneDNN's for any number of rows (docs/log.md; by AMX not measured).
+    """
+    if fan_out < 1 or fan_in % 2 or device.type != "cpu":
+        return False
+    if dtype == torch.bfloat16:
+        return multiplies_bfloat16()
+    return dtype == torch.float32 and cpu.serves("matmul")
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has the instructions for it, and none with which oneDNN would be faster."""
+    found = cpu.loaded()
+    return cpu.serves("matmul") and found is not None and bool(found.multiplies_bf16())
+
+
+class WeightRoom:
+    """Memory for weights on pages of 2 MB, from which they are read a third faster; most fill no
+    such page alone, so they lie side by side.
+    """
+
+    def __init__(self, least: int = _ROOM) -> None:
+        self._least = least
+        self._left = torch.empty(0)
+
+    def take(self, size: int, dtype: torch.dtype) -> Tensor:
+        """Memory for `size` numbers, from which nothing else is taken."""
+        if size > len(self._left) or self._left.dtype != dtype:
+            self._left = torch.empty(max(size, self._least), dtype=dtype)
+            found = cpu.loaded()
+            assert found is not None
+            found.on_huge_pages(
+                ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes)
+            )
+        taken, self._left = self._left[:size], self._left[size:]
+        return taken
+
+
+class PanelWeight:
+    """A weight [out, in] for products in a kernel of our own. A row's bits depend on that row
+    alone.
+    """
+
+    def __init__(self, weight: Tensor, room: WeightRoom, *, turned: bool = False) -> None:
+        """`turned`: the matrix that is given is [in, out]."""
+        self._fan_out, self._fan_in = weight.shape[::-1] if turned else weight.shape
+        self._panels = _packed([weight.contiguous()], room, turned=turned)[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._panels.dtype
+
+    def matrix(self) -> Tensor:
+        """The weight once more, as a copy: [out, in]. float32 only."""
+        assert self.dtype == torch.float32
+        panels = self._panels.split(_PANEL * self._fan_in)
+        return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
+        x, missing = x.contiguous(), -self._fan_out % _VECTOR
+        if bias is not None and missing:
+            bias = F.pad(bias, (0, missing))
+        out = x.new_empty(x.shape[0], self._fan_out + missing)
+        cpu.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
+        return out[:, : self._fan_out].contiguous() if missing else out
+
+    @property
+    def address(self) -> int | None:
+        """Where the panels lie, for kernels that multiply by them; those have no room for outputs
+        beyond whole vectors.
+        """
+        return None if self._fan_out % _VECTOR else self._panels.data_ptr()
+
+
+def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel serves adapters of linears of these shapes (out, in), forward and
+    backward.
+    """
+    turned = [(fan_in, fan_out) for fan_out, fan_in in shapes]
+    return adapts_forward(shapes, dtype, device) and adapts_forward(turned, dtype, device)
+
+
+def adapts_forward(
+    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> bool:
+    return cpu.serves("lora") and all(
+        fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype, device)
+        for fan_out, fan_in in shapes
+    )
+
+
+Matrices = tuple[Tensor, Sequence[Tensor]]
+"""An adapter's matrices for linears that read one input: A [n * r, in], one B [out, r] for each."""
+
+
+class AdapterPanels:
+    """All matrices of one version of an adapter as panels. Packed at first use, those for the way
+    back apart: a sampler needs none of them.
+    """
+
+    def __init__(self, sites: Sequence[Matrices | None], *, serves: bool = True) -> None:
+        """`sites`: None where there is no adapter. `serves`: whether the kernel may be used at all."""
+        self._sites = [
+            None if site is None else (site[0].detach(), [b.detach() for b in site[1]])
+            for site in sites
+        ]
+        shapes = [
+            None if site is None else tuple((len(b), site[0].shape[1]) for b in site[1])
+            for site in self._sites
+        ]
+        first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
+        kinds = {shape for shape in shapes if shape is not None}
+        forward = {
+            shape for shape in kinds if serves and adapts_forward(shape, first.dtype, first.device)
+        }
+        back = {shape for shape in forward if adapts(shape, first.dtype, first.device)}
+        self._served, self._served_back = (
+            [shape in found for shape in shapes] for found in (forward, back)
+        )
+        self.is_empty = not kinds
+        self.is_served = forward == kinds
+        """Whether the kernel serves all that there are."""
+
+    def site(self, index: int) -> PanelSite | None:
+        """None where the kernel does not serve, or there is no adapter."""
+        return PanelSite(self, index, self._served_back[index]) if self._served[index] else None
+
+    def matrices(self, index: int) -> Matrices:
+        found = self._sites[index]
+        assert found is not None
+        return found
+
+    @property
+    def forward(self) -> np.ndarray:
+        """[sites] of _LoraRows, for no rows yet; zeros where nothing is served."""
+        return self._forward[0]
+
+    @property
+    def turned(self) -> np.ndarray:
+        """The same of the matrices turned, for the way back."""
+        return self._turned[0]
+
+    def forget_turned(self) -> None:
+        """For a version that nobody goes back through any more."""
+        self.__dict__.pop("_turned", None)
+
+    @cached_property
+    def _forward(self) -> tuple[np.ndarray, list[Tensor]]:
+        return self._records(self._served, turned=False)
+
+    @cached_property
+    def _turned(self) -> tuple[np.ndarray, list[Tensor]]:
+        return self._records(self._served_back, turned=True)
+
+    def _records(self, served: Sequence[bool], *, turned: bool) -> tuple[np.ndarray, list[Tensor]]:
+        """The records, and the panels that they name."""
+        sites = [(i, *self.matrices(i)) for i, own in enumerate(served) if own]
+        panels = _packed(
+            [matrix for _, a, bs in sites for matrix in (a, *bs)], WeightRoom(0), turned=turned
+        )
+        records = np.zeros(len(self._sites), _LoraRows)
+        left = iter(part.data_ptr() for part in panels)
+        for i, a, bs in sites:
+            addresses = [next(left) for _ in range(1 + len(bs))] + [0] * (MOST_LINEARS - len(bs))
+            rank = len(a) // len(bs)
+            records[i] = (*addresses, rank + rank % 2, len(a), 0, 0)
+        return records, panels
+
+
+class PanelSite:
+    """The matrices of one site of an adapter, for a batch whose rows all have it."""
+
+    def __init__(self, panels: AdapterPanels, index: int, goes_back: bool) -> None:
+        self._panels, self._index = panels, index
+        self.goes_back = goes_back
+        """Whether the kernel serves `backward_` too."""
+        self._columns = len(panels.matrices(index)[0])
+
+    @property
+    def _record(self) -> np.ndarray:
+        return self._panels.forward[self._index : self._index + 1]
+
+    @property
+    def addresses(self) -> tuple[int, int]:
+        """Where the panels of A lie, and those of the first B."""
+        return self._record["a"][0], self._record["b0"][0]
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Adds to out [T, sum(sizes)] the products of x [T, in]; returns what lies between A and B:
+        [T, n * r].
+        """
+        low = x.new_empty(x.shape[0], low_columns(self._columns))
+        _add(_whole(self._record, x), x, out, sizes, low)
+        return low[:, : self._columns]
+
+    def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradient
+        between A and B: [T, n * r].
+        """
+        low = grad.new_empty(grad.shape[0], low_columns(self._columns))
+        adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
+        columns = np.array(sizes, np.int64)
+        given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
+        cpu.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
+        return low[:, : self._columns]
+
+    def gradients(
+        self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """float32 gradients of A and the Bs, sums over all rows: of x and grad, and of what add_
+        and backward_ returned for them.
+        """
+        rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
+        grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
+        grad_bs = torch.empty(int(columns.sum()), rank, dtype=torch.float32)
+        given = (
+            low,
+            grad.contiguous(),
+            columns.ctypes.data,
+            len(columns),
+            low_grad,
+            rank,
+            grad_a,
+            grad_bs,
+            len(x),
+        )
+        cpu.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
+        return grad_a, list(grad_bs.split(list(sizes)))
+
+
+class PanelRows:
+    """The adapters of a batch's rows, at all sites of all layers (`GroupedLora` of the decoder)."""
+
+    def __init__(
+        self, members: Sequence[tuple[int, int, AdapterPanels]], sites: Sequence[str]
+    ) -> None:
+        """(start, stop, adapter) each; `sites` are the names of a layer's, which an adapter has in
+        their order, layer after layer.
+        """
+        self.table = np.stack([panels.forward for _, _, panels in members], 1)
+        """[layers * sites, members]"""
+        starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
+        self.table["first"] = starts
+        self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
+        self._members = members  # their panels must stay
+        self._sites = {name: index for index, name in enumerate(sites)}
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
+        _add(self.table[layer * len(self._sites) + self._sites[site]], x, out, sizes, None)
+
+
+def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
+    """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the
+    other.
+    """
+    shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
+    sizes = [panel_size(*shape) for shape in shapes]
+    dtype = matrices[0].dtype if matrices else torch.bfloat16
+    panels = list(room.take(sum(sizes), dtype).split(sizes))
+    rows = zip(matrices, panels, shapes, strict=True)
+    table = np.array(
+        [(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing
+    )
+    cpu.call("pack_panels", dtype, table.ctypes.data, len(table), int(turned))
+    return panels
+
+
+def panel_size(n: int, k: int) -> int:
+    """How many numbers a matrix [n, k] is as panels."""
+    return (n + -n % _VECTOR) * (k + k % 2)
+
+
+def _add(
+    adapters: np.ndarray, x: Tensor, out: Tensor, sizes: Sequence[int], kept: Tensor | None
+) -> None:
+    x, columns = x.contiguous(), np.array(sizes, np.int64)
+    given = (x, x.shape[1], out, columns.ctypes.data, len(columns), kept)
+    cpu.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
+
+
+def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
+    rows = record.copy()
+    rows["count"] = len(x)
+    return rows
+
+
+def low_columns(columns: int) -> int:
+    """How many columns there are room for between the matrices of an adapter of `columns`: in whole
+    vectors.
+    """
+    return columns + -columns % LOW_COLUMNS

@@ -1,0 +1,126 @@
+"""Runs the self-test of the CPU's kernels once on each machine, and keeps its verdicts.
+
+cpu_check.py is the test. It runs in a process of its own, because a wrong kernel may end its
+process. A later start reads the verdicts beside the library and starts no process.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from planish.model.kernels.verdicts import (
+    Verdict,
+    describe_exit,
+    read_verdicts,
+    verdict_file,
+    write_verdicts,
+)
+
+FAMILIES = (
+    "amx",
+    "matmul",
+    "lora",
+    "attention",
+    "norms",
+    "rope",
+    "swiglu",
+    "log_sum_exp",
+    "sampling",
+    "decode",
+)
+"""In the order of the test: "amx" decides by which instructions the families after it multiply."""
+TIMEOUT = 120
+"""Seconds for one process of the test: it needs about three of CPU, on a machine that may be busy."""
+PROGRAM = "planish.model.kernels.cpp.cpu_check"
+_KERNEL_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
+
+
+def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
+    """Return a verdict for each family of kernels, from the file beside the library or made now.
+
+    The file is made again if it is missing or damaged. Where it cannot be written, or where the
+    test ended for a reason outside the kernels, the verdicts hold for this process alone.
+    """
+    path = verdict_file(library.parent, "cpu", library.name, *_machine())
+    families = [family for family in FAMILIES if has_tiles or family != "amx"]
+    known = read_verdicts(path)
+    if known is not None and [verdict.family for verdict in known] == families:
+        return known
+    verdicts, is_lasting = _run(library, families)
+    if is_lasting:
+        write_verdicts(path, verdicts)
+    return verdicts
+
+
+def _machine() -> list[str]:
+    """What besides the library decides whether its kernels are right: the CPU, torch, the test."""
+    facts = [platform.machine(), torch.__version__]
+    facts.append(Path(__file__).with_name("cpu_check.py").read_text())
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            for line in file:
+                if not line.strip():  # the first CPU stands for all
+                    break
+                if line.startswith(("model name", "flags", "microcode")):
+                    facts.append(line.strip())
+    except OSError:
+        facts.append(platform.processor())
+    return facts
+
+
+def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
+    """Return the verdicts of new processes, and whether these hold for later processes too.
+
+    Where a process dies, the family that it was testing fails, and another process tests the rest.
+    """
+    found: dict[str, Verdict] = {}
+    is_lasting = True
+    environment = os.environ | {
+        # The parent may have found planish through its own path, or its working directory.
+        "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        # Threads that spin while they wait would take more time than the test.
+        "OMP_WAIT_POLICY": "passive",
+    }
+    while left := [family for family in families if family not in found]:
+        tiles = int("amx" in found and found["amx"].passed)
+        command = [sys.executable, "-m", PROGRAM, str(library), str(tiles), *left]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=TIMEOUT,
+                check=False,
+            )
+            output, status, errors = done.stdout, done.returncode, done.stderr
+        except subprocess.TimeoutExpired as error:
+            output, status, errors = error.stdout or b"", None, b""
+        except OSError as error:
+            output, status, errors = b"", 1, str(error).encode()
+        for line in output.splitlines():
+            verdict = Verdict(**json.loads(line))
+            found[verdict.family] = verdict
+        left = [family for family in left if family not in found]
+        if not left:
+            break
+        if status is None:
+            reason, blamed = f"the self-test did not end within {TIMEOUT} s", left[:1]
+        elif status < 0:
+            reason, blamed = describe_exit(status), left[:1]
+        else:  # no kernel did this: Python could not start, say
+            lines = errors.decode(errors="replace").strip().splitlines()
+            reason, blamed = lines[-1] if lines else describe_exit(status), left
+        # A timeout, or a kill for want of memory, says nothing about the kernels.
+        is_lasting = is_lasting and status is not None and -status in _KERNEL_FAULTS
+        found |= {family: Verdict(family, False, reason) for family in blamed}
+    return [found[family] for family in families], is_lasting

@@ -1,0 +1,381 @@
+"""Exact attention over a forest of prefix trees for training, without a T x T mask.
+
+Forward pass: the rows of each segment attend to the path from the root to themselves. The keys of
+the path are gathered into one contiguous sequence. The batch-invariant attention of
+ordered_attention.py then reproduces the sampler's output for each row bit for bit.
+
+Backward pass: the (query, key) pairs are divided into plain rectangles and triangles. In
+depth-first order (model/prefix_tree.py) the descendants of a segment are the rows directly after the segment.
+So exactly two blocks of queries attend to the keys of a segment: its own rows, causally, and all
+rows of its descendants. Every pair lies in exactly one of these pieces, no pair is masked out
+except in the causal triangles, and a segment has at most two pieces.
+
+Given the final output and log-sum-exp of each row, the gradients of a piece are those of ordinary
+attention (Dao et al. 2022). The gradients of all pieces are summed, so a shared prefix gets the
+gradients of all its continuations.
+
+Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.model.decoder import Attend
+from planish.model.kernels.reference import ordered_attention
+from planish.model.positions import whole_spans
+from planish.model.prefix_tree import Packed, mask
+
+# Maximum number of rows per batch of short segments. Larger batches do not fit into the CPU's
+# cache, which costs more than the saved calls.
+_BATCH_ROWS = 256
+# Maximum number of query rows per block of a segment in the forward pass.
+_QUERY_BLOCK = 256
+# Blocks of at most this many rows share a batch even if their numbers of rows differ.
+_FEW_ROWS = 8
+# Maximum number of score entries in memory at a time, on devices without the CPU's fused kernel.
+_SCORE_ENTRIES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    """A piece in which each query q_start .. q_end - 1 attends to all keys k_start .. k_end - 1."""
+
+    q_start: int
+    q_end: int
+    k_start: int
+    k_end: int
+
+
+@dataclass(frozen=True)
+class Triangles:
+    """A batch of segments of similar length, each with causal attention within itself.
+
+    Shorter segments are padded at the end to the longest one.
+    """
+
+    spans: tuple[tuple[int, int], ...]
+    """The row range [start, end) of each segment."""
+
+    @property
+    def length(self) -> int:
+        """The number of rows of the longest segment."""
+        return max(end - start for start, end in self.spans)
+
+    def rows(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the row of each batch entry, int64 [B * length], and a bool mask of real entries.
+
+        Padding entries repeat the last row of their segment and are False in the mask.
+        """
+        start, end = (
+            torch.tensor(ends, device=device).unsqueeze(1) for ends in zip(*self.spans, strict=True)
+        )
+        row = start + torch.arange(self.length, device=device)
+        return torch.minimum(row, end - 1).flatten(), (row < end).flatten()
+
+
+class Kernel(Protocol):
+    """A kernel for the backward pass of a batch of pieces.
+
+    Shapes: q, grad and out [B, Hq, n, E]; k and v [B, Hkv, m, E]; lse [B, Hq, n]. Causal attention
+    requires n == m.
+    """
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v.
+
+        `out` and `lse`: the final output and log-sum-exp of the rows, over all their pieces.
+        """
+        ...
+
+
+def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
+    """Return the rectangles of all segments: the segment's keys, its descendants' queries."""
+    return tuple(
+        Rectangle(s.end, s.until, s.start, s.end) for s in packed.segments if s.end < s.until
+    )
+
+
+def triangles(packed: Packed) -> tuple[Triangles, ...]:
+    """Return the causal triangles of all segments in batches; every row is in exactly one.
+
+    Segments share a batch if the shortest has at least 3/4 of the length of the longest.
+    """
+    groups: list[list[tuple[int, int]]] = []
+    by_length = sorted(packed.segments, key=lambda s: (s.start - s.end, s.start))
+    for span in ((s.start, s.end) for s in by_length):
+        if groups:
+            longest = groups[-1][0][1] - groups[-1][0][0]
+            if (
+                span[1] - span[0] >= 0.75 * longest
+                and longest * (len(groups[-1]) + 1) <= _BATCH_ROWS
+            ):
+                groups[-1].append(span)
+                continue
+        groups.append([span])
+    return tuple(Triangles(tuple(group)) for group in groups)
+
+
+def _paths(packed: Packed, device: torch.device) -> list[_Path]:
+    """Return batches of query blocks for the forward pass; every row is a query in exactly one.
+
+    A block has rows of one segment. Blocks of similar shape share a batch.
+    """
+    blocks = []
+    for segment in packed.segments:
+        before = np.concatenate(
+            [np.arange(*span) for span in (*segment.ancestors, (segment.start, segment.end))]
+        )
+        first = len(before) - (segment.end - segment.start)
+        starts = range(first, len(before), _QUERY_BLOCK)
+        blocks += [(before[: start + _QUERY_BLOCK], start) for start in starts]
+    blocks.sort(key=lambda block: (len(block[0]), len(block[0]) - block[1]))
+    batches: list[list[tuple[np.ndarray, int]]] = []
+    for keys, start in blocks:
+        if batches and _fits(batches[-1], keys, start):
+            batches[-1].append((keys, start))
+        else:
+            batches.append([(keys, start)])
+    return [_path(batch, device) for batch in batches]
+
+
+def _fits(batch: list[tuple[np.ndarray, int]], keys: np.ndarray, start: int) -> bool:
+    """Return whether a block can join a batch with little padding and within `_BATCH_ROWS`."""
+    rows = [len(k) - s for k, s in batch] + [len(keys) - start]
+    alike = min(rows) >= 0.75 * max(rows) or max(rows) <= _FEW_ROWS
+    return alike and len(batch[0][0]) >= 0.75 * len(keys) and len(rows) * max(rows) <= _BATCH_ROWS
+
+
+def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
+    n = max(len(keys) - start for keys, start in batch)
+    width = whole_spans(max(len(keys) for keys, _ in batch))
+    places = [np.minimum(start + np.arange(n), len(keys) - 1) for keys, start in batch]
+    real = [start + np.arange(n) < len(keys) for keys, start in batch]
+    rows = [keys[place] for (keys, _), place in zip(batch, places, strict=True)]
+    padded = [np.pad(keys, (0, width - len(keys)), mode="edge") for keys, _ in batch]
+    stacked = (
+        torch.from_numpy(np.stack(arrays)).to(device) for arrays in (rows, real, places, padded)
+    )
+    return _Path(*stacked)
+
+
+class ForestAttention:
+    """The decoder's attention function (`Attend`) for one micro-batch."""
+
+    def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
+        batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
+        self._plan = _Plan(
+            _paths(packed, device), batches, rectangles(packed), kernel or default_kernel(device)
+        )
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return _Forest.apply(q, k, v, self._plan)  # type: ignore[no-any-return]
+
+
+def default_kernel(device: torch.device) -> Kernel:
+    """Return the fastest backward kernel for the device."""
+    return FusedCpuKernel() if device.type == "cpu" else BlockKernel()
+
+
+def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
+    """Return the slow reference implementation of ForestAttention.
+
+    It uses one T x T mask and computes everything in float32 or wider.
+    """
+    allowed = torch.from_numpy(mask(packed)).to(device)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E]; see `Attend` for the arguments."""
+        group = q.shape[1] // k.shape[1]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q_h, k_h, v_h = (
+            x.transpose(0, 1).to(wide)
+            for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
+        )
+        scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
+        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        return (weights @ v_h).transpose(0, 1).to(q.dtype)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class _Path:
+    """A batch of B query blocks, each with the path of keys that it attends to.
+
+    A shorter path is padded with keys that no query attends to.
+    """
+
+    rows: Tensor
+    """[B, n]: rows of the queries."""
+    real: Tensor
+    """[B, n]: False where a shorter block is padded with its last row."""
+    positions: Tensor
+    """[B, n]: positions of the queries in their sequence."""
+    keys: Tensor
+    """[B, L]: rows of the keys, from position 0 of the sequence."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The forward batches and backward pieces of one micro-batch."""
+
+    paths: list[_Path]
+    triangles: list[tuple[int, Tensor, Tensor]]
+    """(length, rows, real) of each batch of triangles."""
+    rectangles: tuple[Rectangle, ...]
+    kernel: Kernel
+
+
+class _Forest(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+        wide = torch.promote_types(q.dtype, torch.float32)
+        out = torch.empty_like(q)
+        lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
+        for path in plan.paths:
+            part, part_lse = _attend_path(q, k, v, path)
+            out[path.rows[path.real]] = part[path.real].to(q.dtype)
+            lse[path.rows[path.real]] = part_lse[path.real]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.plan = plan
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        q, k, v, out, lse = ctx.saved_tensors
+        plan = ctx.plan
+        grads = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
+        for length, rows, real in plan.triangles:
+            held = grad[rows].mul_(real[:, None, None])
+            tensors = (_batch(x, length) for x in (held, q[rows], k[rows], v[rows], out[rows]))
+            batch_lse = lse[rows].unflatten(0, (-1, length)).transpose(1, 2)
+            for total, part in zip(
+                grads, plan.kernel.backward(*tensors, batch_lse, True), strict=True
+            ):
+                total[rows[real]] = _unbatch(part)[real].to(total.dtype)
+        for piece in plan.rectangles:
+            rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
+            tensors = (_heads(x) for x in (grad[rows], q[rows], k[keys], v[keys], out[rows]))
+            parts = plan.kernel.backward(*tensors, lse[rows].transpose(0, 1)[None], False)
+            for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
+                total[where] += part[0].transpose(0, 1)
+        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None
+
+
+def _heads(x: Tensor) -> Tensor:
+    """View [n, H, E] as a batch of one: [1, H, n, E]."""
+    return x.transpose(0, 1)[None]
+
+
+def _batch(x: Tensor, length: int) -> Tensor:
+    """View [B * length, H, E] as [B, H, length, E]."""
+    return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _unbatch(x: Tensor) -> Tensor:
+    """Reshape [B, H, n, E] to [B * n, H, E]."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, Tensor]:
+    """Return the output [B, n, Hq, E] and the log-sum-exp [B, n, Hq] of one batch of queries."""
+    batch, n = path.rows.shape
+    group = q.shape[1] // k.shape[1]
+    # [B, Hkv, group * n, E]: all query heads of a key head are rows of the same matmul.
+    queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+    keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
+    visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
+    out, lse = ordered_attention.attend(queries, keys, values, visible)
+    return (
+        out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
+        lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),
+    )
+
+
+class FusedCpuKernel:
+    """torch's fused flash attention for CPUs, which keeps the scores in the cache."""
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v in float32 or wider (see `Kernel`)."""
+        group = q.shape[1] // k.shape[1]
+        # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
+        # costs more than its faster matmuls save (measured: 15 to 60%).
+        wide = torch.promote_types(q.dtype, torch.float32)
+        grad, q, k, v, out = (x.to(wide) for x in (grad, q, k, v, out))
+        grad_q, grad_k, grad_v = (
+            torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, _expand(k, group), _expand(v, group), out, lse, 0.0, causal
+            )
+        )
+        return grad_q, _fold(grad_k, group), _fold(grad_v, group)
+
+
+class BlockKernel:
+    """Plain matmuls over blocks of queries, for any device.
+
+    The number of scores per block is bounded for any length of the piece.
+    """
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v (see `Kernel`)."""
+        group = q.shape[1] // k.shape[1]
+        k, v = _expand(k, group), _expand(v, group)
+        delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1, keepdim=True)
+        grad_q = []
+        grad_k, grad_v = (torch.zeros(x.shape, dtype=lse.dtype, device=x.device) for x in (k, v))
+        for start, stop in _blocks(q, k):
+            rows, keys = slice(start, stop), slice(0, stop if causal else k.shape[2])
+            scores = _scores(q[:, :, rows], k[:, :, keys], start if causal else None)
+            weights = scores.sub_(lse[:, :, rows, None]).exp_()
+            grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
+            inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)
+            grad_scores = (
+                inner.sub_(delta[:, :, rows]).mul_(weights).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+            )
+            grad_q.append(grad_scores @ k[:, :, keys])
+            grad_k[:, :, keys] += grad_scores.transpose(-1, -2) @ q[:, :, rows]
+        return torch.cat(grad_q, 2), _fold(grad_k, group), _fold(grad_v, group)
+
+
+def _blocks(q: Tensor, k: Tensor) -> list[tuple[int, int]]:
+    """Return the query ranges [start, stop) with at most about `_SCORE_ENTRIES` scores each."""
+    size = max(16, _SCORE_ENTRIES // (q.shape[0] * q.shape[1] * k.shape[2]))
+    return [(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
+
+
+def _scores(q: Tensor, k: Tensor, first_query: int | None) -> Tensor:
+    """Return the scaled scores [B, H, n, m] in float32 or wider.
+
+    `first_query`: position of the first query for causal attention, or None for full attention.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (q.to(wide) @ k.to(wide).transpose(-1, -2)).mul_(q.shape[-1] ** -0.5)
+    if first_query is not None:
+        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(
+            first_query + 1
+        )
+        scores.masked_fill_(future, float("-inf"))
+    return scores
+
+
+def _expand(x: Tensor, group: int) -> Tensor:
+    """Repeat keys or values [B, Hkv, m, E] for each query head: [B, Hkv * group, m, E]."""
+    return x if group == 1 else x.repeat_interleave(group, 1)
+
+
+def _fold(x: Tensor, group: int) -> Tensor:
+    """Sum gradients over the query heads of each key head: the backward pass of `_expand`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return x if group == 1 else x.unflatten(1, (-1, group)).sum(2, dtype=wide)

@@ -1,0 +1,117 @@
+"""Batch-invariant attention: a row's output is bit-identical for any batch and any chunking.
+
+Sampler and trainer compute the same sequence in different shapes. The sampler adds one row at a
+time to the slots of its KV cache; the trainer computes whole segments of a forest. In bf16 a
+difference in the last bit of one attention output grows through the layers to some hundredths of a
+logprob. So both use this module, in which every sum has one order, determined by the positions in
+the sequence:
+
+* Scores and weighted sums are float32 matmuls; bf16 operands are converted exactly. From a minimum
+  number of rows (`query_rows`, see row_tiling.py), an element of a matmul is bit-identical for any
+  number of rows. Fewer rows are padded to that minimum.
+* Weights are exp(score - max). The max over all keys is exact in any order.
+* Values are summed within spans of SPAN positions, aligned at the start of the sequence. The spans
+  are then added in order.
+
+Keys that a row must not attend to get weight 0, which changes no sum. So padding has no effect.
+
+Shapes: G groups, H key-value heads, M query rows of a group (one per query and query head of a
+key-value head), L keys, E head_dim.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.positions import SPAN
+
+QUERY_ROWS = 16
+"""Minimum number of rows of a matmul in the trainer, where padding costs almost nothing.
+
+No machine tested so far needed more rows for batch invariance.
+"""
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Running sums over the keys: weighted values, float32 [..., E], and weights [..., 1]."""
+
+    values: Tensor
+    weights: Tensor
+
+
+def scores(q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+    """Return the scaled scores [G, H, M, L] in float32 or wider.
+
+    `q`: [G, H, M, E]. `keys`: [G, H, L, E]. `visible`: [G or 1, 1, M or 1], the number of leading
+    keys that a row attends to; the scores of later keys are -inf. Products of bf16 operands are
+    exact in float32, and they are accumulated in float32.
+    """
+    scale = q.shape[-1] ** -0.5
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if keys.device.type == "cuda" and q.dtype != wide:
+        flat = torch.bmm(q.flatten(0, 1), keys.flatten(0, 1).transpose(1, 2), out_dtype=wide)
+        found = flat.unflatten(0, q.shape[:2]).mul_(scale)
+    else:
+        found = torch.matmul(q.to(wide) * scale, keys.to(wide).transpose(-1, -2))
+    unseen = torch.arange(keys.shape[2], device=q.device) >= visible.unsqueeze(-1)
+    return found.masked_fill_(unseen, -torch.inf)
+
+
+def peaks(found: Tensor) -> Tensor:
+    """Return the max score of each row: [G, H, M, 1].
+
+    The max is finite even for a row that attends to no key.
+    """
+    return found.amax(-1, keepdim=True).clamp_(min=torch.finfo(found.dtype).min)
+
+
+def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) -> Sums:
+    """Add the values [G, H, L, E], weighted by exp(found - peak), to `sums` span by span.
+
+    `found`: scores [G, H, M, L], which are overwritten. `sums` None: start at zero. `sums` may be
+    modified in place.
+
+    Both L and the position of key 0 in the sequence must be multiples of SPAN, because the order
+    of a sum depends on its length.
+    """
+    assert values.shape[2] % SPAN == 0
+    weights = found.sub_(peak).exp_()
+    for start in range(0, values.shape[2], SPAN):
+        part = weights[..., start : start + SPAN]
+        span = Sums(_product(part, values[:, :, start : start + SPAN]), part.sum(-1, keepdim=True))
+        sums = (
+            span
+            if sums is None
+            else Sums(sums.values.add_(span.values), sums.weights.add_(span.weights))
+        )
+    assert sums is not None
+    return sums
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
+
+    Each row attends to the first `visible` [G, 1, M] keys. The keys start at position 0, and their
+    number must be a multiple of SPAN.
+    """
+    rows = q.shape[2]
+    missing = max(0, QUERY_ROWS - rows)
+    found = scores(F.pad(q, (0, 0, 0, missing)), keys, F.pad(visible, (0, missing), value=1))
+    peak = peaks(found)
+    sums = add_spans(found, peak, values, None)
+    out, lse = sums.values / sums.weights, (peak + sums.weights.log()).squeeze(-1)
+    return out[:, :, :rows], lse[:, :, :rows]
+
+
+def _product(weights: Tensor, values: Tensor) -> Tensor:
+    if values.device.type == "cuda" and values.dtype != weights.dtype:
+        flat = torch.bmm(
+            weights.flatten(0, 1).to(values.dtype), values.flatten(0, 1), out_dtype=weights.dtype
+        )
+        return flat.unflatten(0, weights.shape[:2])
+    return torch.matmul(weights, values.to(weights.dtype))

@@ -1,0 +1,414 @@
+"""Batch invariance: the numbers of rows for which matmuls are bitwise reproducible per row.
+
+A matrix library chooses its kernel, and thereby the order of additions, by the number of rows. So
+the last bits of a sample's logits depend on the batch size, unless every matmul uses a number of
+rows from a set of row counts that agree bit for bit.
+
+`probe` runs matmuls of the model's own shapes. It searches for the smallest `multiple` whose
+multiples all agree from some number of rows on. If there is none, matmuls can run in tiles of a
+fixed number of rows. Such tiles are batch-invariant by construction, but slower. The LoRA matmuls
+of a rank are probed when an adapter of that rank is first used, in the form that the decoder uses.
+
+The native matmuls (model/kernels/cpp/cpu_products.py) are not probed, because their order of additions does
+not depend on the number of rows. torch's matmuls on other CPUs are probed, and so are adapters of a
+head whose vocabulary size is not a multiple of 16.
+
+In practice only few rows differ. oneDNN uses another kernel for one row of more than 1024 columns.
+torch uses its own loops for small matrices of up to 16 ** 3 multiplications, such as few rows of a
+LoRA of low rank.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+import torch.nn.functional as F
+
+from planish.model.config import ModelConfig
+from planish.model.decoder import add_lora_, add_lora_stack_, lora_hidden
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp.cpu_products import LOW_COLUMNS, multiplies
+from planish.model.kernels.reference.ordered_attention import QUERY_ROWS
+from planish.model.linear import FrozenLinear
+from planish.model.lora import (
+    LAYER_SITES,
+    LoraWeights,
+    Site,
+    adapts_in_panels,
+    head_adapts_in_panels,
+    linear_shape,
+)
+from planish.model.positions import SPAN
+
+_MULTIPLES = (1, 4, 16)
+_LEAST = (1, 2, 4, 8, 16, 32)
+_ROWS = (
+    *(1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 15, 16, 20, 28, 31, 32, 33, 48, 63, 64, 65),
+    *(80, 96, 112, 128, 150, 160, 191, 192, 200, 240, 255, 256, 301, 384, 500, 511, 512),
+)
+_PROBE_COLUMNS = 4096
+_QUERY_ROWS = (1, 2, 4, 8)
+_LORA_RANKS = (8, 16, 32)
+"""Ranks that are probed when a model is loaded, to choose the multiple.
+
+Other ranks are probed when they are first used.
+"""
+_LORA_LEAST = (*_LEAST, 64, 128, 256)
+"""Candidates for the minimum number of rows of LoRA matmuls.
+
+A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multiplications. For rank
+1 of a narrow model that happens below about a hundred rows.
+"""
+_LORA_ROWS = 32
+"""Minimum number of rows that are compared for each row count of a LoRA matmul.
+
+The sums of such a matmul are short, so a different order of additions changes only few entries.
+"""
+_LOW_RANK = 16
+_LOW_RANK_DRAWS = 6
+"""Number of draws for the B matmuls of ranks below _LOW_RANK.
+
+Two orders of a short sum can agree for one order of its terms, and differ for another.
+"""
+_STACKED = 3
+"""Number of adapters in a probed stack."""
+_STACK_ROWS = (4, 8, 12, 16, 32, 64)
+"""Rows per adapter in a probed stack."""
+FIXED_TILE = 32
+"""Rows per tile if no number of rows is batch-invariant."""
+
+
+@dataclass(frozen=True)
+class LoraNeeds:
+    """The row counts that make an adapter's LoRA matmuls in torch batch-invariant."""
+
+    least: int | None
+    """Minimum number of rows. None: no tested number of rows is batch-invariant."""
+    multiple: int = 1
+    """The number of rows must be a multiple of this. Some matrix-vector products of rank 1 need 4.
+    """
+    stacks: bool = False
+    """Whether one batched matmul of several adapters is bit-identical to separate matmuls."""
+
+
+@dataclass(frozen=True)
+class RowTiling:
+    """The padding of row counts that makes matmuls batch-invariant."""
+
+    multiple: int = 1
+    """The rows of each adapter are padded to a multiple of this."""
+    tile: int | None = None
+    """If given, every matmul runs in tiles of exactly this many rows."""
+    query_rows: int = QUERY_ROWS
+    """Minimum number of rows of torch's float32 matmuls in the attention."""
+    least: int = 1
+    """Minimum number of rows of matmuls with the base weights."""
+    lora: Callable[[int], LoraNeeds] | None = None
+    """Maps a rank to the needs of its adapters. None: adapters need no more than the base weights.
+    """
+
+    def padded(self, rows: int, weights: LoraWeights | None) -> int:
+        """Return the padded number of rows for `rows` rows of an adapter (None: base model)."""
+        least, multiple = self.least, self.multiple
+        if weights is not None and self.lora is not None:
+            needs = self.lora(weights.layout.lora.rank)
+            least, multiple = max(least, needs.least or 1), max(multiple, needs.multiple)
+        rows = max(rows, least)
+        return rows + -rows % multiple  # each of _MULTIPLES divides the next
+
+    def is_invariant(self, rank: int) -> bool:
+        """Return whether samples of adapters of this rank are batch-invariant."""
+        return self.lora is None or self.lora(rank).least is not None
+
+    def stacks(self, rank: int) -> bool:
+        """Return whether batched matmuls of several adapters of this rank are bit-identical to
+        separate ones.
+        """
+        return self.lora is not None and self.lora(rank).stacks
+
+
+FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
+
+
+@torch.inference_mode()
+def probe(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, at_any_cost: bool = False
+) -> RowTiling | None:
+    """Return the cheapest padding that makes this machine's matmuls batch-invariant; None if no
+    tested padding does.
+
+    Low ranks may need a hundred rows or more. They are padded that far only with `at_any_cost`.
+    """
+    base = _look(dtype, device).agreeing(
+        {shape for shape in _base_shapes(config) if not multiplies(*shape, dtype, device)}
+    )
+    sites = _torch_sites(config, dtype, device)
+    by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
+    for multiple in _MULTIPLES:
+        least = _least(base, multiple, _LEAST)
+        if least and all(_least(base & rows, multiple, _LEAST) for rows in by_rank.values()):
+            native = cpu.attends(config.head_dim, dtype, device)
+            choices = _LORA_LEAST if at_any_cost else _LEAST
+            needs = partial(_needs, sites, base, multiple, choices, dtype, device)
+            return RowTiling(
+                multiple,
+                query_rows=QUERY_ROWS if native else _probe_query_rows(config, device),
+                least=least,
+                lora=cache(needs) if sites else None,
+            )
+    return None
+
+
+@torch.inference_mode()
+def _needs(
+    sites: tuple[_TorchSite, ...],
+    base: set[int],
+    multiple: int,
+    choices: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    rank: int,
+) -> LoraNeeds:
+    agreeing = base & _agreeing_with_lora(sites, rank, dtype, device)
+    multiples = [each for each in _MULTIPLES if each >= multiple]
+    found = [(_least(agreeing, each, choices), each) for each in multiples]
+    fitting = [(least, each) for least, each in found if least is not None]
+    least, multiple = min(fitting, key=max, default=(None, multiple))
+    if least is None:
+        logging.getLogger(__name__).warning(
+            "samples of LoRA adapters of rank %d are not batch-invariant on this machine: with %d "
+            "rows and more, torch's matmuls still differ (deterministic=True pads to %d)",
+            rank,
+            max(choices),
+            max(_LORA_LEAST),
+        )
+    in_layers = [site for site in sites if not site.is_head]
+    can_stack = bool(in_layers) and least is not None and least <= max(_STACK_ROWS)
+    return LoraNeeds(least, multiple, can_stack and _stacks_agree(in_layers, rank, dtype, device))
+
+
+def cancelling(
+    rows: int, fan_out: int, fan_in: int, generator: torch.Generator | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return x [rows, fan_in] and weight [fan_out, fan_in], float32, whose matmul is nearly 0.
+
+    The terms of each sum are pairs a and -a, and one or two terms that are 2 ** 18 times smaller.
+    So a rounding error of the large terms changes the leading bits of the result, and a different
+    order of additions changes a large part of all entries. With ordinary inputs, rounding to bf16
+    hides the difference in all but one of thousands of entries. Pairs alone are not enough: the
+    product of two bf16 numbers has 16 bits, so float32 adds a few of them without rounding.
+
+    Sums of one or two terms have only one order; their inputs are ordinary random numbers.
+    """
+    pairs = max(0, fan_in - 1) // 2
+    x, weight = (torch.randn(n, fan_in - pairs, generator=generator) for n in (rows, fan_out))
+    if pairs:
+        x[:, pairs:] *= 2.0**-18
+    order = torch.randperm(fan_in, generator=generator)
+    x = torch.cat([x, -x[:, :pairs]], 1)
+    weight = torch.cat([weight, weight[:, :pairs]], 1)
+    return x[:, order], weight[:, order]
+
+
+@dataclass(frozen=True)
+class _Look:
+    dtype: torch.dtype
+    device: torch.device
+    generator: torch.Generator
+
+    def cancelling(self, fan_out: int, fan_in: int) -> list[torch.Tensor]:
+        """Return `cancelling` inputs in this dtype on this device, with max(_ROWS) rows."""
+        pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
+        return [tensor.to(self.device, self.dtype) for tensor in pair]
+
+    def agreeing(self, shapes: Iterable[tuple[int, int]]) -> set[int]:
+        """Return the row counts of _ROWS that are bit-identical to max(_ROWS) rows.
+
+        `shapes`: (out, in) of the frozen weights; the row counts must agree for all of them.
+        """
+        agreeing: set[int] = set(_ROWS)
+        for fan_out, fan_in in sorted(set(shapes)):
+            x, weight = self.cancelling(fan_out, fan_in)
+            agreeing &= _agreeing(FrozenLinear([weight]).product, x, 1)
+        return agreeing
+
+
+def _look(dtype: torch.dtype, device: torch.device) -> _Look:
+    return _Look(dtype, device, torch.Generator().manual_seed(0))
+
+
+@dataclass(frozen=True)
+class _TorchSite:
+    """Linears that read the same input and whose adapters torch computes.
+
+    `sizes`: the output size of each linear. `fan_in`: their input size.
+    """
+
+    sizes: tuple[int, ...]
+    fan_in: int
+    is_head: bool = False
+
+
+def _torch_sites(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> tuple[_TorchSite, ...]:
+    found = set()
+    if not adapts_in_panels(config, dtype, device):
+        for names in LAYER_SITES:
+            shapes = [linear_shape(config, name) for name in names]
+            found.add(_TorchSite(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
+    if not head_adapts_in_panels(config, dtype, device):
+        vocab, hidden = _head_shape(config)
+        found.add(_TorchSite((vocab,), hidden, is_head=True))
+    return tuple(sorted(found, key=str))
+
+
+def _agreeing_with_lora(
+    sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
+) -> set[int]:
+    """Return the row counts of _ROWS at which the matmuls of an adapter of this rank agree.
+
+    The matmuls have the same form as in the decoder. The linears that read the same input share
+    one A, and the B of each linear multiplies its slice of the LoRA hidden states.
+    """
+    look, agreeing = _look(dtype, device), set(_ROWS)
+    for site in sites:
+        x, a = look.cancelling(len(site.sizes) * rank, site.fan_in)
+        agreeing &= _agreeing(partial(lora_hidden, a=a, tile=None), x, _LORA_ROWS)
+        for _ in range(_LOW_RANK_DRAWS if rank < _LOW_RANK else 1):
+            pairs = [look.cancelling(size, rank) for size in site.sizes]
+            low = torch.cat([low for low, _ in pairs], 1)
+            if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
+                low = F.pad(low, (0, -rank % LOW_COLUMNS))[:, :rank]
+            add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
+            agreeing &= _agreeing(add, low, _LORA_ROWS)
+    return agreeing
+
+
+def _lora_outputs(
+    low: torch.Tensor, sizes: tuple[int, ...], bs: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    out = low.new_zeros(len(low), sum(sizes))
+    add_lora_(low, out.split(sizes, 1), bs, None)
+    return out
+
+
+def _agreeing(
+    product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, least_rows: int
+) -> set[int]:
+    """Return the row counts of _ROWS at which `product` is bit-identical to `product(x)`.
+
+    At least `least_rows` rows are compared, with several matmuls if one has fewer rows.
+    """
+    whole = product(x)
+    return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
+
+
+def _agrees(
+    product: Callable[[torch.Tensor], torch.Tensor],
+    x: torch.Tensor,
+    whole: torch.Tensor,
+    rows: int,
+    least_rows: int,
+) -> bool:
+    starts = range(0, max(1, least_rows - rows + 1), rows)
+    return all(torch.equal(product(x[a : a + rows]), whole[a : a + rows]) for a in starts)
+
+
+def _stacks_agree(
+    sites: Iterable[_TorchSite], rank: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Return whether batched matmuls of several adapters of this rank are bit-identical to separate
+    ones.
+    """
+    look = _look(dtype, device)
+    for site in sites:
+        for is_a in (True, False):
+            made = [_cancelling_site(look, site, rank, is_a) for _ in range(_STACKED)]
+            xs, members = [x for x, _ in made], [own for _, own in made]
+            whole = [
+                _lora_outputs(lora_hidden(x, own.a, None), site.sizes, own.bs)
+                for x, own in zip(xs, members, strict=True)
+            ]
+            bs = zip(*(own.bs for own in members), strict=True)
+            stack = Site(torch.stack([own.a for own in members]), tuple(map(torch.stack, bs)))
+            for rows in _STACK_ROWS:
+                x = torch.cat([part[:rows] for part in xs])
+                out = x.new_zeros(len(x), sum(site.sizes))
+                add_lora_stack_(x, out.split(site.sizes, 1), stack)
+                if not torch.equal(out, torch.cat([part[:rows] for part in whole])):
+                    return False
+    return True
+
+
+def _cancelling_site(
+    look: _Look, site: _TorchSite, rank: int, is_a: bool
+) -> tuple[torch.Tensor, Site]:
+    """Return an input x and an adapter whose sums cancel: those of x A if `is_a`, else of x A B."""
+    columns = len(site.sizes) * rank
+    pairs = [look.cancelling(size, rank) for size in site.sizes]
+    bs = tuple(b for _, b in pairs)
+    if is_a:
+        x, a = look.cancelling(columns, site.fan_in)
+        return x, Site(a, bs)
+    # A only selects columns of x, which is exact. So the LoRA hidden states are the cancelling
+    # inputs of the Bs.
+    low = torch.cat([low for low, _ in pairs], 1)[:, : site.fan_in]
+    x = F.pad(low, (0, site.fan_in - low.shape[1]))
+    return x, Site(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
+
+
+def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
+    """Return the first of `choices` from which on all multiples of `multiple` agree, or None."""
+    for least in choices:
+        if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
+            return least
+    return None
+
+
+def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
+    """Return the minimum number of rows for batch-invariant float32 matmuls in the attention."""
+    generator = torch.Generator().manual_seed(0)
+    # Probe the smallest batch of matmuls that occurs, one per key-value head. A single matmul would
+    # be divided among threads by its rows.
+    heads = config.num_kv_heads
+    q = torch.randn(heads, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
+    keys = (
+        torch.randn(heads, SPAN * 2, config.head_dim, generator=generator)
+        .to(device)
+        .transpose(1, 2)
+    )
+    weights = torch.rand(heads, QUERY_ROWS * 2, SPAN, generator=generator).to(device)
+    values = keys.transpose(1, 2)[:, :SPAN]
+    for rows in _QUERY_ROWS:
+        pairs = ((q, keys), (weights, values))
+        if all(
+            torch.equal(torch.matmul(x[:, :n], y), torch.matmul(x, y)[:, :n])
+            for x, y in pairs
+            for n in range(rows, QUERY_ROWS)
+        ):
+            return rows
+    return QUERY_ROWS
+
+
+def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
+    """Return (out, in) of each matmul with base weights; linears with the same input share one."""
+    sites = ([linear_shape(config, name) for name in site] for site in LAYER_SITES)
+    return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {
+        _head_shape(config)
+    }
+
+
+def _head_shape(config: ModelConfig) -> tuple[int, int]:
+    """Return (out, in) of a smaller head for the probe.
+
+    Its output size keeps the remainder modulo LOW_COLUMNS. So the native kernel supports its
+    adapters if and only if it supports those of the real head.
+    """
+    return min(
+        config.vocab_size, _PROBE_COLUMNS + config.vocab_size % LOW_COLUMNS
+    ), config.hidden_size

@@ -1,0 +1,297 @@
+"""The sampler's attention in torch, which reads the KV cache slots in place.
+
+Samples that share a prompt attend to its keys in one matmul. Each row then attends to the keys in
+its sample's own slot. The sums of the second part continue those of the first, in the order that
+ordered_attention.py defines.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.kernels.reference.ordered_attention import Sums, add_spans, attend, peaks, scores
+from planish.model.kv_cache import KVPool, KVPools
+from planish.model.positions import SPAN, whole_spans
+
+_QUERY_BLOCK = 256
+"""The maximum number of prompt rows in one matmul of the prefill."""
+_LANE = 8
+"""The maximum number of rows of one prompt in one matmul. A small number limits padding if some
+prompts of a pool have one sample and others have many.
+"""
+
+
+class PromptSlot(Protocol):
+    """A prompt with a slot in a pool."""
+
+    slot: int
+
+    @property
+    def length(self) -> int:
+        """The number of tokens of the prompt."""
+        ...
+
+
+class SampleSlot(Protocol):
+    """A running sample with a slot in a pool."""
+
+    slot: int
+
+    @property
+    def stored(self) -> int:
+        """The number of positions in the sample's slot before this step."""
+        ...
+
+    @property
+    def prompt(self) -> PromptSlot:
+        """The prompt that the sample continues."""
+        ...
+
+
+@dataclass(frozen=True)
+class PrefillSpan:
+    """A range of batch rows that belong to one prompt.
+
+    Rows row .. row + count - 1 of the batch are positions start .. start + count - 1 of the prompt
+    in slot `slot` of `pool`.
+    """
+
+    pool: KVPool
+    slot: int
+    row: int
+    start: int
+    count: int
+
+
+class PrefillAttention:
+    """The causal attention of prompt rows.
+
+    Each call stores the rows' keys and values in their prompts' slots. Each row attends to the
+    positions up to its own.
+    """
+
+    def __init__(self, spans: Sequence[PrefillSpan]) -> None:
+        """`spans` names the rows of each prompt; rows outside of them are padding."""
+        self._spans = spans
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of one layer, with the shape and dtype of `q`.
+
+        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        """
+        out = torch.zeros_like(q)
+        for span in self._spans:
+            rows = slice(span.row, span.row + span.count)
+            self._attend(span, layer, q[rows], k[rows], v[rows], out[rows])
+        return out
+
+    def _attend(
+        self, span: PrefillSpan, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+    ) -> None:
+        keys, values = span.pool.keys[layer][span.slot], span.pool.values[layer][span.slot]
+        keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
+        values[:, span.start : span.start + span.count] = v.transpose(0, 1)
+        heads, group = k.shape[1], q.shape[1] // k.shape[1]
+        for first in range(0, span.count, _QUERY_BLOCK):
+            part = q[first : first + _QUERY_BLOCK]
+            seen = span.start + first + torch.arange(1, len(part) + 1, device=q.device)
+            width = whole_spans(span.start + first + len(part))
+            queries = part.unflatten(1, (heads, group)).permute(1, 2, 0, 3).flatten(1, 2)
+            attended, _ = attend(
+                queries[None],
+                keys[None, :, :width],
+                values[None, :, :width],
+                seen.repeat(group)[None, None],
+            )
+            rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
+            out[first : first + len(part)] = rows.to(out.dtype)
+
+
+class DecodeAttention:
+    """The attention of a decoding step, with one new row for each running sample."""
+
+    def __init__(
+        self,
+        rows: dict[int, int],
+        prompts: KVPools,
+        samples: KVPools,
+        query_rows: int,
+        device: torch.device,
+    ) -> None:
+        """`rows` maps id(sample) to the batch row of each sample in `samples`.
+
+        `query_rows` is the minimum number of rows of a matmul; fewer rows are padded.
+        """
+        self._query_rows = query_rows
+        self._own = [_own_part(pool, rows, device) for pool in samples.in_use()]
+        shared = [
+            part for pool in prompts.in_use() for part in _prompt_parts(pool, samples, rows, device)
+        ]
+        self._parts = [*shared, *self._own]
+
+    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output of one layer, with the shape and dtype of `q`.
+
+        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        """
+        for part in self._own:
+            part.store(layer, k, v)
+        grouped = q.unflatten(1, (k.shape[1], -1))
+        found = [
+            scores(self._placed(part, grouped), part.keys(layer), part.visible)
+            for part in self._parts
+        ]
+        wide = found[0].dtype
+        peak = torch.full(
+            (*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device
+        )
+        sums = Sums(torch.zeros_like(grouped, dtype=wide), torch.zeros_like(peak))
+        where = [part.rows if part.span is None else part.span for part in self._parts]
+        for part, rows, score in zip(self._parts, where, found, strict=True):
+            peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
+        for part, rows, score in zip(self._parts, where, found, strict=True):
+            # A row's sums begin with its prompt, so only its own part continues earlier sums.
+            before = self._so_far(part, sums) if part in self._own else None
+            after = add_spans(score, self._placed(part, peak), part.values(layer), before)
+            sums.values[rows] = part.taken(after.values, grouped.shape[2])
+            sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
+        # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
+        return (
+            (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))
+            .flatten(1, 2)
+            .to(q.dtype)
+        )
+
+    def _so_far(self, part: _Part, sums: Sums) -> Sums:
+        return Sums(self._placed(part, sums.values), self._placed(part, sums.weights))
+
+    def _placed(self, part: _Part, x: Tensor) -> Tensor:
+        return part.placed(x, self._query_rows)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Several slots of one pool and the batch rows that attend to them.
+
+    The n slots form one batched matmul. Each slot has `lane` places for batch rows.
+    """
+
+    pool: KVPool
+    slots: Tensor | None
+    """The n slots. None: the slots 0 .. n - 1, which need no gathering."""
+    table: Tensor
+    """The batch row at each place of each slot: [n, lane]. Unused places refer to row 0."""
+    taken_places: Tensor | None
+    """The indices of the used places within the flattened table. None: all places are used."""
+    rows: Tensor
+    """The batch rows at the used places, in the order of the places."""
+    visible: Tensor
+    """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
+    width: int
+    """The number of positions to read from every slot, at least the maximum of `visible`."""
+    span: slice | None = None
+    """The rows as a slice, if each slot has exactly one row and the rows are consecutive in slot
+    order. Then no rows need to be gathered.
+    """
+
+    def keys(self, layer: int) -> Tensor:
+        """Return the keys of the slots: [n, H, width, head_dim]."""
+        return self._of_slots(self.pool.keys[layer])
+
+    def values(self, layer: int) -> Tensor:
+        """Return the values of the slots: [n, H, width, head_dim]."""
+        return self._of_slots(self.pool.values[layer])
+
+    def _of_slots(self, kept: Tensor) -> Tensor:
+        chosen = kept[: len(self.table)] if self.slots is None else kept[self.slots]
+        return chosen[:, :, : self.width]
+
+    def placed(self, x: Tensor, query_rows: int) -> Tensor:
+        """Arrange x [T, H, group, E] by slot and return it as [n, H, M, E].
+
+        M is lane * group, padded with zeros to at least `query_rows`.
+        """
+        placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
+        return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
+
+    def taken(self, x: Tensor, group: int) -> Tensor:
+        """Undo `placed` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
+        if self.span is not None:
+            return x[:, :, :group]
+        lane = self.table.shape[1]
+        places = x[:, :, : lane * group].unflatten(2, (lane, group)).transpose(1, 2).flatten(0, 1)
+        return places if self.taken_places is None else places[self.taken_places]
+
+    def store(self, layer: int, k: Tensor, v: Tensor) -> None:
+        """Store the rows' new keys and values at the last visible position of their slots."""
+        slots, last = torch.arange(len(self.rows), device=k.device), self.visible.flatten() - 1
+        rows = self.rows if self.span is None else self.span
+        self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.shape.dtype)
+        self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.shape.dtype)
+
+
+def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part:
+    """Return the part in which each sample of `pool` attends to its own slot."""
+    samples = cast("list[SampleSlot]", pool.owners)
+    visible = [sample.stored + 1 for sample in samples]
+    numbers = [rows[id(sample)] for sample in samples]
+    in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+    batch_rows = torch.tensor(numbers, device=device)
+    return _Part(
+        pool=pool,
+        slots=None,
+        table=batch_rows.unsqueeze(1),
+        taken_places=None,
+        rows=batch_rows,
+        visible=torch.tensor(visible, device=device)[:, None, None],
+        width=whole_spans(max(visible)),
+        span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
+    )
+
+
+def _prompt_parts(
+    pool: KVPool, samples: KVPools, rows: dict[int, int], device: torch.device
+) -> list[_Part]:
+    """Return the parts in which samples attend to their prompts in `pool`.
+
+    A part has up to `_LANE` rows per prompt, so a prompt with more samples is in several parts.
+    Samples attend to the whole spans of the prompt only. Their own slots contain a copy of the
+    positions after these.
+    """
+    prompts = cast("list[PromptSlot]", pool.owners)
+    members: list[list[int]] = [[] for _ in prompts]
+    for sample in (
+        sample for other in samples.in_use() for sample in cast("list[SampleSlot]", other.owners)
+    ):
+        slot = sample.prompt.slot
+        if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
+            members[slot].append(rows[id(sample)])
+    parts = []
+    for first in range(0, max(map(len, members)), _LANE):
+        slots = [slot for slot, of_slot in enumerate(members) if len(of_slot) > first]
+        table = [members[slot][first : first + _LANE] for slot in slots]
+        lane = max(map(len, table))
+        visible = [prompts[slot].length // SPAN * SPAN for slot in slots]
+        parts.append(
+            _Part(
+                pool=pool,
+                slots=None
+                if slots == list(range(len(slots)))
+                else torch.tensor(slots, device=device),
+                table=torch.tensor([row + [0] * (lane - len(row)) for row in table], device=device),
+                taken_places=torch.tensor(
+                    [i * lane + j for i, row in enumerate(table) for j in range(len(row))],
+                    device=device,
+                ),
+                rows=torch.tensor([row for of_slot in table for row in of_slot], device=device),
+                visible=torch.tensor(visible, device=device)[:, None, None],
+                width=max(visible),
+            )
+        )
+    return parts

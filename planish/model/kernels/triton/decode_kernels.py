@@ -1,0 +1,468 @@
+"""Attention of rows to keys and values that lie in slots of pools, on a GPU: the sampler's, for new
+rows of samples and rows of prompts.
+
+A slot is [heads, capacity, E] within its pool's tensor [slots, heads, capacity, E]; `bases` [pools,
+2] are the addresses of the pools' keys and values in one layer. What is to be done stands in tables
+on the device, whose records are below: no launch depends on what they say, so launches can be
+captured in a graph and replayed over other tables.
+
+New rows (flash decoding): a piece is some positions of one slot and the rows that see all of them,
+one row (its own sample's slot) or several (their prompt's). Each row of a piece leaves a part, its
+largest score, sum of weights and weighted values in float32; a row's parts are added up in the
+order of positions. The query heads of a key head are rows of one product.
+
+Scores are in base 2: exp2 is what the machine has. Weights are rounded to the values' dtype for
+their product, sums stay float32.
+
+Shapes: T rows, H key heads, G query heads of each, E head_dim.
+"""
+
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# What Triton makes of a function is not what its types say: constants are plain numbers, and
+# launches take options.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from planish.model.kernels.triton.common import HOPPER_SHARED, SHARED_MARGIN, bound, dot, rounded
+
+
+def _record(*names: str) -> np.dtype:
+    return np.dtype([(name, np.int32) for name in names])
+
+
+# The kernels count on these orders.
+Row = _record("pool", "slot", "capacity", "position", "part", "parts")
+"""A row of the batch: where its key and value are kept (capacity 0: nowhere), and its parts."""
+Entry = _record("row", "part")
+"""A row of the batch among those of a piece, and the first of its parts."""
+Piece = _record("pool", "slot", "capacity", "first", "stop", "entry", "entries", "number")
+"""Positions first .. stop - 1 of a slot, seen by `entries` rows from entry `entry` on; `number`:
+which of each row's parts it makes.
+"""
+Block = _record("pool", "slot", "capacity", "position", "row", "rows")
+"""Rows row .. of the batch, which are positions position .. of a slot."""
+
+_ROW, _ENTRY, _PIECE, _BLOCK = (
+    tl.constexpr(len(record.fields or ())) for record in (Row, Entry, Piece, Block)
+)
+_WIDE_ROWS = 32
+"""Rows of a product for a prompt's piece: its keys are read from memory once for as many, and the
+tensor cores keep up.
+"""
+_PARTS = 8
+"""Parts added up at a time."""
+_PREFILL_CUTS = ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+"""Rows, keys, warps and stages of a block of prefill in bf16. 128 rows are the work of two warp
+groups.
+"""
+
+
+@triton.jit
+def _keep_kernel(
+    k,
+    v,
+    rows,
+    bases,
+    k_stride,
+    v_stride,
+    H: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+):
+    row = tl.program_id(0)
+    record = rows + row * _ROW
+    capacity = tl.load(record + 2)
+    if capacity > 0:
+        head, e = tl.arange(0, BLOCK_H)[:, None], tl.arange(0, BLOCK_E)[None, :]
+        mask = (head < H) & (e < E)
+        key = tl.load(k + row.to(tl.int64) * k_stride + head * E + e, mask=mask)
+        value = tl.load(v + row.to(tl.int64) * v_stride + head * E + e, mask=mask)
+        place = (
+            (tl.load(record + 1).to(tl.int64) * H + head) * capacity + tl.load(record + 3)
+        ) * E + e
+        base = bases + 2 * tl.load(record)
+        tl.store(tl.load(base).to(tl.pointer_type(k.dtype.element_ty)) + place, key, mask=mask)
+        tl.store(
+            tl.load(base + 1).to(tl.pointer_type(v.dtype.element_ty)) + place, value, mask=mask
+        )
+
+
+@triton.jit
+def _slot(bases, pool, slot, capacity, head, dtype: tl.constexpr, H: tl.constexpr, E: tl.constexpr):
+    """Where the keys and the values of one head of a slot begin."""
+    offset = (slot.to(tl.int64) * H + head) * capacity * E
+    keys = tl.load(bases + 2 * pool).to(tl.pointer_type(dtype)) + offset
+    values = tl.load(bases + 2 * pool + 1).to(tl.pointer_type(dtype)) + offset
+    # Bytes: slots begin at multiples of 16, for E is one.
+    return tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
+
+
+@triton.jit
+def _attend(
+    q, peak, weights, sums, keys, values, first, stop, visible,
+    SCALE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Takes the keys first .. stop - 1 into the rows' `peak`, `weights` [M] and `sums` [M,
+    BLOCK_E].
+
+    MASKED: a row sees the keys before its `visible` [M] and at least one of the first block; else
+    all of them, and they are whole blocks.
+    """
+    e = tl.arange(0, BLOCK_E)
+    for block in range(bound(tl.cdiv(stop - first, BLOCK_N))):
+        n = first + block * BLOCK_N + tl.arange(0, BLOCK_N)
+        places = n[:, None] * E + e[None, :]
+        if MASKED or E < BLOCK_E:
+            mask = (n < stop)[:, None]
+            if E < BLOCK_E:
+                mask = mask & (e < E)[None, :]
+            key, value = (
+                tl.load(keys + places, mask=mask, other=0.0),
+                tl.load(values + places, mask=mask, other=0.0),
+            )
+        else:
+            key, value = tl.load(keys + places), tl.load(values + places)
+        scores = dot(q, tl.trans(key)) * SCALE
+        if MASKED:
+            scores = tl.where(n[None, :] < visible[:, None], scores, float("-inf"))
+        higher = tl.maximum(peak, tl.max(scores, 1))
+        shrunk = tl.exp2(peak - higher)
+        found = tl.exp2(scores - higher[:, None])
+        weights = weights * shrunk + tl.sum(found, 1)
+        sums = sums * shrunk[:, None] + dot(rounded(found, value.dtype), value)
+        peak = higher
+    return peak, weights, sums
+
+
+@triton.jit
+def _piece(
+    index, head, q, pieces, entries, bases, values, stats,
+    SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """One piece and one key head: its entries' query heads are BLOCK_M rows, perhaps with some to
+    spare.
+    """
+    record = pieces + index * _PIECE
+    first, stop, entry = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
+    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    real = m // G < tl.load(record + 6)
+    places = entries + (entry + m // G) * _ENTRY
+    heads = head * G + m % G
+    row = tl.load(places, mask=real, other=0).to(tl.int64) * (H * G) + heads
+    part = (tl.load(places + 1, mask=real, other=0) + tl.load(record + 7)).to(tl.int64) * (
+        H * G
+    ) + heads
+    mask = real[:, None] & (e < E)[None, :]
+    query = tl.load(q + row[:, None] * E + e[None, :], mask=mask, other=0.0)
+    key_base, value_base = _slot(
+        bases,
+        tl.load(record),
+        tl.load(record + 1),
+        tl.load(record + 2),
+        head,
+        q.dtype.element_ty,
+        H,
+        E,
+    )
+    peak, weights, sums = _attend(
+        query, tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32),
+        tl.zeros((BLOCK_M, BLOCK_E), tl.float32), key_base, value_base, first, stop,
+        tl.zeros((BLOCK_M,), tl.int32) + stop, SCALE, E, BLOCK_E, BLOCK_N, True,
+    )  # fmt: skip
+    tl.store(values + part[:, None] * E + e[None, :], sums, mask=mask)
+    tl.store(stats + part * 2, peak, mask=real)
+    tl.store(stats + part * 2 + 1, weights, mask=real)
+
+
+@triton.jit
+def _pieces_kernel(
+    q, counts, pieces, entries, bases, values, stats,
+    SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    WIDE_M: tl.constexpr, NARROW_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    """`counts`: how many pieces are of several rows, which come first, and how many there are."""
+    program, step = tl.program_id(0), tl.num_programs(0)
+    wide, every = tl.load(counts) * H, tl.load(counts + 1) * H
+    turns = tl.cdiv(tl.maximum(wide - program, 0), step)
+    for turn in range(bound(turns)):
+        work = program + turn * step
+        _piece(
+            work // H,
+            work % H,
+            q,
+            pieces,
+            entries,
+            bases,
+            values,
+            stats,
+            SCALE,
+            H,
+            G,
+            E,
+            WIDE_M,
+            BLOCK_N,
+            BLOCK_E,
+        )
+    # Programs that had one less of those are the first to take one of these.
+    program += turns * step
+    for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
+        work = program + turn * step
+        _piece(
+            work // H,
+            work % H,
+            q,
+            pieces,
+            entries,
+            bases,
+            values,
+            stats,
+            SCALE,
+            H,
+            G,
+            E,
+            NARROW_M,
+            BLOCK_N,
+            BLOCK_E,
+        )
+
+
+@triton.jit
+def _combine_kernel(
+    out, rows, values, stats, E: tl.constexpr, BLOCK_E: tl.constexpr, PARTS: tl.constexpr
+):
+    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    first, parts = tl.load(rows + row * _ROW + 4), tl.load(rows + row * _ROW + 5)
+    e = tl.arange(0, BLOCK_E)
+    peak, weights = tl.full((), float("-inf"), tl.float32), tl.full((), 0.0, tl.float32)
+    sums = tl.zeros((BLOCK_E,), tl.float32)
+    for block in range(bound(tl.cdiv(parts, PARTS))):
+        number = block * PARTS + tl.arange(0, PARTS)
+        real = number < parts
+        part = (first + number).to(tl.int64) * heads + head
+        peaks = tl.load(stats + part * 2, mask=real, other=float("-inf"))
+        higher = tl.maximum(peak, tl.max(peaks, 0))
+        factors = tl.exp2(peaks - higher)
+        shrunk = tl.exp2(peak - higher)
+        mask = real[:, None] & (e < E)[None, :]
+        found = tl.load(values + part[:, None] * E + e[None, :], mask=mask, other=0.0)
+        weights = weights * shrunk + tl.sum(
+            factors * tl.load(stats + part * 2 + 1, mask=real, other=0.0), 0
+        )
+        sums = sums * shrunk + tl.sum(factors[:, None] * found, 0)
+        peak = higher
+    # A row without a sample has no parts.
+    result = sums / tl.where(parts > 0, weights, 1.0)
+    place = (row.to(tl.int64) * heads + head) * E + e
+    tl.store(out + place, rounded(result, out.dtype.element_ty), mask=e < E)
+
+
+@triton.jit
+def _prefill_kernel(
+    q, out, blocks, bases,
+    SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
+    record, head = blocks + tl.program_id(0) * _BLOCK, tl.program_id(1)
+    position, rows = tl.load(record + 3), tl.load(record + 5)
+    m, e = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_E)
+    place = (tl.load(record + 4) + m // G).to(tl.int64) * (H * G) + head * G + m % G
+    places = place[:, None] * E + e[None, :]
+    mask = (m // G < rows)[:, None] & (e < E)[None, :]
+    query = tl.load(q + places, mask=mask, other=0.0)
+    keys, values = _slot(
+        bases,
+        tl.load(record),
+        tl.load(record + 1),
+        tl.load(record + 2),
+        head,
+        q.dtype.element_ty,
+        H,
+        E,
+    )
+    peak, weights = tl.full((BLOCK_M,), float("-inf"), tl.float32), tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_E), tl.float32)
+    visible = position + 1 + tl.minimum(m // G, rows - 1)
+    seen_by_all = (position + 1) // BLOCK_N * BLOCK_N
+    peak, weights, sums = _attend(
+        query,
+        peak,
+        weights,
+        sums,
+        keys,
+        values,
+        0,
+        seen_by_all,
+        visible,
+        SCALE,
+        E,
+        BLOCK_E,
+        BLOCK_N,
+        False,
+    )
+    peak, weights, sums = _attend(
+        query, peak, weights, sums, keys, values, seen_by_all, position + rows, visible, SCALE, E, BLOCK_E, BLOCK_N, True
+    )  # fmt: skip
+    tl.store(out + places, rounded(sums / weights[:, None], out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What the kernels are compiled for."""
+
+    keys: int
+    group: int
+    """Query heads of each key head."""
+    size: int
+    dtype: torch.dtype
+    shared: int = HOPPER_SHARED
+    """Bytes of shared memory that a program may have."""
+
+    @property
+    def lane(self) -> int:
+        """Most rows of the batch in a piece."""
+        return max(1, _WIDE_ROWS // self.group)
+
+    @property
+    def block_rows(self) -> int:
+        """Most rows of the batch in a block."""
+        return max(1, self._prefill_rows // self.group)
+
+    @property
+    def block_e(self) -> int:
+        return _power_of_two(self.size)
+
+    @property
+    def _prefill_rows(self) -> int:
+        return self._prefill_cut[0]
+
+    @cached_property
+    def _prefill_cut(self) -> tuple[int, int, int, int]:
+        """Rows, keys, warps and stages of a block: the largest of _PREFILL_CUTS that fits."""
+        if self._is_wide:
+            return 32, 16, 8, 2
+        cuts = [
+            cut for cut in _PREFILL_CUTS if self.block_e <= 128 or (cut[0] <= 64 and cut[1] <= 32)
+        ]
+        fitting = (cut for cut in cuts if self._fits(_tile(cut[0]), cut[1], cut[3]))
+        return next(fitting, cuts[-1])
+
+    def _fits(self, rows: int, keys: int, stages: int) -> bool:
+        """Whether so many rows, and keys and values in so many stages, fit in shared memory."""
+        numbers = (rows + 2 * keys * stages) * self.block_e
+        return numbers * self.dtype.itemsize <= self.shared - SHARED_MARGIN
+
+    @property
+    def _is_wide(self) -> bool:
+        """float32 has no tensor cores: all operands of its products live in registers, so blocks
+        are small.
+        """
+        return self.dtype == torch.float32
+
+    @cached_property
+    def decode_options(self) -> dict[str, Any]:
+        wide, narrow = (_tile(rows * self.group) for rows in (self.lane, 1))
+        # Many small blocks under way hide the latency of memory, and two or three programs fit a
+        # multiprocessor.
+        block_n, warps, stages = (
+            (16, 8, 2) if self._is_wide else (64 if self.block_e <= 64 else 32, 4, 4)
+        )
+        stages = min(stages, 3) if self.block_e > 128 else stages
+        while stages > 1 and not self._is_wide and not self._fits(wide, block_n, stages):
+            stages -= 1
+        options = {
+            "WIDE_M": wide,
+            "NARROW_M": narrow,
+            "BLOCK_N": block_n,
+            "num_warps": warps,
+            "num_stages": stages,
+        }
+        return {**self._shape, **options}
+
+    @cached_property
+    def prefill_options(self) -> dict[str, Any]:
+        block_m = _tile(self.block_rows * self.group)
+        _, block_n, warps, stages = self._prefill_cut
+        options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
+        return {**self._shape, **options}
+
+    @property
+    def _shape(self) -> dict[str, Any]:
+        scale = self.size**-0.5 * math.log2(math.e)
+        return {
+            "SCALE": scale,
+            "H": self.keys,
+            "G": self.group,
+            "E": self.size,
+            "BLOCK_E": self.block_e,
+        }
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+def _tile(rows: int) -> int:
+    """Rows of a product with so many of which something is wanted."""
+    return max(16, _power_of_two(rows))
+
+
+def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> None:
+    """Put keys and values [T, H, E] where the records of `rows` say, of which there may be fewer
+    than T.
+    """
+    assert k.dtype == v.dtype == heads.dtype
+    assert k.stride()[1:] == v.stride()[1:] == (heads.size, 1)
+    options = {"H": heads.keys, "E": heads.size, "BLOCK_E": heads.block_e}
+    block_h = _power_of_two(heads.keys)
+    grid = (min(len(rows), len(k)),)
+    _keep_kernel[grid](k, v, rows, bases, k.stride(0), v.stride(0), **options, BLOCK_H=block_h)
+
+
+@dataclass(frozen=True)
+class DecodeWork:
+    """The tables of a step, and room for the parts."""
+
+    counts: Tensor
+    rows: Tensor
+    entries: Tensor
+    pieces: Tensor
+    values: Tensor
+    """float32 [parts, H * G, E]."""
+    stats: Tensor
+    """float32 [parts, H * G, 2]: largest score and sum of weights."""
+
+
+def decode(heads: Heads, work: DecodeWork, bases: Tensor, q: Tensor, programs: int) -> Tensor:
+    """Attention of rows q [T, H * G, E] to the pieces that they see; T is at most the number of
+    records of rows.
+    """
+    q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    parts = (work.values, work.stats)
+    _pieces_kernel[(programs,)](
+        q, work.counts, work.pieces, work.entries, bases, *parts, **heads.decode_options
+    )
+    shape = {"E": heads.size, "BLOCK_E": heads.block_e, "PARTS": _PARTS}
+    _combine_kernel[(len(q), q.shape[1])](out, work.rows, *parts, **shape, num_warps=2)
+    return out
+
+
+def prefill(heads: Heads, blocks: Tensor, bases: Tensor, q: Tensor) -> Tensor:
+    """Attention of the blocks' rows of q [T, H * G, E] to their slots up to each row's own
+    position; zeros for other rows.
+    """
+    q, out = q.contiguous(), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
+    _prefill_kernel[(len(blocks), heads.keys)](q, out, blocks, bases, **heads.prefill_options)
+    return out

@@ -1,0 +1,528 @@
+"""Triton's twins of the CPU's norms, rotations, SwiGLU and kernels of the output head; choose.py
+says what each does.
+
+They may be captured in CUDA graphs: nothing waits for the device, and what is launched depends on
+shapes and types alone. A row's bits depend on that row alone: how it is cut and summed follows from
+its length. So lengths of rows are arguments that Triton specializes on multiples of 16, where rows
+are read in wide pieces wherever they start, and numbers of rows are ones that it does not. A tile
+has at least as many entries as its program has threads: none is read by a second thread after the
+first has overwritten it.
+
+Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a
+vocabulary.
+"""
+
+# pyright: reportCallIssue=false, reportArgumentType=false
+# A kernel is called with options that it does not name, and with numbers for what it calls
+# tl.constexpr.
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from planish.model.kernels.cpp.cpu import Exact
+from planish.model.kernels.triton.common import rounded
+
+_TILE = 1024
+"""Entries of the tiles of what is computed entry by entry: 8 for each of 128 threads, 16 bytes of
+bf16.
+"""
+_SPLIT = 4096
+"""Most entries of a vocabulary in one program: 16 for each of 256 threads; one row of 150,000 then
+still makes 38 programs.
+"""
+
+
+@triton.jit
+def _sigmoid(x):
+    # As in cpp/vectors.h: exp stays finite.
+    return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.37626)))
+
+
+# -------------------------------------------------------------------------------------------------------------------
+# norms
+
+
+def rms_norm(
+    x: Tensor,
+    more: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    dtype: torch.dtype,
+    *,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    assert x.dtype == torch.float32
+    assert _are_contiguous(x, more, weight)
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scale = torch.empty(x.shape[:-1], device=x.device)
+    total = x if more is None or in_place else torch.empty_like(x)
+    rows, block, warps = _norm_tile(x.shape[-1])
+    grid = (_quotient(scale.numel(), rows),)
+    _rms_norm[grid](
+        x,
+        more,
+        weight,
+        eps,
+        total,
+        out,
+        scale,
+        scale.numel(),
+        x.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return total, out, scale
+
+
+def rms_norm_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+) -> Tensor:
+    assert _are_contiguous(grad, x, weight, scale, more)
+    out = torch.empty_like(x)
+    rows, block, warps = _norm_tile(x.shape[-1])
+    grid = (_quotient(scale.numel(), rows),)
+    _rms_norm_backward[grid](
+        grad,
+        x,
+        weight,
+        scale,
+        more,
+        out,
+        scale.numel(),
+        x.shape[-1],
+        ROWS=rows,
+        BLOCK=block,
+        num_warps=warps,
+    )
+    return out
+
+
+def _norm_tile(width: int) -> tuple[int, int, int]:
+    """Rows of a program, entries of each, and warps: 8 entries of a thread in short rows, 16 in
+    long ones.
+    """
+    block = _power_of_2(width)
+    return max(1, _TILE // block), block, min(32, max(4, block // 512))
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm(
+    x, more, weight, eps, total, out, scale, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0)
+    if more is not None:
+        value += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total + at, value, mask=inside)
+    mean = tl.div_rn(tl.sum(value * value, 1), width.to(tl.float32))
+    factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))
+    tl.store(scale + row, factor, mask=row < rows)
+    weights = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    normed = value * factor[:, None] * weights[None, :]
+    tl.store(out + at, rounded(normed, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _rms_norm_backward(
+    grad, x, weight, scale, more, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """factor * (grad * weight - x * factor ** 2 * mean(grad * weight * x)) + more"""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < width)[None, :]
+    at = row.to(tl.int64)[:, None] * width + column[None, :]
+    value = tl.load(x + at, mask=inside, other=0.0)
+    weights = tl.load(weight + column, mask=column < width, other=0.0).to(tl.float32)
+    weighted = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32) * weights[None, :]
+    factor = tl.load(scale + row, mask=row < rows, other=0.0)
+    inner = tl.div_rn(tl.sum(weighted * value, 1), width.to(tl.float32)) * factor * factor
+    found = (weighted - value * inner[:, None]) * factor[:, None]
+    if more is not None:
+        found += tl.load(more + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, found, mask=inside)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# rotations
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+    rows, heads, e = x.shape
+    assert x.stride(2) == 1
+    assert heads == 1 or x.stride(1) == e
+    assert _are_contiguous(cos, sin)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    block = _power_of_2(e // 2)
+    group = max(1, _TILE // block)
+    sign = -1.0 if back else 1.0
+    grid = (_quotient(rows * heads, group),)
+    _rotate[grid](
+        x, x.stride(0), cos, sin, sign, out, rows * heads, heads, e // 2, GROUP=group, BLOCK=block
+    )
+    return out
+
+
+@triton.jit(do_not_specialize=["count", "heads"])
+def _rotate(
+    x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.constexpr, BLOCK: tl.constexpr
+):
+    """`count`: rows times heads, of which a program turns GROUP."""
+    which = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    inside = (which < count)[:, None] & (column < half)[None, :]
+    row, head = (which // heads).to(tl.int64), which % heads
+    angle = row[:, None] * half + column[None, :]
+    c = tl.load(cos + angle, mask=inside, other=0.0)
+    s = tl.load(sin + angle, mask=inside, other=0.0) * sign
+    source = (row * stride + head * (2 * half))[:, None] + column[None, :]
+    first = tl.load(x + source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x + source + half, mask=inside, other=0.0).to(tl.float32)
+    to = (which.to(tl.int64) * (2 * half))[:, None] + column[None, :]
+    tl.store(out + to, rounded(first * c - second * s, out.dtype.element_ty), mask=inside)
+    tl.store(out + to + half, rounded(second * c + first * s, out.dtype.element_ty), mask=inside)
+
+
+def turned_heads(
+    qkv: Tensor,
+    heads: tuple[int, int],
+    norms: tuple[Tensor, Tensor] | None,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, Tensor]:
+    assert _are_contiguous(qkv, cos, sin, *(norms or ()))
+    rows, width = qkv.shape
+    e = width // (heads[0] + 2 * heads[1])
+    q, k = (torch.empty(rows, count, e, dtype=qkv.dtype, device=qkv.device) for count in heads)
+    block = _power_of_2(e // 2)
+    group = max(1, _TILE // block)
+    q_norm, k_norm = norms or (None, None)
+    grid = (rows, _quotient(sum(heads), group))
+    _turned_heads[grid](
+        qkv,
+        width,
+        q_norm,
+        k_norm,
+        eps,
+        cos,
+        sin,
+        q,
+        k,
+        *heads,
+        e // 2,
+        NORMED=norms is not None,
+        GROUP=group,
+        BLOCK=block,
+    )
+    return q, k
+
+
+@triton.jit
+def _turned_heads(
+    qkv, width, q_norm, k_norm, eps, cos, sin, q, k, q_heads, k_heads, half,
+    NORMED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads of one row: those of q, then those of k."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
+    column = tl.arange(0, BLOCK)
+    of_row = column < half
+    inside = (head < q_heads + k_heads)[:, None] & of_row[None, :]
+    is_q = head < q_heads
+    source = row * width + (head * (2 * half))[:, None] + column[None, :]
+    first = tl.load(qkv + source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(qkv + source + half, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:  # rounded between norm and rotation, as where each is a kernel of its own
+        mean = tl.div_rn(
+            tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32)
+        )
+        factor = tl.div_rn(1.0, tl.sqrt_rn(mean + eps))[:, None]
+        of_q, of_k = q_norm + column, k_norm + column
+        weight = tl.where(
+            is_q[:, None],
+            tl.load(of_q, mask=of_row, other=0.0)[None, :],
+            tl.load(of_k, mask=of_row, other=0.0)[None, :],
+        )
+        first = rounded(first * factor * weight, q.dtype.element_ty).to(tl.float32)
+        weight = tl.where(
+            is_q[:, None],
+            tl.load(of_q + half, mask=of_row, other=0.0)[None, :],
+            tl.load(of_k + half, mask=of_row, other=0.0)[None, :],
+        )
+        second = rounded(second * factor * weight, q.dtype.element_ty).to(tl.float32)
+    c = tl.load(cos + row * half + column, mask=of_row, other=0.0)[None, :]
+    s = tl.load(sin + row * half + column, mask=of_row, other=0.0)[None, :]
+    one = rounded(first * c - second * s, q.dtype.element_ty)
+    other = rounded(second * c + first * s, q.dtype.element_ty)
+    to_q = ((row * q_heads + head) * (2 * half))[:, None] + column[None, :]
+    to_k = ((row * k_heads + head - q_heads) * (2 * half))[:, None] + column[None, :]
+    tl.store(q + to_q, one, mask=inside & is_q[:, None])
+    tl.store(q + to_q + half, other, mask=inside & is_q[:, None])
+    tl.store(k + to_k, one, mask=inside & ~is_q[:, None])
+    tl.store(k + to_k + half, other, mask=inside & ~is_q[:, None])
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# SwiGLU
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    assert _are_contiguous(gate_up)
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    _swiglu[_tiles(out)](gate_up, out, out.shape[1], BLOCK=_TILE)
+    return out
+
+
+def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    assert _are_contiguous(grad, gate_up)
+    out = torch.empty_like(gate_up)
+    _swiglu_backward[_tiles(grad)](grad, gate_up, out, grad.shape[1], BLOCK=_TILE)
+    return out
+
+
+def _tiles(x: Tensor) -> tuple[int, int]:
+    return x.shape[0], _quotient(x.shape[1], _TILE)
+
+
+@triton.jit
+def _swiglu(gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    source = gate_up + row * (2 * width) + column
+    gate = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(source + width, mask=inside, other=0.0).to(tl.float32)
+    found = gate * _sigmoid(gate) * up
+    tl.store(out + row * width + column, rounded(found, out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    at = row * (2 * width) + column
+    gate = tl.load(gate_up + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + at + width, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(grad + row * width + column, mask=inside, other=0.0).to(tl.float32)
+    share = _sigmoid(gate)
+    slope = gate * share * (1.0 - share) + share
+    tl.store(out + at, rounded(given * up * slope, out.dtype.element_ty), mask=inside)
+    tl.store(out + at + width, rounded(given * (gate * share), out.dtype.element_ty), mask=inside)
+
+
+# ----------------------------------------------------------------------------------------------------------------
+# the head
+
+
+def normalizers(
+    logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
+) -> Tensor:
+    """In two steps, as a few rows alone would leave most of a GPU idle: each split's peak and sum,
+    then those of the row.
+    """
+    assert exact is None, "logits are float32 products here: there is nothing to correct"
+    assert _are_contiguous(logits, temperature, weights)
+    assert weights is None or weights.dtype == torch.float32
+    (rows, vocab), block = logits.shape, _split(logits)
+    splits = _quotient(vocab, block)
+    out = torch.empty(rows, device=logits.device)
+    peaks, sums = (torch.empty(rows, splits, device=logits.device) for _ in range(2))
+    warps = block // 512
+    _split_sums[rows, splits](logits, temperature, peaks, sums, vocab, BLOCK=block, num_warps=warps)
+    _row_sums[rows, splits if weights is not None else 1](
+        logits,
+        temperature,
+        peaks,
+        sums,
+        weights,
+        out,
+        vocab,
+        SPLITS=splits,
+        SPLIT_BLOCK=_power_of_2(splits),
+        BLOCK=block,
+        num_warps=warps if weights is not None else 1,
+    )
+    return out
+
+
+def normalizers_backward(
+    logits: Tensor,
+    temperature: float,
+    log_total: Tensor,
+    first: Tensor,
+    targets: Tensor,
+    grads: Tensor,
+    exact: Exact | None = None,
+) -> None:
+    assert exact is None, "logits are float32 products here: there is nothing to correct"
+    assert _are_contiguous(logits, log_total, first, targets, grads)
+    (rows, vocab), block = logits.shape, _split(logits)
+    grid = (rows, _quotient(vocab, block))
+    _normalizers_backward[grid](
+        logits,
+        temperature,
+        log_total,
+        first,
+        targets,
+        grads,
+        vocab,
+        BLOCK=block,
+        num_warps=block // 512,
+    )
+
+
+def _split(logits: Tensor) -> int:
+    """Entries of a row for one program."""
+    return min(_SPLIT, max(_TILE, _power_of_2(logits.shape[1])))
+
+
+@triton.jit
+def _exp_below(x, peak):
+    """exp(x - peak), where no x is above the peak. 0 where all are -inf; a peak of +inf gives NaN."""
+    below = x - tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
+    return tl.exp(tl.where(below > 0.0, float("nan"), below))
+
+
+@triton.jit
+def _scaled(logits, temperature, column, vocab):
+    """Entries of a row divided by the temperature; -inf behind its end."""
+    entries = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
+    return tl.div_rn(entries, temperature)
+
+
+@triton.jit
+def _split_sums(logits, temperature, peaks, sums, vocab, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
+    peak = tl.max(entries, 0)
+    at = row * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peaks + at, peak)
+    tl.store(sums + at, tl.sum(_exp_below(entries, peak), 0))
+
+
+@triton.jit
+def _row_sums(
+    logits,
+    temperature,
+    peaks,
+    sums,
+    weights,
+    out,
+    vocab,
+    SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The log-sum-exp of a row from those of its splits; if asked, each program also leaves the
+    weights of one split.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.arange(0, SPLIT_BLOCK)
+    at = row * SPLITS + split
+    their_peaks = tl.load(peaks + at, mask=split < SPLITS, other=-float("inf"))
+    peak = tl.max(their_peaks, 0)
+    if tl.program_id(1) == 0:
+        parts = tl.load(sums + at, mask=split < SPLITS, other=0.0) * _exp_below(their_peaks, peak)
+        total = tl.sum(parts.to(tl.float64), 0)
+        total = tl.where(total > 0.0, total, float("nan"))
+        tl.store(out + row, (peak.to(tl.float64) + tl.log(total)).to(tl.float32))
+    if weights is not None:
+        column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        entries = _scaled(logits + row * vocab, tl.load(temperature + row), column, vocab)
+        tl.store(weights + row * vocab + column, _exp_below(entries, peak), mask=column < vocab)
+
+
+def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Tokens [R], int64: in each row of weights float32 [R, V], not negative, the first entry at
+    which the running sum exceeds uniforms [R] (float64, below 1) times the sum of the row. Of a row
+    that is not finite or has no weight, any token.
+    """
+    assert _are_contiguous(weights, uniforms)
+    assert weights.dtype == torch.float32
+    assert uniforms.dtype == torch.float64
+    (rows, vocab), block = weights.shape, _split(weights)
+    out = torch.empty(rows, dtype=torch.int64, device=weights.device)
+    splits = _quotient(vocab, block)
+    _sample[(rows,)](
+        weights, uniforms, out, vocab, SPLITS=splits, BLOCK=block, num_warps=block // 512
+    )
+    return out
+
+
+@triton.jit
+def _sample(weights, uniforms, out, vocab, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
+    """In three steps: the sum of the row, the split in which the running sum passes its goal, and
+    the entry within that split. Sums over splits are float64.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    entries = weights + row * vocab
+    total = tl.full((), 0.0, tl.float64)
+    for split in range(SPLITS):
+        at = split * BLOCK + column
+        found = tl.load(entries + at, mask=at < vocab, other=0.0)
+        total += tl.sum(found.to(tl.float64), 0)
+    goal = tl.load(uniforms + row) * total
+    # Rounding may put the goal at the total, so the last split with any weight is the fall-back.
+    before = tl.full((), 0.0, tl.float64)
+    chosen, start = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
+    is_found = tl.full((), 0, tl.int32)
+    for split in range(SPLITS):
+        at = split * BLOCK + column
+        found = tl.load(entries + at, mask=at < vocab, other=0.0)
+        mass = tl.sum(found.to(tl.float64), 0)
+        takes = (is_found == 0) & (mass > 0.0)
+        chosen, start = tl.where(takes, split, chosen), tl.where(takes, before, start)
+        before += mass
+        is_found = tl.where(takes & (before > goal), 1, is_found)
+    at = chosen * BLOCK + column
+    found = tl.load(entries + at, mask=at < vocab, other=0.0).to(tl.float64)
+    passed = (start + tl.cumsum(found, 0) > goal) & (found > 0.0)
+    first = tl.min(tl.where(passed, column, BLOCK), 0)
+    last = tl.max(tl.where(found > 0.0, column, 0), 0)
+    tl.store(out + row, (chosen * BLOCK + tl.minimum(first, last)).to(tl.int64))
+
+
+@triton.jit
+def _normalizers_backward(
+    logits, temperature, log_total, first, targets, grads, vocab, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = 0.0
+    at_targets = tl.zeros([BLOCK], tl.float32)
+    pair, last = tl.load(first + row), tl.load(first + row + 1)
+    while pair < last:
+        grad = tl.load(grads + pair)
+        total += grad
+        at_targets += tl.where(column == tl.load(targets + pair), grad, 0.0)
+        pair += 1
+    entries = _scaled(logits + row * vocab, temperature, column, vocab)
+    found = at_targets - tl.exp(entries - tl.load(log_total + row)) * total
+    tl.store(
+        logits + row * vocab + column, rounded(found, logits.dtype.element_ty), mask=column < vocab
+    )
+
+
+def _power_of_2(n: int) -> int:
+    """The least that is no less than n."""
+    return 1 << (n - 1).bit_length()
+
+
+def _quotient(n: int, size: int) -> int:
+    """Rounded up."""
+    return -(-n // size)
+
+
+def _are_contiguous(*tensors: Tensor | None) -> bool:
+    return all(tensor is None or tensor.is_contiguous() for tensor in tensors)

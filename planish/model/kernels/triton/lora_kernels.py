@@ -1,0 +1,332 @@
+"""Products with the LoRA adapters of many tenants in one batch, after SGMV (Punica, Chen et al.
+2023, arXiv 2310.18547).
+
+The rows of a batch are cut into tiles of at most TILE rows of one adapter. `shrink` multiplies each
+tile by its adapter's A and `expand` the outcome by its Bs, onto the base model's product. Which
+rows, which adapter, and where its matrices lie is read from tables on the device; weights are used
+where they are. Grid and arguments do not depend on the batch, so a captured CUDA graph serves the
+next batch with other tables: a fixed number of programs share out what work the tables say there
+is.
+
+A row's bits depend on nothing but the row and its adapter. Sums over `in` are made of a few parts,
+by the length alone, each added up in float32 and then added to one another in order, whether one
+program makes all parts or one program each; there are no atomic additions.
+
+Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
+"""
+
+# Launches take options besides the parameters of the kernel:
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from planish.model.kernels.triton.common import bound, dot
+
+TILE = 16
+"""Most rows of a tile: the fewest that matrix units take."""
+MOST_LINEARS = 3
+"""That read one input: q, k, v."""
+
+_MOST_PARTS = 8
+"""Of a sum over `in`. More would keep more programs busy with one tile, but every program of
+`expand` has all parts to add.
+"""
+_SPREAD_ROWS = 512
+"""Up to so many rows in a batch, programs share the parts of a sum: with more there are tiles
+enough for all.
+"""
+_BLOCK_LOW = 32
+_BLOCK_IN = 128
+_BLOCK_OUT = 128
+_BLOCK_RANK = 32
+_SHRINKS, _EXPANDS = 4, 8
+"""Programs for each multiprocessor; those of `shrink` have more loads under way."""
+
+
+@triton.jit
+def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN: tl.constexpr):
+    """x times A transposed over `in` = first .. first + segment - 1, as far as there are so many:
+    [TILE, BLOCK_LOW].
+    """
+    total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
+    for begin in range(bound(first), bound(tl.minimum(first + segment, inner)), BLOCK_IN):
+        k = begin + tl.arange(0, BLOCK_IN)
+        mine = tl.load(
+            x_rows[:, None] + k[None, :], has_row[:, None] & (k < inner)[None, :], other=0.0
+        )
+        theirs = tl.load(
+            a_rows[:, None] + k[None, :], has_column[:, None] & (k < inner)[None, :], other=0.0
+        )
+        total += dot(mine, tl.trans(theirs))
+    return total
+
+
+@triton.jit
+def _matrix(pointers, number, like, ALIGNED: tl.constexpr):
+    """Where a matrix of the table lies; `like` points to the same dtype. ALIGNED: addresses are
+    multiples of 16, so loads may take 16 bytes.
+    """
+    matrix = tl.load(pointers + number).to(tl.pointer_type(like.dtype.element_ty))
+    if ALIGNED:
+        matrix = tl.multiple_of(matrix, 16)
+    return matrix
+
+
+@triton.jit(do_not_specialize=["site"])
+def shrink_kernel(
+    x,
+    x_stride,
+    tiles,
+    pointers,
+    slot_stride,
+    site,
+    parts,
+    part_stride,
+    low_stride,
+    inner,
+    segment,
+    LINEARS: tl.constexpr,
+    SEGMENTS: tl.constexpr,
+    SPREAD: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_LOW: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):
+    """parts[p, row, column] = segment p of x[row] . A[column] if SPREAD, else parts[0] = the sum
+    over all segments.
+    """
+    blocks = tl.cdiv(LINEARS * tl.load(tiles + 1), BLOCK_LOW)
+    each = SEGMENTS if SPREAD else 1
+    for item in range(
+        bound(tl.program_id(0)), bound(tl.load(tiles) * blocks * each), bound(tl.num_programs(0))
+    ):
+        tile = tiles + 4 + item // (blocks * each) * 4
+        column = item // each % blocks * BLOCK_LOW
+        width = LINEARS * tl.load(tile + 3)
+        site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4
+        if (tl.load(site_pointers) != 0) & (column < width):
+            a = _matrix(site_pointers, 0, x, ALIGNED)
+            index = tl.arange(0, TILE)
+            has_row = index < tl.load(tile + 1)
+            rows = (tl.load(tile) + index).to(tl.int64)
+            columns = column + tl.arange(0, BLOCK_LOW)
+            has_column = columns < width
+            x_rows, a_rows = x + rows * x_stride, a + columns * inner
+            if SPREAD:
+                first = item % each * segment
+                low = _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN)
+            else:
+                low = tl.zeros((TILE, BLOCK_LOW), tl.float32)
+                for part in range(SEGMENTS):
+                    first = part * segment
+                    low += _segment(
+                        x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN
+                    )
+            target = (
+                parts + item % each * part_stride + rows[:, None] * low_stride + columns[None, :]
+            )
+            tl.store(target, low, has_row[:, None] & has_column[None, :])
+
+
+@triton.jit
+def _low_times_b(
+    low,
+    part_stride,
+    has_row,
+    b,
+    rank,
+    columns,
+    has_column,
+    PARTS: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
+    """The sum of the parts, rounded to B's dtype, times B transposed: [TILE, BLOCK_OUT]."""
+    total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
+    for begin in range(0, bound(rank), BLOCK_RANK):
+        r = begin + tl.arange(0, BLOCK_RANK)
+        there = has_row[:, None] & (r < rank)[None, :]
+        wide = tl.zeros((has_row.shape[0], BLOCK_RANK), tl.float32)
+        for part in tl.static_range(PARTS):
+            wide += tl.load(low + part * part_stride + r[None, :], there, other=0.0)
+        weights = tl.load(
+            b + columns[:, None] * rank + r[None, :],
+            has_column[:, None] & (r < rank)[None, :],
+            other=0.0,
+        )
+        total += dot(wide.to(weights.dtype), tl.trans(weights))
+    return total
+
+
+@triton.jit(do_not_specialize=["site"])
+def expand_kernel(
+    x,
+    tiles,
+    pointers,
+    slot_stride,
+    site,
+    parts,
+    part_stride,
+    low_stride,
+    out,
+    out_stride,
+    size_0,
+    size_1,
+    size_2,
+    PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    TILE: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+):
+    """out[row] += low[row] . B of each linear, whose columns lie side by side in `out`. Of x only
+    the dtype is used, which is that of the weights.
+    """
+    blocks_0 = tl.cdiv(size_0, BLOCK_OUT)
+    blocks_1 = tl.cdiv(size_1, BLOCK_OUT)
+    blocks = blocks_0 + blocks_1 + tl.cdiv(size_2, BLOCK_OUT)
+    for item in range(
+        bound(tl.program_id(0)), bound(tl.load(tiles) * blocks), bound(tl.num_programs(0))
+    ):
+        tile = tiles + 4 + item // blocks * 4
+        block = item % blocks
+        site_pointers = pointers + tl.load(tile + 2).to(tl.int64) * slot_stride + site * 4
+        if tl.load(site_pointers) != 0:
+            linear = (block >= blocks_0).to(tl.int32) + (block >= blocks_0 + blocks_1).to(tl.int32)
+            size = tl.where(linear == 0, size_0, tl.where(linear == 1, size_1, size_2))
+            before = tl.where(linear == 0, 0, tl.where(linear == 1, size_0, size_0 + size_1))
+            block -= tl.where(linear == 0, 0, tl.where(linear == 1, blocks_0, blocks_0 + blocks_1))
+            b = _matrix(site_pointers, 1 + linear, x, ALIGNED)
+            index = tl.arange(0, TILE)
+            has_row = index < tl.load(tile + 1)
+            rows = (tl.load(tile) + index).to(tl.int64)
+            columns = block * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+            has_column = columns < size
+            target = out + rows[:, None] * out_stride + (before + columns)[None, :]
+            there = has_row[:, None] & has_column[None, :]
+            found = tl.load(target, there, other=0.0).to(tl.float32)
+            rank = tl.load(tile + 3)
+            low = parts + rows[:, None] * low_stride
+            if rank % 8 == 0:  # written so that the compiler knows it and loads 16 bytes at once
+                rank = rank // 8 * 8
+                found += _low_times_b(
+                    low + linear * rank,
+                    part_stride,
+                    has_row,
+                    b,
+                    rank,
+                    columns,
+                    has_column,
+                    PARTS,
+                    BLOCK_RANK,
+                )
+            else:
+                found += _low_times_b(
+                    low + linear * rank,
+                    part_stride,
+                    has_row,
+                    b,
+                    rank,
+                    columns,
+                    has_column,
+                    PARTS,
+                    16,
+                )
+            tl.store(target, found.to(out.dtype.element_ty), there)
+
+
+def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
+    """Room for `parts` of `add_`, for batches of up to `rows` rows and sites of up to n * r =
+    `columns`.
+    """
+    parts = _MOST_PARTS if rows <= _SPREAD_ROWS else 1
+    return torch.empty(parts, rows, columns, dtype=torch.float32, device=device)
+
+
+def add_(
+    x: Tensor,
+    out: Tensor,
+    sizes: Sequence[int],
+    site: int,
+    tiles: Tensor,
+    pointers: Tensor,
+    parts: Tensor,
+    *,
+    aligned: bool,
+) -> None:
+    """Adds to `out` [T, sum(sizes)] the products of x [T, in] with the adapters of its rows at one
+    site; other rows stay as they are.
+
+    `tiles`: int32 [1 + tiles, 4]: (number of tiles, largest rank, 0, 0), then of each tile (first
+    row, rows, slot, rank). `pointers`: int64 [slots, sites, 4], the addresses of A [n * r, in] and
+    of the n Bs [out_i, r], contiguous and in x's dtype; zeros where a slot has no such site.
+    `parts`: from `scratch`. `aligned`: all addresses are multiples of 16. `x` and `out` have
+    contiguous rows, which may lie apart.
+    """
+    assert x.stride(1) == 1
+    assert out.stride(1) == 1
+    assert len(x) == len(out) <= parts.shape[1]
+    assert sum(sizes) == out.shape[1]
+    assert len(sizes) <= MOST_LINEARS
+    wide = x.dtype == torch.float32
+    count, length = _segments(x.shape[1])
+    spread = parts.shape[0] > 1
+    shared = (tiles, pointers, pointers.stride(0), site, parts, parts.stride(0), parts.stride(1))
+    processors = _processors(x.device)
+    shrink_kernel[(processors * _SHRINKS,)](
+        x,
+        x.stride(0),
+        *shared,
+        x.shape[1],
+        length,
+        LINEARS=len(sizes),
+        SEGMENTS=count,
+        SPREAD=spread,
+        ALIGNED=aligned,
+        TILE=TILE,
+        BLOCK_LOW=_BLOCK_LOW,
+        BLOCK_IN=_BLOCK_IN // 4 if wide else _BLOCK_IN,
+        num_warps=4,
+        num_stages=2 if wide else 4,
+    )
+    expand_kernel[(processors * _EXPANDS,)](
+        x,
+        *shared,
+        out,
+        out.stride(0),
+        *sizes,
+        *(0 for _ in range(MOST_LINEARS - len(sizes))),
+        PARTS=count if spread else 1,
+        ALIGNED=aligned,
+        TILE=TILE,
+        BLOCK_OUT=_BLOCK_OUT,
+        BLOCK_RANK=_BLOCK_RANK,
+        num_warps=4,
+        num_stages=2 if wide else 1,
+    )
+
+
+def _segments(inner: int) -> tuple[int, int]:
+    """Into how many parts a sum over `in` columns is cut, and the length of each but the last."""
+    length = math.ceil(inner / min(max(inner // 1024, 4), _MOST_PARTS))
+    length = max(length + -length % _BLOCK_IN, 2 * _BLOCK_IN)
+    return math.ceil(inner / length), length
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors; interpreted, one has as many programs as show that they share the work out."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )

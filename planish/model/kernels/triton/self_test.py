@@ -1,0 +1,288 @@
+"""Checks the Triton kernels on the GPU at hand before they are used, and keeps the verdicts.
+
+The checks run in a process of their own (engine/gpu_families.py), because an illegal memory access
+ends the CUDA context of its process, and a kernel may hang. They run once for each combination of
+GPU, driver, torch, Triton, kernel sources and shapes of the model. `planish.model.kernels.choose` then
+admits the families that passed. Torch does the work of all others, and one warning says why.
+
+A verdict of a passing or wrong kernel is kept. A failure that the user can mend, such as a missing
+compiler or too little memory, is not kept: the next start checks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from planish.files import cache_home
+from planish.model.kernels import choose
+from planish.model.kernels.choose import FAMILIES, HeadShape
+from planish.model.kernels.cpp import cpu
+from planish.model.kernels.verdicts import (
+    Verdict,
+    describe_exit,
+    read_verdicts,
+    verdict_file,
+    write_verdicts,
+)
+
+CHECKER = (sys.executable, "-m", "planish.engine.gpu_families")
+SECONDS = 600
+"""Longest run of the checker's process: compiling takes one to two minutes, and more on a busy
+machine.
+"""
+_PACKAGE = Path(__file__).parents[3]
+_SOURCES = (
+    "model/kernels/triton/*.py",
+    "engine/gpu_families.py",
+    "engine/sampling/cuda_graph_runner.py",
+)
+_COMPILER = ("c compiler", "python.h", "gcc", "clang")
+"""What the errors of Triton name when its launcher cannot be compiled, in lower case."""
+_MEMORY = ("out of memory", "outofmemory")
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the checker reads from its standard input, as JSON."""
+
+    directory: str
+    """Of the base model, whose config.json has the shapes."""
+    dtype: str
+    device: str
+    families: Sequence[str]
+
+
+def admit_checked(
+    directory: Path, shapes: Collection[Any], heads: HeadShape, device: torch.device
+) -> list[Verdict]:
+    """Admit the families of kernels that are right for this model on this GPU, and return the
+    verdicts. The kernels are checked now if there is no verdict yet, which takes a minute or two.
+
+    `shapes`: whatever else of the model the kernels are compiled for. One warning names the
+    families that are off, the reason and the remedy.
+    """
+    if cpu.wanted() in ("torch", "triton"):
+        return []
+    if not choose.has_triton():
+        verdicts = [Verdict(family, False, "Triton is not installed") for family in FAMILIES]
+    else:
+        name = torch.cuda.get_device_name(device)
+        path = verdict_path(shapes, heads, device)
+        verdicts = known_verdicts(path)
+        missing = [family for family in FAMILIES if family not in {v.family for v in verdicts}]
+        if missing:
+            _logger.info(
+                "compiling and checking GPU kernels for %s; this takes about a minute, once", name
+            )
+            request = Request(str(directory), _dtype_name(heads.dtype), str(device), missing)
+            verdicts += run_checks(request)
+            write_verdicts(path, filter(is_lasting, verdicts))
+    choose.admit(device, heads, [verdict.family for verdict in verdicts if verdict.passed])
+    warning = warning_of(verdicts)
+    if warning:
+        _logger.warning("%s", warning)
+    return verdicts
+
+
+def verdict_path(shapes: Collection[Any], heads: HeadShape, device: torch.device) -> Path:
+    """Return the file of the verdicts for this GPU, this software and these shapes."""
+    return verdict_file(
+        cache_home() / "kernels",
+        "gpu",
+        torch.cuda.get_device_name(device),
+        str(torch.cuda.get_device_capability(device)),
+        driver_version(),
+        torch.__version__,
+        triton_version(),
+        source_digest(),
+        repr(heads),
+        repr(shapes),
+    )
+
+
+def known_verdicts(path: Path) -> list[Verdict]:
+    """Return the kept verdicts; none if the file is missing or damaged."""
+    return [verdict for verdict in read_verdicts(path) or [] if verdict.family in FAMILIES]
+
+
+def run_checks(
+    request: Request, command: Sequence[str] = CHECKER, seconds: float = SECONDS
+) -> list[Verdict]:
+    """Return one verdict for each family of the request. A family during which the checker crashes
+    or hangs fails; the families after it are checked in a new process.
+    """
+    left, verdicts = list(request.families), list[Verdict]()
+    while left:
+        found = _run(
+            Request(request.directory, request.dtype, request.device, left), command, seconds
+        )
+        verdicts += found
+        left = [family for family in left if family not in {v.family for v in found}]
+        if found and left and _names(found[-1].reason, _COMPILER):
+            # No family can be compiled.
+            verdicts += [Verdict(family, False, found[-1].reason) for family in left]
+            break
+    order = {family: place for place, family in enumerate(request.families)}
+    return sorted(verdicts, key=lambda verdict: order[verdict.family])
+
+
+def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdict]:
+    """The verdicts of one process: one at least."""
+    # A program may have found planish by a path that it added itself.
+    paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
+    environment = {
+        **os.environ,
+        "PLANISH_KERNELS": "triton",
+        "PLANISH_GRAPHS": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+    }
+    try:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+    except OSError as error:
+        return [
+            Verdict(family, False, f"cannot be started: {error}") for family in request.families
+        ]
+    ended = ""
+    try:
+        out, errors = process.communicate(json.dumps(asdict(request)), timeout=seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+        ended = f"timeout: no verdict within {seconds:.0f} seconds"
+    verdicts, begun = _read(out)
+    verdicts = [verdict for verdict in verdicts if verdict.family in request.families]
+    known = {verdict.family for verdict in verdicts}
+    if len(known) < len(request.families) and (process.returncode != 1 or begun not in known):
+        # It ended without a verdict on what it had begun, or before it began anything.
+        said = errors.strip().splitlines()
+        ended = ended or describe_exit(process.returncode) + (f": {said[-1]}" if said else "")
+        failed = [family for family in request.families if family == begun]
+        if not failed:
+            failed, ended = list(request.families), f"the self-test cannot be started: {ended}"
+        verdicts += [Verdict(family, False, ended) for family in failed if family not in known]
+    return verdicts
+
+
+def _read(out: str) -> tuple[list[Verdict], str | None]:
+    """The verdicts that the checker wrote, and the family that it began last. A library may print
+    lines of its own.
+    """
+    verdicts, begun = [], None
+    for line in out.splitlines():
+        try:
+            said = json.loads(line)
+            if "verdict" in said:
+                verdicts.append(Verdict(**said["verdict"]))
+            else:
+                begun = said["begin"]
+        except (ValueError, TypeError, KeyError):
+            continue
+    return verdicts, begun
+
+
+def is_lasting(verdict: Verdict) -> bool:
+    """Whether the verdict stays true until a driver, torch, Triton or a source changes."""
+    mendable = _names(verdict.reason, (*_COMPILER, *_MEMORY, "timeout", "cannot be started"))
+    return verdict.passed or not mendable
+
+
+def warning_of(verdicts: Sequence[Verdict]) -> str:
+    """Return what the user should know of the families that failed; empty if none did."""
+    failed = [verdict for verdict in verdicts if not verdict.passed]
+    if not failed:
+        return ""
+    reasons: dict[str, list[str]] = {}
+    for verdict in failed:
+        reasons.setdefault(" ".join(verdict.reason.split())[:400], []).append(verdict.family)
+    told = "; ".join(f"{', '.join(families)}: {reason}" for reason, families in reasons.items())
+    which = "all GPU kernels" if len(failed) == len(FAMILIES) else "some GPU kernels"
+    remedies = dict.fromkeys(remedy_of(reason) for reason in reasons)
+    return f"{which} of planish are off, and torch does their work, slower: {told}. {' '.join(remedies)}"
+
+
+def remedy_of(reason: str) -> str:
+    """Return what the user can do about this reason of a failure."""
+    if _names(reason, ("python.h",)) or (
+        _names(reason, _COMPILER) and has_compiler() and not has_headers()
+    ):
+        return "Install the headers of this Python (python3-dev or python3-devel) and start again."
+    if _names(reason, _COMPILER):
+        return "Install gcc and the headers of this Python (gcc and python3-dev) and start again."
+    if "not installed" in reason:
+        return "Install triton, which comes with torch for CUDA on Linux."
+    if _names(reason, _MEMORY):
+        return "End other programs on the GPU and start again."
+    if "timeout" in reason:
+        return "Start again when the machine is less busy; PLANISH_KERNELS=torch skips the check."
+    return (
+        "Results are right all the same; please report this, with the names of GPU and driver. "
+        "PLANISH_KERNELS=torch skips the check."
+    )
+
+
+def has_compiler() -> bool:
+    """Whether Triton finds a C compiler, by its own rule."""
+    return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
+
+
+def has_headers() -> bool:
+    """Whether the headers of this Python are installed."""
+    return (Path(sysconfig.get_path("include")) / "Python.h").exists()
+
+
+@cache
+def source_digest() -> str:
+    """Return a digest of the sources of kernels and checks."""
+    digest = hashlib.sha256()
+    for pattern in _SOURCES:
+        for path in sorted(_PACKAGE.glob(pattern)):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def triton_version() -> str:
+    """Return the version of Triton, whatever the name of the package that it came with."""
+    return str(import_module("triton").__version__)
+
+
+def driver_version() -> str:
+    """Return what identifies the NVIDIA driver; empty where nothing does."""
+    try:
+        # Absent on WSL, where the driver is that of Windows.
+        module = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        module = ""
+    found: Callable[[], int] | None = getattr(torch._C, "_cuda_getDriverVersion", None)
+    return f"{module}{found() if found is not None else ''}"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(text: str, words: Sequence[str]) -> bool:
+    return any(word in text.lower() for word in words)
