@@ -186,14 +186,22 @@ def _use_peft(base: Base, update: LoraUpdate) -> Sequence[str]:
         )
     if update.trains_head:
         parts.append(
-            "The adapter changes the output head. TRL trains no such adapter further, and vLLM serves none: use the merged model there. If head and embedding of the "
+            "The adapter changes the output head (`train_unembed`). PEFT loads it. TRL 1.16 refuses it, and vLLM serves it only in versions "
+            "that apply adapters to the head of this architecture: use the merged model there. An adapter that was trained with "
+            "`train_unembed=False` works in all three. If head and embedding of the "
             "base model are one matrix, do not call `merge_and_unload`, which would change the embedding too; "
             "`planish export --format merged` gives the head a matrix of its own."
         )
     else:
         rank = max(8, 1 << (update.rank - 1).bit_length())
-        parts += ["With vLLM:", _code(f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
-                                      "    --lora-modules tuned=DIRECTORY", "sh")]  # fmt: skip
+        parts += [
+            "The adapter leaves the output head alone, so PEFT and TRL load it as it is. With vLLM:",
+            _code(
+                f"vllm serve {_public_name(base)} --enable-lora --max-lora-rank {rank} \\\n"
+                "    --lora-modules tuned=DIRECTORY",
+                "sh",
+            ),
+        ]
     parts += [
         "Merge it into the base model:",
         _code("planish export DIRECTORY MERGED --format merged", "sh"),

@@ -27,6 +27,7 @@ from planish.runlog.console import StepDisplay, step_line
 from planish.runlog.plotting import draw_curve
 from planish.runlog.run_directory import RunDirectory, remove_run
 from planish.runlog.spans import Spans
+from planish.training.run_options import LoraOptions
 from planish.types import SampledSequence
 
 WARM_UP = 4
@@ -56,7 +57,7 @@ EXAMPLES = (Sum(4, 3), Sum(12, 25))
 
 
 @chz.chz
-class Config:
+class Config(LoraOptions):
     model_name: str = DEFAULT_MODEL
     log_path: str = "runs/demo"
     steps: int = 24
@@ -65,7 +66,6 @@ class Config:
     learning_rate: float = chz.field(
         default=2.5e-4, doc=f"the highest: reached after {WARM_UP} steps, then falls to a fifth"
     )
-    lora_rank: int = 32
     largest: int = chz.field(default=10, doc="the largest operand")
     max_seconds: float = chz.field(
         default=290, doc="no step begins after so much training, on a slow machine"
@@ -106,6 +106,7 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         base_model=config.model_name,
         rank=config.lora_rank,
         seed=config.seed,
+        **config.lora_switches,
         user_metadata=origin_metadata("demo", RENDERER),
     )
     renderer = get_renderer(RENDERER, training_client.get_tokenizer())

@@ -45,6 +45,7 @@ from planish.renderers import Renderer
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import rl_config as rl
 from planish.training import supervised_config as supervised
+from planish.training.run_options import LoraOptions
 from planish.training.schedules import SCHEDULES
 
 T = TypeVar("T")
@@ -146,7 +147,7 @@ class RLStage:
 
 
 @chz.chz
-class Options:
+class Options(LoraOptions):
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model of policy and preference model"
     )
@@ -155,7 +156,6 @@ class Options:
     )
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
     seed: int = chz.field(default=0, doc="of initial weights, data and every draw")
     deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
     sums: WordySums = WordySums()

@@ -67,10 +67,14 @@ def start_training(
     seed: int,
     load_checkpoint_path: str | None,
     data_size: int,
+    lora_switches: Mapping[str, bool] | None = None,
     user_metadata: Mapping[str, str] | None = None,
 ) -> Start:
     """A client resumed from the run's newest state that is left, or from given weights with a fresh
     optimizer, or new.
+
+    `lora_switches` holds those of `train_mlp`, `train_attn` and `train_unembed` that were asked
+    for. Weights whose adapter has other parts are refused.
 
     Every checkpoint says in its metadata where the run's directory was (`log_path`), beside
     `user_metadata`. Raises UserError when the run in the directory was trained on a data set of
@@ -88,12 +92,12 @@ def start_training(
         return _resumed(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
         client = service_client.create_lora_training_client(
-            base_model=model_name, rank=lora_rank, seed=seed, **metadata
+            base_model=model_name, rank=lora_rank, seed=seed, **(lora_switches or {}), **metadata
         )
         return Start(client, None, data_size)
-    client = service_client.create_training_client_from_state(
-        checkpoint_of(load_checkpoint_path), **metadata
-    )
+    path = checkpoint_of(load_checkpoint_path)
+    _check_switches(service_client, path, load_checkpoint_path, lora_switches or {})
+    client = service_client.create_training_client_from_state(path, **metadata)
     info = client.get_info()
     found = (info.model_data.model_name, info.lora_rank)
     if found != (model_name, lora_rank):
@@ -102,6 +106,21 @@ def start_training(
             f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the checkpoint's own"
         )
     return Start(client, None, data_size)
+
+
+def _check_switches(
+    service_client: ServiceClient, path: str, given_as: str, lora_switches: Mapping[str, bool]
+) -> None:
+    """UserError if the adapter of the checkpoint at `path` has other parts than were asked for."""
+    if not lora_switches:
+        return
+    info = service_client.create_rest_client().get_weights_info_by_tinker_path(path).result()
+    for name, asked in lora_switches.items():
+        if getattr(info, name) != asked:
+            raise UserError(
+                f"load_checkpoint_path={given_as} holds an adapter with {name}={getattr(info, name)}, but "
+                f"{name}={asked} was asked for; leave {name} out"
+            )
 
 
 def _resumed(

@@ -213,6 +213,7 @@ def start_run(
         run,
         model_name=options.model_name,
         lora_rank=options.lora_rank,
+        lora_switches=options.lora_switches,
         seed=options.seed,
         load_checkpoint_path=options.load_checkpoint_path,
         data_size=data_size,

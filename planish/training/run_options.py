@@ -22,8 +22,8 @@ Rules = dict[str, tuple[bool, str]]
 
 
 @chz.chz
-class StartOptions:
-    """Where a run begins."""
+class ModelOptions:
+    """The model that a run starts from."""
 
     model_name: str = chz.field(doc="base model: a name or a local directory")
     base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
@@ -31,8 +31,48 @@ class StartOptions:
         default=None, doc="weights to begin with: a checkpoint or a run directory"
     )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    lora_rank: int = 32
     seed: int = chz.field(default=0, doc="of initial weights and the data's order")
+
+
+@chz.chz
+class LoraOptions:
+    """The adapter that a run trains: its rank, and the parts of the model that it changes.
+
+    A switch of None means True in a new adapter. In a run that starts from a checkpoint it means
+    whatever the checkpoint has.
+    """
+
+    lora_rank: int = 32
+    train_mlp: bool | None = chz.field(
+        default=None, doc="adapt the MLPs; none = yes, or what the loaded checkpoint has"
+    )
+    train_attn: bool | None = chz.field(
+        default=None, doc="adapt the attention; none = yes, or what the loaded checkpoint has"
+    )
+    train_unembed: bool | None = chz.field(
+        default=None, doc="adapt the output head; none = yes, or what the loaded checkpoint has"
+    )
+
+    @chz.validate
+    def _trains_something(self) -> None:
+        if self.train_mlp is self.train_attn is self.train_unembed is False:
+            raise UserError(
+                "train_mlp, train_attn and train_unembed are all False: nothing would be trained; "
+                "leave one of them out"
+            )
+
+    @property
+    def lora_switches(self) -> dict[str, bool]:
+        """The switches that were given, by name."""
+        values = {
+            name: getattr(self, name) for name in ("train_mlp", "train_attn", "train_unembed")
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@chz.chz
+class StartOptions(LoraOptions, ModelOptions):
+    """Where a run begins."""
 
 
 @chz.chz

@@ -76,13 +76,19 @@ def test_the_card_tells_what_is_known(trained, tmp_path):
     ):
         assert told in card
     assert str(tmp_path) not in card, "a path of this machine"
-    assert (
-        "--lora-modules"
-        in Path(
-            weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft"),
-            "README.md",
-        ).read_text()
-    )
+    out = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft")
+    card = Path(out, "README.md").read_text()
+    assert "--lora-modules" in card
+    assert "PEFT and TRL load it as it is" in card
+
+
+def test_the_card_of_a_head_adapter_names_the_programs_that_refuse_it(trained, tmp_path):
+    made = trained("qwen3", unembed=True, kind="weights")
+    out = weights.build_lora_adapter(adapter_path=made.files, output_path=tmp_path / "peft")
+    card = Path(out, "README.md").read_text()
+    assert "TRL 1.16 refuses it" in card
+    assert "`train_unembed=False` works in all three" in card
+    assert "--lora-modules" not in card
 
 
 def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypatch):
