@@ -17,7 +17,7 @@ END = "<!-- end -->"
 
 TITLES = {
     "ours": "planish",
-    "limit": "matrix products alone",
+    "limit": "matmuls alone (limit)",
     "generate": "transformers `generate`",
     "generate-repeated": "transformers, prompts once, cache repeated by hand",
     "vllm": "vLLM for CPU",
@@ -51,8 +51,8 @@ def with_tables(page: str, results: Path) -> str:
 
 
 def peers_table(report: Mapping[str, Any]) -> str:
-    """Works by peers; "times ours" is a peer's median by ours, so that 8 is eight times as slow as
-    planish.
+    """Works by peers; "times planish" is a peer's median divided by planish's, so that 8 is eight
+    times as slow as planish.
     """
     rows = []
     for work, peers in report["works"].items():
@@ -71,8 +71,8 @@ def peers_table(report: Mapping[str, Any]) -> str:
     heads = (
         "work",
         "peer",
-        "seconds, median (least to most)",
-        "times ours",
+        "seconds, median (min to max)",
+        "times planish",
         "peak memory, GiB",
         "start, seconds",
     )
@@ -118,8 +118,8 @@ def growth_table(report: Mapping[str, Any]) -> str:
     heads = (
         "work",
         "groups",
-        "seconds, median (least to most)",
-        "milliseconds a new token",
+        "seconds, median (min to max)",
+        "milliseconds per new token",
         "peak memory, GiB",
     )
     return provenance(report) + table(heads, rows)
@@ -148,10 +148,10 @@ def contexts_table(report: Mapping[str, Any]) -> str:
         )
     heads = (
         "context, tokens",
-        "milliseconds a step",
-        "attention, GFLOP a step",
-        "GFLOP/s of what is more than in the first row",
-        "GB/s of keys and values, likewise",
+        "milliseconds per step",
+        "attention, GFLOP per step",
+        "GFLOP/s, additional to the first row",
+        "GB/s of keys and values, additional",
     )
     return provenance(report) + table(heads, rows)
 
@@ -159,7 +159,7 @@ def contexts_table(report: Mapping[str, Any]) -> str:
 def start_table(report: Mapping[str, Any]) -> str:
     rows = [[name.replace("_", " "), spread(part)] for name, part in report["parts"].items()]
     return provenance(report) + table(
-        ("until", "seconds since the process was started, median (least to most)"), rows
+        ("until", "seconds since process start, median (min to max)"), rows
     )
 
 
@@ -190,14 +190,14 @@ def adapters_table(report: Mapping[str, Any]) -> str:
         )
     heads = (
         "samples = adapters x answers",
-        "seconds, median (least to most)",
-        "tokens a second",
-        "of one adapter's for the same requests",
-        "milliseconds a step, prompts included",
-        "to read the adapters' weights",
+        "seconds, median (min to max)",
+        "tokens per second",
+        "relative to one adapter, same requests",
+        "milliseconds per step, including prompts",
+        "milliseconds to read all adapters' weights",
     )
     new, used = (1e3 * statistics.median(report["first_tokens"][name]) for name in ("new", "used"))
-    first = f"\nFirst token of a new version, which is packed for it: {new:.1f} ms; to another prompt then: {used:.1f} ms.\n"
+    first = f"\nFirst token of a new version, which includes packing its weights: {new:.1f} ms; first token for another prompt after that: {used:.1f} ms.\n"
     return provenance(report) + table(heads, rows) + first
 
 
@@ -218,7 +218,7 @@ def gpu_table(report: Mapping[str, Any]) -> str:
         f"{gpu['name']}, {gpu['memory_gib']:.0f} GiB; torch {gpu['torch']}, CUDA {gpu['cuda']}, Triton {gpu['triton']}; {report['date']}, "
         f"commit {', '.join(commits)}\n\n"
     )
-    return said + table(("what", "median (least to most)", "unit", "share"), rows)
+    return said + table(("what", "median (min to max)", "unit", "share"), rows)
 
 
 def _three_digits(value: float) -> str:

@@ -50,7 +50,7 @@ def test_a_peer_is_compared_with_planish_on_the_same_work(tmp_path):
     assert page.endswith("<!-- end -->\nafter\n")
     assert "old" not in page
     assert "| W1 | transformers `generate` | 20.00 (20.00 to 40.00) | 10.00 | 1.5 | 3 |" in page
-    assert "| W1 | matrix products alone | 1.00 (1.00 to 2.00) | 0.50 | 1.5 | 3 |" in page
+    assert "| W1 | matmuls alone (limit) | 1.00 (1.00 to 2.00) | 0.50 | 1.5 | 3 |" in page
 
 
 def test_what_was_not_measured_is_no_table(tmp_path):
@@ -90,6 +90,6 @@ def test_adapters_are_compared_round_by_round(tmp_path):
     assert "| 64 = 1 x 64 | 4.00 (4.00 to 5.00) | 512 |  | 125.0 | 0.5 |" in page
     assert "| 64 = 8 x 8 | 4.00 (4.00 to 5.00) | 512 | 0.60 | 125.0 | 5.0 |" in page
     assert (
-        "First token of a new version, which is packed for it: 30.0 ms; to another prompt then: 11.0 ms."
-        in page
+        "First token of a new version, which includes packing its weights: 30.0 ms; first token for "
+        "another prompt after that: 11.0 ms." in page
     )
