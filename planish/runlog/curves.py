@@ -10,6 +10,7 @@ import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -122,6 +123,20 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
             raise UserError(f"{file}: no step has been written yet; wait for the first one")
         runs.append(Run(name, file, points))
     return runs
+
+
+def read_series(run: str | Path, metric: str) -> dict[float, float]:
+    """Return the values of a metric by step, from a run directory or its metrics.jsonl.
+
+    Steps whose row lacks the metric are left out, such as the final evaluation's for a metric of
+    training. So the series has no gaps, and the last value is the newest one. Raises UserError if
+    no row has the metric.
+    """
+    points = read_runs([Path(run).expanduser()])[0].points
+    if metric not in points:
+        similar = get_close_matches(metric, points) or sorted(points)[:5]
+        raise UserError(f"{run} has no metric {metric}; it has {', '.join(similar)}")
+    return dict(points[metric])
 
 
 def points_of(rows: Iterable[Row]) -> dict[str, Points]:

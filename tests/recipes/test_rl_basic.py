@@ -3,7 +3,9 @@
 import json
 from pathlib import Path
 
+import pandas
 import pytest
+from matplotlib.figure import Figure
 
 from planish import ServiceClient
 from planish.errors import UserError
@@ -11,6 +13,7 @@ from planish.files import read_rows
 from planish.recipes import rl_basic
 from planish.recipes.training_run import read_options
 from planish.rl.environments.boxed_problems import BoxedProblemEnv
+from planish.runlog.curves import read_series
 from planish.testing import tiny_model
 
 
@@ -63,6 +66,25 @@ def test_a_run_and_its_files(model, sums_dataset, tmp_path, service):
     config = json.loads((run / "config.json").read_text())
     assert (config["recipe_name"], config["renderer_name"]) == ("rl_basic", "qwen3_instruct")
     assert config["dataset_builder"]["eval_problems"] == 2
+
+
+def test_a_training_column_of_a_finished_run_has_no_gaps(model, sums_dataset, tmp_path, service):
+    run = rl_basic.main(options(model, sums_dataset, tmp_path, eval_every=2), service)
+    metric = "env/all/reward/total"
+    rows = read_rows(run / "metrics.jsonl")
+    expected = [row[metric] for row in rows[:2]]
+    assert metric not in rows[2]
+
+    assert read_series(run, metric) == dict(enumerate(expected))
+    table = pandas.read_json(run / "metrics.jsonl", lines=True).set_index("step")[metric].dropna()
+    for series in (pandas.Series(read_series(run / "metrics.jsonl", metric)), table):
+        figure = Figure()
+        axes = series.plot(ax=figure.add_subplot())
+        assert list(axes.lines[0].get_ydata()) == expected
+    with pytest.raises(
+        UserError, match="has no metric env/all/reward; it has env/all/reward/total"
+    ):
+        read_series(run, "env/all/reward")
 
 
 def test_the_same_command_with_more_steps_goes_on(model, sums_dataset, tmp_path, service):
