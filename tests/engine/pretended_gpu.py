@@ -1,11 +1,10 @@
-"""A GPU that is none: what would fail on one because of where tensors lie, or because a step is
-being recorded, fails here too.
+"""A pretended GPU on the CPU, which rejects what a GPU rejects because of devices or capture.
 
-Tensors lie on the CPU. A storage is marked when it is made with device="cuda" or from marked ones,
-and of a marked tensor `device` is the GPU. Refused, as a GPU refuses it: operations on marked and
-plain tensors together, numpy() of marked ones, kernels over plain ones, and whatever waits for the
-device while a step is recorded. All of it holds in the thread that enters `pretended_gpu`, and in
-its backward passes.
+All tensors are on the CPU. A storage is marked if it is created with device="cuda" or from marked
+storages, and the `device` of a marked tensor is the GPU. The pretended GPU rejects operations that
+mix marked and plain tensors, numpy() of marked tensors, kernels on plain tensors, and everything
+that waits for the device during a capture. It applies to the thread that enters `pretended_gpu` and
+to the backward passes of that thread.
 """
 
 from __future__ import annotations
@@ -45,18 +44,18 @@ WAITING = (
 
 
 class RefusedError(Exception):
-    """What a GPU would not do."""
+    """An operation that a GPU would reject."""
 
 
 class Marks:
-    """Which storages are on the GPU, and whether a step is being recorded."""
+    """The storages on the pretended GPU, and whether a capture is running."""
 
     def __init__(self) -> None:
         # which also keeps their addresses from being used again
         self._known: dict[int, StorageWeakRef] = {}
         self.is_recording = False
         self.waited: list[str] = []
-        """For what the device was waited for."""
+        """Names of the operations that waited for the device."""
 
     def has(self, x: Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -83,7 +82,7 @@ def tensors(given: Any) -> list[Tensor]:
 
 
 class _Functions(TorchFunctionMode):
-    """Where tensors are made, asked for their device, and moved."""
+    """Tracks where tensors are created and moved, and what `device` returns."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()
@@ -141,7 +140,7 @@ class _Functions(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):
-    """What is computed of what."""
+    """Checks the devices of the inputs of each operation."""
 
     def __init__(self, marks: Marks) -> None:
         super().__init__()
@@ -169,7 +168,10 @@ class _Operations(TorchDispatchMode):
             )(name)
         if name == "_local_scalar_dense" and on_gpu:
             marks.wait(name)
-        if func in (torch.ops.aten.mm.dtype, torch.ops.aten.bmm.dtype):  # which a CPU has not
+        if func in (
+            torch.ops.aten.mm.dtype,
+            torch.ops.aten.bmm.dtype,
+        ):  # a CPU has no such property
             assert on_gpu
             assert (args[0].dtype, args[1].dtype, args[2]) == (
                 torch.bfloat16,
@@ -218,7 +220,7 @@ def pretended_gpu(patch: pytest.MonkeyPatch) -> Iterator[Marks]:
 
 
 def recorded(marks: Marks, step: Step) -> Step:
-    """As GraphRecorder.recorded; launched, the step is computed again."""
+    """Do the same as GraphRecorder.recorded; a launch computes the step again."""
 
     def computed() -> tuple[Tensor, Tensor]:
         marks.is_recording = True

@@ -1,6 +1,4 @@
-"""Adapters that share products draw what each draws alone, and a stack lives as long as its
-adapters are together.
-"""
+"""Adapters of one shape are stacked for batched matmuls, without a change of the samples."""
 
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -24,7 +22,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module", autouse=True)
 def _torch_multiplies() -> Iterator[None]:
-    """The CPU's own kernels serve all adapters in one call, and stack nothing."""
+    """Use torch's matmuls: planish's CPU kernels take all adapters in one call without a stack."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu, "loaded", lambda: None)
         yield
@@ -60,7 +58,9 @@ def drawn(
 
 
 def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
-    """Of the base model, or of one of three ranks, with 1 to 5 samples of 1 to 12 tokens."""
+    """Return a request for 1 to 5 samples of 1 to 12 tokens, and its adapter of rank 4, 8, 16 or
+    None.
+    """
     weights = None if index % 7 == 0 else adapter(decoder, index, rank=(4, 8, 16)[index % 3])
     params = SamplingParams(max_tokens=1 + index % 12, seed=index, stop=[])
     return Sample("sampler", ModelInput.from_ints([1, 2, index]), 1 + index % 5, params), weights
@@ -68,7 +68,9 @@ def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_a_crowd_draws_what_each_draws_alone(decoder: Decoder, deterministic: bool):
+def test_requests_sampled_in_one_batch_equal_requests_sampled_alone(
+    decoder: Decoder, deterministic: bool
+):
     tiling = probe(decoder.config, decoder.dtype, CPU) if deterministic else None
     if deterministic and (tiling is None or not tiling.stacks):
         pytest.skip("products of this machine have other bits in stacks, so there are none")
@@ -89,7 +91,7 @@ def test_a_crowd_draws_what_each_draws_alone(decoder: Decoder, deterministic: bo
             )
 
 
-def test_neighbours_of_one_shape_are_stacked(decoder: Decoder):
+def test_adjacent_adapters_of_one_shape_are_stacked(decoder: Decoder):
     a, b, c, other = (
         adapter(decoder, seed, rank) for seed, rank in ((1, 8), (2, 8), (3, 8), (4, 4))
     )
@@ -106,7 +108,7 @@ def test_neighbours_of_one_shape_are_stacked(decoder: Decoder):
     assert rest == [rows[2], rows[3], AdapterRows(24, 32, None)]
 
 
-def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
+def test_a_stack_is_reused_while_the_batch_has_the_same_adapters(decoder: Decoder):
     a, b, c = (adapter(decoder, seed) for seed in (1, 2, 3))
     stacks = AdapterStacks()
 
@@ -123,7 +125,7 @@ def test_a_stack_is_kept_while_its_adapters_are_together(decoder: Decoder):
     assert stack(a, b).weights is not kept.weights
 
 
-def test_a_sampler_without_work_keeps_no_adapter(decoder: Decoder):
+def test_an_idle_sampler_references_no_adapter(decoder: Decoder):
     sampler = Sampler(decoder, SamplerSettings(), lambda _: "", None)
     drawn(sampler, [job(decoder, index) for index in (1, 2, 4)])
     assert isinstance(sampler._passes, PlainPasses)

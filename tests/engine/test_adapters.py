@@ -1,4 +1,4 @@
-"""The adapter: AdamW as torch's, all or nothing, versions that never change once published."""
+"""The adapter: steps equal torch's AdamW, are atomic, and never change published versions."""
 
 from weakref import ref
 
@@ -58,7 +58,7 @@ def test_steps_equal_torch_adamw_with_decay_and_clipping():
     assert adapter.version == len(steps)
 
 
-def test_a_step_leaves_the_gradient_and_snapshots_alone():
+def test_an_optimizer_step_changes_neither_gradient_tensor_nor_snapshots():
     adapter = new_adapter()
     published = adapter.snapshot()
     before = [leaf.detach().clone() for leaf in published.leaves]
@@ -74,7 +74,7 @@ def test_a_step_leaves_the_gradient_and_snapshots_alone():
     )
 
 
-def test_publishing_costs_nothing():
+def test_a_snapshot_copies_no_weights():
     large = ModelConfig(
         "llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ()
     )
@@ -86,7 +86,7 @@ def test_publishing_costs_nothing():
     not multiplies_bfloat16(),
     reason="this CPU has no kernels of its own, so nothing is packed for them",
 )
-def test_what_samplers_hold_of_an_earlier_version_has_nothing_for_training():
+def test_a_snapshot_drops_backward_panels_after_the_step():
     adapter = new_adapter()
     snapshot = adapter.snapshot()
     forth, back = (ref(panels) for panels in (snapshot.panels.forward, snapshot.panels.turned))
@@ -97,7 +97,7 @@ def test_what_samplers_hold_of_an_earlier_version_has_nothing_for_training():
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_changes_nothing(poison: float):
+def test_a_non_finite_gradient_changes_nothing(poison: float):
     adapter = new_adapter()
     adapter.add_grad(gradient(adapter, 1))
     adapter.optim_step(AdamParams())
@@ -114,16 +114,16 @@ def test_a_gradient_that_is_not_finite_changes_nothing(poison: float):
         adapter.optim_step(AdamParams())
 
 
-def test_an_overflowing_step_changes_nothing():
+def test_a_step_that_overflows_float32_changes_nothing():
     adapter = new_adapter()
     before = copy_of(adapter)
-    adapter.add_grad(gradient(adapter, 1, scale=1e30))  # finite, but its square is not in float32
+    adapter.add_grad(gradient(adapter, 1, scale=1e30))  # finite, but its square overflows float32
     with pytest.raises(NonFiniteError, match="would not be finite"):
         adapter.optim_step(AdamParams())
     assert_same(adapter.state(), before)
 
 
-def test_a_refused_forward_backward_refuses_one_step():
+def test_a_failed_forward_backward_fails_exactly_one_step():
     adapter = new_adapter()
     adapter.add_grad(gradient(adapter, 1))
     adapter.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
@@ -140,7 +140,7 @@ def test_a_step_needs_a_gradient():
         new_adapter().optim_step(AdamParams())
 
 
-def test_a_restored_adapter_continues_bit_for_bit():
+def test_a_restored_adapter_continues_bitwise_identically():
     adapter, restored = new_adapter(seed=1), new_adapter(seed=2)
     for seed in range(3):
         adapter.add_grad(gradient(adapter, seed))
@@ -153,7 +153,7 @@ def test_a_restored_adapter_continues_bit_for_bit():
     assert restored.version == 2
 
 
-def test_loading_without_the_optimizer_starts_it_anew():
+def test_loading_without_the_optimizer_resets_moments_and_step():
     adapter, restored = new_adapter(seed=1), new_adapter(seed=2)
     adapter.add_grad(gradient(adapter, 0))
     adapter.optim_step(AdamParams())
@@ -168,7 +168,7 @@ def test_loading_without_the_optimizer_starts_it_anew():
     assert restored.optim_step(AdamParams()).metrics["adam_step"] == 1
 
 
-def test_a_state_that_does_not_fit_is_refused():
+def test_a_state_with_wrong_shape_or_values_is_rejected():
     adapter = new_adapter(rank=4)
     before = copy_of(adapter)
     broken, infinite = copy_of(adapter), copy_of(adapter)

@@ -1,6 +1,4 @@
-"""Copies of checkpoints share files and outlive their source; times to live change; both through
-the store and the engine.
-"""
+"""Copies, expiry and deletion of checkpoints, also with concurrent writers and after crashes."""
 
 import os
 import threading
@@ -70,7 +68,7 @@ def test_a_copy_is_equal_and_outlives_its_source(store, adapter):
     assert (manifest.expires_at, manifest.user_metadata, manifest.step) == (None, {"a": "1"}, 1)
 
 
-def test_where_files_cannot_be_shared_they_are_copied(store, adapter, monkeypatch):
+def test_a_copy_duplicates_files_where_hard_links_fail(store, adapter, monkeypatch):
     def refused(*_):
         raise OSError(1, "Operation not permitted")
 
@@ -81,7 +79,7 @@ def test_where_files_cannot_be_shared_they_are_copied(store, adapter, monkeypatc
     assert all(torch.equal(state[name], tensor) for name, tensor in adapter.state().items())
 
 
-def test_a_copy_for_samplers_leaves_the_optimizer_out(store):
+def test_a_sampler_copy_has_no_optimizer_file(store):
     path = CheckpointPath("run:train:0", "sampler", "pinned")
     store.copy(SOURCE, Label(path))
     assert OPTIMIZER not in store.files(path)
@@ -90,7 +88,7 @@ def test_a_copy_for_samplers_leaves_the_optimizer_out(store):
         store.copy(path, Label(COPY))
 
 
-def test_a_copy_of_nothing_or_onto_something_is_refused(store):
+def test_copying_a_missing_source_or_onto_an_existing_name_is_rejected(store):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         store.copy(COPY, Label(CheckpointPath("run", "training", "c")))
     store.copy(SOURCE, Label(COPY))
@@ -100,7 +98,7 @@ def test_a_copy_of_nothing_or_onto_something_is_refused(store):
     assert store.manifest(COPY).step == 1
 
 
-def test_a_disk_that_refuses_leaves_no_copy(store, monkeypatch):
+def test_a_copy_that_fails_on_a_full_disk_leaves_no_files(store, monkeypatch):
     monkeypatch.setattr("planish.engine.checkpoints.store.write_manifest", full_disk)
     with pytest.raises(StorageError, match="was not saved"):
         store.copy(SOURCE, Label(COPY))
@@ -112,7 +110,7 @@ def full_disk(*_):
     raise OSError(28, "No space left on device")
 
 
-def test_a_time_to_live_changes(store):
+def test_set_ttl_changes_the_expiry_time(store):
     store.set_ttl(SOURCE, None)
     assert store.manifest(SOURCE).expires_at is None
     store.set_ttl(SOURCE, 3600)
@@ -123,13 +121,13 @@ def test_a_time_to_live_changes(store):
 
 
 @pytest.mark.parametrize("ttl", [0, -1, True, 1.5, "3600", 10**12])
-def test_a_time_to_live_that_is_none_is_refused(store, ttl):
+def test_an_invalid_ttl_is_rejected(store, ttl):
     with pytest.raises(UserError, match="ttl_seconds"):
         store.set_ttl(SOURCE, ttl)
     assert store.manifest(SOURCE).expires_at is not None
 
 
-def test_the_engine_checks_a_sample_without_a_sampler(model_dir, tmp_path):
+def test_the_engine_validates_a_sample_request_without_a_sampler(model_dir, tmp_path):
     engine = Engine({"tiny": str(model_dir)}, tmp_path)
     try:
         good = Sample("none", ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=3))
@@ -142,7 +140,7 @@ def test_the_engine_checks_a_sample_without_a_sampler(model_dir, tmp_path):
         engine.close()
 
 
-def test_the_engine_knows_what_an_adapter_takes(model_dir, tmp_path):
+def test_adapter_bytes_grow_with_rank_and_count_training_state(model_dir, tmp_path):
     engine = Engine({"tiny": str(model_dir)}, tmp_path)
     try:
         small, large = (engine.adapter_bytes("tiny", LoraConfig(rank=rank)) for rank in (4, 8))
@@ -161,8 +159,8 @@ def test_the_engine_knows_what_an_adapter_takes(model_dir, tmp_path):
 @pytest.mark.parametrize(
     "lora", [{"rank": 1}, {"rank": 8}, {"rank": 4, "train_unembed": False}, {"train_mlp": False}]
 )
-def test_what_an_adapter_takes_is_with_what_is_packed_for_the_kernel(model_dir, tmp_path, lora):
-    """For a small rank that is several times its weights: panels have whole vectors."""
+def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
+    """Packed weights are padded to whole vectors, several times the size of a small rank."""
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(**lora))
     weights = LoraWeights(layout, layout.init(1), torch.bfloat16, torch.device("cpu"))
     panels = (weights.panels, weights._head_panels)
@@ -181,7 +179,7 @@ def test_what_an_adapter_takes_is_with_what_is_packed_for_the_kernel(model_dir, 
     assert found.training == 4 * 7 * layout.size + found.sampling + back
 
 
-def test_a_run_without_checkpoints_has_no_directory(store, adapter):
+def test_deleting_the_last_checkpoint_removes_the_run_directory(store, adapter):
     second = CheckpointPath(SOURCE.run_id, "sampler", "s")
     store.save(Label(second), saved(adapter))
     store.delete(SOURCE)
@@ -193,20 +191,20 @@ def test_a_run_without_checkpoints_has_no_directory(store, adapter):
 
 
 def let_it_expire(store: CheckpointStore) -> Path:
-    """The directory of SOURCE, whose time is over."""
+    """Let SOURCE expire, and return its directory."""
     directory = store.directory / SOURCE.run_id / "weights" / "a"
     expired = replace(store.manifest(SOURCE), expires_at=datetime.now(UTC) - timedelta(seconds=1))
     (directory / MANIFEST).write_text(expired.to_json())
     return directory
 
 
-def test_an_expired_checkpoint_that_is_replaced_is_no_deadlock(store, adapter):
+def test_replacing_an_expired_checkpoint_does_not_deadlock(store, adapter):
     let_it_expire(store)
     store.save(Label(SOURCE), saved(adapter))
     assert store.exists(SOURCE)
 
 
-def test_who_meets_an_expired_checkpoint_leaves_the_one_that_replaced_it_meanwhile(
+def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
     store, adapter, monkeypatch
 ):
     let_it_expire(store)
@@ -223,7 +221,7 @@ def test_who_meets_an_expired_checkpoint_leaves_the_one_that_replaced_it_meanwhi
     assert store.exists(SOURCE)
 
 
-def test_an_expired_checkpoint_is_refused_at_once_while_somebody_writes_to_its_run(store):
+def test_an_expired_checkpoint_is_rejected_while_its_run_is_locked(store):
     directory = let_it_expire(store)
     with FileLock(directory.parents[1] / ".lock"):
         with pytest.raises(CheckpointError, match="expired at"):
@@ -233,7 +231,7 @@ def test_an_expired_checkpoint_is_refused_at_once_while_somebody_writes_to_its_r
     assert not directory.exists()
 
 
-def test_a_time_to_live_that_is_over_while_it_is_changed_is_no_deadlock(store, monkeypatch):
+def test_set_ttl_does_not_deadlock_if_the_checkpoint_expires_meanwhile(store, monkeypatch):
     lock = store._locked
 
     def lock_late(run: Path, make: bool = False):
@@ -245,7 +243,7 @@ def test_a_time_to_live_that_is_over_while_it_is_changed_is_no_deadlock(store, m
     assert store.manifest(SOURCE).expires_at is None
 
 
-def test_a_checkpoint_is_removed_only_when_nobody_writes_to_its_run(store, adapter):
+def test_delete_waits_for_the_lock_of_the_run(store, adapter):
     with ThreadPoolExecutor(1) as threads:
         with FileLock(store.directory / SOURCE.run_id / ".lock"):
             deletion = threads.submit(store.delete, SOURCE)
@@ -256,20 +254,20 @@ def test_a_checkpoint_is_removed_only_when_nobody_writes_to_its_run(store, adapt
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_deletion_of_what_a_killed_writer_left_half_replaced_removes_it(store):
+def test_delete_removes_a_checkpoint_left_half_replaced_by_a_crash(store):
     directory = store.directory / SOURCE.run_id / "weights" / "a"
     directory.rename(directory.with_name(".a.previous"))
     store.delete(SOURCE)
     assert list(store.directory.iterdir()) == []
 
 
-def test_a_deletion_of_nothing_makes_nothing(store):
+def test_deleting_a_missing_checkpoint_creates_no_directory(store):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         store.delete(COPY)
     assert not (store.directory / COPY.run_id).exists()
 
 
-def test_what_killed_writers_left_is_removed(store):
+def test_temporary_files_of_crashed_writers_are_removed(store):
     segment = store.directory / SOURCE.run_id / "weights"
     other = store.directory / "gone:train:0" / "sampler_weights"
     for leftover in (segment / ".x.0a1b.tmp", other / ".y.0a1b.tmp"):
@@ -280,14 +278,14 @@ def test_what_killed_writers_left_is_removed(store):
     assert not other.parent.exists()
 
 
-def test_a_time_to_live_of_what_is_not_there_makes_nothing(store):
+def test_set_ttl_of_a_missing_checkpoint_creates_no_directory(store):
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
         store.set_ttl(COPY, 60)
     assert not (store.directory / COPY.run_id).exists()
 
 
-def test_many_threads_save_and_delete_in_one_run(store, adapter):
-    """Whoever deletes the last checkpoint removes the directory that others are about to write to."""
+def test_many_threads_can_save_and_delete_in_one_run(store, adapter):
+    """Deleting the last checkpoint removes the directory to which other threads will write."""
     paths = [CheckpointPath("busy:train:0", "sampler", f"n{index}") for index in range(4)]
 
     def work(path: CheckpointPath) -> None:
@@ -301,14 +299,14 @@ def test_many_threads_save_and_delete_in_one_run(store, adapter):
     assert not (store.directory / "busy:train:0").exists()
 
 
-def test_a_source_without_one_of_its_files_is_named(store: CheckpointStore):
+def test_copying_a_source_with_a_missing_file_names_the_file(store: CheckpointStore):
     (store.files(SOURCE)[ADAPTER]).unlink()
     with pytest.raises(DamagedFileError, match=f"a/{ADAPTER} is missing"):
         store.copy(SOURCE, Label(COPY))
     assert not store.exists(COPY)
 
 
-def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore, monkeypatch):
+def test_copying_a_source_deleted_meanwhile_names_the_source(store: CheckpointStore, monkeypatch):
     before_linking(monkeypatch, lambda: store.delete(SOURCE))
     with pytest.raises(CheckpointError, match=f"there is no checkpoint {SOURCE}"):
         store.copy(SOURCE, Label(COPY))
@@ -316,7 +314,7 @@ def test_a_source_that_goes_while_it_is_copied_is_named(store: CheckpointStore, 
 
 
 @pytest.mark.parametrize("linked_before", [0, 1])
-def test_a_source_that_is_replaced_while_it_is_copied_is_copied_again(
+def test_copying_restarts_if_the_source_is_replaced_meanwhile(
     store, adapter, monkeypatch, linked_before
 ):
     def replace_it() -> None:
@@ -332,7 +330,7 @@ def test_a_source_that_is_replaced_while_it_is_copied_is_copied_again(
 
 
 def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0) -> None:
-    """Let `act` happen in the middle of a copy to another run, once, when so many files are linked."""
+    """Call `act` once in the middle of a copy, after `linked_before` files were linked."""
     link, linked = checkpoints._link_or_copy, count()
 
     def link_or_copy(source: Path, target: Path) -> None:
@@ -343,9 +341,7 @@ def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0)
     monkeypatch.setattr(checkpoints, "_link_or_copy", link_or_copy)
 
 
-def test_a_copy_waits_for_the_writer_of_its_run_and_has_what_that_wrote(
-    store, adapter, monkeypatch
-):
+def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypatch):
     is_writing, go_on = threading.Event(), threading.Event()
     put = checkpoints._put
 

@@ -1,6 +1,4 @@
-"""Checkpoints: PEFT reads them, they come back bit for bit, and damage, kills and full disks leave
-nothing half.
-"""
+"""Checkpoints: PEFT loads them, and damage, crashes and full disks leave no partial one."""
 
 import json
 import os
@@ -52,7 +50,7 @@ def store(tmp_path) -> CheckpointStore:
 
 def trained(model_dir, lora: LoraConfig = RANK_4, steps: int = 2) -> Adapter:
     layout = LoraLayout(ModelConfig.from_directory(model_dir), lora)
-    adapter = Adapter(layout, torch.float32, CPU)
+    adapter = Adapter(layout, torch.float32, CPU, layout.init(1))
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         adapter.add_grad(torch.randn(layout.size, generator=generator))
@@ -68,7 +66,7 @@ def files_under(directory: Path) -> list[str]:
     return sorted(p.name for p in directory.rglob("*") if p.is_file() and p.name != ".lock")
 
 
-def test_what_was_saved_comes_back_bit_for_bit(store, model_dir):
+def test_a_saved_state_is_read_back_bitwise_identically(store, model_dir):
     adapter = trained(model_dir)
     store.save(Label(TRAINING), saved(adapter))
     state, _ = store.read(TRAINING, adapter.layout, with_optimizer=True)
@@ -86,7 +84,7 @@ def test_what_was_saved_comes_back_bit_for_bit(store, model_dir):
         LoraConfig(rank=2, train_attn=False, train_mlp=False),
     ],
 )
-def test_peft_loads_it_and_has_the_same_logits(store, model_dir, lora):
+def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, lora):
     adapter = trained(model_dir, lora)
     store.save(Label(SAMPLER), saved(adapter))
     directory = store.directory / "run:train:0" / "sampler_weights" / "a"
@@ -124,13 +122,13 @@ def test_a_sampler_checkpoint_has_no_optimizer(store, model_dir):
 @pytest.mark.parametrize(
     "name", ["a/b", "../a", "", ".hidden", "-x", "a b", "ä", "x" * 201, "a\n", 7, None]
 )
-def test_odd_names_are_refused_before_anything_is_written(store, model_dir, name):
+def test_invalid_names_are_rejected_before_anything_is_written(store, model_dir, name):
     with pytest.raises(UserError, match="name=.*slash"):
         store.save(Label(CheckpointPath("run", "training", name)), saved(trained(model_dir)))
     assert not store.directory.exists()
 
 
-def test_a_path_cannot_leave_the_data_directory(store, tmp_path):
+def test_a_checkpoint_path_cannot_leave_the_data_directory(store, tmp_path):
     (tmp_path / "weights" / "a").mkdir(parents=True)
     with pytest.raises(UserError, match="slash"):
         store.manifest(CheckpointPath.parse("tinker://../weights/a"))
@@ -139,7 +137,7 @@ def test_a_path_cannot_leave_the_data_directory(store, tmp_path):
 
 
 @pytest.mark.parametrize("ttl", [0, -1, 1.5, True, "60", 11 * 365 * 86400])
-def test_a_life_must_be_seconds(store, model_dir, ttl):
+def test_ttl_must_be_a_whole_number_of_seconds(store, model_dir, ttl):
     with pytest.raises(UserError, match="ttl_seconds"):
         store.save(Label(TRAINING, ttl_seconds=ttl), saved(trained(model_dir)))
 
@@ -147,7 +145,7 @@ def test_a_life_must_be_seconds(store, model_dir, ttl):
 @pytest.mark.parametrize(
     "swapped_at", ["the adapter's check", "the moments' check", "the adapter", "the moments"]
 )
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
+def test_reading_restarts_if_the_checkpoint_is_replaced_meanwhile(
     store, model_dir, monkeypatch, swapped_at
 ):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
@@ -172,9 +170,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_again(
     assert version == store.manifest(TRAINING).files[ADAPTER].sha256
 
 
-def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(
-    store, model_dir, monkeypatch
-):
+def test_a_reader_waits_while_a_checkpoint_is_being_replaced(store, model_dir, monkeypatch):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     store.save(Label(TRAINING), saved(first))
     read, is_away, go_on = checkpoints.read_manifest, threading.Event(), threading.Event()
@@ -187,7 +183,7 @@ def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(
             go_on.wait(10)
 
     def read_late(directory: Path):
-        """What a reader does that found the directory a moment ago."""
+        """Read the manifest after the writer has moved the old checkpoint away."""
         if not writer.is_alive():
             writer.start()
             assert is_away.wait(10)
@@ -204,7 +200,7 @@ def test_a_checkpoint_between_the_renames_of_its_replacement_is_waited_for(
     writer.join()
 
 
-def test_a_taken_name_is_refused_and_the_old_checkpoint_stays(store, model_dir):
+def test_a_taken_name_is_rejected_and_the_old_checkpoint_kept(store, model_dir):
     first, second = trained(model_dir, steps=1), trained(model_dir, steps=3)
     for path in (TRAINING, SAMPLER):
         store.save(Label(path), saved(first))
@@ -224,7 +220,7 @@ def test_equal_sampler_weights_may_be_saved_again(store, model_dir):
     assert store.manifest(SAMPLER).expires_at is None
 
 
-def test_missing_ones_say_what_to_do(store):
+def test_a_missing_checkpoint_error_names_data_dir(store):
     with pytest.raises(CheckpointError, match="data_dir"):
         store.manifest(TRAINING)
     with pytest.raises(CheckpointError, match="there is no checkpoint"):
@@ -233,7 +229,7 @@ def test_missing_ones_say_what_to_do(store):
 
 @pytest.mark.parametrize("name", [ADAPTER, ADAPTER_CONFIG, OPTIMIZER, MANIFEST])
 @pytest.mark.parametrize("damage", ["truncate", "flip", "remove"])
-def test_damage_is_found(store, model_dir, name, damage):
+def test_a_damaged_file_is_detected_and_named(store, model_dir, name, damage):
     adapter = trained(model_dir)
     store.save(Label(TRAINING), saved(adapter))
     file = store.directory / "run:train:0" / "weights" / "a" / name
@@ -250,7 +246,7 @@ def test_damage_is_found(store, model_dir, name, damage):
 
 
 @pytest.mark.parametrize("content", ["[]", "{}", '{"format": 2}', '{"format": 1}', "null"])
-def test_a_manifest_that_is_none_is_found(store, model_dir, content):
+def test_an_invalid_manifest_is_detected(store, model_dir, content):
     store.save(Label(TRAINING), saved(trained(model_dir)))
     (store.directory / "run:train:0" / "weights" / "a" / MANIFEST).write_text(content)
     with pytest.raises(DamagedFileError):
@@ -259,14 +255,14 @@ def test_a_manifest_that_is_none_is_found(store, model_dir, content):
     store.delete(TRAINING)
 
 
-def test_an_adapter_of_another_shape_is_refused(store, model_dir):
+def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
     store.save(Label(TRAINING), saved(trained(model_dir, LoraConfig(rank=4))))
     other = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=8))
     with pytest.raises(CheckpointError, match="other matrices"):
         store.read(TRAINING, other, False)
 
 
-def test_an_expired_one_is_refused_and_removed(store, model_dir):
+def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir):
     adapter = trained(model_dir)
     store.save(Label(TRAINING, ttl_seconds=3600), saved(adapter))
     assert store.records()[0].expires_at is not None
@@ -280,7 +276,7 @@ def test_an_expired_one_is_refused_and_removed(store, model_dir):
     store.save(Label(TRAINING), saved(adapter))
 
 
-def test_records_are_newest_first_and_of_one_run_if_asked(store, model_dir):
+def test_records_are_newest_first_and_can_be_limited_to_a_run(store, model_dir):
     adapter = trained(model_dir)
     for run in ("one", "two"):
         for name in ("x", "y"):
@@ -302,7 +298,7 @@ def test_records_are_newest_first_and_of_one_run_if_asked(store, model_dir):
 
 @contextmanager
 def file_size_limit(size: int):
-    """The kernel refuses to let any file grow beyond `size`, as a full disk would."""
+    """Let writes beyond `size` bytes of a file fail, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
@@ -314,7 +310,7 @@ def file_size_limit(size: int):
 
 
 @pytest.mark.parametrize("room", ["nothing", "part of the adapter", "the adapter"])
-def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
+def test_a_failed_save_keeps_the_old_checkpoint_and_no_temporary_files(store, model_dir, room):
     adapter = trained(model_dir, steps=1)
     store.save(Label(TRAINING), saved(adapter))
     sizes = {name: file.size for name, file in store.manifest(TRAINING).files.items()}
@@ -334,7 +330,7 @@ def test_a_disk_that_refuses_leaves_nothing_behind(store, model_dir, room):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
-def test_a_full_file_system(tmp_path, model_dir):
+def test_a_save_on_a_full_file_system_raises_storage_error(tmp_path, model_dir):
     disk = tmp_path / "disk"
     disk.mkdir()
     if subprocess.run(
@@ -351,7 +347,7 @@ def test_a_full_file_system(tmp_path, model_dir):
         subprocess.run(["umount", disk], check=True)
 
 
-def test_a_kill_between_the_two_renames_loses_nothing(store, model_dir, monkeypatch):
+def test_a_crash_between_the_two_renames_loses_no_checkpoint(store, model_dir, monkeypatch):
     old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
     store.save(Label(TRAINING), saved(old))
     renames = []
@@ -396,7 +392,7 @@ while True:
 
 
 @pytest.mark.slow
-def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
+def test_a_killed_writer_leaves_a_complete_checkpoint(store, model_dir):
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=64))
     path = CheckpointPath("run", "training", "a")
     steps = []
@@ -423,7 +419,7 @@ def test_a_killed_writer_leaves_a_whole_checkpoint(store, model_dir):
     assert len(files_under(store.directory)) == 4
 
 
-def test_two_writers_of_one_name_take_turns(store, model_dir):
+def test_concurrent_saves_to_one_name_all_succeed(store, model_dir):
     adapter = trained(model_dir)
     errors = []
 
@@ -444,7 +440,7 @@ def test_two_writers_of_one_name_take_turns(store, model_dir):
     assert len(files_under(store.directory)) == 4
 
 
-def test_where_checkpoints_are_kept(monkeypatch, tmp_path):
+def test_data_directory_follows_argument_then_environment_then_home(monkeypatch, tmp_path):
     monkeypatch.delenv("PLANISH_DATA", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert data_directory(None) == tmp_path / ".local/share/planish/runs"
@@ -453,7 +449,7 @@ def test_where_checkpoints_are_kept(monkeypatch, tmp_path):
     assert data_directory("~/x") == tmp_path / "x"
 
 
-def test_a_copied_checkpoint_is_read_elsewhere(store, model_dir, tmp_path):
+def test_a_copied_data_directory_can_be_read(store, model_dir, tmp_path):
     adapter = trained(model_dir)
     store.save(Label(TRAINING), saved(adapter))
     shutil.copytree(store.directory, tmp_path / "copy")

@@ -1,6 +1,4 @@
-"""Decisions are plain Python: what schedules, packs and stops loads no torch, so its tests take
-milliseconds.
-"""
+"""The modules for scheduling, packing and stop conditions do not import torch."""
 
 import subprocess
 import sys
@@ -19,6 +17,6 @@ MODULES = (
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_it_loads_no_torch(module):
+def test_the_module_imports_without_torch(module):
     code = f"import sys, planish.{module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

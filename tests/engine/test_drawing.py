@@ -1,5 +1,5 @@
-"""Drawing tokens from logits: the distribution, the filters, the logprobs, and what the draw may
-depend on.
+"""Sampling tokens from logits: distribution, filters, logprobs, random streams and batch
+invariance.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ def logits_of(probabilities: list[float], rows: int) -> torch.Tensor:
     return torch.tensor(probabilities).log().repeat(rows, 1)
 
 
-def test_draws_follow_the_distribution():
+def test_sampled_frequencies_match_the_distribution():
     probabilities = [0.5, 0.25, 0.125, 0.0625, 0.0625]
     n = 20_000
     uniforms = np.random.default_rng(0).random(n).tolist()
@@ -29,7 +29,7 @@ def test_draws_follow_the_distribution():
     assert (share - torch.tensor(probabilities)).abs().max() < 0.015
 
 
-def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
+def test_a_sampled_token_inverts_the_cumulative_distribution():
     probabilities = torch.rand(7, 1000, generator=torch.Generator().manual_seed(0))
     uniforms = [0.0, 1e-9, 0.25, 0.5, 0.75, 0.999, 1 - 2**-53]
     drawn = draw(probabilities.log(), [SamplingParams()] * 7, uniforms).tokens
@@ -46,7 +46,9 @@ def test_a_draw_is_the_inverse_of_the_cumulative_distribution():
     u=st.floats(0, 1, exclude_max=True) | st.just(1 - 2**-53),
     vocab=st.sampled_from([1, 5, 127, 128, 129, 300]),
 )
-def test_a_token_without_weight_is_never_drawn(by_torch: bool, seed: int, u: float, vocab: int):
+def test_a_token_of_zero_probability_is_never_sampled(
+    by_torch: bool, seed: int, u: float, vocab: int
+):
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(1, vocab, generator=generator) * 40
     logits[:, torch.rand(vocab, generator=generator) < 0.5] = -torch.inf
@@ -58,14 +60,14 @@ def test_a_token_without_weight_is_never_drawn(by_torch: bool, seed: int, u: flo
     assert logits[0, token] > -torch.inf
 
 
-def test_temperature_zero_takes_the_likeliest_and_leaves_logits_unscaled():
+def test_temperature_zero_is_argmax_with_unscaled_logprobs():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     drawn = draw(logits, [SamplingParams(temperature=0.0)] * 4, [0.9] * 4)
     assert drawn.tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(drawn.log_normalizer, logits.logsumexp(-1))
 
 
-def test_the_normalizer_is_of_the_scaled_logits_before_any_filter():
+def test_logprobs_are_normalized_after_temperature_and_before_filters():
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(1)) * 5
     params = [
         SamplingParams(temperature=0.5, top_k=2),
@@ -91,15 +93,17 @@ def test_the_normalizer_is_of_the_scaled_logits_before_any_filter():
         (SamplingParams(temperature=0.5, min_p=0.2), {0, 1}),
     ],
 )
-def test_filters_keep_what_they_say(params: SamplingParams, allowed: set[int]):
+def test_top_k_top_p_and_min_p_keep_exactly_the_allowed_tokens(
+    params: SamplingParams, allowed: set[int]
+):
     n = 2000
     uniforms = np.random.default_rng(0).random(n).tolist()
     drawn = draw(logits_of([0.5, 0.25, 0.125, 0.0625, 0.0625], n), [params] * n, uniforms).tokens
     assert set(drawn.tolist()) == allowed
 
 
-def test_rows_are_filtered_together_as_one_by_one():
-    """As on a GPU and on a CPU; a row that is not finite keeps to itself."""
+def test_batched_filtering_equals_filtering_row_by_row():
+    """The two functions are those for a GPU and for a CPU. A NaN row does not affect other rows."""
     generator = torch.Generator().manual_seed(0)
     choices = {"top_k": (-1, 1, 7, 500), "top_p": (1.0, 0.9, 0.3, 0.001), "min_p": (0.0, 0.05, 0.9)}
     params = [
@@ -120,7 +124,7 @@ def test_rows_are_filtered_together_as_one_by_one():
     assert len({int((row > 0).sum()) for row in found}) > 10
 
 
-def test_rows_do_not_depend_on_the_batch():
+def test_sampling_a_row_does_not_depend_on_the_batch():
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(2)) * 6
     uniforms = np.random.default_rng(1).random(64).tolist()
     whole = draw(logits, [SamplingParams()] * 64, uniforms)
@@ -145,7 +149,7 @@ def test_top_logprobs_are_those_of_a_log_softmax():
     torch.testing.assert_close(values, expected.values)
 
 
-def test_uniform_streams_differ_by_seed_index_and_purpose_and_repeat():
+def test_random_streams_repeat_and_differ_by_seed_index_and_purpose():
     def numbers(*key: int) -> list[float]:
         stream = UniformStream(*key)
         return [stream.at(i) for i in range(200)]
@@ -159,13 +163,13 @@ def test_uniform_streams_differ_by_seed_index_and_purpose_and_repeat():
     assert max(everything) < 1
 
 
-def test_a_stream_is_read_by_position_in_any_order():
+def test_a_random_stream_can_be_read_in_any_order_of_positions():
     forward, backward = UniformStream(3, 1), UniformStream(3, 1)
     expected = [forward.at(i) for i in range(130)]
     assert [backward.at(i) for i in reversed(range(130))] == expected[::-1]
 
 
-def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
+def test_the_cpu_kernel_samples_the_same_tokens_as_torch(monkeypatch):
     logits = torch.randn(40, 3001, generator=torch.Generator().manual_seed(4)) * 4
     uniforms = np.random.default_rng(2).random(60).tolist()
     params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.0)] * 20
@@ -175,7 +179,7 @@ def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     chosen = logits[torch.tensor(rows)]
     assert torch.equal(draw(chosen, params, uniforms).tokens, own.tokens)
-    # A filter in the batch changes nothing for the others.
+    # A filter of one row does not change the other rows.
     mixed = draw(chosen, [SamplingParams(top_k=5), *params[1:]], uniforms)
     assert torch.equal(mixed.tokens[1:], own.tokens[1:])
     assert torch.equal(mixed.log_normalizer, own.log_normalizer)
@@ -194,7 +198,7 @@ def test_the_cpu_s_own_way_draws_the_tokens_of_torch(monkeypatch):
         SamplingParams(temperature=0),
     ],
 )
-def test_several_draws_a_row_are_those_of_one_by_one(params, own, monkeypatch):
+def test_several_samples_per_row_equal_single_samples(params, own, monkeypatch):
     if not own:
         monkeypatch.setattr(cpu, "loaded", lambda: None)
         monkeypatch.setattr(token_sampling, "_ENTRIES", 5000)
@@ -207,7 +211,7 @@ def test_several_draws_a_row_are_those_of_one_by_one(params, own, monkeypatch):
         assert torch.equal(found.log_normalizer, one.log_normalizer)
 
 
-def test_uniforms_of_many_streams_are_those_of_each():
+def test_uniforms_equal_the_numbers_of_each_stream():
     streams = [UniformStream(5, index, 1) for index in range(7)]
     for positions in (range(0, 9), range(3, 4), range(126, 260)):
         expected = [[stream.at(position) for stream in streams[2:]] for position in positions]
@@ -215,7 +219,7 @@ def test_uniforms_of_many_streams_are_those_of_each():
 
 
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9)])
-def test_a_row_that_is_not_finite_keeps_to_itself(params):
+def test_a_non_finite_row_does_not_affect_other_rows(params):
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
     expected = draw(logits, [params] * 4, [0.5] * 4).tokens
     logits[1, 7], logits[2, 9] = torch.nan, torch.inf

@@ -1,5 +1,5 @@
-"""The engine: order, fairness, versions, failures that stay where they happen, and an end without
-loose ends.
+"""The engine: order of operations, fairness, versions, isolation of failures, cancellation and
+shutdown.
 """
 
 import gc
@@ -58,7 +58,7 @@ def model_dirs(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def engines(model_dirs, tmp_path):
-    """Makes engines that share a data directory, and closes them."""
+    """Return a function that creates engines which share a data directory."""
     made: list[Engine] = []
 
     def make(**settings) -> Engine:
@@ -94,7 +94,7 @@ def datum(length: int = 8, start: int = 0, weight: float = 1.0) -> Datum:
 
 
 def step(engine: Engine, model_id: str, *data: Datum) -> tuple[Future[Any], Future[Any]]:
-    """A pipelined pair."""
+    """Submit a forward_backward and an optim_step without waiting for the first."""
     backward = engine.submit(ForwardBackward(model_id, list(data), "cross_entropy"))
     return backward, engine.submit(OptimStep(model_id, STEP))
 
@@ -123,7 +123,7 @@ def tokens(engine: Engine, sampler_id: str) -> list[int]:
 # Order
 
 
-def test_pipelined_equals_one_by_one(engine):
+def test_pipelined_steps_equal_steps_that_are_awaited(engine):
     create(engine, "a")
     create(engine, "b")
     pairs = [step(engine, "a", datum(start=i)) for i in range(4)]
@@ -136,11 +136,10 @@ def test_pipelined_equals_one_by_one(engine):
     assert [o.metrics["adam_step"] for _, o in pipelined] == [1, 2, 3, 4]
 
 
-def test_tenants_side_by_side_equal_each_alone(engines):
+def test_models_trained_concurrently_equal_models_trained_alone(engines):
     def train(engine: Engine, names: Sequence[tuple[str, str]]) -> dict[str, list[float]]:
-        for number, (name, base) in enumerate(names):
+        for name, base in names:
             create(engine, name, base, LoraConfig(rank=4 + ord(name[0]) % 3, seed=ord(name[0])))
-            assert number >= 0
         pairs = {
             name: [step(engine, name, datum(40, i), datum(40, i + 9)) for i in range(3)]
             for name, _ in names
@@ -162,7 +161,7 @@ def test_tenants_side_by_side_equal_each_alone(engines):
 
 
 @pytest.mark.slow
-def test_a_long_training_call_does_not_hold_up_sampling(engines):
+def test_a_long_training_call_does_not_block_sampling(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
@@ -179,7 +178,7 @@ def test_a_long_training_call_does_not_hold_up_sampling(engines):
     assert finished == ["sample"] * 3 + ["training"]
 
 
-def test_long_sampling_does_not_hold_up_training(engine):
+def test_a_long_sample_does_not_block_training(engine):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     sample = engine.submit(request("s", 1500))
@@ -191,9 +190,9 @@ def test_long_sampling_does_not_hold_up_training(engine):
 
 
 @pytest.mark.slow
-def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engines, monkeypatch):
-    """A GPU computes on when a call has returned: here each micro-batch leaves it with a tenth of a
-    second, for which the next step waits.
+def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monkeypatch):
+    """A GPU still computes after a call has returned. Here each micro-batch leaves 0.1 s of work,
+    for which the next decoding step waits.
     """
     engine = engines(micro_batch_tokens=64)
     create(engine)
@@ -227,7 +226,7 @@ def test_what_a_turn_leaves_to_the_device_counts_for_it_where_others_wait(engine
 
 
 @pytest.mark.slow
-def test_two_models_training_take_turns(engines):
+def test_two_models_share_training_time(engines):
     engine = engines(micro_batch_tokens=64)
     create(engine, "long")
     create(engine, "short")
@@ -244,7 +243,7 @@ def test_two_models_training_take_turns(engines):
 # Versions
 
 
-def test_a_sampler_keeps_its_version_while_training_goes_on(engine):
+def test_a_published_sampler_keeps_its_weights_during_training(engine):
     create(engine)
     engine.submit(PublishSampler("a", "before")).result(WAIT)
     before = tokens(engine, "before")
@@ -258,7 +257,7 @@ def test_a_sampler_keeps_its_version_while_training_goes_on(engine):
     assert tokens(engine, "before") == before
 
 
-def test_a_base_model_that_is_being_loaded_does_not_hold_up_another(engine, monkeypatch):
+def test_loading_a_base_model_does_not_block_other_base_models(engine, monkeypatch):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     began, go_on, load = threading.Event(), threading.Event(), BaseModel.__init__
 
@@ -282,7 +281,7 @@ def test_a_base_model_that_is_being_loaded_does_not_hold_up_another(engine, monk
     assert engine._handles["t"].base is engine._handles["u"].base
 
 
-def test_a_request_may_come_before_its_sampler_is_ready(engine):
+def test_a_sample_request_waits_for_a_sampler_being_published(engine):
     create(engine)
     step(engine, "a", datum())
     published = engine.submit(PublishSampler("a", "s"))
@@ -291,7 +290,7 @@ def test_a_request_may_come_before_its_sampler_is_ready(engine):
     assert early.result(WAIT).sequences[0].tokens == tokens(engine, "s")
 
 
-def test_publishing_comes_after_what_was_submitted_before(engine):
+def test_a_publication_has_exactly_the_steps_submitted_before_it(engine):
     create(engine)
     engine.submit(PublishSampler("a", "zero"))
     step(engine, "a", datum())
@@ -302,7 +301,7 @@ def test_publishing_comes_after_what_was_submitted_before(engine):
     assert len(set(drawn)) == 3
 
 
-def test_a_released_sampler_answers_what_it_was_asked_and_is_forgotten(engine):
+def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     create(engine)
     for future in step(engine, "a", datum()):
         future.result(WAIT)
@@ -318,7 +317,7 @@ def test_a_released_sampler_answers_what_it_was_asked_and_is_forgotten(engine):
     assert engine._owner._handles == []
 
 
-def test_equal_versions_share_a_prefix_until_both_are_released(engine):
+def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(engine):
     create(engine)
     for name in ("s", "t"):
         engine.submit(PublishSampler("a", name)).result(WAIT)
@@ -338,7 +337,7 @@ def test_equal_versions_share_a_prefix_until_both_are_released(engine):
     assert len(cache) == 0
 
 
-def test_an_id_used_again_has_no_prefixes_of_the_old_model(engine):
+def test_a_reused_model_id_gets_no_cached_prefix_of_the_old_model(engine):
     drawn = []
     for seed in (1, 2):
         create(engine, "a", lora=LoraConfig(rank=4, seed=seed))
@@ -357,7 +356,7 @@ def test_an_id_used_again_has_no_prefixes_of_the_old_model(engine):
 # Failures
 
 
-def test_an_error_fails_its_own_operation_only(engine):
+def test_an_error_fails_only_its_own_operation(engine):
     create(engine, "a")
     create(engine, "b")
     nothing = engine.submit(OptimStep("a", STEP))
@@ -369,7 +368,7 @@ def test_an_error_fails_its_own_operation_only(engine):
         future.result(WAIT)
 
 
-def test_a_refused_forward_backward_refuses_the_step_behind_it(engine):
+def test_a_failed_forward_backward_fails_the_next_optim_step(engine):
     create(engine)
     before = loss(engine, "a")
     good = engine.submit(ForwardBackward("a", [datum()], "cross_entropy"))
@@ -387,7 +386,7 @@ def test_a_refused_forward_backward_refuses_the_step_behind_it(engine):
         future.result(WAIT)
 
 
-def test_a_model_that_could_not_be_created_says_so_to_all_who_come(engine, tmp_path):
+def test_later_operations_on_a_model_name_why_its_creation_failed(engine, tmp_path):
     create(engine)
     path = engine.submit(SaveWeightsForSampler("a", "x")).result(WAIT).path
     directory = tmp_path / "data" / "a" / "sampler_weights" / "x"
@@ -408,7 +407,7 @@ def test_a_model_that_could_not_be_created_says_so_to_all_who_come(engine, tmp_p
     create(engine, "b")
 
 
-def test_operations_queued_behind_a_failed_creation_fail_clearly(engine, monkeypatch):
+def test_operations_queued_on_a_failed_creation_name_its_error(engine, monkeypatch):
     import planish.engine.operations as operations
 
     def refuse(*_: Any) -> None:
@@ -429,7 +428,7 @@ def test_operations_queued_behind_a_failed_creation_fail_clearly(engine, monkeyp
             future.result(WAIT)
 
 
-def test_a_fault_in_a_decoding_step_fails_the_requests_and_nothing_else(engine, monkeypatch):
+def test_an_error_in_a_decoding_step_fails_only_the_running_requests(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     expected = tokens(engine, "s")
@@ -445,8 +444,8 @@ def test_a_fault_in_a_decoding_step_fails_the_requests_and_nothing_else(engine, 
         future.result(WAIT)
 
 
-def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
-    """As one for want of memory does: the next pass needs what that one had."""
+def test_a_stored_error_references_no_tensors(engine, monkeypatch):
+    """After an out-of-memory error, the next pass needs the memory of the failed one."""
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     base, hidden = engine._models.get("llama"), []
@@ -477,7 +476,7 @@ def test_an_error_that_is_kept_keeps_no_memory(engine, monkeypatch):
         ),
     ],
 )
-def test_an_error_for_want_of_memory_says_what_to_lower(engines, monkeypatch, lack):
+def test_an_out_of_memory_error_names_the_settings_to_lower(engines, monkeypatch, lack):
     engine = engines(micro_batch_tokens=64, kv_cache_bytes=1 << 30)
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
@@ -496,7 +495,7 @@ def test_an_error_for_want_of_memory_says_what_to_lower(engines, monkeypatch, la
             assert "kv_cache_bytes (now 1,073,741,824)" in note
 
 
-def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
+def test_an_error_in_the_engine_loop_fails_all_requests(engine, monkeypatch):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     running = engine.submit(request("s", 1000))
@@ -514,8 +513,8 @@ def test_a_fault_of_the_loop_itself_answers_everybody(engine, monkeypatch):
 
 
 @pytest.mark.parametrize("side", ["sampling", "training"])
-def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch, side):
-    """As after an access to memory that is not there: whatever is asked of it fails from then on."""
+def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
+    """After an illegal memory access, every later call on the GPU fails."""
     for name in "ab":
         create(engine, name)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
@@ -525,7 +524,7 @@ def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch,
 
     base = engine._models.get("llama")
     monkeypatch.setattr(base, "is_lost", lambda: True)
-    with pytest.raises(UserError):  # of which the device knows nothing
+    with pytest.raises(UserError):  # the error did not occur on the device
         engine.submit(OptimStep("a", STEP)).result(WAIT)
     monkeypatch.setattr(base.sampler, "_decode", lost)
     monkeypatch.setattr(base.trainer, "_run", lost)
@@ -541,7 +540,7 @@ def test_a_gpu_that_is_lost_to_this_process_ends_the_engine(engine, monkeypatch,
         engine.submit(request("s"))
 
 
-# Cancelling
+# Cancellation
 
 
 def test_cancelling_a_running_sample_frees_its_memory(engine):
@@ -558,7 +557,7 @@ def test_cancelling_a_running_sample_frees_its_memory(engine):
     tokens(engine, "s")
 
 
-def test_a_cancelled_forward_backward_refuses_the_step_behind_it(engine):
+def test_a_cancelled_forward_backward_fails_the_next_optim_step(engine):
     create(engine)
     before = loss(engine, "a")
     gate: Future[Any] = Future()
@@ -572,7 +571,7 @@ def test_a_cancelled_forward_backward_refuses_the_step_behind_it(engine):
     assert loss(engine, "a") == before
 
 
-def test_a_cancelled_publication_fails_those_who_waited_for_it(engine):
+def test_a_cancelled_publication_fails_the_requests_waiting_for_it(engine):
     create(engine)
     gate: Future[Any] = Future()
     engine.submit(ForwardBackwardLater("a", gate, "cross_entropy"))
@@ -584,7 +583,7 @@ def test_a_cancelled_publication_fails_those_who_waited_for_it(engine):
         early.result(WAIT)
 
 
-def test_a_cancelled_sampler_fails_those_who_waited_for_it_and_can_be_released(engine):
+def test_a_cancelled_sampler_creation_fails_its_requests_and_frees_the_id(engine):
     with device_held(engine):
         created = engine.submit(CreateSampler("s", "llama"))
         early = engine.submit(request("s"))
@@ -597,7 +596,7 @@ def test_a_cancelled_sampler_fails_those_who_waited_for_it_and_can_be_released(e
     tokens(engine, "s")
 
 
-def test_a_cancelled_model_says_so_to_all_who_come_until_it_is_unloaded(engine):
+def test_a_cancelled_model_creation_fails_its_operations_until_unload(engine):
     with device_held(engine):
         created = engine.submit(CreateModel("a", "llama", LORA))
         early = engine.submit(OptimStep("a", STEP))
@@ -612,7 +611,7 @@ def test_a_cancelled_model_says_so_to_all_who_come_until_it_is_unloaded(engine):
 
 @contextmanager
 def device_held(engine: Engine) -> Iterator[None]:
-    """The engine's thread does nothing meanwhile."""
+    """Block the engine thread for the duration of the block."""
     is_held, go_on = threading.Event(), threading.Event()
 
     def hold(_: int) -> None:
@@ -629,10 +628,10 @@ def device_held(engine: Engine) -> Iterator[None]:
         held.result(WAIT)
 
 
-# Data that come later
+# Delayed data
 
 
-def test_later_data_keep_their_place(engine):
+def test_delayed_data_keep_their_position_in_the_queue(engine):
     create(engine, "a")
     create(engine, "b")
     gate: Future[Any] = Future()
@@ -647,7 +646,7 @@ def test_later_data_keep_their_place(engine):
     assert loss(engine, "a") == loss(engine, "b")
 
 
-def test_data_that_could_not_be_made_refuse_the_step(engine):
+def test_failed_delayed_data_fail_the_next_optim_step(engine):
     create(engine)
     before = loss(engine, "a")
     gate: Future[Any] = Future()
@@ -666,7 +665,7 @@ def test_data_that_could_not_be_made_refuse_the_step(engine):
 # Checkpoints
 
 
-def test_resumed_in_a_fresh_engine_it_ends_bit_for_bit_the_same(engines):
+def test_training_resumed_in_a_new_engine_ends_bitwise_identical(engines):
     engine = engines()
     create(engine, "whole")
     create(engine, "half")
@@ -687,7 +686,7 @@ def test_resumed_in_a_fresh_engine_it_ends_bit_for_bit_the_same(engines):
     assert int(ours["step"]) == 4
 
 
-def test_loading_replaces_weights_and_optimizer_as_asked(engine):
+def test_load_weights_replaces_weights_and_optionally_the_optimizer(engine):
     create(engine)
     for i in range(2):
         step(engine, "a", datum(start=i))
@@ -701,7 +700,7 @@ def test_loading_replaces_weights_and_optimizer_as_asked(engine):
         assert step(engine, "a", datum(start=5))[1].result(WAIT).metrics["adam_step"] == steps
 
 
-def test_a_saved_version_is_that_of_its_place_in_the_order(engine):
+def test_a_checkpoint_has_exactly_the_steps_submitted_before_it(engine):
     create(engine)
     step(engine, "a", datum())
     first = engine.submit(SaveWeights("a", "one"))
@@ -712,7 +711,7 @@ def test_a_saved_version_is_that_of_its_place_in_the_order(engine):
     assert state.step == 1
 
 
-def test_samplers_of_checkpoints_draw_what_the_published_one_draws(engine):
+def test_a_checkpoint_sampler_samples_the_same_as_the_published_one(engine):
     create(engine)
     step(engine, "a", datum())
     for_sampler = (
@@ -727,7 +726,7 @@ def test_samplers_of_checkpoints_draw_what_the_published_one_draws(engine):
     assert engine.checkpoint_info(for_sampler).checkpoint.user_metadata == {"k": "v"}
 
 
-def test_a_checkpoint_of_another_base_model_is_refused(engines, model_dirs, tmp_path):
+def test_a_checkpoint_of_another_base_model_is_rejected(engines, model_dirs, tmp_path):
     tiny_model(tmp_path / "twin", seed=9)
     engine = Engine(
         {**model_dirs, "twin": str(tmp_path / "twin")},
@@ -758,10 +757,10 @@ def test_a_checkpoint_of_another_base_model_is_refused(engines, model_dirs, tmp_
         engine.close()
 
 
-# The end
+# Shutdown
 
 
-def test_close_finishes_what_is_queued(engines):
+def test_close_finishes_queued_operations(engines):
     engine = engines()
     create(engine)
     futures = [future for i in range(5) for future in step(engine, "a", datum(start=i))]
@@ -771,7 +770,7 @@ def test_close_finishes_what_is_queued(engines):
     assert engines().checkpoint_info(saved.result(0).path).lora.rank == 4
 
 
-def test_close_without_finishing_fails_what_is_queued(engine):
+def test_close_without_finish_fails_queued_operations(engine):
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     gate: Future[Any] = Future()
@@ -789,7 +788,7 @@ def test_close_without_finishing_fails_what_is_queued(engine):
     engine.close()
 
 
-def test_close_does_not_wait_for_data_that_nobody_makes(engine):
+def test_close_does_not_wait_for_data_that_no_thread_computes(engine):
     create(engine)
     waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
     engine.close()
@@ -797,7 +796,7 @@ def test_close_does_not_wait_for_data_that_nobody_makes(engine):
         waiting.result(0)
 
 
-def test_close_finishes_what_waits_for_data_that_somebody_makes(engine):
+def test_close_waits_for_data_that_a_thread_computes(engine):
     create(engine)
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
@@ -811,7 +810,7 @@ def test_close_finishes_what_waits_for_data_that_somebody_makes(engine):
     assert [future.exception(0) for future in futures] == [None] * 3
 
 
-def test_close_can_be_given_up_while_somebody_makes_data(engine):
+def test_close_without_finish_interrupts_waiting_for_data(engine):
     create(engine)
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
@@ -849,7 +848,7 @@ def test_submitting_while_closing_never_hangs(engines):
 
 
 @pytest.mark.slow
-def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
+def test_an_unreferenced_engine_stops_its_thread(model_dirs, tmp_path):
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
     thread, base = engine._owner._thread, weakref.ref(engine._models.get("llama"))
@@ -861,7 +860,7 @@ def test_an_engine_that_nobody_holds_ends(model_dirs, tmp_path):
 
 
 @pytest.mark.parametrize("fault", [None, RuntimeError("CUDA error: unspecified launch failure")])
-def test_a_gpu_is_lost_where_waiting_for_it_fails(engine, monkeypatch, fault):
+def test_is_lost_is_true_if_synchronize_fails(engine, monkeypatch, fault):
     create(engine)
     base = engine._models.get("llama")
     assert not base.is_lost()
@@ -879,9 +878,9 @@ def test_a_gpu_is_lost_where_waiting_for_it_fails(engine, monkeypatch, fault):
 
 
 @pytest.mark.slow
-def test_a_closed_engine_holds_no_weights(model_dirs, tmp_path):
-    """At once, not when cycles are looked for: the next one of this process divides the memory of a
-    GPU that is free then.
+def test_close_frees_the_weights_without_garbage_collection(model_dirs, tmp_path):
+    """The next engine of the process divides the GPU memory that is free at that time, so close
+    must not leave the weights to the garbage collector.
     """
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
@@ -916,7 +915,7 @@ print("leaving", flush=True)
 
 
 @pytest.mark.slow
-def test_the_interpreter_ends_at_once_without_a_close(model_dirs, tmp_path):
+def test_the_interpreter_exits_quickly_without_close(model_dirs, tmp_path):
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-X", "faulthandler", "-c", EXIT, model_dirs["llama"], str(tmp_path)],
@@ -945,19 +944,19 @@ def test_the_interpreter_ends_at_once_without_a_close(model_dirs, tmp_path):
         {"max_batch": 1.5},
     ],
 )
-def test_settings_that_cannot_be_name_themselves(settings):
+def test_invalid_settings_are_named_in_the_error(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         EngineSettings(**settings)
 
 
 @pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_dtype_follows_the_cpu(monkeypatch, native, dtype):
+def test_auto_dtype_is_bfloat16_where_the_cpu_multiplies_it(monkeypatch, native, dtype):
     monkeypatch.setattr(settings_module, "_cpu_multiplies_bfloat16", lambda: native)
     assert choose_dtype("auto", torch.device("cpu")) is dtype
     assert choose_dtype("float32", torch.device("cpu")) is torch.float32
 
 
-def test_names_of_one_directory_share_its_weights(model_dirs, tmp_path):
+def test_model_names_with_one_directory_share_weights(model_dirs, tmp_path):
     engine = Engine(
         {"x": model_dirs["llama"], "y": model_dirs["llama"]},
         tmp_path,
@@ -970,7 +969,7 @@ def test_names_of_one_directory_share_its_weights(model_dirs, tmp_path):
         engine.close()
 
 
-def test_ids_cannot_be_taken_twice(engine):
+def test_a_model_or_sampler_id_in_use_is_rejected(engine):
     create(engine)
     with pytest.raises(UserError, match="in use"):
         engine.submit(CreateModel("a", "llama"))
@@ -979,12 +978,12 @@ def test_ids_cannot_be_taken_twice(engine):
         engine.submit(PublishSampler("a", "s"))
 
 
-def test_capabilities_name_the_mapped_models(engine):
+def test_capabilities_list_the_configured_models(engine):
     models = {model.model_name: model for model in engine.capabilities().supported_models}
     assert models["llama"].max_context_length == 2048
 
 
-def test_capabilities_name_the_models_that_are_loaded(engine, model_dirs):
+def test_capabilities_list_loaded_models(engine, model_dirs):
     assert model_dirs["llama"] not in {
         model.model_name for model in engine.capabilities().supported_models
     }
@@ -993,7 +992,7 @@ def test_capabilities_name_the_models_that_are_loaded(engine, model_dirs):
     assert models[model_dirs["llama"]].max_context_length == models["llama"].max_context_length
 
 
-def test_a_data_list_may_be_reused_at_once(engine):
+def test_changing_the_data_list_after_submit_has_no_effect(engine):
     create(engine, "a")
     create(engine, "b")
     gate: Future[Any] = Future()
@@ -1020,7 +1019,7 @@ def wait_until(condition: Any) -> None:
         time.sleep(0.005)
 
 
-def test_targets_of_every_shape_reach_the_trainer(engine):
+def test_targets_with_several_candidates_give_logprobs_of_that_shape(engine):
     create(engine)
     targets = TensorData([[1, 2], [3, 4], [5, 6]], "int64")
     data = [

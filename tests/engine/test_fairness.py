@@ -1,4 +1,4 @@
-"""Turns by time used."""
+"""FairShare gives the next turn to the waiting key that has used the least time."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from planish.engine.fairness import FairShare
 
 
-def test_two_that_wait_get_half_of_the_time_each():
+def test_two_waiting_keys_get_half_of_the_time_each():
     share: FairShare[str] = FairShare()
     used = {"long": 0.0, "short": 0.0}
     for _ in range(1000):
@@ -17,8 +17,8 @@ def test_two_that_wait_get_half_of_the_time_each():
     assert abs(used["long"] - used["short"]) <= 3.0
 
 
-def test_a_debt_outlives_a_short_absence():
-    """One that leaves for a moment after each long turn must not take all of the time."""
+def test_a_short_absence_does_not_cancel_used_time():
+    """A key that leaves briefly after each long turn must not take all of the time."""
     share: FairShare[str] = FairShare()
     used = {"long": 0.0, "short": 0.0}
     for turn in range(2000):
@@ -30,7 +30,7 @@ def test_a_debt_outlives_a_short_absence():
     assert used["long"] <= used["short"] + 3.0
 
 
-def test_absence_gives_no_credit():
+def test_an_absent_key_earns_no_time():
     share: FairShare[str] = FairShare()
     for _ in range(100):
         share.charge(share.pick(["a"]), 1.0)
@@ -44,9 +44,9 @@ def test_absence_gives_no_credit():
 @given(
     st.lists(st.tuples(st.sets(st.integers(0, 4), min_size=1), st.floats(0.01, 5)), max_size=200)
 )
-def test_who_always_waits_gets_its_share(turns):
-    """Key 0 waits always: it never gets less than a fifth of the time, but for one long turn of
-    each of the others.
+def test_a_key_that_always_waits_gets_its_share(turns):
+    """Key 0 always waits, with up to four other keys. So it gets at least a fifth of the time,
+    except for one long turn of each other key.
     """
     share: FairShare[int] = FairShare()
     mine = total = 0.0
@@ -58,7 +58,7 @@ def test_who_always_waits_gets_its_share(turns):
     assert mine >= total / 5 - 5 * 5.0
 
 
-def test_those_who_left_without_a_debt_are_forgotten():
+def test_keys_that_left_without_a_debt_are_forgotten():
     share: FairShare[int] = FairShare()
     for key in range(100):
         share.charge(share.pick([key]), 1.0)

@@ -1,4 +1,4 @@
-"""Forest attention equals attention under the T x T mask, in values and in gradients, with either
+"""Prefix-tree attention equals attention with the T x T mask, in values and gradients, on each
 kernel.
 """
 
@@ -25,7 +25,7 @@ def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> 
     sequences = []
     for _ in range(prompts):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        # Few token values, so that completions share their first tokens too and segments of one row
+        # With few token values, completions share their first tokens too, and segments of one row
         # occur.
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
@@ -50,7 +50,7 @@ def inputs(rows: int, heads: int, kv_heads: int, dtype: torch.dtype, scale: floa
 
 @pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(6, 2), (4, 4)])
-def test_forest_equals_dense_mask(kernel, heads: int, kv_heads: int):
+def test_prefix_tree_attention_equals_dense_masked_attention(kernel, heads: int, kv_heads: int):
     for seed in range(3):
         packed = forest(seed)
         qkv, weight = inputs(len(packed), heads, kv_heads, torch.float64)
@@ -63,7 +63,9 @@ def test_forest_equals_dense_mask(kernel, heads: int, kv_heads: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])
-def test_forest_in_low_precision_stays_near_float64(kernel, dtype: torch.dtype, tolerance: float):
+def test_low_precision_prefix_tree_attention_is_close_to_float64(
+    kernel, dtype: torch.dtype, tolerance: float
+):
     packed = forest(5, longest=200)
     qkv, weight = inputs(len(packed), 6, 2, dtype)
     fast = attention_gradients(ForestAttention(packed, CPU, kernel), qkv, weight)
@@ -73,7 +75,7 @@ def test_forest_in_low_precision_stays_near_float64(kernel, dtype: torch.dtype, 
         assert float((a.double() - b).norm() / b.norm()) < tolerance
 
 
-def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
+def test_splitting_queries_into_blocks_does_not_change_the_result(monkeypatch):
     packed = forest(2)
     qkv, weight = inputs(len(packed), 4, 2, torch.float64)
     whole = attention_gradients(ForestAttention(packed, CPU, BlockKernel()), qkv, weight)
@@ -86,7 +88,7 @@ def test_blocks_bound_the_scores_and_change_nothing(monkeypatch):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
-def test_pieces_cover_each_allowed_pair_once():
+def test_pieces_cover_each_visible_pair_exactly_once():
     packed = forest(3)
     count = np.zeros((len(packed), len(packed)), int)
     for piece in rectangles(packed):
@@ -98,7 +100,7 @@ def test_pieces_cover_each_allowed_pair_once():
     assert len(batches) < len(packed.segments) / 2
 
 
-def test_several_thousand_rows_need_no_square_matrix():
+def test_thousands_of_rows_need_no_quadratic_memory():
     (packed,) = pack([np.arange(6000) % 97], 10_000)
     qkv, weight = inputs(6000, 2, 1, torch.float32)
     out, *grads = attention_gradients(ForestAttention(packed, CPU), qkv, weight)

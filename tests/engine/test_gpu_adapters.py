@@ -1,5 +1,5 @@
-"""The adapters of a batch, by tables on the device: the same numbers as one adapter after the
-other, and nobody is kept.
+"""AdapterTables apply all adapters of a batch on the GPU, equal to one adapter at a time, and do
+not keep adapters alive.
 """
 
 import gc
@@ -22,7 +22,7 @@ CONFIG = ModelConfig(
     "qwen3", 150, 48, 72, 2, 4, 2, 16, 1e-6, RopeConfig(1e4), 128, True, True, False, ()
 )
 ODD = replace(CONFIG, hidden_size=30, intermediate_size=45)
-"""Of sizes for which matrices begin anywhere."""
+"""Sizes that leave the matrices unaligned."""
 SITES = dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), LAYER_SITES, strict=True))
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -49,7 +49,9 @@ def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[Ada
 
 
 def seven(dtype: torch.dtype) -> list[AdapterRows]:
-    """Ranks of all kinds, trained in part, with rows of the base model between them."""
+    """Return seven adapters of various ranks and trained parts, with rows of the base model
+    between.
+    """
     ones = [
         adapter(LoraConfig(1), dtype, 1),
         adapter(LoraConfig(8, train_mlp=False), dtype, 2),
@@ -90,7 +92,7 @@ def assert_like_the_loop(
     dtype: torch.dtype,
     config: ModelConfig = CONFIG,
 ) -> None:
-    """Every site of the last layer, and the head."""
+    """Assert that the tables equal a loop over the adapters, in the last layer and the head."""
     rows = max((one.stop for one in adapters), default=0) + 2
     layer = config.num_layers - 1
     for site, names in SITES.items():
@@ -129,7 +131,7 @@ def assert_like_the_loop(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_it_is_like_one_adapter_after_the_other(dtype: torch.dtype):
+def test_batched_adapters_equal_one_adapter_at_a_time(dtype: torch.dtype):
     own = tables(dtype)
     first, second = adapter(LoraConfig(8), dtype, 1), adapter(LoraConfig(32), dtype, 2)
     for adapters in (placed((first, 3)), placed((second, 1), (first, 2)), seven(dtype)):
@@ -138,7 +140,7 @@ def test_it_is_like_one_adapter_after_the_other(dtype: torch.dtype):
 
 
 @torch.no_grad()
-def test_sizes_may_be_odd():
+def test_odd_matrix_sizes_give_the_same_result():
     dtype = torch.bfloat16
     own = tables(dtype, ODD)
     adapters = placed(
@@ -150,9 +152,9 @@ def test_sizes_may_be_odd():
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_the_same_tables_serve_the_next_batch():
-    """Fewer tiles than before, slots that were others', an adapter that comes back, one with rows
-    in two places.
+def test_adapter_tables_are_reused_by_the_next_batch():
+    """The next batches have fewer tiles, slots that other adapters had, an adapter that returns,
+    and an adapter with rows in two places.
     """
     dtype = torch.float32
     a, b, c = (
@@ -172,8 +174,8 @@ def test_the_same_tables_serve_the_next_batch():
 
 
 @torch.no_grad()
-def test_tables_stay_where_they_are():
-    """A captured graph has their addresses."""
+def test_adapter_tables_keep_their_addresses():
+    """A captured graph contains the addresses of the tables."""
     own = tables(torch.float32)
     where = [tensor.data_ptr() for tensor in (own._tiles.device, own._pointers.device, own._parts)]
     own.fill(seven(torch.float32))
@@ -183,7 +185,7 @@ def test_tables_stay_where_they_are():
     ] == where
 
 
-def test_an_adapter_is_written_once_while_it_stays(monkeypatch: pytest.MonkeyPatch):
+def test_an_adapter_is_copied_once_while_it_stays_in_the_batch(monkeypatch: pytest.MonkeyPatch):
     own = tables(torch.float32, max_adapters=3)
     a, b, c = (adapter(LoraConfig(4), torch.float32, seed) for seed in range(3))
     written = []
@@ -202,7 +204,7 @@ def test_an_adapter_is_written_once_while_it_stays(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_an_adapter_that_left_is_not_kept():
+def test_an_adapter_that_left_the_batch_is_not_referenced():
     own = tables(torch.float32)
     kept, left = adapter(LoraConfig(4), torch.float32, 1), adapter(LoraConfig(4), torch.float32, 2)
     gone = weakref.ref(left)
@@ -220,7 +222,7 @@ def test_an_adapter_that_left_is_not_kept():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @torch.no_grad()
-def test_the_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype):
+def test_gpu_adapter_output_is_batch_invariant(dtype: torch.dtype):
     crowd = seven(dtype)
     own, x = tables(dtype), noise(40, 48, seed=1, dtype=dtype)
     together, hidden = (noise(40, 144, seed=2, dtype=dtype) for _ in range(2))
@@ -234,7 +236,7 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(dtype: torch.dtype):
             assert torch.equal(alone[1], together[one.stop - 1])
 
 
-def test_too_much_for_the_tables_is_noticed():
+def test_exceeding_the_capacity_of_the_tables_raises():
     own = tables(torch.float32, max_adapters=1)
     a, b = (adapter(LoraConfig(4), torch.float32, seed) for seed in range(2))
     with pytest.raises(AssertionError, match="more than 1 adapters"):
@@ -245,11 +247,11 @@ def test_too_much_for_the_tables_is_noticed():
 
 @pytest.mark.gpu
 @torch.no_grad()
-def test_a_captured_graph_serves_other_batches():
+def test_a_captured_adapter_graph_serves_other_batches():
     dtype = torch.bfloat16
     own, base = tables(dtype), noise(40, 144, seed=2, dtype=dtype)
     x, out = noise(40, 48, seed=1, dtype=dtype), base.clone()
-    own.add_(x, out, [72, 72], 1, "mlp_in")  # compiles, which a capture does not allow
+    own.add_(x, out, [72, 72], 1, "mlp_in")  # compile now, because a capture does not allow it
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         own.add_(x, out, [72, 72], 1, "mlp_in")

@@ -1,5 +1,5 @@
-"""The GPU's attention over slots: equal to its torch twins and to a dense softmax, whatever is in
-the batch; interpreted on a CPU.
+"""The GPU's decoding and prefill attention over KV slots equal their torch references and a dense
+softmax. The kernels are interpreted on a CPU.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 @dataclass
 class Batch:
-    """Prompts and samples in pools of random contents."""
+    """Running prompts and samples, in KV pools with random contents."""
 
     shape: KVShape
     q_heads: int
@@ -42,7 +42,7 @@ class Batch:
         self.generator = torch.Generator().manual_seed(0)
 
     def begin(self, length: int, drawn: list[int]) -> None:
-        """A prompt, and samples of it that have so many tokens behind it."""
+        """Add a prompt of `length` tokens with len(drawn) samples of `drawn[i]` tokens."""
         prompt = Prompt(length)
         self.prompts.of(capacity_for(length)).add(prompt)
         samples = [Sample(prompt, length % SPAN + count) for count in drawn]
@@ -55,7 +55,7 @@ class Batch:
         self.running.remove(sample)
 
     def store(self, sample: Sample) -> None:
-        """Room for one more position."""
+        """Count one more stored position, and move the sample to a larger slot if it is full."""
         pool, more = (
             self.samples.of(capacity_for(sample.stored + 1)),
             capacity_for(sample.stored + 2),
@@ -73,8 +73,8 @@ class Batch:
                 tensor.copy_(self.random(*tensor.shape))
 
     def spoil(self) -> None:
-        """Make a mess of all that nobody may see: a step's own keys, which are still to be stored,
-        among them.
+        """Overwrite every position that no row may attend to, including the keys that the next step
+        will store.
         """
         for pool in self.prompts.in_use():
             _spoil(
@@ -91,8 +91,8 @@ class Batch:
         return DecodeTables(PoolBases(self.shape, 4096), max_rows, self.q_heads)
 
     def check(self, tables: DecodeTables, padding: int) -> None:
-        """One layer of a step with `padding` rows in front of the samples', against both twins;
-        where there are gaps, against that which takes them.
+        """Compare one layer of a step, with `padding` rows before the samples' rows, with both
+        references. Pools with gaps are compared with the dense reference only.
         """
         self.redraw()
         order = torch.randperm(len(self.running), generator=self.generator).tolist()
@@ -101,7 +101,7 @@ class Batch:
         }
         total, layer, size = padding + len(rows), self.shape.layers - 1, self.shape.head_dim
         q = self.random(total, self.q_heads, size)
-        # As the decoder has them: values are part of a wider tensor.
+        # In the decoder, the values are also part of a wider tensor.
         k, v = (
             self.random(total, self.shape.heads, size),
             self.random(total, 3 * self.shape.heads, size),
@@ -134,7 +134,7 @@ class Batch:
         torch.testing.assert_close(of_samples.double(), dense, rtol=tolerance, atol=tolerance)
 
     def dense(self, sample: Sample, layer: int, q: Tensor) -> Tensor:
-        """Plain attention in float64 over the sample's keys."""
+        """Return softmax attention in float64 over the keys of one sample."""
         prompt, seen = sample.prompt, sample.prompt.length // SPAN * SPAN
         home, own = (
             self.prompts.of(capacity_for(prompt.length)),
@@ -157,7 +157,7 @@ class Batch:
 
 
 def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
-    """`ends`: by slot."""
+    """Overwrite all positions from `ends[slot]` on, and all slots without an entry in `ends`."""
     for tensor in (*pool.keys, *pool.values):
         for slot in range(len(tensor)):
             tensor[slot, :, ends.get(slot, 0) :] = torch.nan
@@ -173,7 +173,7 @@ def batch(
     ("heads", "group", "head_dim", "dtype"),
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 16, torch.bfloat16)],
 )
-def test_new_rows_see_their_prompt_then_their_own_slot(heads, group, head_dim, dtype):
+def test_a_new_row_attends_to_its_prompt_then_its_own_slot(heads, group, head_dim, dtype):
     running = batch(heads, group, head_dim, dtype)
     running.begin(5, [0])
     running.begin(64, [3, 70])
@@ -181,22 +181,22 @@ def test_new_rows_see_their_prompt_then_their_own_slot(heads, group, head_dim, d
     running.check(running.tables(16), padding=2)
 
 
-def test_many_samples_of_a_prompt_are_several_blocks():
+def test_many_samples_of_one_prompt_use_several_blocks():
     running = batch(group=4)
     running.begin(130, [1] * 20)
     running.check(running.tables(20), padding=0)
 
 
 @pytest.mark.slow
-def test_long_ranges_are_cut():
+def test_long_key_ranges_are_split():
     running = batch(group=1)
     running.begin(1200, [0, 170])
     tables = running.tables(2)
     running.check(tables, padding=0)
-    assert tables._tables["rows"]["parts"].min() > 8  # more than are added up at a time
+    assert tables._tables["rows"]["parts"].min() > 8  # more parts than one program adds at a time
 
 
-def test_tables_serve_step_after_step():
+def test_attention_tables_are_reused_step_after_step():
     running = batch(heads=1, group=2)
     running.begin(70, [0, 3])
     running.begin(20, [43, 4])
@@ -214,7 +214,7 @@ def test_tables_serve_step_after_step():
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
 
 
-def test_slots_may_have_gaps_between_them():
+def test_attention_accepts_gaps_between_slots():
     running = Batch(KVShape(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
     running.begin(70, [0, 3, 1, 2])
     running.begin(20, [20, 4])
@@ -228,8 +228,8 @@ def test_slots_may_have_gaps_between_them():
     running.check(tables, padding=2)
 
 
-@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, about just that row
-def test_what_is_not_finite_stays_in_its_own_row():
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns about the NaN row
+def test_non_finite_values_stay_in_their_own_row():
     running = batch()
     running.begin(70, [0, 1, 2])
     running.redraw()
@@ -246,7 +246,7 @@ def test_what_is_not_finite_stays_in_its_own_row():
     assert torch.equal(found[::2], clean[::2])
 
 
-def test_no_samples():
+def test_a_step_without_samples_is_valid():
     running = batch()
     tables = running.tables(2)
     tables.fill({}, running.prompts, running.samples)
@@ -264,13 +264,13 @@ drawn = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 131_000)), min_si
     heads=st.sampled_from([1, 3, 8]),
     group=st.integers(1, 5),
 )
-def test_pieces_are_all_positions_once(groups, heads, group):
+def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     shape = KVShape(1, heads, 16, torch.float32, torch.device("cpu"))
     prompts, samples, rows = KVPools(shape), KVPools(shape), {}
     running = []
     for length, counts in groups:
         prompt = Prompt(length)
-        # of which only the sizes are looked at
+        # only the capacities of the pools matter here
         prompts.of(capacity_for(length)).owners.append(prompt)
         for count in counts:
             running.append(Sample(prompt, length % SPAN + count))
@@ -302,7 +302,7 @@ def test_pieces_are_all_positions_once(groups, heads, group):
         assert [number for number, _, _ in found] == list(range(len(found)))
         ends = [0]
         for _, first, stop in found:
-            # From a prompt's end it goes on at the beginning of the sample's own slot.
+            # After the prompt's last whole span, the range continues in the sample's own slot.
             assert first == ends[-1] or (ends[-1] == shared and first == 0)
             ends.append(stop)
         assert sum(stop - first for _, first, stop in found) == shared + own
@@ -312,7 +312,7 @@ def test_pieces_are_all_positions_once(groups, heads, group):
     ("heads", "group", "head_dim", "dtype"),
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 32, torch.bfloat16)],
 )
-def test_rows_of_prompts(heads, group, head_dim, dtype):
+def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dtype):
     shape = KVShape(2, heads, head_dim, dtype, DEVICE)
     running = Batch(shape, heads * group)
     for length in (3, 64, 200, 130):
@@ -340,7 +340,7 @@ def test_rows_of_prompts(heads, group, head_dim, dtype):
     assert not found[[row for row in range(83) if row not in covered]].any()
 
 
-def test_bases_follow_the_pools():
+def test_pool_addresses_follow_reallocation():
     shape = KVShape(2, 1, 16, torch.float32, DEVICE)
     bases, pools = PoolBases(shape, 4096), [KVPool(shape, 64), KVPool(shape, 128)]
     assert bases.numbers(pools) == [0, 1]
@@ -359,7 +359,7 @@ def test_bases_follow_the_pools():
     assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
 
 
-def test_bases_number_as_many_pools_as_a_long_context_has():
+def test_the_address_table_has_room_for_all_pools_of_a_long_context():
     shape = KVShape(2, 1, 16, torch.float32, DEVICE)
     bases, pools = PoolBases(shape, 40_960), [KVPool(shape, 64 * n) for n in range(1, 1281)]
     assert bases.numbers(pools) == list(range(1280))
@@ -371,7 +371,7 @@ def test_bases_number_as_many_pools_as_a_long_context_has():
     ]
 
 
-def test_served_heads(monkeypatch):
+def test_unsupported_head_shapes_are_not_served(monkeypatch):
     cpu = torch.device("cpu")
     monkeypatch.setenv("PLANISH_KERNELS", "auto")
     assert not choose.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
@@ -384,7 +384,7 @@ def test_served_heads(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_captured_step_serves_other_samples():
+def test_a_captured_decoding_step_serves_other_samples():
     shape = KVShape(2, 8, 128, torch.bfloat16, torch.device("cuda"))
     running = Batch(shape, 32)
     running.begin(300, [5] * 20)
@@ -397,7 +397,7 @@ def test_a_captured_step_serves_other_samples():
         running.prompts,
         running.samples,
     )
-    tables(1, q, k, v)  # compiled before the capture
+    tables(1, q, k, v)  # compile before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,5 +1,5 @@
-"""The check of the GPU's kernels: it passes right ones, finds wrong ones of every family, and
-survives checkers that crash, hang or cannot compile. Kernels are interpreted here.
+"""The self-test of the GPU kernels passes correct kernels, detects wrong kernels of every family,
+and survives checkers that crash, hang or cannot compile. The kernels are interpreted here.
 """
 
 import importlib.util
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HERE = [family for family in FAMILIES if family != "graphs"]
-"""A graph needs a GPU, or one that is pretended."""
+"""Families that can be checked here; a graph needs a real or pretended GPU."""
 HEADS = HeadShape(128, 4, torch.bfloat16)
 REQUEST = Request("/model", "bfloat16", "cuda:0", FAMILIES)
 
@@ -34,7 +34,7 @@ REQUEST = Request("/model", "bfloat16", "cuda:0", FAMILIES)
 @pytest.fixture(autouse=True)
 def _triton_serves(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    # So that ranges of keys are cut in more parts than are added up at a time.
+    # At this setting, key ranges are split into more parts than one program adds at a time.
     monkeypatch.setattr(sampling_attention, "_INTERPRETED", 16)
 
 
@@ -54,18 +54,18 @@ def small(directory: Path, dtype: torch.dtype = torch.bfloat16) -> Case:
 
 @pytest.mark.parametrize("family", HERE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
-def test_right_kernels_pass(directory, family, dtype):
+def test_correct_kernels_pass_the_check(directory, family, dtype):
     assert check(family, small(directory, dtype)) == Verdict(family, True)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", HERE)
-def test_right_kernels_pass_at_the_sizes_for_a_gpu(directory, family):
-    """The tree has 1,500 rows, and ranges of keys are cut in several pieces."""
+def test_correct_kernels_pass_the_check_at_gpu_sizes(directory, family):
+    """At these sizes the tree has 1,500 rows, and key ranges are split into several pieces."""
     assert check(family, case_of(directory, torch.bfloat16, DEVICE)) == Verdict(family, True)
 
 
-# A family, a module, and what is changed in its source.
+# Each case is a family, a module, and a change of its source.
 FAULTS = [
     ("norms", "elementwise", "factor[:, None] * weights[None, :]", "factor[:, None]"),
     ("norms", "elementwise", "tl.sum(value * value, 1)", "tl.sum(tl.abs(value), 1)"),
@@ -102,7 +102,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize("fault", range(len(FAULTS)), ids=lambda i: f"{FAULTS[i][0]}-{i}")
-def test_wrong_kernels_are_found(directory, tmp_path, monkeypatch, fault):
+def test_the_check_detects_wrong_kernels(directory, tmp_path, monkeypatch, fault):
     family, name, right, wrong = FAULTS[fault]
     module = f"planish.model.kernels.triton.{name}_kernels"
     change(module, right, wrong, tmp_path, monkeypatch)
@@ -113,7 +113,7 @@ def test_wrong_kernels_are_found(directory, tmp_path, monkeypatch, fault):
 
 
 def change(name: str, right: str, wrong: str, directory: Path, patch: pytest.MonkeyPatch) -> None:
-    """Replace some text in the source of a module."""
+    """Replace text in the source of a module while the test runs."""
     origin = importlib.util.find_spec(name).origin  # type: ignore[union-attr]
     source = Path(str(origin)).read_text()
     assert right in source
@@ -128,8 +128,8 @@ def change(name: str, right: str, wrong: str, directory: Path, patch: pytest.Mon
 
 
 def checker(directory: Path, text: str) -> list[str]:
-    """A command whose program has the request as `request`, and `begin(family)` and `say(family,
-    passed, reason)`.
+    """Return a checker command that runs `text`, a program that can use `request`, `begin(family)`
+    and `say(family, passed, reason)`.
     """
     path = directory / "checker.py"
     path.write_text(
@@ -149,7 +149,7 @@ def checker(directory: Path, text: str) -> list[str]:
     return [sys.executable, str(path)]
 
 
-def test_a_family_that_crashes_fails_alone(tmp_path):
+def test_a_crash_in_one_family_fails_only_that_family(tmp_path):
     command = checker(
         tmp_path,
         """
@@ -170,7 +170,7 @@ def test_a_family_that_crashes_fails_alone(tmp_path):
     assert is_lasting(failed)
 
 
-def test_a_family_that_hangs_fails_alone(tmp_path):
+def test_a_hang_in_one_family_fails_only_that_family(tmp_path):
     command = checker(
         tmp_path,
         """
@@ -187,8 +187,8 @@ def test_a_family_that_hangs_fails_alone(tmp_path):
     assert not is_lasting(failed)
 
 
-def test_a_family_with_an_error_fails_alone(tmp_path):
-    """The checker ends after it, since a CUDA context may be lost; the rest is checked anew."""
+def test_an_error_in_one_family_fails_only_that_family(tmp_path):
+    """An error may lose the CUDA context, so a new process checks the remaining families."""
     command = checker(
         tmp_path,
         """
@@ -203,19 +203,19 @@ def test_a_family_with_an_error_fails_alone(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["", "sys.exit(1)", "sys.exit('no torch')", "begin('unknown')"])
-def test_a_checker_that_says_nothing_fails_all_families(tmp_path, text):
+def test_a_silent_checker_fails_all_families(tmp_path, text):
     found = run_checks(REQUEST, checker(tmp_path, text))
     assert [verdict.family for verdict in found] == list(FAMILIES)
     assert not any(verdict.passed or is_lasting(verdict) for verdict in found)
 
 
-def test_a_checker_that_cannot_be_started_fails_all_families():
+def test_a_checker_that_cannot_start_fails_all_families():
     found = run_checks(REQUEST, ["/nowhere/python"])
     assert not any(verdict.passed or is_lasting(verdict) for verdict in found)
 
 
-def test_without_a_compiler_nothing_else_is_tried(tmp_path):
-    """Triton's own words, with a PATH that has no compiler."""
+def test_without_a_compiler_no_kernel_is_checked(tmp_path):
+    """Triton itself raises the error, because PATH has no compiler."""
     script = """
         import inspect
         from triton.runtime.build import _build
@@ -245,14 +245,14 @@ def test_without_a_compiler_nothing_else_is_tried(tmp_path):
     assert "Install gcc and the headers of this Python (gcc and python3-dev)" in warning
 
 
-def test_missing_headers_are_named():
+def test_missing_python_headers_are_named_in_the_error():
     words = "CalledProcessError: main.c:1:10: fatal error: Python.h: No such file or directory"
     assert "python3-dev" in self_test.remedy_of(words)
     assert "gcc and" not in self_test.remedy_of(words)
     assert not is_lasting(Verdict("lora", False, words))
 
 
-def test_a_warning_names_families_reasons_and_remedy():
+def test_the_warning_names_families_reasons_and_remedy():
     found = [
         Verdict(family, family not in ("lora", "rope"), "wrong result: x") for family in FAMILIES
     ]
@@ -265,8 +265,8 @@ def test_a_warning_names_families_reasons_and_remedy():
     assert "End other programs on the GPU" in off
 
 
-def test_the_checker_checks_in_a_process_of_its_own(directory):
-    """Interpreted, and on a CPU, where no graph can be recorded."""
+def test_the_check_runs_in_a_separate_process(directory):
+    """The kernels are interpreted on a CPU, where no graph can be captured."""
     if DEVICE.type == "cuda":
         pytest.skip("tests/gpu has the check on a GPU")
     request = Request(str(directory), "float32", "cpu", ["norms", "graphs", "swiglu"])
@@ -278,7 +278,7 @@ def test_the_checker_checks_in_a_process_of_its_own(directory):
 
 
 class Gpu:
-    """What `admit_checked` asks of torch about a GPU, and a checker that counts its runs."""
+    """Fakes the GPU properties that `admit_checked` reads, and counts the runs of the checker."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Request] = []
@@ -311,7 +311,7 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
     return Gpu(tmp_path, monkeypatch)
 
 
-def test_kernels_serve_a_gpu_only_once_they_are_checked(gpu, caplog):
+def test_kernels_are_used_only_after_they_passed_the_check(gpu, caplog):
     assert not choose.triton_serves(CUDA, "norms")
     assert not choose.triton_attends("attention", HEADS, CUDA)
     with caplog.at_level("INFO"):
@@ -326,7 +326,7 @@ def test_kernels_serve_a_gpu_only_once_they_are_checked(gpu, caplog):
     )
 
 
-def test_verdicts_are_kept_for_what_they_hold_for(gpu, monkeypatch):
+def test_verdicts_are_cached_by_gpu_model_and_software(gpu, monkeypatch):
     gpu.admit()
     gpu.admit()
     assert len(gpu.asked) == 1
@@ -345,7 +345,7 @@ def test_verdicts_are_kept_for_what_they_hold_for(gpu, monkeypatch):
         assert len(gpu.asked) == asked + 1
 
 
-def test_a_damaged_file_of_verdicts_is_made_again(gpu, tmp_path):
+def test_a_damaged_verdict_file_is_replaced(gpu, tmp_path):
     gpu.admit()
     (path,) = (tmp_path / "kernels").glob("verdicts-gpu-*.json")
     path.write_text(path.read_text()[:-20])
@@ -354,7 +354,7 @@ def test_a_damaged_file_of_verdicts_is_made_again(gpu, tmp_path):
     assert len(read_verdicts(path) or ()) == len(FAMILIES)
 
 
-def test_a_failure_that_can_be_mended_is_checked_again(gpu, caplog):
+def test_a_failure_with_a_remedy_is_checked_again(gpu, caplog):
     gpu.fails = {
         "lora": "RuntimeError: Failed to find C compiler. Please specify via CC",
         "rope": "wrong result: x",
@@ -372,8 +372,8 @@ def test_a_failure_that_can_be_mended_is_checked_again(gpu, caplog):
     assert not choose.triton_serves(CUDA, "rope")
 
 
-def test_what_fails_for_one_model_serves_no_other_of_its_gpu(gpu):
-    """Norms do not know the model whose they are; attention does."""
+def test_a_model_independent_failure_applies_to_all_models_of_the_gpu(gpu):
+    """The norm kernels do not depend on the model's heads; the attention kernels do."""
     other = HeadShape(64, 3, torch.bfloat16)
     gpu.admit()
     gpu.fails = {"norms": "wrong result: x", "attention": "wrong result: x"}
@@ -384,14 +384,14 @@ def test_what_fails_for_one_model_serves_no_other_of_its_gpu(gpu):
 
 
 @pytest.mark.parametrize("wanted", ["torch", "triton"])
-def test_nothing_is_checked_where_kernels_are_off_or_forced(gpu, monkeypatch, wanted):
+def test_no_check_runs_if_kernels_are_disabled_or_forced(gpu, monkeypatch, wanted):
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     gpu.admit()
     assert not gpu.asked
     assert choose.triton_serves(CUDA, "norms") == (wanted == "triton")
 
 
-def test_graphs_have_a_switch(monkeypatch):
+def test_planish_graphs_must_be_0_or_1(monkeypatch):
     for value, wants in (("0", False), ("1", True)):
         monkeypatch.setenv("PLANISH_GRAPHS", value)
         assert choose.wants_graphs() == wants

@@ -1,5 +1,5 @@
-"""The GPU's attention of a forest: equal to attention under the T x T mask in values and gradients,
-interpreted where no GPU is.
+"""The GPU's prefix-tree attention equals attention with the T x T mask, in values and gradients.
+The kernels are interpreted without a GPU.
 """
 
 from dataclasses import replace
@@ -39,8 +39,9 @@ def packed(*sequences) -> Packed:
 
 
 def nested(seed: int, longest: int) -> Packed:
-    """Prompts that share a beginning, with completions that share theirs: segments of one row
-    occur, and one sequence shares nothing.
+    """Return sequences whose prompts share a prefix and whose completions share prefixes.
+
+    Segments of one row occur, and one sequence shares nothing.
     """
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, 50, longest)
@@ -71,7 +72,7 @@ def tensors(
 
 
 def gradients(attend, inputs: list[Tensor]) -> list[Tensor]:
-    """Output and gradients of q, k, v; the last input is the gradient of the output."""
+    """Return the output and the gradients of q, k, v. The last input is the output's gradient."""
     *qkv, upstream = inputs
     leaves = [x.detach().requires_grad_() for x in qkv]
     out = attend(0, *leaves)
@@ -87,7 +88,7 @@ def assert_near(found: list[Tensor], expected: list[Tensor], tolerance: float) -
 
 
 @pytest.mark.parametrize("name", FORESTS)
-def test_equals_attention_under_the_mask(name: str):
+def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
     whole = FORESTS[name]
     inputs = tensors(len(whole), 3, 1, 16)
     expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
@@ -105,7 +106,9 @@ def test_equals_attention_under_the_mask(name: str):
         (2, 1, 256, torch.bfloat16),
     ],
 )
-def test_groups_sizes_of_heads_and_dtypes(heads: int, kv_heads: int, size: int, dtype: torch.dtype):
+def test_every_group_head_size_and_dtype_equals_dense_attention(
+    heads: int, kv_heads: int, size: int, dtype: torch.dtype
+):
     whole = nested(1, 12)
     inputs = tensors(len(whole), heads, kv_heads, size, dtype)
     expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
@@ -116,7 +119,7 @@ def test_groups_sizes_of_heads_and_dtypes(heads: int, kv_heads: int, size: int, 
     )
 
 
-def test_a_group_larger_than_a_tile_gets_a_larger_tile():
+def test_a_query_group_larger_than_a_tile_gets_a_larger_tile():
     whole = packed(np.arange(5), [0, 1, 7])
     inputs = tensors(len(whole), 33, 1, 16)
     expected = gradients(dense_mask_attention(whole, DEVICE), inputs)
@@ -124,8 +127,8 @@ def test_a_group_larger_than_a_tile_gets_a_larger_tile():
 
 
 @pytest.mark.slow
-def test_divided_sums_are_added_up_and_bits_repeat(monkeypatch):
-    """The queries of the first keys are divided among programs."""
+def test_split_sums_are_added_deterministically(monkeypatch):
+    """The queries of the first keys are split among several programs."""
     monkeypatch.setattr(tree_attention, "_FEWEST_TILES", 2)
     whole = FORESTS["one long"]
     plan = key_plan(whole.until, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
@@ -136,8 +139,8 @@ def test_divided_sums_are_added_up_and_bits_repeat(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_rows_may_lie_apart():
-    """As those of v do, which is a part of a joint product; anything else is copied first."""
+def test_strided_rows_give_the_same_result():
+    """v is a slice of a joint matmul's output, so its rows are strided."""
     whole = nested(2, 10)
     inputs = tensors(len(whole), 2, 2, 16)
     joint = torch.cat(inputs[:3], 1)
@@ -148,7 +151,7 @@ def test_rows_may_lie_apart():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_neighbours_change_nothing_but_rounding():
+def test_other_trees_in_the_batch_change_only_rounding():
     own = np.arange(40)
     alone, among = packed(own), packed(own, [*range(15), *range(100, 110)], np.arange(200, 217))
     rows = torch.from_numpy(among.rows[0])
@@ -158,7 +161,7 @@ def test_neighbours_change_nothing_but_rounding():
     assert_near([x[rows] for x in gradients(GpuForest(among, DEVICE), inputs)], expected, 1e-6)
 
 
-def test_what_is_not_finite_stays_in_its_own_rows():
+def test_non_finite_values_stay_in_their_own_rows():
     whole = nested(3, 10)
     q, k, v, _ = tensors(len(whole), 3, 1, 16)
     clean = GpuForest(whole, DEVICE)(0, q, k, v)
@@ -177,9 +180,11 @@ def test_what_is_not_finite_stays_in_its_own_rows():
     group=st.sampled_from([1, 3, 4]),
     fewest=st.sampled_from([1, 2, 16]),
 )
-def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, fewest: int):
-    """Each pair of tiles with something visible is met once, and goes without a mask if the tiles
-    are whole and all of it is visible.
+def test_plans_list_exactly_the_tiles_with_visible_pairs(
+    sequences: list[list[int]], group: int, fewest: int
+):
+    """Each pair of tiles with a visible entry occurs once. It needs no mask if both tiles are whole
+    and all entries are visible.
     """
     whole = packed(*sequences)
     one = triton_forest.Launch(4, 8, 4, 1)
@@ -210,8 +215,8 @@ def test_plans_name_the_tiles_that_meet(sequences: list[list[int]], group: int, 
 
 
 def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]:
-    """By definition: pairs of tiles with something visible, and whether the tiles are whole and all
-    of it is visible.
+    """Return the pairs of tiles with a visible entry, computed from the mask, and whether both
+    tiles are whole and all entries visible.
     """
     visible, found = mask(whole), {}
     for query in range(0, len(whole), rows):
@@ -222,13 +227,13 @@ def tiles_of(whole: Packed, rows: int, keys: int) -> dict[tuple[int, int], bool]
     return found
 
 
-def test_visible_pairs_are_those_of_the_mask():
+def test_visible_pairs_count_the_entries_of_the_mask():
     for whole in FORESTS.values():
         assert visible_pairs(whole) == mask(whole).sum()
 
 
 @pytest.mark.slow
-def test_the_trainer_finds_the_ordinary_gradient(tmp_path, monkeypatch):
+def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, monkeypatch):
     decoder = Decoder.load(tiny_model(tmp_path, layers=1), torch.float32, DEVICE)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 12)

@@ -1,5 +1,5 @@
-"""The engine as it runs on a GPU against the plain one, on a small model; without a GPU its kernels
-are interpreted, and steps are run again instead of launched.
+"""The GPU's model runner equals the eager one on a small model. Without a GPU, the kernels are
+interpreted, and captured steps are computed again instead of replayed.
 """
 
 import threading
@@ -22,8 +22,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory) -> Decoder:
-    # One layer: the interpreter takes seconds for each. That layers have tables of their own is
-    # tested with the tables.
+    # The interpreter takes seconds per layer, so there is one layer. The tests of the tables cover
+    # several layers.
     directory = tiny_model(tmp_path_factory.mktemp("model"), family="qwen3", layers=1)
     return Decoder.load(directory, torch.float32, DEVICE)
 
@@ -41,9 +41,9 @@ def with_kernels(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_gpu_s_sampler_draws_what_the_plain_one_does(decoder, with_kernels):
-    """Several adapters and none, prompts that share a beginning, samples that end early and others
-    that join, in more rows than one graph has.
+def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_kernels):
+    """The batch has several adapters and the base model, shared prompt prefixes, samples that end
+    early and samples that join late, and more rows than one graph.
     """
     tenants = [None, adapter(decoder, 1), adapter(decoder, 2, rank=4)]
     jobs = []
@@ -66,7 +66,7 @@ def test_a_gpu_s_sampler_draws_what_the_plain_one_does(decoder, with_kernels):
             assert [token for token, _ in ours] == [token for token, _ in theirs]
 
 
-def test_an_idle_sampler_keeps_no_adapter(decoder, with_kernels):
+def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
     with_kernels("triton")
     sampler = sampler_of(decoder, max_batch=2)
     run(sampler, (request(tokens(5), max_tokens=2), adapter(decoder, 1), "one"))
@@ -75,7 +75,7 @@ def test_an_idle_sampler_keeps_no_adapter(decoder, with_kernels):
     assert not sampler._passes._prefill_adapters._slots
 
 
-def test_steps_of_all_sizes_leave_their_logits_in_one_place(decoder, with_kernels, monkeypatch):
+def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kernels, monkeypatch):
     with_kernels("triton")
     sampler, found = sampler_of(decoder, max_batch=2), []
 
@@ -92,8 +92,9 @@ def test_steps_of_all_sizes_leave_their_logits_in_one_place(decoder, with_kernel
 
 
 class FakeCuda:
-    """Streams and graphs that only remember: `said` has who did what on which stream; a recording
-    that fails leaves its stream current, as torch's does.
+    """Fake CUDA streams and graphs, which log each call with its stream in `said`.
+
+    A failed capture leaves its stream current, as in torch.
     """
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def cuda(monkeypatch) -> FakeCuda:
     return FakeCuda(monkeypatch)
 
 
-def test_a_step_is_computed_once_before_it_is_recorded_and_launched(cuda):
+def test_a_step_runs_eagerly_once_before_capture_and_replay(cuda):
     recorder, here = GraphRecorder(torch.device("cuda", 1)), "stream of cuda:1"
     launch = recorder.recorded(cuda.step)
     recorder.recorded(cuda.step)
@@ -186,7 +187,7 @@ def test_a_step_is_computed_once_before_it_is_recorded_and_launched(cuda):
     assert cuda.said[10:] == [("launches", "default")] * 2
 
 
-def test_after_a_recording_that_failed_the_next_has_memory_of_its_own(cuda):
+def test_after_a_failed_capture_the_next_one_uses_a_new_memory_pool(cuda):
     recorder = GraphRecorder(torch.device("cuda", 0))
     computed = []
 
@@ -204,7 +205,7 @@ def test_after_a_recording_that_failed_the_next_has_memory_of_its_own(cuda):
     assert [pool for what, pool in cuda.said if what == "records"] == [1, 2, 2]
 
 
-def test_two_engines_of_one_process_record_one_after_the_other(cuda):
+def test_two_engines_in_one_process_capture_one_at_a_time(cuda):
     begun, go_on = threading.Event(), threading.Event()
 
     def slow() -> tuple[torch.Tensor, torch.Tensor]:
@@ -228,15 +229,15 @@ def test_two_engines_of_one_process_record_one_after_the_other(cuda):
     assert [what for what, _ in cuda.said if "record" in what] == ["records", "recorded"] * 2
 
 
-def test_graphs_hold_every_batch_with_little_to_spare():
+def test_graph_sizes_cover_every_batch_with_little_padding():
     assert graph_sizes(1) == [1]
     assert graph_sizes(6) == [1, 2, 4, 6]
     assert graph_sizes(256)[-3:] == [128, 192, 256]
     assert graph_sizes(1500)[-4:] == [768, 1024, 1280, 1500]
 
 
-def test_a_recording_that_fails_gives_its_memory_back(cuda):
-    """Not where graphs of the same pool live on."""
+def test_a_failed_capture_frees_its_memory(cuda):
+    """The pool is kept if another graph uses it."""
     recorder = GraphRecorder(torch.device("cuda", 0))
     computed = 0
 
@@ -256,7 +257,7 @@ def test_a_recording_that_fails_gives_its_memory_back(cuda):
 
 
 def recorded_sizes(decoder, patch, record) -> GraphPasses:
-    """Passes that record all their graphs by `record`."""
+    """Return a model runner that has captured all its graphs with `record`."""
     passes = GraphPasses(
         decoder, KVShape.of(decoder.config, decoder.dtype, DEVICE), max_batch=3, prefill_tokens=8
     )
@@ -265,7 +266,7 @@ def recorded_sizes(decoder, patch, record) -> GraphPasses:
     return passes
 
 
-def test_all_sizes_are_recorded_before_they_are_met(decoder, with_kernels, monkeypatch):
+def test_all_graph_sizes_are_captured_in_advance(decoder, with_kernels, monkeypatch):
     with_kernels("triton")
     rows = []
 
@@ -280,7 +281,7 @@ def test_all_sizes_are_recorded_before_they_are_met(decoder, with_kernels, monke
     assert set(passes._steps) == {(n, a, a) for n in (1, 2, 3) for a in (False, True)}
 
 
-def test_where_recording_fails_steps_run_eagerly(decoder, with_kernels, monkeypatch, caplog):
+def test_steps_run_eagerly_if_capture_fails(decoder, with_kernels, monkeypatch, caplog):
     with_kernels("triton")
 
     def fails(step):

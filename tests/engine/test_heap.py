@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system when the C library keeps too much of it."""
+"""malloc_trim returns freed memory to the system when the C library keeps too much of it."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ def anonymous_kilobytes() -> int:
 
 
 @pytest.mark.skipif(_libc() is None, reason="not glibc 2.33 or newer")
-def test_freed_blocks_below_one_in_use_are_returned():
+def test_freed_heap_blocks_are_returned_to_the_system():
     blocks = [bytearray(b"x") * 60_000 for _ in range(3000)]
     in_use = blocks.pop()
     blocks.clear()

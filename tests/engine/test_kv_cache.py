@@ -1,4 +1,4 @@
-"""Slots of keys and values: dense, moved with their contents, and no more memory than is in use."""
+"""KV pools: slots stay dense, move with their contents, and respect the memory budget."""
 
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ def test_slots_stay_dense_and_keep_their_contents():
     assert pool.slots == 0
 
 
-def test_gaps_stay_open_until_they_are_many():
+def test_gaps_stay_open_until_most_slots_are_free():
     pool, owners = GappedKVPool(SHAPE, 64), [Owner() for _ in range(30)]
     for number, owner in enumerate(owners):
         pool.add(owner)
@@ -76,7 +76,7 @@ def test_gaps_stay_open_until_they_are_many():
     assert pool.slots == 0
 
 
-def test_what_is_reserved_is_all_that_is_allocated():
+def test_reserve_allocates_exactly_the_reserved_slots():
     pools = KVPools(SHAPE)
     pools.reserve([64, 256, 64, 64])
     assert (pools.of(64).slots, pools.of(256).slots) == (3, 1)
@@ -87,8 +87,8 @@ def test_what_is_reserved_is_all_that_is_allocated():
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
-def test_what_nobody_owns_makes_room_for_others(kind):
-    """Long ones leave, and short ones come, to which their slots are of no use."""
+def test_unused_slots_are_freed_for_other_pools(kind):
+    """Long prompts end, and short samples begin, which cannot use the freed long slots."""
     room = KVRoom(most=9 * 256)
     prompts, samples = KVPools(SHAPE, kind, room), KVPools(SHAPE, kind, room)
     long = [Owner() for _ in range(8)]
@@ -108,7 +108,7 @@ def test_what_nobody_owns_makes_room_for_others(kind):
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
-def test_owners_leave_together(kind):
+def test_removing_many_owners_reallocates_once(kind):
     pool, owners, stay = kind(SHAPE, 64), [Owner() for _ in range(40)], (3, 4, 8, 30, 31)
     for number, owner in enumerate(owners):
         pool.add(owner)
@@ -127,8 +127,8 @@ def test_owners_leave_together(kind):
 @pytest.mark.parametrize(
     "moved", [[0], [5], [1, 4, 5], [5, 4, 3], [0, 1, 2], [2, 0, 5, 1], [0, 1, 2, 3, 4, 5]]
 )
-def test_full_slots_move_with_their_contents(moved, kind):
-    """First ones, last ones, in any order; those that stay close the gaps, or stay."""
+def test_moving_slots_to_a_larger_pool_keeps_their_contents(moved, kind):
+    """The other owners fill the gaps in a KVPool, and keep their slots in a GappedKVPool."""
     pools, owners = KVPools(SHAPE, kind), [Owner() for _ in range(6)]
     small, large = pools.of(64), pools.of(128)
     before = Owner()
@@ -155,7 +155,7 @@ def test_full_slots_move_with_their_contents(moved, kind):
     assert all(held(small, owners[number]) == {number + 1.0} for number in stay)
 
 
-def test_read_write_and_copy_are_of_the_positions_named():
+def test_read_write_and_copy_touch_only_the_given_positions():
     pool, target, owner, other = KVPool(SHAPE, 64), KVPool(SHAPE, 128), Owner(), Owner()
     pool.add(owner)
     target.add(other)
@@ -167,26 +167,28 @@ def test_read_write_and_copy_are_of_the_positions_named():
     target.copy([other.slot], pool, [owner.slot], [50], 10)
     assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
-    # as many as another owner, who begins earlier, has left
+    # ten positions from 60 on exceed the source slot, so only four are copied
     target.copy([other.slot], pool, [owner.slot], [60], 10)
     assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
 
 
-def test_capacities_are_whole_spans():
+def test_slot_capacities_are_multiples_of_span():
     numbers = (0, 1, 64, 65, 128, 129, 257, 5000)
     assert [capacity_for(n) for n in numbers] == [64, 64, 64, 128, 128, 192, 320, 5056]
     assert [sample_capacity(prompt, 256) for prompt in (64, 65, 66, 127)] == [256, 256, 320, 320]
 
 
-def test_a_growing_sample_doubles_its_slot_up_to_its_limit():
+def test_a_growing_sample_doubles_its_capacity_up_to_its_limit():
     assert [grown_capacity(n, 320) for n in (1, 64, 65, 129, 257, 320)] == [
         64, 64, 128, 256, 320, 320,
     ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
-def test_only_as_many_pools_are_trimmed_as_it_takes(kind):
-    """The one that gives back most comes first; a pool keeps what it is about to hand out."""
+def test_only_as_many_pools_are_trimmed_as_needed(kind):
+    """The pool with the most unused positions is trimmed first. A pool keeps the slots it will
+    need.
+    """
     room = KVRoom(most=1024)
     pools = KVPools(SHAPE, kind, room)
     owners = {capacity: [Owner() for _ in range(4)] for capacity in (64, 128)}
@@ -201,7 +203,7 @@ def test_only_as_many_pools_are_trimmed_as_it_takes(kind):
     assert room.taken <= room.most
 
 
-def test_pools_without_memory_are_forgotten():
+def test_empty_pools_are_dropped_from_the_budget():
     room = KVRoom()
     pools, owner = KVPools(SHAPE, GappedKVPool, room), Owner()
     for capacity in (64, 128, 192):

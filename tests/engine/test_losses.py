@@ -1,5 +1,5 @@
-"""Each loss against its formula, written out position by position in float64, and its gradient
-against finite differences.
+"""Each loss equals its formula in float64, written out per position, and its gradient equals finite
+differences.
 """
 
 import math
@@ -41,7 +41,7 @@ def ppo(now, low=0.8, high=1.2):
 
 
 def cispo(now, low=0.0, high=4.0):
-    # stop-gradient: of L, not of l
+    # stop-gradient: L is a constant here, unlike l
     held = [clip(math.exp(x - q), low, high) for x, q in zip(L, Q, strict=True)]
     return -sum(h * x * a for h, x, a in zip(held, now, A, strict=True))
 
@@ -112,7 +112,7 @@ def test_cross_entropy_without_weights_counts_every_target():
 
 
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo"])
-def test_a_position_without_advantage_may_have_any_ratio(name: str):
+def test_a_zero_advantage_ignores_the_ratio(name: str):
     logprobs = torch.tensor([-1.0, -1.0], requires_grad=True)
     inputs = {"logprobs": torch.tensor([-1.0, -200.0]), "advantages": torch.tensor([2.0, 0.0])}
     loss = LOSSES[name].fn(logprobs, inputs, complete_config(name, {}))
@@ -129,8 +129,8 @@ ADVANTAGES = [1.0, -1.0, 1e-3, -1e-3, 1e-30, -1e-30, -0.0, 0.0, 7.5, -7.5]
 @pytest.mark.parametrize("advantage", ADVANTAGES)
 @pytest.mark.parametrize("gap", GAPS)
 @pytest.mark.parametrize("name", ["importance_sampling", "ppo", "cispo", "gspo"])
-def test_a_log_ratio_that_overflows_float32_is_as_in_float64(name, gap, advantage):
-    """The datum is refused only where float32 cannot hold its loss, or its gradient."""
+def test_an_overflowing_ratio_gives_the_float64_result(name, gap, advantage):
+    """The result is non-finite only if float32 cannot represent the loss or its gradient."""
 
     def outcome(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         logprobs = torch.tensor([-1.0, -0.5], dtype=dtype, requires_grad=True)
@@ -196,11 +196,11 @@ def test_gspo_with_an_empty_mask_has_ratio_one():
     assert loss.item() == 0.0
 
 
-def test_every_loss_has_its_options():
+def test_every_loss_has_an_option_table():
     assert LOSSES.keys() == LOSS_OPTIONS.keys()
 
 
-def test_refusals_name_the_key():
+def test_rejected_losses_and_options_are_named():
     with pytest.raises(UnsupportedError, match="not public"):
         find_loss("stable_reinforce")
     with pytest.raises(UnsupportedError, match="forward_backward_custom"):
@@ -213,7 +213,7 @@ def test_refusals_name_the_key():
         ("ppo", {"temperature": float("nan")}, "temperature.*finite"),
         ("ppo", {"clip_low_threshold": 1.3}, "low <= 1 <= high"),
         ("ppo", {"clip_low_threshold": -0.1}, "low <= 1 <= high"),
-        # Distances from 1, as other software has them: an on-policy ratio would lie outside.
+        # Other software gives distances from 1. As bounds, they would exclude an on-policy ratio.
         ("ppo", {"clip_low_threshold": 0.2, "clip_high_threshold": 0.28}, "low <= 1 <= high"),
         (
             "gspo",
@@ -229,7 +229,7 @@ def test_refusals_name_the_key():
             complete_config(name, config)
 
 
-def test_options_may_be_numbers_of_numpy():
+def test_loss_options_accept_numpy_numbers():
     given: dict[str, Any] = {"temperature": np.float32(0.5), "beta": np.int64(1)}
     assert complete_config("dro", given) == {
         "temperature": 0.5,

@@ -1,4 +1,4 @@
-"""How a device's memory is divided, on machines that are only numbers."""
+"""The division of a device's memory, on simulated machines."""
 
 import json
 from dataclasses import replace
@@ -41,8 +41,9 @@ BOUNDS = "kv_cache_bytes, prefix_cache_bytes, max_batch, micro_batch_tokens"
 
 @pytest.fixture
 def shaped(tmp_path: Path):
-    """A directory with the config.json of a model of this name, and no weights; its weights take
-    16.4 GB in the first case.
+    """Return a function that makes a model directory with a config.json but no weights.
+
+    The weights of Qwen3-8B would take 16.4 GB.
     """
     tiny_model(tmp_path / "tiny", family="qwen3")
     config = json.loads((tmp_path / "tiny" / "config.json").read_text())
@@ -61,7 +62,7 @@ def shaped(tmp_path: Path):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Sets how much memory a GPU has, and how much of it is free."""
+    """Return a function that sets the total and free memory of the simulated GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -76,7 +77,7 @@ def gpu(monkeypatch):
 
 @pytest.fixture
 def machine(monkeypatch):
-    """Sets how much main memory there is."""
+    """Return a function that sets the size of main memory."""
 
     def set_memory(total: float) -> int:
         monkeypatch.setattr(memory, "main_memory_bytes", lambda: int(total))
@@ -91,11 +92,11 @@ def claims(directories: list[Path], keeps_room: bool = False, **settings: Any) -
 
 
 @pytest.mark.parametrize("total", [22.0 * GIB, 23.6 * GIB, 47.4 * GIB, 79.2 * GIB, 139.8 * GIB])
-def test_8b_fits_a_gpu_with_24_gb_and_more(shaped, gpu, total):
+def test_an_8b_model_fits_gpus_from_24_gb(shaped, gpu, total):
     usable = gpu(total)
     (found,) = claims([shaped("Qwen3-8B")])
     assert found.weights == pytest.approx(16.4 * GB, rel=0.01)
-    assert found.adapters > 2.9 * GB  # one of rank 32 in training
+    assert found.adapters > 2.9 * GB  # one adapter of rank 32 in training
     assert found.total <= usable
     assert (
         found.keys_values
@@ -110,7 +111,7 @@ def test_8b_fits_a_gpu_with_24_gb_and_more(shaped, gpu, total):
     )
 
 
-def test_a_small_model_fits_any_gpu(shaped, gpu):
+def test_a_small_model_fits_every_gpu_size(shaped, gpu):
     small = shaped("Qwen3-0.6B")
     for gib in range(4, 100):
         usable = gpu(gib * GIB)
@@ -121,23 +122,23 @@ def test_a_small_model_fits_any_gpu(shaped, gpu):
         assert gib < 16 or not found.trainer.recompute
 
 
-def test_what_others_use_of_a_gpu_is_not_divided(shaped, gpu):
+def test_gpu_memory_of_other_processes_is_not_divided(shaped, gpu):
     usable = gpu(80 * GB, free=40 * GB)
     assert usable == 38 * GB
     (found,) = claims([shaped("Qwen3-8B")])
     assert found.total <= usable
 
 
-def test_what_torch_keeps_is_free(gpu, monkeypatch):
-    """Of an engine that was closed, for instance."""
+def test_memory_cached_by_torch_counts_as_free(gpu, monkeypatch):
+    """torch keeps the memory of a closed engine, for example."""
     gpu(80 * GB, free=10 * GB)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 60 * GB)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 5 * GB)
     assert memory.usable_bytes(torch.device("cuda:0")) == 63 * GB
 
 
-def test_base_models_follow_one_another(shaped, gpu):
-    """On 140 GB there is room for two of 8B, whichever was first, and the third is refused."""
+def test_a_second_base_model_fits_in_either_order(shaped, gpu):
+    """A GPU with 140 GB fits two 8B models, in either order, and rejects a third."""
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
     first, second = claims(models, keeps_room=True)
@@ -149,8 +150,8 @@ def test_base_models_follow_one_another(shaped, gpu):
         claims([*models, shaped("Qwen3-8B", 2)], keeps_room=True)
 
 
-def test_the_only_base_model_has_all_of_a_gpu(shaped, gpu):
-    """A second one that nobody named is refused, with what to do."""
+def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
+    """A second base model that was not configured is rejected with a remedy."""
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
     (alone,) = claims(models[:1])
@@ -172,7 +173,7 @@ def test_the_only_base_model_has_all_of_a_gpu(shaped, gpu):
         (used_together(None, "a", "b"), "", True),
     ],
 )
-def test_room_is_kept_where_several_base_models_are_named(
+def test_memory_is_reserved_for_further_configured_base_models(
     tmp_path, monkeypatch, models, environment, keeps_room
 ):
     monkeypatch.setenv("PLANISH_MODELS", environment)
@@ -182,7 +183,7 @@ def test_room_is_kept_where_several_base_models_are_named(
     engine.close()
 
 
-def test_a_part_is_kept_until_it_is_released(shaped, gpu):
+def test_a_claim_is_kept_until_released(shaped, gpu):
     gpu(23.6 * GIB)
     divided, large = DeviceMemory(EngineSettings(dtype="bfloat16")), shaped("Qwen3-8B")
     found = divided.claim(large)
@@ -193,7 +194,7 @@ def test_a_part_is_kept_until_it_is_released(shaped, gpu):
     assert divided.claim(shaped("Qwen3-0.6B")).trainer.recompute is False
 
 
-def test_base_models_that_are_all_known_share_what_there_is(shaped, gpu):
+def test_known_base_models_share_all_memory(shaped, gpu):
     usable = gpu(79.2 * GIB)
     directories = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1), shaped("Qwen3-0.6B")]
     divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)
@@ -215,7 +216,9 @@ def test_base_models_that_are_all_known_share_what_there_is(shaped, gpu):
         )
 
 
-def test_too_little_is_refused_before_weights_are_loaded(shaped, gpu, tmp_path, monkeypatch):
+def test_too_little_memory_is_rejected_before_weights_are_loaded(
+    shaped, gpu, tmp_path, monkeypatch
+):
     gpu(16 * GIB)
     monkeypatch.setattr(Decoder, "load", lambda *_: pytest.fail("weights are loaded"))
     engine = Engine(
@@ -231,7 +234,7 @@ def test_too_little_is_refused_before_weights_are_loaded(shaped, gpu, tmp_path, 
     engine.close()
 
 
-def test_what_is_named_is_taken_as_it_is(shaped, gpu):
+def test_explicit_sizes_are_used_unchanged(shaped, gpu):
     usable = gpu(23.6 * GIB)
     large = shaped("Qwen3-8B")
     given_sizes: dict[str, Any] = {
@@ -258,7 +261,7 @@ def test_what_is_named_is_taken_as_it_is(shaped, gpu):
 
 
 @pytest.mark.parametrize("total", [15.5 * GIB, 23 * GIB, 64 * GIB, None])
-def test_the_embedded_model_has_its_fixed_sizes_on_a_cpu(shaped, machine, monkeypatch, total):
+def test_the_embedded_model_has_fixed_sizes_on_a_cpu(shaped, machine, monkeypatch, total):
     if total is None:
         monkeypatch.setattr(memory, "main_memory_bytes", lambda: None)
     else:
@@ -276,7 +279,7 @@ def test_a_small_model_fits_a_laptop(shaped, machine, total):
     assert found.trainer.micro_batch_tokens >= 1024
 
 
-def test_a_cpu_refuses_only_weights_that_are_more_than_its_memory(shaped, machine):
+def test_a_cpu_rejects_only_weights_larger_than_its_memory(shaped, machine):
     machine(15.5 * GIB)
     large = shaped("Qwen3-8B")
     with pytest.raises(
@@ -284,13 +287,15 @@ def test_a_cpu_refuses_only_weights_that_are_more_than_its_memory(shaped, machin
     ):
         claims([large], device="cpu")
     machine(23 * GIB)
-    (found,) = claims([large], device="cpu")  # as far as sampling goes
+    (found,) = claims([large], device="cpu")  # enough memory for sampling only
     assert found.trainer == TrainerSettings(128, recompute=True)
     assert found.sampler.kv_cache_bytes == 4096 * 2 * 36 * 8 * 128 * 2
 
 
 def test_control_groups_limit_main_memory(tmp_path):
-    """Of version 2, that of the process and those around it; of version 1, that of memory."""
+    """Version 2 has limits of the process's group and its parents; version 1 has a memory
+    controller.
+    """
     group = tmp_path / "a" / "b"
     group.mkdir(parents=True)
     (group / "memory.max").write_text("max\n")
@@ -303,8 +308,8 @@ def test_control_groups_limit_main_memory(tmp_path):
     assert (memory.main_memory_bytes() or 0) > 1 << 28
 
 
-def test_float32_logits_count_where_a_gpu_s_micro_batch_is_chosen(shaped, gpu):
-    """Of Qwen3-0.6B they are a third of what is kept."""
+def test_activation_bytes_on_a_gpu_include_float32_logits(shaped, gpu):
+    """For Qwen3-0.6B, the float32 logits are a third of the activations."""
     config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
     kept = [
         TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind))
@@ -313,7 +318,7 @@ def test_float32_logits_count_where_a_gpu_s_micro_batch_is_chosen(shaped, gpu):
     assert kept[1] - kept[0] == 2 * 16384 * 151_936
 
 
-def test_on_a_cpu_a_step_has_the_scores_of_a_long_context(shaped, monkeypatch):
+def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     short = ModelConfig.from_directory(shaped("Qwen3-8B"))
     long = replace(short, max_context=short.max_context + 100_000)
@@ -322,7 +327,7 @@ def test_on_a_cpu_a_step_has_the_scores_of_a_long_context(shaped, monkeypatch):
     more = settings.step_bytes(long, torch.float32, cpu) - settings.step_bytes(
         short, torch.float32, cpu
     )
-    # threads, rows, heads of queries that share keys, positions, bytes
+    # threads * rows * query heads per KV head * positions * bytes
     assert more == 4 * 16 * 4 * 100_000 * 4
     assert settings.step_bytes(long, torch.float32, gpu) == settings.step_bytes(
         short, torch.float32, gpu

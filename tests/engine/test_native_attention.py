@@ -1,5 +1,5 @@
-"""The kernels' attention: equal to attention under the T x T mask, and to itself in every shape in
-which rows may come.
+"""The CPU attention kernels equal attention with the T x T mask, and agree bitwise in training,
+prefill and decoding.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ def forest(seed: int, prompts: int = 3, samples: int = 5, longest: int = 90) -> 
     sequences = [rng.integers(50, 60, longest)]
     for _ in range(prompts):
         prompt = np.concatenate([shared, rng.integers(0, 50, rng.integers(1, longest))])
-        # Few token values, so that completions share their first tokens too and segments of one row
+        # With few token values, completions share their first tokens too, and segments of one row
         # occur.
         completions = [rng.integers(0, 2, rng.integers(1, longest)) for _ in range(samples)]
         sequences += [np.concatenate([prompt, completion]) for completion in completions]
@@ -57,7 +57,7 @@ def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(9, 3, 64), (4, 4, 16), (8, 2, 128), (6, 2, 80)])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
-def test_forest_equals_dense_mask(shape, dtype, tolerance):
+def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, tolerance):
     for seed in range(2):
         packed = forest(seed)
         *qkv, upstream = tensors(len(packed), shape, dtype)
@@ -69,21 +69,21 @@ def test_forest_equals_dense_mask(shape, dtype, tolerance):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shape", [(9, 3, 64), (5, 5, 16)])
-def test_errors_are_of_the_size_of_what_rounding_the_truth_to_bf16_costs(shape):
+def test_bf16_errors_are_as_small_as_rounding_the_exact_result(shape):
     packed = forest(3)
     *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
     found = gradients(NativeForest(packed), qkv, upstream)
     exact = gradients(
         dense_mask_attention(packed, CPU), [x.double() for x in qkv], upstream.double()
     )
-    # In this order: the output, whose weights are rounded too; gradients of queries and keys, whose
-    # weights are; of values, whose are not.
+    # The tolerances are for the output, whose attention weights are rounded too; for the gradients
+    # of queries and keys, likewise; and for the gradient of values, whose weights are not rounded.
     for ours, truth, most in zip(found, exact, (1.4, 1.7, 1.7, 1.1), strict=True):
         assert (ours - truth).norm() < most * (truth.bfloat16() - truth).norm()
 
 
 @pytest.mark.parametrize("shape", [(6, 2, 64), (3, 3, 80)])
-def test_bits_do_not_depend_on_the_number_of_threads(shape):
+def test_results_do_not_depend_on_the_number_of_threads(shape):
     packed = forest(5)
     *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
     threads, found = torch.get_num_threads(), []
@@ -97,8 +97,8 @@ def test_bits_do_not_depend_on_the_number_of_threads(shape):
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
-def test_a_layer_s_gradients_do_not_depend_on_the_one_before():
-    """They are summed in the same memory."""
+def test_gradients_of_a_layer_do_not_depend_on_the_previous_layer():
+    """All layers accumulate gradients in the same buffer."""
     packed = forest(6)
     *first, upstream = tensors(len(packed), (6, 2, 64), torch.float32)
     second = [x.flip(0) for x in first]
@@ -130,18 +130,17 @@ class Sample:
 @pytest.mark.parametrize(
     ("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))]
 )
-def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype, count, shape):
-    """A sequence attended to as a forest's path, as a prompt in two pieces, and row by row behind a
-    prompt, among others.
+def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtype, count, shape):
+    """One sequence is computed as a path of a prefix tree, as a prefill in two chunks, and row by
+    row after its prompt, each time in a batch with other sequences.
 
-    Few queries of a tile and many, which differ in how keys and values are read, meet in each of
-    the shapes.
+    Tiles with few and with many queries read keys and values differently; both occur in each form.
     """
     total, (_, kv_heads, size) = prompt_tokens + 70, shape
     (packed,) = pack([np.arange(total)], total)
     q, k, v, _ = tensors(total, shape, dtype)
-    # Scores are sums of large terms that nearly cancel, so that another order of the terms would
-    # show.
+    # Scores are sums of large terms that nearly cancel, so a different summation order would change
+    # them.
     half = size // 2
     q[..., :half] *= 512
     q[..., half:] = q[..., :half] + 4 * q[..., half:]
@@ -179,7 +178,7 @@ def test_prompts_and_samples_have_the_bits_of_the_forest(prompt_tokens, dtype, c
             sample.stored += 1
 
 
-def test_what_is_not_finite_stays_in_its_own_rows():
+def test_non_finite_values_stay_in_their_own_rows():
     packed = forest(7)
     q, k, v, _ = tensors(len(packed), (4, 2, 16), torch.float32)
     clean = NativeForest(packed)(0, q, k, v)

@@ -1,4 +1,4 @@
-"""What a loaded base model says of its numbers is what they are."""
+"""The numerics that a loaded base model reports match its measured numerics."""
 
 import logging
 
@@ -37,7 +37,7 @@ def library() -> cpu.Library:
 
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("deterministic", [RowTiling(), None])
-def test_our_own_kernels_are_exact(library, config, dtype, deterministic):
+def test_planish_kernels_are_reported_as_exact(library, config, dtype, deterministic):
     found = describe(config, dtype, CPU, deterministic)
     assert found.kernels.startswith("C++ kernels (")
     assert (found.replaced, found.is_batch_invariant) == ((), True)
@@ -45,7 +45,7 @@ def test_our_own_kernels_are_exact(library, config, dtype, deterministic):
     assert "kl_sample_train_v2 is 0" in found.summary
 
 
-def test_families_that_torch_replaces_are_named(library, config, monkeypatch):
+def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatch):
     monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
     padded, free = (
         describe(config, HALF, CPU, RowTiling(least=4)),
@@ -60,17 +60,17 @@ def test_families_that_torch_replaces_are_named(library, config, monkeypatch):
     assert "deterministic=True" in free.summary
 
 
-def test_without_kernels_and_in_fixed_tiles(config, monkeypatch):
+def test_numerics_without_kernels_and_with_fixed_tiles(config, monkeypatch):
     monkeypatch.setattr(cpu, "loaded", lambda: None)
     tiles, plain = describe(config, HALF, CPU, FIXED), describe(config, FLOAT, CPU, None)
     assert tiles.kernels == plain.kernels == "torch"
     assert tiles.is_batch_invariant
-    assert tiles.alarm_kl == 1e-2  # the trainer does not compute in tiles
+    assert tiles.alarm_kl == 1e-2  # only the sampler computes in tiles
     assert not plain.is_batch_invariant
     assert plain.alarm_kl == 1e-4
 
 
-def test_a_gpu_names_what_passed_its_check(config, monkeypatch):
+def test_a_gpu_reports_the_families_that_passed_the_check(config, monkeypatch):
     assert describe(config, HALF, GPU, None).kernels == "torch"
     heads = head_shape(config, HALF)
     monkeypatch.setattr(choose, "_admitted", {(GPU, heads): {*choose.FAMILIES} - {"lora"}})
@@ -82,8 +82,10 @@ def test_a_gpu_names_what_passed_its_check(config, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("path", ["native", "matmul", "log_sum_exp", "torch"])
-def test_the_gap_is_as_expected(library, path, dtype, tmp_path, monkeypatch):
-    """Sampler and trainer of a small model on each path."""
+def test_the_measured_logprob_gap_matches_the_reported_one(
+    library, path, dtype, tmp_path, monkeypatch
+):
+    """The gap is measured between sampler and trainer of a small model, on each kernel path."""
     if path == "torch":
         monkeypatch.setattr(cpu, "loaded", lambda: None)
     elif path != "native":
@@ -95,7 +97,7 @@ def test_the_gap_is_as_expected(library, path, dtype, tmp_path, monkeypatch):
     assert 0.5 * np.mean(gap(decoder, 1.0) ** 2) <= expected.expected_kl
 
 
-def test_a_loaded_model_says_it_in_one_line(tmp_path, caplog):
+def test_loading_a_model_logs_its_numerics_in_one_line(tmp_path, caplog):
     model = tiny_model(tmp_path / "model")
     engine = Engine({"m": str(model)}, tmp_path / "data", EngineSettings(dtype="float32"))
     with caplog.at_level(logging.INFO, "planish"):

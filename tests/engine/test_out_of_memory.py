@@ -1,5 +1,5 @@
-"""Main memory that is full within a kernel: each allocation of each of them fails once, and nothing
-but its operation does.
+"""Main memory that runs out inside a kernel: each allocation fails once, and only its operation
+fails.
 """
 
 import os
@@ -105,7 +105,7 @@ while reached:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_every_allocation_of_the_kernels_may_fail(tmp_path, dtype):
+def test_every_kernel_allocation_may_fail_without_ending_the_engine(tmp_path, dtype):
     if cpu.loaded() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     (tmp_path / "scarce.cpp").write_text(SCARCE)

@@ -26,7 +26,7 @@ def forest_size(sequences: list[list[int]]) -> int:
 
 @settings(max_examples=150, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 40))
-def test_each_datum_is_packed_once_and_its_rows_spell_its_tokens(
+def test_each_datum_is_packed_once_and_its_rows_have_its_tokens(
     sequences: list[list[int]], budget: int
 ):
     packed = pack(arrays(sequences), budget)
@@ -39,7 +39,7 @@ def test_each_datum_is_packed_once_and_its_rows_spell_its_tokens(
 
 @settings(max_examples=150, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 40))
-def test_mask_is_the_ancestor_relation(sequences: list[list[int]], budget: int):
+def test_the_mask_is_the_ancestor_relation(sequences: list[list[int]], budget: int):
     for part in pack(arrays(sequences), budget):
         allowed = np.zeros((len(part), len(part)), bool)
         for rows in part.rows:
@@ -50,7 +50,7 @@ def test_mask_is_the_ancestor_relation(sequences: list[list[int]], budget: int):
 
 @settings(max_examples=150, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 40))
-def test_budget_counts_each_shared_token_once(sequences: list[list[int]], budget: int):
+def test_the_budget_counts_each_shared_token_once(sequences: list[list[int]], budget: int):
     for part in pack(arrays(sequences), budget):
         members = [sequences[datum] for datum in part.datums]
         assert len(part) == forest_size(members)
@@ -87,7 +87,7 @@ def test_groups_that_share_a_prompt_stay_together():
     sequences = [
         np.concatenate([prompt, rng.integers(0, 1000, 20)]) for prompt in groups for _ in range(4)
     ]
-    # a group is 140 rows: two fit; greedy filling would cut the third
+    # A group has 140 rows, so two fit. Greedy filling would split the third group.
     packed = pack(sequences, 300)
     assert [len({d // 4 for d in part.datums}) for part in packed] == [2, 2, 2]
     assert sum(len(part) for part in packed) == 6 * 140
@@ -95,9 +95,10 @@ def test_groups_that_share_a_prompt_stay_together():
 
 @settings(max_examples=100, deadline=None)
 @given(sequences_of_few_tokens, st.integers(1, 40))
-def test_no_other_cut_has_fewer_micro_batches_and_rows(sequences: list[list[int]], budget: int):
+def test_the_cut_has_minimal_cost(sequences: list[list[int]], budget: int):
     ordered = sorted(sequences)
-    # of the first so many: micro-batches, which cost more than these short prefixes, and rows
+    # least[i]: (micro-batches, rows) of the first i sequences. A micro-batch costs more than any
+    # prefix here.
     least = [(0, 0)]
     for stop in range(1, len(ordered) + 1):
         runs = ((start, forest_size(ordered[start:stop])) for start in range(stop))
@@ -107,14 +108,14 @@ def test_no_other_cut_has_fewer_micro_batches_and_rows(sequences: list[list[int]
     assert (len(packed), sum(map(len, packed))) == least[-1]
 
 
-def test_a_datum_longer_than_the_budget_stands_alone():
+def test_a_datum_longer_than_the_budget_gets_its_own_micro_batch():
     long, short = np.arange(50), np.array([7, 8])
     packed = pack([short, long, short], 10)
     assert [part.datums for part in packed] == [(0, 2), (1,)]
     assert [len(part) for part in packed] == [2, 50]
 
 
-def test_thousands_of_datums_with_a_long_prefix_take_no_time():
+def test_packing_thousands_of_datums_with_a_long_prefix_is_fast():
     prefix = np.arange(16_000)
     sequences = [np.concatenate([prefix, [i, i + 1]]) for i in range(1500)]
     start = time.perf_counter()
@@ -123,14 +124,14 @@ def test_thousands_of_datums_with_a_long_prefix_take_no_time():
     assert sum(len(part) for part in packed) == 16_000 * len(packed) + 3000
 
 
-def test_many_tiny_datums_take_no_time():
+def test_packing_many_tiny_datums_is_fast():
     sequences = [np.array([i % 270, i // 270]) for i in range(20_000)]
     start = time.perf_counter()
     assert sum(map(len, pack(sequences, 4096))) < 21_000
     assert time.perf_counter() - start < 4
 
 
-def test_padding_is_a_tree_of_its_own():
+def test_padding_is_a_separate_tree():
     packed = pack(arrays([[1, 2, 3], [1, 2, 4], [5]]), 40)[0]
     padded = packed.padded(16)
     assert len(padded) == 16
@@ -147,7 +148,7 @@ def test_padding_is_a_tree_of_its_own():
     assert packed.padded(5) is packed
 
 
-def test_bad_input_is_refused():
+def test_invalid_packing_input_is_rejected():
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         pack([np.array([1])], 0)
     with pytest.raises(ValueError, match="empty"):

@@ -1,4 +1,4 @@
-"""The index of known prefixes: exact, least recently used, never a chunk without its predecessors."""
+"""The prefix cache: exact keys, LRU eviction, and no chunk without its predecessors."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,7 +12,7 @@ def store(cache: PrefixCache[tuple], version: str, tokens: list[int]) -> None:
     )
 
 
-def test_the_longest_known_prefix_is_found_but_for_the_last_token():
+def test_find_returns_the_longest_cached_prefix_without_the_last_token():
     cache: PrefixCache[tuple] = PrefixCache(2, 100)
     store(cache, "a", [1, 2, 3, 4, 5, 6])
     assert cache.find("a", [1, 2, 3, 4, 9, 9]) == [(1, 2), (1, 2, 3, 4)]
@@ -21,7 +21,7 @@ def test_the_longest_known_prefix_is_found_but_for_the_last_token():
     assert cache.find("a", [2, 2, 3, 4]) == []
 
 
-def test_versions_do_not_share_and_can_be_forgotten():
+def test_versions_share_no_chunks_and_can_be_evicted():
     cache: PrefixCache[tuple] = PrefixCache(2, 100)
     store(cache, "a", [1, 2, 3])
     store(cache, "b", [1, 2, 3])
@@ -37,7 +37,7 @@ def test_equal_chunks_after_different_prefixes_are_different():
     assert cache.find("a", [7, 7, 0]) == []
 
 
-def test_what_was_used_last_stays():
+def test_the_least_recently_used_chunks_are_evicted_first():
     cache: PrefixCache[tuple] = PrefixCache(2, 3)
     store(cache, "a", [1, 1, 2, 2])
     store(cache, "a", [3, 3])
@@ -47,14 +47,14 @@ def test_what_was_used_last_stays():
     assert cache.find("a", [3, 3, 0]) == []
     assert cache.find("a", [4, 4, 0]) == [(4, 4)]
     store(cache, "a", [5, 5])
-    assert cache.find("a", [1, 1, 2, 2, 0]) == [(1, 1)]  # what follows a chunk leaves before it
+    assert cache.find("a", [1, 1, 2, 2, 0]) == [(1, 1)]  # evicted after its successors
 
 
 @settings(max_examples=80, deadline=None)
 @given(
     st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=12), max_size=25), st.integers(1, 6)
 )
-def test_it_answers_only_true_prefixes_and_stays_within_its_capacity(
+def test_only_true_prefixes_are_found_and_capacity_is_respected(
     prompts: list[list[int]], capacity: int
 ):
     cache: PrefixCache[tuple] = PrefixCache(2, capacity)

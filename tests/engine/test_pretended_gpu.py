@@ -1,5 +1,5 @@
-"""Sampling and training as on a GPU, for all that is no kernel's business: where tensors lie, and
-what may be done while a step is recorded.
+"""Sampling and training on a pretended GPU, which checks the devices of tensors and what happens
+during a capture. It does not check kernels.
 """
 
 from collections.abc import Callable, Iterator
@@ -45,7 +45,9 @@ def gpu() -> Iterator[Marks]:
 
 
 @pytest.mark.parametrize("deterministic", [None, pytest.param(True, marks=pytest.mark.slow)])
-def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic: bool | None):
+def test_sampling_and_training_keep_tensors_on_the_gpu(
+    tmp_path: Path, gpu: Marks, deterministic: bool | None
+):
     directory = tiny_model(
         tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
     )
@@ -60,7 +62,7 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
         adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
     ]
     responses, waits = sampled(base, adapters, gpu)
-    # where nothing but decoding is done, for what was drawn
+    # a step that only decodes waits for the sampled tokens alone
     assert deterministic or {"tolist"} in waits
     assert all(
         np.isfinite(sequence.logprobs).all()
@@ -70,7 +72,7 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
     for adapter in adapters:
         gpu.waited.clear()
         output = done(base.trainer.forward_backward(adapter, data(), "importance_sampling"))
-        # For the logprobs of the loss, and whether the gradient is finite: not for what is sent.
+        # Training waits for the logprobs and the finiteness of the gradient, but not for transfers.
         assert deterministic or "to" not in gpu.waited
         assert np.isfinite(output.metrics["loss:sum"])
         assert adapter.grad is not None
@@ -85,8 +87,8 @@ def test_samples_and_training_on_a_gpu(tmp_path: Path, gpu: Marks, deterministic
         assert adapter.master.device == adapter.exp_avg.device == GPU
 
 
-def test_products_on_a_gpu_are_added_up_in_float32(tmp_path: Path, gpu: Marks):
-    """Torch's default adds parts of long sums in bf16, and a process may have TF32 for float32."""
+def test_gpu_matmuls_accumulate_in_float32(tmp_path: Path, gpu: Marks):
+    """By default torch adds partial sums in bf16, and a process may have enabled TF32."""
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     torch.set_float32_matmul_precision("high")
     directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
@@ -96,7 +98,7 @@ def test_products_on_a_gpu_are_added_up_in_float32(tmp_path: Path, gpu: Marks):
 
 
 @pytest.mark.parametrize("told", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_freed_memory_of_a_gpu_is_joined_unless_the_environment_says_how_it_is_kept(
+def test_the_gpu_allocator_uses_expandable_segments_unless_configured(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, told: str | None
 ):
     found: list[str] = []
@@ -109,7 +111,7 @@ def test_freed_memory_of_a_gpu_is_joined_unless_the_environment_says_how_it_is_k
     assert found == ([] if told else ["expandable_segments:True"])
 
 
-def test_memory_is_left_as_it_is_on_wsl(
+def test_the_gpu_allocator_is_unchanged_on_wsl(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
 ):
     found: list[str] = []
@@ -121,10 +123,10 @@ def test_memory_is_left_as_it_is_on_wsl(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_torch_does_the_work_of_a_family_that_failed(
+def test_torch_replaces_a_kernel_family_that_failed(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, family: str
 ):
-    """Sampling and training run on with what is left."""
+    """Sampling and training still work with the remaining families."""
     left = [name for name in FAMILIES if name != family]
     monkeypatch.setattr(
         base_models,
@@ -147,7 +149,7 @@ def test_torch_does_the_work_of_a_family_that_failed(
     assert np.isfinite(output.metrics["loss:sum"])
 
 
-def test_graphs_alone_can_be_turned_off(
+def test_cuda_graphs_can_be_disabled_alone(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PLANISH_GRAPHS", "0")
@@ -157,7 +159,7 @@ def test_graphs_alone_can_be_turned_off(
     assert base.sampler._passes.recorder is None
 
 
-def test_a_recorded_step_is_checked_against_its_eager_run(
+def test_a_captured_step_is_checked_against_its_eager_run(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
@@ -168,7 +170,7 @@ def test_a_recorded_step_is_checked_against_its_eager_run(
     assert check("graphs", case).reason == ""
 
     def recorded_once(_: GraphRecorder, step: Step) -> Step:
-        """A graph that does not see new tables."""
+        """Return a graph that ignores changes of the tables."""
         out = tuple(x.clone() for x in step())
         return lambda: out  # type: ignore[return-value]
 
@@ -185,8 +187,10 @@ def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
 def sampled(
     base: BaseModel, adapters: list[Adapter], gpu: Marks
 ) -> tuple[list[SampleResponse], list[set[str]]]:
-    """Two adapters and none, every filter, and every question about a prompt; and for what each
-    step waited.
+    """Return the responses and, for each step, the operations that waited for the device.
+
+    The requests use two adapters and the base model, every filter, and all kinds of prompt
+    logprobs.
     """
     asked: list[tuple[int | None, dict[str, Any]]] = [
         (None, {"n": 2, "max_tokens": 4}),
@@ -214,7 +218,7 @@ def sampled(
 
 
 def data() -> list[Datum]:
-    """Of a common beginning."""
+    """Return datums with a common prefix."""
     found = []
     for seed in range(2):
         sequence = tokens(6) + tokens(6, seed=seed)
@@ -245,7 +249,9 @@ def done(work) -> Any:
         lambda x: torch.cat([x.cpu(), x]),
     ],
 )
-def test_what_a_gpu_refuses_is_refused(gpu: Marks, mistake: Callable[[torch.Tensor], Any]):
+def test_the_pretended_gpu_rejects_what_a_gpu_rejects(
+    gpu: Marks, mistake: Callable[[torch.Tensor], Any]
+):
     x = torch.ones(3, device=GPU)
     with pytest.raises(RefusedError):
         mistake(x)
@@ -261,7 +267,9 @@ def test_what_a_gpu_refuses_is_refused(gpu: Marks, mistake: Callable[[torch.Tens
         lambda x: x.new_tensor([1.0]),
     ],
 )
-def test_nothing_waits_while_a_step_is_recorded(gpu: Marks, mistake: Callable[[torch.Tensor], Any]):
+def test_waiting_for_the_device_during_capture_is_rejected(
+    gpu: Marks, mistake: Callable[[torch.Tensor], Any]
+):
     x = torch.ones(3, device=GPU)
     mistake(x)
     gpu.is_recording = True

@@ -1,5 +1,5 @@
-"""The claim that `probe` makes about this machine's products, on fresh numbers and other counts of
-rows.
+"""The row tiling that `probe` finds makes matmuls batch-invariant, on other inputs and row counts
+than it probed.
 """
 
 from concurrent.futures import Future
@@ -40,7 +40,7 @@ COUNTS = (*range(1, 70), 100, 150, 239, 240)
 def disagreeing(
     tiling: RowTiling, weights: LoraWeights | None, x: torch.Tensor, weight: torch.Tensor
 ) -> list[int]:
-    """The numbers of rows at which a product that is padded as the tiling says has other bits."""
+    """Return the row counts at which a matmul padded by the tiling is not batch-invariant."""
     frozen = FrozenLinear([weight])
 
     def product(rows: int) -> torch.Tensor:
@@ -52,9 +52,9 @@ def disagreeing(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
-    """One row of 1536 columns has a kernel of its own on some machines; rounding to bf16 hides that
-    in nearly every entry.
+def test_matmul_rows_are_batch_invariant(tmp_path, dtype):
+    """Some machines use another kernel for one row of 1536 columns. Rounding to bf16 hides the
+    difference in nearly every entry, so the inputs cancel.
     """
     tiny_model(tmp_path, intermediate=1536, vocab_size=(vocab := 333))
     config = ModelConfig.from_directory(tmp_path)
@@ -67,8 +67,8 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
     for fan_out, fan_in in ((96, 64), (64, 1536)):
         x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
         assert not disagreeing(tiling, None, x, weight)
-    # Where our own kernels serve the layers' adapters, those of a head of so many tokens are
-    # torch's still.
+    # planish's kernels may serve the adapters of the layers, but not those of a head with this
+    # vocabulary.
     layers = [] if adapts_in_panels(config, dtype, CPU) else [1536]
     for rank in (8, 12, 32):
         layout = LoraLayout(config, LoraConfig(rank=rank))
@@ -80,9 +80,9 @@ def test_a_row_has_the_same_bits_in_any_company(tmp_path, dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("vocab_size", "sizes"), [(4128, []), (32001, [(4097,)])])
-def test_what_our_own_kernels_multiply_is_not_looked_at(tmp_path, dtype, vocab_size, sizes):
-    """Of adapters of a head that they do not serve, a part is looked at which they would not serve
-    either.
+def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, sizes):
+    """A head without kernels for its adapters is probed with a smaller vocabulary, for which there
+    are no kernels either.
     """
     config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
     if not multiplies(64, 64, dtype, CPU):
@@ -96,7 +96,7 @@ def test_what_our_own_kernels_multiply_is_not_looked_at(tmp_path, dtype, vocab_s
 
 @pytest.fixture
 def _matmuls_of_torch(monkeypatch):
-    """The mixed path: our own kernels serve, but for matmuls."""
+    """Use planish's kernels for all families except matmuls."""
     library = cpu.loaded()
     if library is None:
         pytest.skip("this machine has no kernels of our own")
@@ -136,8 +136,8 @@ def of_rank(rank: int) -> Any:
         pytest.param(range(1, 65), id="all", marks=pytest.mark.slow),
     ],
 )
-def test_adapters_of_every_rank_are_padded_enough(tmp_path, ranks, dtype):
-    """On fresh numbers, as the decoder makes its matmuls: one A for the linears of one input."""
+def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, dtype):
+    """The matmuls are those of the decoder, with one A for all linears of an input."""
     tiny_model(tmp_path, family="qwen3", hidden_size=128, intermediate=384)
     config = ModelConfig.from_directory(tmp_path)
     tiling = probe(config, dtype, CPU, at_any_cost=True)
@@ -172,7 +172,7 @@ def test_adapters_of_every_rank_are_padded_enough(tmp_path, ranks, dtype):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_matmuls_of_torch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_samples_are_the_same_beside_adapters_of_other_ranks(tmp_path, dtype):
+def test_samples_do_not_depend_on_adapters_of_other_ranks(tmp_path, dtype):
     tiny_model(tmp_path, "qwen3", hidden_size=128, intermediate=384, dtype="bfloat16")
     decoder = Decoder.load(tmp_path, dtype, CPU)
     tiling = probe(decoder.config, dtype, CPU, at_any_cost=True)
@@ -206,7 +206,7 @@ def test_samples_are_the_same_beside_adapters_of_other_ranks(tmp_path, dtype):
         assert sampled([each]) == [found]
 
 
-def test_a_rank_that_no_padding_serves_is_refused_where_it_is_promised(tmp_path, monkeypatch):
+def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypatch):
     model = tiny_model(tmp_path / "model")
     for deterministic in (True, None):
         settings = EngineSettings(dtype="float32", deterministic=deterministic)
@@ -223,7 +223,7 @@ def test_a_rank_that_no_padding_serves_is_refused_where_it_is_promised(tmp_path,
         engine.close()
 
 
-def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):
+def test_rows_are_padded_to_the_minimum_then_to_the_multiple(tmp_path):
     tiny_model(tmp_path)
     config = ModelConfig.from_directory(tmp_path)
     layouts = {rank: LoraLayout(config, LoraConfig(rank=rank)) for rank in (1, 8, 20)}
@@ -239,7 +239,7 @@ def test_rows_are_padded_to_the_least_then_to_the_multiple(tmp_path):
     assert RowTiling().padded(1, weights[8]) == 1
 
 
-def test_fixed_tiles_give_the_same_bits_by_construction():
+def test_fixed_tiles_are_batch_invariant():
     x, weight = torch.randn(256, 64), torch.randn(96, 64)
     assert RowTiling(multiple=FIXED.multiple, tile=FIXED.multiple) == FIXED
     frozen = FrozenLinear([weight])

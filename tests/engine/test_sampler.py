@@ -1,10 +1,10 @@
 # pyright: reportOptionalSubscript=false, reportOptionalIterable=false, reportOptionalMemberAccess=false, reportArgumentType=false
-"""The sampler against transformers, and every fast path against its slow twin: shared prompts,
-cache, batch, tenants.
+"""The sampler equals transformers, and every fast path equals its slow reference: shared prompts,
+prefix cache, batching, adapters.
 """
 
 import random
-from asyncio import CancelledError  # no Exception
+from asyncio import CancelledError  # not a subclass of Exception
 from collections.abc import Sequence
 from concurrent.futures import Future, wait
 from typing import Any
@@ -126,7 +126,7 @@ def test_logprobs_equal_transformers(decoder, theirs, temperature):
         assert (torch.tensor(sequence.logprobs) - expected).abs().max() < 2e-5
 
 
-def test_greedy_equals_transformers_generate(decoder, theirs):
+def test_greedy_sampling_equals_transformers_generate(decoder, theirs):
     prompt = tokens(40, seed=3)
     (response,) = run(sampler_of(decoder), request(prompt, max_tokens=40, temperature=0.0))
     expected = theirs.generate(
@@ -138,8 +138,8 @@ def test_greedy_equals_transformers_generate(decoder, theirs):
 
 
 def mixed_requests() -> list[Sample]:
-    """Prompts of many lengths, some with common beginnings, several samples each, all sampling
-    options.
+    """Return requests with prompts of many lengths, common prefixes, several samples each, and all
+    sampling options.
     """
     common = tokens(100, seed=9)
     options: list[dict[str, Any]] = [
@@ -163,7 +163,7 @@ def mixed_requests() -> list[Sample]:
 
 
 @pytest.mark.slow
-def test_deterministic_bits_do_not_depend_on_the_batch_nor_on_the_cache(decoder, tiling):
+def test_deterministic_sampling_does_not_depend_on_batch_or_cache(decoder, tiling):
     for chosen in (tiling, FIXED):
         sampler = sampler_of(decoder, chosen, max_batch=9, prefill_tokens=96)
         together = drawn(run(sampler, *mixed_requests()))
@@ -175,7 +175,7 @@ def test_deterministic_bits_do_not_depend_on_the_batch_nor_on_the_cache(decoder,
 
 
 @pytest.mark.slow
-def test_without_determinism_batch_and_cache_change_rounding_only(decoder):
+def test_without_determinism_batch_and_cache_change_only_rounding(decoder):
     sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
     for _ in range(2):
         for batched, op in zip(run(sampler, *mixed_requests()), mixed_requests(), strict=True):
@@ -185,7 +185,7 @@ def test_without_determinism_batch_and_cache_change_rounding_only(decoder):
                 np.testing.assert_allclose(a.logprobs, b.logprobs, atol=2e-5)
 
 
-def test_shared_prompt_equals_one_request_a_sample(decoder, tiling):
+def test_samples_of_a_request_differ_and_do_not_depend_on_their_number(decoder, tiling):
     prompt = tokens(130)
     sampler = sampler_of(decoder, tiling)
     (shared,) = run(sampler, request(prompt, 5, seed=11, max_tokens=40))
@@ -220,7 +220,7 @@ def test_a_common_prefix_within_one_batch_is_computed_once(decoder, monkeypatch)
     assert computed == [[120], [24, 24, 24]]
 
 
-def test_many_tenants_equal_each_alone(decoder, tiling):
+def test_requests_with_many_adapters_equal_requests_alone(decoder, tiling):
     adapters = [
         None,
         adapter(decoder, 1, rank=4),
@@ -237,7 +237,7 @@ def test_many_tenants_equal_each_alone(decoder, tiling):
     assert together[0] != together[2]
 
 
-def test_the_cache_never_serves_another_version(decoder):
+def test_the_prefix_cache_never_serves_another_version(decoder):
     sampler = sampler_of(decoder)
     prompt, first, second = tokens(100), adapter(decoder, 1), adapter(decoder, 2)
     run(sampler, (request(prompt, seed=0), first, "first"))
@@ -251,7 +251,7 @@ def test_the_cache_never_serves_another_version(decoder):
 
 
 @pytest.mark.parametrize("chunk", [32, 50, 1000])
-def test_a_prompt_computed_in_pieces_equals_one_computed_at_once(decoder, theirs, chunk):
+def test_chunked_prefill_equals_transformers(decoder, theirs, chunk):
     prompt = tokens(700)
     (response,) = run(
         sampler_of(decoder, prefill_tokens=chunk),
@@ -262,7 +262,7 @@ def test_a_prompt_computed_in_pieces_equals_one_computed_at_once(decoder, theirs
     assert response.prompt_logprobs[0] is None
 
 
-def test_a_sample_that_outgrows_its_slot_several_times(decoder, theirs):
+def test_a_sample_that_outgrows_its_slot_equals_transformers(decoder, theirs):
     prompt = tokens(10)
     (response,) = run(sampler_of(decoder), request(prompt, 2, max_tokens=300, seed=5))
     for sequence in response.sequences:
@@ -272,7 +272,7 @@ def test_a_sample_that_outgrows_its_slot_several_times(decoder, theirs):
         ).abs().max() < 5e-5
 
 
-def test_questions_about_the_prompt(decoder, theirs):
+def test_prompt_logprobs_top_k_targets_and_alternatives_equal_transformers(decoder, theirs):
     prompt = tokens(150)
     targets = np.full((149, 2), -1)
     targets[::3, 0] = prompt[1::3][: len(targets[::3])]
@@ -319,7 +319,7 @@ def test_questions_about_the_prompt(decoder, theirs):
         assert [token for token, _ in top] == after[i].topk(2).indices.tolist()
 
 
-def test_draws_at_a_prompt_do_not_depend_on_the_steps_they_take(decoder, tiling, monkeypatch):
+def test_alternative_prompt_tokens_do_not_depend_on_chunked_prefill(decoder, tiling, monkeypatch):
     op = request(tokens(150), prompt_alt_tokens_k=9, seed=3, temperature=0.8)
     whole = run(sampler_of(decoder, tiling), op)[0].prompt_alt_tokens
     monkeypatch.setattr(scheduler, "_DRAWS", 9 * 70)
@@ -344,8 +344,8 @@ def test_draws_at_a_prompt_do_not_depend_on_the_steps_they_take(decoder, tiling,
         {"targets": True},
     ],
 )
-def test_a_scored_prompt_takes_its_known_prefix_from_the_cache(decoder, tiling, options):
-    """As a teacher is asked about several answers to one question."""
+def test_scoring_a_prompt_uses_its_cached_prefix(decoder, tiling, options):
+    """A teacher scores several answers to one question in this way."""
     answers = [tokens(200) + tokens(20, seed=seed) for seed in range(3)]
     if options.pop("targets", False):
         targets = np.full((219, 1), -1)
@@ -365,9 +365,7 @@ def test_a_scored_prompt_takes_its_known_prefix_from_the_cache(decoder, tiling, 
             )
 
 
-def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(
-    decoder, tiling, monkeypatch
-):
+def test_scoring_a_cached_prompt_is_limited_per_step(decoder, tiling, monkeypatch):
     sampler, rows = sampler_of(decoder, tiling, prefill_tokens=64), []
     score = sampler._score
     monkeypatch.setattr(
@@ -383,9 +381,9 @@ def test_a_step_answers_no_more_of_a_known_prompt_than_it_would_compute(
     "settings",
     [{}, {"prefill_tokens": 64}, {"prefix_cache_bytes": 100_000}, {"prefix_cache_bytes": 0}],
 )
-def test_logprobs_of_prompts_do_not_depend_on_what_was_known(decoder, tiling, settings):
-    """Scored and plain, of two versions, while chunks come and go in a cache that has room for few
-    or none.
+def test_prompt_logprobs_do_not_depend_on_the_prefix_cache(decoder, tiling, settings):
+    """Requests with and without prompt logprobs, of two versions, use a cache that holds few or no
+    chunks.
     """
     ops: list[Job] = []
     for version, weights in (("base", None), ("adapted", adapter(decoder, 1))):
@@ -404,7 +402,7 @@ def test_logprobs_of_prompts_do_not_depend_on_what_was_known(decoder, tiling, se
         assert drawn(found) == drawn(alone)
 
 
-def test_prompt_only_draws_nothing_even_in_a_full_context(decoder, theirs):
+def test_prompt_only_samples_nothing_even_in_a_full_context(decoder, theirs):
     prompt = tokens(decoder.config.max_context)
     op = Sample(
         "s",
@@ -453,7 +451,7 @@ def test_unseeded_requests_differ_and_seeded_ones_repeat(decoder):
     assert drawn([c]) == drawn([d])
 
 
-def test_more_work_than_memory_waits_and_is_done(decoder, tiling):
+def test_requests_beyond_memory_wait_and_give_the_same_samples(decoder, tiling):
     unlimited = drawn(run(sampler_of(decoder, tiling), *mixed_requests()))
     per_position = sampler_of(decoder)._shape.bytes_per_position
     tight = sampler_of(
@@ -468,7 +466,7 @@ def test_more_work_than_memory_waits_and_is_done(decoder, tiling):
 
 
 def of_all_lengths() -> list[Sample]:
-    """What one leaves is seldom what the next one needs."""
+    """Return requests of many lengths, so that a freed slot rarely fits the next request."""
     chosen = random.Random(0)
     return [
         request(
@@ -482,13 +480,13 @@ def of_all_lengths() -> list[Sample]:
 
 
 def in_step() -> list[Sample]:
-    """All grow at once."""
+    """Return one request whose samples all outgrow their slots in the same step."""
     return [request(tokens(3), n=16, max_tokens=140, seed=0)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("asked", "most"), [(of_all_lengths, 3000), (in_step, 64 + 16 * 256)])
-def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(
+def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
     decoder, monkeypatch, asked, most
 ):
     per_position = sampler_of(decoder)._shape.bytes_per_position
@@ -507,8 +505,8 @@ def test_pools_take_no_more_than_an_eighth_above_what_may_be_reserved(
     assert sampler._room.taken == 0
 
 
-def test_what_ends_together_leaves_at_once(decoder, monkeypatch):
-    """A slot at a time, each would be a copy or a clearing of its pool, layer by layer."""
+def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
+    """Freeing one slot at a time would copy or clear the pool once per slot, layer by layer."""
     freed = []
     free = KVPool._free
 
@@ -541,7 +539,7 @@ def test_cancelling_frees_memory_at_any_time(decoder):
         assert_nothing_left(sampler)
 
 
-def test_tokens_are_told_as_they_are_drawn(decoder):
+def test_on_token_receives_every_sampled_token_in_order(decoder):
     for asked, told_topk in ((0, 0), (3, 3)):
         told: list[DrawnToken] = []
         op = request(
@@ -560,7 +558,7 @@ def test_tokens_are_told_as_they_are_drawn(decoder):
         assert len(told) == 27
 
 
-def test_listening_changes_nothing(decoder):
+def test_on_token_does_not_change_the_samples(decoder):
     silent, heard = (
         request(tokens(30), 3, max_tokens=9, seed=1, on_token=hook)
         for hook in (None, lambda drawn: None)
@@ -571,7 +569,7 @@ def test_listening_changes_nothing(decoder):
 @pytest.mark.parametrize(
     ("at", "kind"), [(1, LookupError), (5, LookupError), (9, LookupError), (5, CancelledError)]
 )
-def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
+def test_an_on_token_error_fails_only_its_request(decoder, at, kind):
     told: list[DrawnToken] = []
 
     def listen(drawn: DrawnToken) -> None:
@@ -594,10 +592,8 @@ def test_a_listener_that_raises_ends_its_own_request_only(decoder, at, kind):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [float("nan"), 1e20, 1e38])
-def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling, size):
-    """Also for who comes after: keys and values that are not finite lie in slots that others take
-    over.
-    """
+def test_non_finite_logits_fail_only_their_requests(decoder, tiling, size):
+    """Later requests are unaffected too, although they reuse slots with non-finite values."""
     broken = LoraWeights(
         adapter(decoder, 1).layout,
         adapter(decoder, 1).layout.init(1) * 0 + size,
@@ -640,8 +636,12 @@ def test_logits_that_are_not_finite_end_their_own_requests_only(decoder, tiling,
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_what_a_broken_adapter_left_in_a_slot_reaches_nobody(model_dir, monkeypatch, kernels):
-    """Others keep the pool in use, so that it is not made anew before the slot has its next owner."""
+def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
+    model_dir, monkeypatch, kernels
+):
+    """Another request keeps the pool in use, so the pool is not reallocated before the slot is
+    reused.
+    """
     if not kernels:
         monkeypatch.setattr(cpu, "loaded", lambda: None)
     decoder = Decoder.load(model_dir, torch.float32, CPU)
@@ -662,10 +662,8 @@ def test_what_a_broken_adapter_left_in_a_slot_reaches_nobody(model_dir, monkeypa
     assert futures[2].result(timeout=0).sequences[0].tokens == alone.sequences[0].tokens
 
 
-def test_a_request_cancelled_while_its_logits_turn_out_not_finite_is_ended_once(
-    decoder, monkeypatch
-):
-    """Every sample of it finds that there is nothing left to answer."""
+def test_a_request_cancelled_with_non_finite_logits_ends_once(decoder, monkeypatch):
+    """Each of its samples finds the request already ended."""
     layout = adapter(decoder, 1).layout
     broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.dtype, decoder.device)
     sampler = sampler_of(decoder)
@@ -679,7 +677,7 @@ def test_a_request_cancelled_while_its_logits_turn_out_not_finite_is_ended_once(
     assert future.cancelled()
 
 
-def test_who_waits_for_a_cancelled_request_among_others_is_told(decoder):
+def test_waiting_for_a_cancelled_request_returns(decoder):
     sampler = sampler_of(decoder)
     futures: list[Future[SampleResponse]] = [Future(), Future()]
     for future in futures:
@@ -692,7 +690,7 @@ def test_who_waits_for_a_cancelled_request_among_others_is_told(decoder):
 
 
 @pytest.mark.parametrize("fault", ["text", "scores"])
-def test_a_fault_in_what_is_done_for_one_request_ends_that_one_only(decoder, monkeypatch, fault):
+def test_an_error_while_handling_one_request_fails_only_that_request(decoder, monkeypatch, fault):
     def broken(*_):
         raise LookupError("a fault")
 
@@ -714,7 +712,7 @@ def test_a_fault_in_what_is_done_for_one_request_ends_that_one_only(decoder, mon
     assert_nothing_left(sampler)
 
 
-def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
+def test_fail_ends_all_requests_and_the_sampler_still_works(decoder):
     sampler = sampler_of(decoder)
     future: Future[SampleResponse] = Future()
     sampler.submit(request(tokens(20)), None, "base", future)
@@ -748,12 +746,12 @@ def test_failing_answers_everyone_and_leaves_a_working_sampler(decoder):
         (request([1], prompt_only=True), "prompt_only"),
     ],
 )
-def test_bad_requests_are_refused_by_name(decoder, op, message):
+def test_invalid_requests_are_rejected_by_option_name(decoder, op, message):
     with pytest.raises(ValueError, match=message):
         sampler_of(decoder).validate(op)
 
 
-def test_a_request_that_can_never_fit_is_refused(decoder):
+def test_a_request_larger_than_the_kv_cache_is_rejected(decoder):
     sampler = sampler_of(
         decoder, kv_cache_bytes=sampler_of(decoder)._shape.bytes_per_position * 100
     )

@@ -1,8 +1,7 @@
-"""The logprobs that the sampler returns are those that the trainer computes: in float32, and to the
-last bits in bf16.
+"""The sampler's logprobs equal the trainer's: up to rounding in float32, nearly bitwise in bf16.
 
-In bf16 this is a statement about every sum of both: were one of them in another order, rounding
-would grow to some hundredths through the layers (a control below shows that it does).
+In bf16, this requires the same summation order in every matmul and attention of both. A different
+order in one of them would grow to some hundredths through the layers, as a control test shows.
 """
 
 from concurrent.futures import Future
@@ -43,8 +42,8 @@ def trained_adapter(decoder: Decoder, rank: int = 8, **options: bool) -> Adapter
 def rollouts(
     decoder: Decoder, adapter: Adapter, tiling: RowTiling | None, temperature: float = 1.0
 ) -> list[tuple[ModelInput, SampleResponse]]:
-    """Groups whose prompts share a beginning, of lengths on both sides of every border: spans,
-    chunks, slots.
+    """Sample groups whose prompts share a prefix, with lengths around the borders of spans, chunks
+    and slots.
     """
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 70).tolist()
@@ -64,7 +63,7 @@ def rollouts(
 
 
 def gap(decoder: Decoder, temperature: float) -> np.ndarray:
-    """Sampled minus trained logprob of every sampled token."""
+    """Return the sampled minus the trained logprob of every sampled token."""
     adapter = trained_adapter(decoder)
     tiling = probe(decoder.config, decoder.dtype, CPU)
     return gaps(
@@ -109,7 +108,7 @@ def gaps(
 
 @pytest.fixture(params=["native", "torch"])
 def _kernels(request, monkeypatch):
-    """With the CPU's own kernels where there are any, and without."""
+    """Run the test with planish's CPU kernels, if there are any, and without."""
     if request.param == "torch":
         monkeypatch.setattr(cpu, "loaded", lambda: None)
 
@@ -118,8 +117,8 @@ def _kernels(request, monkeypatch):
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_float32(tmp_path, family, temperature):
-    """To the last bit where our own kernels serve."""
+def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
+    """With planish's kernels, the logprobs are bitwise equal."""
     tiny_model(tmp_path, family=family, vocab_size=320)
     found = np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max()
     assert found == 0 if cpu.loaded() is not None else found < 3e-5
@@ -135,9 +134,9 @@ def test_float32(tmp_path, family, temperature):
         ("qwen3", {"kv_heads": 4}),
     ],
 )
-def test_bf16_to_the_last_bits(tmp_path, family, options):
-    # As in real models, a row's SwiGLU fills whole vector registers; torch computes what is left
-    # over with another exp.
+def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, options):
+    # As in real models, the width is a multiple of the vector registers: for the remainder, torch's
+    # SwiGLU uses another exp.
     tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.config, decoder.dtype, CPU)
@@ -151,14 +150,13 @@ def test_bf16_to_the_last_bits(tmp_path, family, options):
         if cpu.loaded() is not None:
             assert not found.any()
         assert np.quantile(found, 0.995) < 1e-5
-        # Where the 16th and 17th likeliest logits are rounded to a tie, head.py may recompute
-        # either.
+        # If the 16th and 17th largest logits are rounded to a tie, head.py may recompute either.
         assert found.max() < 1e-3
 
 
-def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
-    """Then torch multiplies by all sites of all adapters, in sampler and trainer, whoever else is
-    in the batch.
+def test_logprobs_agree_for_widths_without_adapter_kernels(tmp_path):
+    """Without kernels for these widths, torch multiplies all target modules of all adapters, in the
+    sampler and in the trainer, whatever else is in the batch.
     """
     tiny_model(tmp_path, intermediate=112, layers=4)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
@@ -167,7 +165,7 @@ def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
     op = Sample("s", prompt, 4, SamplingParams(max_tokens=30, seed=1, stop=[]))
 
     def response(*adapters: Adapter) -> SampleResponse:
-        """Of the first."""
+        """Return the response of the first adapter's request."""
         sampler = Sampler(decoder, SamplerSettings(), str, tiling)
         futures: list[Future[SampleResponse]] = [Future() for _ in adapters]
         for number, (adapter, future) in enumerate(zip(adapters, futures, strict=True)):
@@ -186,9 +184,9 @@ def test_widths_that_adapters_kernels_do_not_serve(tmp_path):
     assert alone == beside
 
 
-def test_several_adapters_in_a_batch(tmp_path):
-    """Each tenant's trainer finds its logprobs, although the sampler computed them in one batch; a
-    vocabulary of 320 has kernels for the head too.
+def test_logprobs_agree_for_several_adapters_in_one_batch(tmp_path):
+    """The sampler computes all adapters in one batch, the trainer one at a time. The vocabulary of
+    320 has kernels for the head too.
     """
     tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
@@ -213,9 +211,7 @@ def test_several_adapters_in_a_batch(tmp_path):
 def alone(
     decoder: Decoder, adapter: Adapter, tiling: RowTiling | None
 ) -> list[tuple[ModelInput, SampleResponse]]:
-    """The last that is still running of a batch: each prompt is computed and sampled with nobody
-    beside it.
-    """
+    """Sample each prompt alone, so that every decoding step has one row."""
     sampler = Sampler(decoder, SamplerSettings(), str, tiling)
     answered = []
     for seed in range(6):
@@ -229,10 +225,8 @@ def alone(
     return answered
 
 
-def test_one_row_alone(tmp_path):
-    """A decoding step of one row, whose products some machines sum in an order of their own from
-    1024 columns on.
-    """
+def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
+    """For one row with 1024 columns or more, some machines use another summation order."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6, intermediate=2048)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.config, decoder.dtype, CPU)
@@ -245,8 +239,8 @@ def test_one_row_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_order_of_sums_would_show(tmp_path, monkeypatch):
-    """The control: a rounding of the trainer's attention alone moves logprobs by far more."""
+def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch):
+    """A control: another rounding in the trainer's attention alone changes logprobs by far more."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     exact = ordered_attention.attend

@@ -1,6 +1,4 @@
-"""Admission: whoever fits alone is served, whatever else is asked for, and memory is never given
-twice.
-"""
+"""Admission: every request that fits alone is served, and memory is never reserved twice."""
 
 from concurrent.futures import Future
 from types import SimpleNamespace
@@ -22,7 +20,7 @@ COMMON = np.random.default_rng(0).integers(0, 256, 400).tolist()
 def request(
     number: int, tokens: list[int], n: int = 1, max_tokens: int = 8, alternatives: int = 0
 ) -> Request:
-    """`max_tokens` 0 asks about the prompt only."""
+    """Return a request; with `max_tokens` 0, for prompt logprobs only."""
     params = SamplingParams(max_tokens=max_tokens or None)
     op = Sample("s", ModelInput.from_ints(tokens), n, params, prompt_alt_tokens_k=alternatives)
     scores: Any = (
@@ -34,7 +32,7 @@ def request(
 
 
 class Run:
-    """What a sampler does with its scheduler, without a model."""
+    """Drives a scheduler as a sampler does, but without a model."""
 
     def __init__(self, scheduler: Scheduler, cached_chunks: int = 100) -> None:
         self.scheduler = scheduler
@@ -109,9 +107,9 @@ class Run:
             self.scheduler.release(prompt)
 
 
-def test_a_request_that_waits_for_a_prefix_does_not_lock_out_one_that_has_begun():
-    """The second waits for the prompt of the first; of the third, only some samples fit meanwhile,
-    and its prompt stays.
+def test_waiting_for_a_prefix_does_not_block_a_started_request():
+    """Request 1 waits for the prefix of request 0. Of request 2, only some samples fit meanwhile,
+    and its prompt stays in memory.
     """
     run = Run(Scheduler(max_batch=64, max_positions=512, prefill_tokens=2048))
     run.ask(request(0, COMMON[:60]))
@@ -122,7 +120,7 @@ def test_a_request_that_waits_for_a_prefix_does_not_lock_out_one_that_has_begun(
 
 
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_whatever_fits_alone_is_served(seed: int):
+def test_every_request_that_fits_alone_is_served(seed: int):
     random = np.random.default_rng(seed)
     scheduler = Scheduler(int(random.integers(1, 9)), 512, int(random.choice([32, 100, 2048])))
     run = Run(scheduler, cached_chunks=int(random.integers(0, 9)))
@@ -138,7 +136,7 @@ def test_whatever_fits_alone_is_served(seed: int):
     run.finish()
 
 
-def test_a_step_draws_a_limited_number_of_tokens_at_prompts_and_computes_the_others_beside_them():
+def test_a_step_samples_a_limited_number_of_alternative_prompt_tokens():
     scheduler = Scheduler(max_batch=64, max_positions=100_000, prefill_tokens=2048)
     asked = [
         request(i, [i] * 500, max_tokens=0, alternatives=k)
@@ -158,8 +156,8 @@ def test_a_step_draws_a_limited_number_of_tokens_at_prompts_and_computes_the_oth
     ]
 
 
-def test_prompts_of_one_step_have_no_more_adapters_than_a_batch():
-    """Prompts that are only asked about count towards no batch."""
+def test_prompts_in_one_step_use_at_most_max_batch_adapters():
+    """Requests for prompt logprobs only do not count towards a decoding batch."""
     run = Run(Scheduler(max_batch=2, max_positions=100_000, prefill_tokens=2048))
     for number in range(6):
         asked = request(number, [number] * 9, max_tokens=0)
@@ -170,9 +168,9 @@ def test_prompts_of_one_step_have_no_more_adapters_than_a_batch():
     run.finish()
 
 
-def test_samples_reserve_whole_spans():
-    """201 + 256 positions: 256 for the prompt and 320 for each sample, where powers of two would
-    take 512.
+def test_samples_reserve_multiples_of_span():
+    """A request of 201 + 256 positions reserves 256 for the prompt and 320 for each sample. Powers
+    of two would reserve 512.
     """
     scheduler = Scheduler(max_batch=64, max_positions=256 + 10 * 320 + 319, prefill_tokens=512)
     assert scheduler.positions_needed(201, 256) == 256 + 320

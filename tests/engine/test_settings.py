@@ -1,4 +1,4 @@
-"""Defaults that depend on the device."""
+"""The choice of the device, and warnings about unused GPUs."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from planish.errors import UserError
 from planish.testing import tiny_model
 
 
-def test_a_model_is_loaded_with_its_gpu_current(monkeypatch, tmp_path):
+def test_a_model_is_loaded_with_its_gpu_as_current_device(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
 
@@ -29,7 +29,7 @@ def test_a_model_is_loaded_with_its_gpu_current(monkeypatch, tmp_path):
 
 @pytest.fixture
 def driver(monkeypatch, tmp_path):
-    """The files of a driver, of which torch makes no use."""
+    """Fake the files of an NVIDIA driver that torch cannot use."""
     (tmp_path / "version").write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.0")
     monkeypatch.setattr(settings, "_GPU_FILES", (tmp_path / "missing", tmp_path / "version"))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -40,7 +40,7 @@ def driver(monkeypatch, tmp_path):
     settings._warn_of_unused_gpu.cache_clear()
 
 
-def test_a_driver_that_is_too_old_is_named_once(monkeypatch, driver, caplog):
+def test_a_driver_that_is_too_old_is_reported_once(monkeypatch, driver, caplog):
     def init() -> None:
         raise RuntimeError(
             "The NVIDIA driver on your system is too old (found version 11040).\nMore."
@@ -59,12 +59,12 @@ def test_a_driver_that_is_too_old_is_named_once(monkeypatch, driver, caplog):
         choose_device("cuda:0")
 
 
-def test_a_torch_for_cpus_beside_a_gpu_is_named(monkeypatch, driver):
+def test_a_cpu_build_of_torch_on_a_gpu_machine_is_reported(monkeypatch, driver):
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "install a torch for CUDA" in str(settings.unused_gpu())
 
 
-def test_a_gpu_that_is_hidden_on_purpose_is_not_named(monkeypatch, driver, caplog):
+def test_a_gpu_hidden_by_the_environment_is_not_reported(monkeypatch, driver, caplog):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert choose_device("auto") == torch.device("cpu")
@@ -72,7 +72,7 @@ def test_a_gpu_that_is_hidden_on_purpose_is_not_named(monkeypatch, driver, caplo
 
 
 @pytest.mark.parametrize(("name", "number"), [("auto", 0), ("cuda", 0), ("cuda:1", 1)])
-def test_a_gpu_has_a_number_by_which_torch_makes_it_current(monkeypatch, name, number):
+def test_device_cuda_resolves_to_an_indexed_gpu(monkeypatch, name, number):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     made_current: list[int] = []
@@ -81,7 +81,7 @@ def test_a_gpu_has_a_number_by_which_torch_makes_it_current(monkeypatch, name, n
     assert made_current == [number]
 
 
-def test_wsl_is_known_by_its_kernel(tmp_path):
+def test_wsl_is_detected_by_its_kernel_release(tmp_path):
     release = tmp_path / "osrelease"
     for text, is_wsl in (
         ("5.15.167.4-microsoft-standard-WSL2\n", True),

@@ -1,4 +1,4 @@
-"""Stops: tokens, strings, strings across token borders, and none."""
+"""Stop conditions: tokens, strings, strings across token borders, and none."""
 
 from collections.abc import Sequence
 
@@ -8,12 +8,12 @@ from planish.engine.sampling.stopping import StopCondition
 
 
 def decode(tokens: Sequence[int]) -> str:
-    """Bytes as tokens; 300 and up are control tokens without text."""
+    """Decode byte tokens; tokens from 300 on are control tokens without text."""
     return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
 def end_of(tokens: Sequence[int], stop: StopCondition) -> int | None:
-    """How many tokens are drawn until the stop is met."""
+    """Return the number of tokens up to the one that meets the stop condition."""
     return next((n for n in range(1, len(tokens) + 1) if stop.met(tokens[:n], decode)), None)
 
 
@@ -35,19 +35,19 @@ def test_stops(stop, expected):
     assert end_of(tokens, StopCondition.of(stop, eos_token_ids=[301])) == expected
 
 
-def test_a_string_is_found_across_token_borders():
+def test_a_stop_string_is_found_across_token_borders():
     text = b"Human: hi\n\nUser: what"
     assert end_of(list(text), StopCondition.of("\n\nUser:", ())) == text.index(b"\n\nUser:") + len(
         "\n\nUser:"
     )
 
 
-def test_a_string_of_multibyte_characters_is_found_at_its_last_byte():
+def test_a_multibyte_stop_string_is_found_at_its_last_byte():
     text = "x" * 50 + "日本€" + "y"
     assert end_of(list(text.encode()), StopCondition.of("本€", ())) == len(
         ("x" * 50 + "日本€").encode()
     )
 
 
-def test_an_explicit_stop_replaces_the_end_of_sequence():
+def test_an_explicit_stop_replaces_the_end_of_sequence_tokens():
     assert end_of([301, 97], StopCondition.of("a", eos_token_ids=[301])) == 2

@@ -1,4 +1,4 @@
-"""The trainer against transformers and PEFT, and each fast path against its slow twin."""
+"""The trainer equals transformers and PEFT, and each fast path equals its slow reference."""
 
 import copy
 import dataclasses
@@ -59,7 +59,7 @@ def run(
     config=None,
     **options,
 ):
-    """The generator's result, and how often it handed the device back."""
+    """Return the result of the generator, and how often it yielded."""
     steps = trainer.forward_backward(adapter, data, loss_fn, config, **options)
     yields = 0
     while True:
@@ -86,8 +86,8 @@ def gradient(
 def group_datums(
     seed: int = 0, prompts: int = 3, samples: int = 3, vocab: int = 272, scale: float = 0.5
 ) -> list[Datum]:
-    """GRPO's shape: samples share a prompt, prompts share a beginning; logprobs near a random
-    model's, mixed advantages.
+    """Return datums as in GRPO: samples share a prompt, prompts share a prefix, and advantages have
+    both signs. The logprobs are those of a nearly uniform model.
     """
     rng = np.random.default_rng(seed)
     shared = rng.integers(0, vocab, 9)
@@ -114,8 +114,8 @@ def group_datums(
 def with_policy_logprobs(
     trainer: Trainer, adapter: Adapter, data: list[Datum], noise: float = 0.3
 ) -> list[Datum]:
-    """The same datums with `logprobs` near the model's own, so that ratios lie around 1, on both
-    sides of the clipping.
+    """Return the datums with `logprobs` close to the model's, so that ratios lie on both sides of
+    the clipping bounds.
     """
     output, _ = run(trainer, adapter, as_cross_entropy(data), forward_only=True)
     rng = np.random.default_rng(5)
@@ -146,8 +146,9 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 def peft_gradient(
     path, adapter: Adapter, data: list[Datum], loss, dtype=torch.float32, temperature: float = 1.0
 ):
-    """Loss and flat gradient by transformers and PEFT, one datum at a time; `loss` is of (logprobs,
-    inputs).
+    """Return loss and flat gradient of transformers and PEFT, computed one datum at a time.
+
+    `loss`: a function of (logprobs, inputs).
     """
     layout = adapter.layout
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -184,7 +185,7 @@ def peft_gradient(
 
 
 def plain_loss(name: str):
-    """The losses once more, as tensor formulas without planish."""
+    """Return the loss as a tensor formula that does not use planish."""
 
     def cross_entropy(now, x):
         return -(x["weights"] * now).sum()
@@ -241,7 +242,7 @@ def test_each_loss_equals_transformers_and_peft(model_path, decoder, loss_fn: st
     assert output.metrics["ratio:min"] < 0.8 < 1.2 < output.metrics["ratio:max"]
 
 
-def test_temperature_scales_the_logits_of_every_loss(model_path, decoder):
+def test_temperature_scales_the_logits_of_the_loss(model_path, decoder):
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     data = as_cross_entropy(group_datums(3))
     output, ours = gradient(trainer, adapter, data, config={"temperature": 0.6})
@@ -255,7 +256,7 @@ def test_temperature_scales_the_logits_of_every_loss(model_path, decoder):
 @pytest.mark.parametrize(
     "parts", [{"train_unembed": False}, {"train_attn": False, "train_mlp": False}]
 )
-def test_adapters_on_parts_of_the_model(model_path, decoder, parts: dict):
+def test_gradients_of_partially_trained_adapters_equal_peft(model_path, decoder, parts: dict):
     trainer, adapter = new_trainer(decoder), new_adapter(decoder, **parts)
     data = as_cross_entropy(group_datums(4))
     _, ours = gradient(trainer, adapter, data)
@@ -279,7 +280,7 @@ def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path):
         assert float(np.abs(a["logprobs"].to_numpy() - b["logprobs"].to_numpy()).max()) < 0.3
 
 
-def test_many_targets_a_position(model_path, decoder):
+def test_several_targets_per_position_equal_peft(model_path, decoder):
     rng = np.random.default_rng(0)
     data = []
     for _ in range(3):
@@ -299,7 +300,7 @@ def test_many_targets_a_position(model_path, decoder):
     assert shapes == [datum.loss_fn_inputs["target_tokens"].shape for datum in data]
 
 
-def test_what_a_sparse_tensor_claims_is_looked_at_before_it_is_filled_up(decoder, monkeypatch):
+def test_a_sparse_tensor_is_checked_before_it_is_expanded(decoder, monkeypatch):
     monkeypatch.delattr(TensorData, "to_numpy")
     tokens = ModelInput.from_ints([1, 2])
     for wide, tall in ((273, 2), (5, 3)):
@@ -308,7 +309,7 @@ def test_what_a_sparse_tensor_claims_is_looked_at_before_it_is_filled_up(decoder
             new_trainer(decoder).validate([datum_of(tokens, inputs)], "cross_entropy", {})
 
 
-def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
+def test_csr_tensors_equal_dense_tensors(decoder):
     targets, weights = torch.zeros(6, 20, dtype=torch.int64), torch.zeros(6, 20)
     targets[2, 3], weights[2, 3], targets[5, 0], weights[5, 0] = 17, 2.0, 5, -1.0
     inputs = {
@@ -332,7 +333,7 @@ def test_csr_tensors_mean_what_their_dense_twins_mean(decoder):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)])
-def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: float):
+def test_packed_training_equals_single_datums_and_any_split(model_path, dtype, tolerance: float):
     decoder = Decoder.load(model_path, dtype, CPU)
     adapter = new_adapter(decoder)
     data = with_policy_logprobs(
@@ -341,7 +342,7 @@ def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: fl
     together, whole = gradient(new_trainer(decoder), adapter, data, "importance_sampling")
     assert together.metrics["micro_batches:sum"] == 1
     assert together.metrics["forest_tokens:sum"] < together.metrics["tokens:sum"] / 1.5
-    # One by one, over sixteen calls: nothing is shared.
+    # Sixteen calls with one datum each share no prefix.
     trainer, outputs = new_trainer(decoder), []
     adapter.grad = None
     for datum in data:
@@ -352,7 +353,7 @@ def test_packed_equals_one_by_one_and_any_split(model_path, dtype, tolerance: fl
         torch.testing.assert_close(
             a["logprobs"].to_torch(), b["logprobs"].to_torch(), rtol=tolerance, atol=10 * tolerance
         )
-    # Small budgets cut the call into micro-batches; the smallest makes every sequence exceed it.
+    # Small budgets split the call into micro-batches. Every sequence exceeds the smallest budget.
     for budget in (60, 30, 1):
         output, split = gradient(new_trainer(decoder, budget), adapter, data, "importance_sampling")
         assert output.metrics["micro_batches:sum"] > 1
@@ -383,7 +384,7 @@ def test_outputs_are_in_the_order_of_the_datums(decoder):
     assert relative(other, whole) < 1e-6
 
 
-def test_the_same_call_gives_the_same_bits(decoder):
+def test_a_repeated_call_is_bitwise_reproducible(decoder):
     trainer, adapter, data = new_trainer(decoder, 50), new_adapter(decoder), group_datums(9)
     first, second = (gradient(trainer, adapter, data, "ppo") for _ in range(2))
     assert torch.equal(first[1], second[1])
@@ -406,7 +407,7 @@ def test_gradients_accumulate_over_calls_until_the_step(decoder):
 
 
 def test_cross_entropy_is_linear_in_its_weights(decoder):
-    """forward_backward_custom rests on it: weights = -dL/dlogprob."""
+    """forward_backward_custom relies on this: its weights are -dL/dlogprob."""
     trainer, adapter, data = new_trainer(decoder), new_adapter(decoder), group_datums(1)
     data = with_policy_logprobs(trainer, adapter, data)
     forward, _ = run(trainer, adapter, as_cross_entropy(data), forward_only=True)
@@ -438,7 +439,7 @@ def test_forward_equals_forward_backward_and_changes_nothing(decoder):
 
 
 @pytest.mark.slow
-def test_a_long_sequence_runs_alone_and_keeps_little(decoder):
+def test_a_long_sequence_runs_alone_with_recomputed_activations(decoder):
     tokens = np.random.default_rng(0).integers(0, 272, 2049)
     long = datum_of(ModelInput.from_ints(tokens[:-1].tolist()), {"target_tokens": tokens[1:]})
     data = [*as_cross_entropy(group_datums(1), weights=False), long]
@@ -466,7 +467,7 @@ def test_recomputed_activations_give_the_same_gradient(decoder):
     assert relative(again, kept) < 1e-6
 
 
-def test_activation_bytes_bound_what_autograd_keeps(model_path):
+def test_activation_bytes_match_the_memory_autograd_saves(model_path):
     decoder = Decoder.load(model_path, torch.bfloat16, CPU)
     rng = np.random.default_rng(0)
     data = [
@@ -511,7 +512,7 @@ def decoder_tensors(decoder: Decoder) -> list[torch.Tensor]:
     return found
 
 
-def test_the_device_is_handed_back_between_micro_batches(decoder):
+def test_the_trainer_yields_between_micro_batches(decoder):
     trainer, adapter, data = (
         new_trainer(decoder, 40),
         new_adapter(decoder),
@@ -522,7 +523,7 @@ def test_the_device_is_handed_back_between_micro_batches(decoder):
 
 
 def poisoned(data: list[Datum], index: int) -> list[Datum]:
-    """Finite input whose loss is not: exp(l - q) overflows."""
+    """Return finite data whose loss is not finite, because exp(l - q) overflows."""
     changed = list(data)
     inputs: dict[str, Any] = dict(data[index].loss_fn_inputs)
     inputs["logprobs"] = np.full(len(inputs["logprobs"]), -2000.0, np.float32)
@@ -530,7 +531,7 @@ def poisoned(data: list[Datum], index: int) -> list[Datum]:
     return changed
 
 
-def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
+def test_a_non_finite_loss_fails_the_call_and_the_next_step(decoder):
     trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), group_datums(8)
     run(trainer, adapter, data, "importance_sampling")
     adapter.optim_step(AdamParams())
@@ -552,7 +553,7 @@ def test_a_loss_that_is_not_finite_refuses_call_and_step(decoder):
 
 
 @pytest.mark.parametrize("loss", ["ppo", "gspo", "cispo"])
-def test_a_clipped_ratio_may_lie_beyond_float32(loss, decoder):
+def test_a_clipped_ratio_may_overflow_float32(loss, decoder):
     trainer, adapter, data = new_trainer(decoder, 40), new_adapter(decoder), group_datums(8)
     far = poisoned(data, 4)
     inputs: dict[str, Any] = dict(far[4].loss_fn_inputs)
@@ -565,7 +566,7 @@ def test_a_clipped_ratio_may_lie_beyond_float32(loss, decoder):
     assert adapter.grad.isfinite().all()
 
 
-def test_weights_that_are_not_finite_are_noticed(decoder):
+def test_non_finite_weights_raise(decoder):
     adapter = new_adapter(decoder)
     broken = adapter.master.clone()
     broken[0] = float("inf")
@@ -574,7 +575,7 @@ def test_weights_that_are_not_finite_are_noticed(decoder):
         run(new_trainer(decoder), adapter, as_cross_entropy(group_datums(8)))
 
 
-def test_an_abandoned_call_leaves_no_trace(decoder):
+def test_an_abandoned_call_leaves_no_gradient(decoder):
     trainer, adapter = new_trainer(decoder, 40), new_adapter(decoder)
     steps = trainer.forward_backward(adapter, as_cross_entropy(group_datums(8)), "cross_entropy")
     next(steps)
@@ -619,7 +620,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("data", "loss_fn", "message"), BAD, ids=[message for *_, message in BAD])
-def test_bad_input_is_refused_before_any_work(decoder, data, loss_fn: str, message: str):
+def test_invalid_input_is_rejected_before_any_work(decoder, data, loss_fn: str, message: str):
     trainer = new_trainer(decoder)
     loss_data = data
     if loss_fn != "cross_entropy":
@@ -628,7 +629,7 @@ def test_bad_input_is_refused_before_any_work(decoder, data, loss_fn: str, messa
         trainer.validate(loss_data, loss_fn)
 
 
-def test_input_that_other_servers_know(decoder):
+def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
     trainer, data = new_trainer(decoder), group_datums(0)[:1]
     inputs = data[0].loss_fn_inputs
     clipped = datum_of(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
@@ -657,8 +658,8 @@ def test_input_that_other_servers_know(decoder):
         TrainerSettings(micro_batch_tokens=0)
 
 
-def test_padding_of_a_short_forest_changes_nothing(decoder):
-    """`micro_batch_tokens` splits the call, so that each forest is padded."""
+def test_padding_a_short_forest_changes_nothing(decoder):
+    """`micro_batch_tokens` splits the call, so each prefix tree is short and padded."""
     data = [
         datum_of(ModelInput.from_ints(t), {"target_tokens": [n + 1 for n in t]})
         for t in ([1, 2, 3], [1, 2, 9], [7])
