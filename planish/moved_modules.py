@@ -139,8 +139,8 @@ MOVED = {
     "supervised.train": "training.train_supervised",
     "timing": "runlog.spans",
     "weights": "export.weights",
-    "worker_process": "processes.worker_process",
-    "worker_program": "processes.worker_program",
+    "worker_process": "sandbox.worker_process",
+    "worker_program": "sandbox.worker_program",
 }
 """Former name -> name, both within planish."""
 

@@ -5,10 +5,12 @@ tests with a cache of their own. Every test starts from the same random seed, PL
 (default 0).
 """
 
+import asyncio
 import os
 import random
 import signal
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import hypothesis.core
@@ -18,6 +20,7 @@ import torch
 
 from planish.files import cache_home
 from planish.model.kernels.cpp import cpu
+from planish.sandbox import Sandbox, SandboxUnavailableError
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before their first import
@@ -37,6 +40,16 @@ hypothesis.settings.load_profile("planish")
 hypothesis.core.global_force_seed = SEED  # pytest's option --hypothesis-seed overrides it
 
 
+@cache
+def why_no_sandbox() -> str | None:
+    """Return why this machine cannot run model-written programs; None if it can."""
+    try:
+        asyncio.run(Sandbox().check())
+    except SandboxUnavailableError as error:
+        return str(error)
+    return None
+
+
 def _seed_random_numbers(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed)
@@ -46,8 +59,13 @@ def _seed_random_numbers(seed: int) -> None:
 # The first test that needs a fixture of a module or session sets it up. Seeding before the fixtures
 # and again before the test makes the numbers of both independent of which other tests run.
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup() -> None:
-    """Seed the global random number generators before the fixtures of a test."""
+def pytest_runtest_setup(item: pytest.Function) -> None:
+    """Skip a test whose requirement this machine lacks, and seed the global random number
+    generators before the fixtures of the others.
+    """
+    needs_sandbox = item.get_closest_marker("sandbox") or "sandbox" in item.fixturenames
+    if needs_sandbox and (reason := why_no_sandbox()):
+        pytest.skip(reason)
     _seed_random_numbers(SEED)
 
 

@@ -2,12 +2,14 @@ r"""Whether an answer in \boxed{} equals the known one.
 
 Two numbers are compared as numbers, in the forms that people write them (1,234 or 1\,234, 1.5e3,
 2 1/2, 72 cm^2). An answer that names several values is wrong: a policy could hedge. docs/evaluation.md
-has the table of forms. Anything else goes to math-verify, in a process that can be killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and
-neither an alarm nor a thread can stop it there. An answer that cannot be judged (the library fails
-on it, or takes too long) raises GradingError and is counted; it is for the caller to say what
-reward that means, and to show how often it happened.
+has the table of forms. Any other answer goes to math-verify, in a sandboxed process that can be
+killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and neither an
+alarm nor a thread can stop it there. If an answer cannot be judged, because the library fails on it,
+takes too long, or the machine has no sandbox, GradingError is raised and counted. The caller decides
+what reward that means, and shows how often it happened.
 """
 
+import logging
 import re
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +17,10 @@ from pathlib import Path
 from typing import Self
 
 from planish.errors import UnjudgedAnswerError
-from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.sandbox.errors import SandboxUnavailableError
+from planish.sandbox.worker_process import WorkerError, WorkerProcess, WorkerStartError
+
+logger = logging.getLogger(__name__)
 
 _DIGITS = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"{_DIGITS}(?:[eE][-+]?\d{{1,3}})?")
@@ -72,6 +77,7 @@ class Grader:
         self.failures = 0
         """How many answers raised GradingError."""
         self._process = WorkerProcess(Path(__file__).with_name("grading_worker.py"))
+        self._has_warned = False
 
     def __enter__(self) -> Self:
         return self
@@ -100,6 +106,17 @@ class Grader:
             return numbers[0] == numbers[1]
         try:
             reply = self._process.ask({"answer": given, "expected": known}, self.timeout_seconds)
+        except SandboxUnavailableError as error:
+            if numbers[1] is None:
+                raise
+            # The known answer is a number, so most answers need no process: go on without it.
+            self.failures += 1
+            if not self._has_warned:
+                self._has_warned = True
+                logger.warning("answers other than plain numbers cannot be graded: %s", error)
+            raise GradingError(
+                f"the answer {answer[:200]!r} could not be graded: {error}"
+            ) from error
         except WorkerStartError as error:
             raise WorkerStartError(
                 f"the grading process did not start: {error}; is math-verify installed?"

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
-from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.sandbox.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 ENTRIES = 10_000
 """Different entries of a task, unless its config names a size."""
@@ -68,9 +68,7 @@ class TaskProcess:
         self.task = task
         self._timeout_seconds = timeout_seconds
         program = Path(__file__).with_name("reasoning_worker.py")
-        self._process = WorkerProcess(
-            program, (task.name, task.config), environment={"PYTHONHASHSEED": "0"}
-        )
+        self._process = WorkerProcess(program, (task.name, task.config))
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-reasoning")
 
     def entry(self, index: int) -> Entry:

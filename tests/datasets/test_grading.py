@@ -9,7 +9,8 @@ import pytest
 from math_verify import parse, verify
 
 from planish.datasets.grading import Grade, Grader, GradingError, extract_boxed
-from planish.processes.worker_process import WorkerStartError
+from planish.sandbox import SandboxUnavailableError
+from planish.sandbox.worker_process import WorkerStartError
 
 
 @pytest.fixture(scope="module")
@@ -83,6 +84,7 @@ EXPRESSIONS = [
 ]
 
 
+@pytest.mark.sandbox
 @pytest.mark.slow
 @pytest.mark.parametrize(("answer", "expected", "equal"), NUMBERS + EXPRESSIONS)
 def test_answers_are_compared_by_value(grader, answer, expected, equal):
@@ -100,6 +102,7 @@ FORMS = [row.groups() for row in map(ROW.fullmatch, PAGE.read_text().splitlines(
 """The table of the page about evaluation: known, in the box, verdict."""
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(("known", "answer", "verdict"), FORMS)
 def test_the_table_of_forms_holds(grader, known, answer, verdict):
     assert grader.grade(rf"\boxed{{{answer}}}", known).correct is (verdict == "right")
@@ -134,6 +137,7 @@ def test_a_response_without_a_box_is_wrong(grader):
     assert grader.grade(r"\boxed{5}", "5") == Grade(boxed="5", correct=True)
 
 
+@pytest.mark.sandbox
 @pytest.mark.slow
 def test_an_endless_answer_is_ended_counted_and_raised():
     with Grader() as grader:
@@ -148,6 +152,7 @@ def test_an_endless_answer_is_ended_counted_and_raised():
         assert grader.equal("2+3", "5"), "the next answer gets a fresh process"
 
 
+@pytest.mark.sandbox
 def test_an_answer_on_which_the_library_fails_is_counted_and_raised(grader):
     before = grader.failures
     with pytest.raises(GradingError, match="1/0"):
@@ -156,11 +161,27 @@ def test_an_answer_on_which_the_library_fails_is_counted_and_raised(grader):
     assert grader.equal("2+3", "5")
 
 
+@pytest.mark.sandbox
 def test_without_the_library_the_error_says_so(monkeypatch, tmp_path):
-    (tmp_path / "math_verify.py").write_text("raise ImportError('not here')")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    packages = tmp_path / "site-packages"
+    packages.mkdir()
+    (packages / "math_verify.py").write_text("raise ImportError('not here')")
+    monkeypatch.syspath_prepend(packages)
     with (
         Grader() as grader,
         pytest.raises(WorkerStartError, match="ImportError: not here; is math-verify installed"),
     ):
         grader.equal("2+3", "5")
+
+
+def test_without_a_sandbox_numbers_are_graded_and_expressions_are_unjudged(monkeypatch, caplog):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with Grader() as grader:
+        assert grader.equal("1,234", "1234")
+        for _ in range(2):
+            with pytest.raises(GradingError, match="install bubblewrap|needs bubblewrap"):
+                grader.equal("2+3", "5")
+        assert grader.failures == 2
+        assert caplog.text.count("cannot be graded") == 1
+        with pytest.raises(SandboxUnavailableError):
+            grader.equal("2+x", "x+2")

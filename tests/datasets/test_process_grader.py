@@ -25,6 +25,7 @@ async def grades_of(grader, *answers):
     )
 
 
+@pytest.mark.sandbox
 def test_many_answers_at_once(grader):
     grades = asyncio.run(grades_of(grader, r"\frac{1}{2}", "0.5", "2/4", "2"))
     assert grades == [
@@ -35,6 +36,7 @@ def test_many_answers_at_once(grader):
     ]
 
 
+@pytest.mark.sandbox
 @pytest.mark.slow
 def test_the_loop_goes_on_while_an_answer_takes_for_ever(grader):
     async def both():

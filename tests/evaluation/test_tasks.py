@@ -50,6 +50,7 @@ def test_a_directory_gives_its_test_split(tmp_path):
     assert str(question.messages[-1]["content"]).startswith("test?")
 
 
+@pytest.mark.sandbox
 @pytest.mark.slow
 def test_math_rows_have_answers_plain_boxed_or_in_their_solution(tmp_path):
     rows = [

@@ -24,7 +24,7 @@ from planish.recipes.reasoning_tasks import Entry, Task, TaskProcess, check_name
 from planish.renderers import get_renderer
 from planish.testing import EOS_TOKEN_ID
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.sandbox]
 
 gym = pytest.importorskip("reasoning_gym")
 

@@ -46,6 +46,7 @@ def test_another_suffix_changes_the_worked_question_too(renderer):
     assert "without units" not in text
 
 
+@pytest.mark.sandbox
 @pytest.mark.parametrize(
     ("text", "tokens", "reward", "correct", "form"),
     [
@@ -69,6 +70,7 @@ def test_the_reward_is_correct_and_a_tenth_less_without_the_form(
     assert result.episode_done
 
 
+@pytest.mark.sandbox
 def test_an_answer_that_nobody_can_judge_is_wrong_and_counted(renderer):
     _, result = play(BoxedProblemEnv(renderer, Problem("?", "2/0", "")), r"\boxed{1/0}")
     assert (result.reward, result.metrics["correct"], result.metrics["unjudged"]) == (0.0, 0, 1)

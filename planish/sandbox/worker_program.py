@@ -1,10 +1,10 @@
-"""The main program of the process of a `worker_process.WorkerProcess`.
+"""The main program of the process of a `worker_process.WorkerProcess`, in its sandbox.
 
     python -P worker_program.py PROGRAM ARGUMENT...
 
 PROGRAM is a Python file. Its function `start(*arguments)` returns a function that answers requests.
-An exception of either function is returned as the error. Memory is limited, and what the program
-prints goes to standard error.
+An exception of either function is returned as the error. What the program prints goes to standard
+error. PROGRAM is not loaded if this process turns out not to be in the sandbox.
 
 Protocol: at the start, this program writes a line of JSON, {"ready": true} or {"error": REASON}.
 Then it reads lines [SECONDS, REQUEST], and writes one object for each, the answer or {"error":
@@ -16,11 +16,12 @@ import importlib.util
 import json
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, TextIO
 
-MEMORY_BYTES = 4 << 30
 SPARE_SECONDS = 1.0
 
 
@@ -29,7 +30,7 @@ def main() -> None:
     program, *arguments = sys.argv[1:]
     questions, out = private_pipes()
     try:
-        limit_memory()
+        check_isolation()
         answer = load(program).start(*arguments)
     except Exception as error:
         send(out, failure(error))
@@ -57,16 +58,13 @@ def private_pipes() -> tuple[TextIO, TextIO]:
     return pipes
 
 
-def limit_memory() -> None:
-    """Limit memory, so that a huge number raises MemoryError and does not exhaust the machine."""
-    try:
-        import resource
-    except ImportError:  # not available on this system
-        return
-    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(
-        resource.RLIMIT_AS, (MEMORY_BYTES if hard < 0 else min(MEMORY_BYTES, hard), hard)
-    )
+def check_isolation() -> None:
+    """Raise RuntimeError if this process can open a socket or sees the files of the system."""
+    if os.path.exists("/proc") or os.path.exists("/etc/passwd"):
+        raise RuntimeError("the sandbox shows the files of this machine; no answer is evaluated")
+    with suppress(OSError):
+        socket.socket().close()
+        raise RuntimeError("the sandbox allows sockets; no answer is evaluated")
 
 
 def load(program: str) -> Any:

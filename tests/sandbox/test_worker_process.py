@@ -1,5 +1,6 @@
-"""A program that answers, fails, hangs, dies or never starts."""
+"""A sandboxed program that answers, fails, hangs, dies, never starts, or tries to get out."""
 
+import json
 import os
 import signal
 import subprocess
@@ -9,12 +10,16 @@ import time
 
 import pytest
 
-from planish.processes.worker_process import WorkerError, WorkerProcess, WorkerStartError
+from planish.sandbox import SandboxUnavailableError
+from planish.sandbox.worker_process import RUNNER, WorkerError, WorkerProcess, WorkerStartError
+
+pytestmark = pytest.mark.sandbox
 
 PROGRAM = """
-import os, sys, time
+import os, socket, sys, time
 from contextlib import suppress
-from pathlib import Path
+
+RUN = os.urandom(8).hex()
 
 
 def start(*arguments):
@@ -35,8 +40,12 @@ def start(*arguments):
         if question.get("leave"):
             exit()
         print("not an answer")
-        mine = os.environ.get("MINE")
-        return {{"pid": os.getpid(), "group": os.getpgrp(), "said": question, "mine": mine, "arguments": arguments}}
+        if "attempt" in question:
+            try:
+                return {{"got": repr(eval(question["attempt"]))}}
+            except Exception as error:
+                return {{"error of the attempt": type(error).__name__}}
+        return {{"run": RUN, "said": question, "arguments": arguments}}
 
     return answer
 """
@@ -58,11 +67,58 @@ def worker(tmp_path):
 
 
 def test_one_process_answers_all_requests(worker):
-    process = worker(arguments=("a", "b"), environment={"MINE": "x"})
+    process = worker(arguments=("a", "b"))
     first, second = process.ask({"n": 1}, 30.0), process.ask({"n": 2}, 30.0)
     assert (first["said"], second["said"]) == ({"n": 1}, {"n": 2})
-    assert first["pid"] == second["pid"]
-    assert (first["arguments"], first["mine"]) == (["a", "b"], "x")
+    assert first["run"] == second["run"]
+    assert first["arguments"] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        "open('/etc/passwd')",
+        "open('/proc/self/environ')",
+        "open(__file__, 'a')",
+        "open(sys.prefix + '/new', 'w')",
+        "socket.create_connection(('127.0.0.1', 9))",
+        "os.fork()",
+        "os.listdir(os.environ['SECRET'])",
+        "bytearray(8 << 30)",
+    ],
+)
+def test_code_in_an_answer_reaches_nothing_of_the_machine(worker, monkeypatch, attempt):
+    monkeypatch.setenv("SECRET", "/")
+    assert "error of the attempt" in worker().ask({"attempt": attempt}, 30.0)
+
+
+def test_without_bubblewrap_nothing_is_evaluated_and_the_error_says_what_to_install(
+    worker, monkeypatch
+):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(SandboxUnavailableError, match="apt-get install bubblewrap"):
+        worker().ask({}, 30.0)
+
+
+def test_a_sandbox_that_does_not_start_is_an_error_that_says_what_to_allow(
+    worker, monkeypatch, tmp_path
+):
+    broken = tmp_path / "bwrap"
+    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2; exit 1")
+    broken.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda name: str(broken))
+    with pytest.raises(SandboxUnavailableError, match="user.max_user_namespaces"):
+        worker().ask({}, 30.0)
+
+
+def test_a_process_outside_the_sandbox_loads_no_program(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("raise SystemExit('loaded')")
+    done = subprocess.run(
+        [sys.executable, "-P", str(RUNNER), str(program)], capture_output=True, text=True
+    )
+    assert "no answer is evaluated" in json.loads(done.stdout)["error"]
+    assert "loaded" not in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -75,39 +131,40 @@ def test_one_process_answers_all_requests(worker):
 )
 def test_a_process_that_hangs_or_dies_is_replaced(worker, question, message):
     process = worker()
-    before = process.ask({}, 30.0)["pid"]
+    before = process.ask({}, 30.0)["run"]
     start = time.monotonic()
     with pytest.raises(WorkerError, match=message):
         process.ask(question, 0.3)
     assert time.monotonic() - start < 10
-    assert process.ask({}, 30.0)["pid"] != before
+    assert process.ask({}, 30.0)["run"] != before
 
 
 def test_a_process_killed_between_requests_is_replaced(worker):
     process = worker()
-    before = process.ask({}, 30.0)["pid"]
-    os.kill(before, signal.SIGKILL)
-    os.waitid(os.P_PID, before, os.WEXITED | os.WNOWAIT)
-    assert process.ask({}, 30.0)["pid"] != before
+    before = process.ask({}, 30.0)["run"]
+    pid = process._process.pid
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    assert process.ask({}, 30.0)["run"] != before
 
 
 def test_a_failed_request_does_not_end_the_process(worker):
     process = worker()
-    before = process.ask({}, 30.0)["pid"]
+    before = process.ask({}, 30.0)["run"]
     for question, message in (
         ({"fail": True}, "ValueError: cannot"),
         ({"leave": True}, "SystemExit"),
     ):
         with pytest.raises(WorkerError, match=message):
             process.ask(question, 30.0)
-    assert process.ask({}, 30.0)["pid"] == before
+    assert process.ask({}, 30.0)["run"] == before
 
 
 @pytest.mark.parametrize(
     ("before", "message"),
     [
         ("import no_such_module", "ModuleNotFoundError: .*no_such_module"),
-        ("sys.exit(3)", "ended without"),
+        ("raise OSError('no disk')", "OSError: no disk"),
     ],
 )
 def test_a_program_that_does_not_start_says_why(worker, before, message):
@@ -115,41 +172,33 @@ def test_a_program_that_does_not_start_says_why(worker, before, message):
         worker(before).ask({}, 30.0)
 
 
-SLOW_AT_FIRST = """
-    if not Path(arguments[0]).exists():
-        Path(arguments[0]).touch()
-        time.sleep(60)
-"""
-
-
 @pytest.mark.parametrize("during", ["the start", "a question"])
 def test_after_ctrl_c_the_next_request_gets_its_own_answer(worker, tmp_path, during):
-    started = tmp_path / "started"
-    process = worker(before=SLOW_AT_FIRST, arguments=(str(started),))
+    process = worker(before="time.sleep(60)" if during == "the start" else "pass")
     if during == "a question":
-        started.touch()
         process.ask({"n": 0}, 30.0)
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
     with pytest.raises(KeyboardInterrupt):
         process.ask({"n": 1, "hang": True}, 30.0)
     timer.join()
-    started.touch()
+    (tmp_path / "program0.py").write_text(PROGRAM.format(before="pass"))
     assert process.ask({"n": 2}, 30.0)["said"] == {"n": 2}
 
 
 def test_the_worker_ignores_control_c_but_ends_with_its_process_group(worker):
     process = worker()
-    before = process.ask({}, 30.0)
-    os.kill(before["pid"], signal.SIGINT)
-    assert process.ask({}, 30.0)["pid"] == before["pid"]
-    assert before["group"] == os.getpgrp()
+    before = process.ask({}, 30.0)["run"]
+    pid = process._process.pid
+    os.kill(pid, signal.SIGINT)
+    assert process.ask({}, 30.0)["run"] == before
+    assert os.getpgid(pid) == os.getpgrp()
 
 
 KILLED_WHILE_IT_ASKS = """
 import os, signal, sys, threading
 from pathlib import Path
-from planish.processes.worker_process import WorkerProcess
+from planish.sandbox.worker_process import WorkerProcess
 process = WorkerProcess(Path(sys.argv[1]))
 process.ask({}, 30.0)
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
@@ -182,7 +231,7 @@ def test_threads_take_turns(worker):
 
 def test_a_request_after_close_starts_a_new_process(worker):
     process = worker()
-    before = process.ask({}, 30.0)["pid"]
+    before = process.ask({}, 30.0)["run"]
     process.close()
     process.close()
-    assert process.ask({}, 30.0)["pid"] != before
+    assert process.ask({}, 30.0)["run"] != before

@@ -1,0 +1,191 @@
+"""Runs a program in a sandboxed worker process that answers requests, and is killed if one takes
+too long.
+
+This is for libraries that evaluate what a model wrote, such as a computer algebra system. An answer
+may compute 9^{9^{9^{9}}}, which cannot be interrupted within a process. It may also be a program:
+some libraries pass answers to `eval`. So the process runs in a sandbox like that of
+planish/sandbox/sandbox.py: new namespaces, no network, a seccomp filter, an empty environment, and
+a read-only file system with a small /tmp. Unlike there, the process sees the installed packages and the system's
+libraries, and it answers many requests. An answer that runs code there cannot reach this machine.
+It could still change the results of this process.
+
+The process starts at the first request. worker_program.py, which runs in it, describes programs and
+the protocol.
+"""
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import Any
+
+from planish.errors import PlanishError
+from planish.processes.interruption import interrupts_held_back
+from planish.sandbox.command import ENVIRONMENT, SCRATCH, START, START_SOURCE, USER
+from planish.sandbox.errors import SandboxUnavailableError
+from planish.sandbox.limits import MIB
+from planish.sandbox.sandbox import ALLOW_NAMESPACES, INSTALL, memory_file
+from planish.sandbox.system_calls import compiled_filter
+
+START_SECONDS = 120.0
+MEMORY_BYTES = 4096 * MIB
+SCRATCH_BYTES = 64 * MIB
+"""Size of /tmp, which some libraries need: matplotlib does not load without a cache directory."""
+RUNNER = Path(__file__).with_name("worker_program.py")
+SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
+LINKER_CACHE = "/etc/ld.so.cache"
+PACKAGES = ("site-packages", "dist-packages")
+RESOURCE_LIMITS = {
+    "RLIMIT_AS": (MEMORY_BYTES, MEMORY_BYTES),
+    "RLIMIT_FSIZE": (SCRATCH_BYTES, SCRATCH_BYTES),
+    "RLIMIT_CORE": (0, 0),
+    "RLIMIT_MEMLOCK": (0, 0),
+    "RLIMIT_MSGQUEUE": (0, 0),
+}
+
+
+class WorkerError(PlanishError):
+    """A request has no result: the program failed, took too long, or ended."""
+
+
+class EndedError(WorkerError):
+    """The process ended instead of answering."""
+
+
+class WorkerStartError(PlanishError):
+    """The program could not start."""
+
+
+class WorkerProcess:
+    """A sandboxed worker process. Requests of several threads run one after the other."""
+
+    def __init__(self, program: Path, arguments: Sequence[str] = ()) -> None:
+        self._program = program
+        self._arguments = tuple(arguments)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
+        """Return the program's answer to a request, both JSON objects.
+
+        WorkerError if the program fails, takes more than `timeout_seconds` or ends;
+        WorkerStartError if it cannot be started; SandboxUnavailableError if this machine lacks
+        something that the sandbox needs.
+        """
+        with self._lock:
+            try:
+                process = self._running()
+                assert process.stdin is not None
+                with suppress(BrokenPipeError):  # the process has ended, which _receive reports
+                    process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
+                reply = self._receive(process, timeout_seconds)
+            except BaseException:
+                # After Ctrl-C or a timeout, the late answer would be read as the answer to the next
+                # request.
+                self._stop()
+                raise
+        if "error" in reply:
+            raise WorkerError(reply["error"])
+        return reply
+
+    def close(self) -> None:
+        """End the process. Another request would start a new one."""
+        with self._lock:
+            self._stop()
+
+    def _running(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._stop()  # clean up a process that ended between requests
+        with ExitStack() as stack:
+            start = stack.enter_context(memory_file(START_SOURCE))
+            system_calls = stack.enter_context(memory_file(compiled_filter(False)))
+            command = _command(start, system_calls, self._program, self._arguments)
+            # Ctrl-C is for this process, which then kills the worker. bubblewrap stays in our
+            # process group, so that whatever ends a whole terminal or job ends the worker too.
+            with interrupts_held_back():
+                self._process = process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    bufsize=0,
+                    env={},
+                    cwd="/",
+                    pass_fds=(start, system_calls),
+                )
+        try:
+            reply = self._receive(process, START_SECONDS)
+        except EndedError as error:
+            raise SandboxUnavailableError(
+                "the sandbox did not start, standard error has the reason; if bubblewrap says that "
+                f"it has no permission, {ALLOW_NAMESPACES}"
+            ) from error
+        except WorkerError as error:
+            reply = {"error": str(error)}
+        if "error" in reply:
+            raise WorkerStartError(reply["error"])
+        return process
+
+    def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
+        assert process.stdout is not None
+        waiting = select.poll()  # unlike select.select, it allows file numbers above 1023
+        waiting.register(process.stdout, select.POLLIN)
+        if not waiting.poll(seconds * 1000):
+            raise WorkerError(f"no answer in {seconds:g} s")
+        line = process.stdout.readline()
+        if not line.endswith(b"\n"):
+            raise EndedError("the process ended without an answer")
+        return json.loads(line)
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+def _command(
+    start: int, system_calls: int, program: Path, arguments: Sequence[str]
+) -> Sequence[str]:
+    """Return the command that starts bubblewrap. `start` and `system_calls` are descriptors."""
+    bwrap = shutil.which("bwrap")
+    if sys.platform != "linux" or bwrap is None:
+        raise SandboxUnavailableError(INSTALL)
+    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
+    options += ["--cap-drop", "ALL", "--uid", USER, "--gid", USER, "--hostname", "sandbox"]
+    options += ["--size", str(SCRATCH_BYTES), "--tmpfs", SCRATCH]
+    packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
+    options += ["--clearenv", "--setenv", "PYTHONPATH", os.pathsep.join(packages)]
+    for name, value in ENVIRONMENT.items():
+        if name != "LD_LIBRARY_PATH":  # the libraries are where the linker looks for them
+            options += ["--setenv", name, value]
+    for path in sorted({*_directories(), *packages, str(RUNNER), str(program.resolve())}):
+        options += ["--ro-bind", path, path]
+    options += ["--ro-bind-try", LINKER_CACHE, LINKER_CACHE]
+    options += ["--dev-bind", "/dev/null", "/dev/null", "--ro-bind-data", str(start), START]
+    options += ["--remount-ro", "/", "--chdir", "/", "--seccomp", str(system_calls)]
+    limited = [sys.executable, "-I", "-S", START, json.dumps(RESOURCE_LIMITS)]
+    # -P: files next to the program must not shadow installed modules.
+    python = [sys.executable, "-P", str(RUNNER), str(program.resolve()), *arguments]
+    return [bwrap, *options, "--", *limited, *python]
+
+
+def _directories() -> Iterator[str]:
+    """Yield the directories that Python and compiled packages read."""
+    for path in (*SYSTEM_LIBRARIES, sys.prefix, sys.base_prefix, sys.exec_prefix):
+        if Path(path).is_dir():
+            yield path
+    executable = Path(sys.executable)
+    while executable.is_symlink():  # a virtual environment links to the interpreter it was made of
+        executable = executable.parent / os.readlink(executable)
+        yield str(executable.parent)
