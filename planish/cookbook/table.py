@@ -191,10 +191,10 @@ MODULES: dict[str, CookbookModule] = {
 REFUSED = {
     "audio_processing_utils": "planish reads text only",
     "capture": "there is no traffic to capture",
-    "chat_app": "`planish chat` talks with a model",
-    "distillation.sdft": "self-distillation is not here; docs/distillation.md has what is",
-    "inference": "`planish export` writes models for other engines",
-    "third_party": "`planish serve` has the endpoints of OpenAI's API",
-    "xmux": "start runs by a shell",
+    "chat_app": "use `planish chat`",
+    "distillation.sdft": "self-distillation is not supported; docs/distillation.md describes what is",
+    "inference": "`planish export` writes models for other inference engines",
+    "third_party": "`planish serve` has OpenAI-compatible endpoints",
+    "xmux": "start runs from a shell",
 }
 """Modules that planish has nothing for."""
