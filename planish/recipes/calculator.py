@@ -1,16 +1,18 @@
-"""Use a calculator: arithmetic too hard to do in the head, and a tool that does it.
+"""Use a calculator: arithmetic that is too hard for the model alone, and a tool that computes it.
 
     python -m planish.recipes.calculator                      the embedded model, two numbers of
-        three digits
+                                                              three digits
     python -m planish.recipes.calculator operands=4           longer expressions
 
-The policy may call the tool `calculator`, reads what it computes, and answers. Nothing rewards the
-call: only the number in the final answer counts, so the tool is used as far as it helps.
+The policy may call the tool `calculator`, reads the result, and answers. The call itself is not
+rewarded: only the number in the final answer counts, so the policy learns to use the tool as far as
+it helps.
 
-    reward = 1 if the last number of the final answer is the value, else 0; -0.1 for an answer without an end
+    reward = 1 if the last number of the final answer is the value, else 0
+             -0.1 for an answer that is cut off
 
-Problems are drawn by (seed, position), endlessly; those of the test are kept out of training. The
-prompt begins with worked examples, since small models know no form of tool calls by heart.
+Problems are generated without end from (seed, position). Test problems are never trained on. The
+prompt begins with worked examples, since small models do not know the format of tool calls.
 """
 
 import json
@@ -19,7 +21,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ from planish.recipes.arithmetic_expressions import decimal, evaluate, last_numbe
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool
 
@@ -52,13 +55,13 @@ async def calculator(expression: str) -> str:
 
 @chz.chz
 class Kind:
-    """What problems look like."""
+    """The sizes of problems."""
 
     operands: int = chz.field(default=2, doc="numbers in a problem")
     digits: int = chz.field(default=3, doc="of each number, or one less")
 
     def draw(self, rng: random.Random) -> str:
-        """An expression such as (318 + 45) * 27, whose inner operations come first."""
+        """Return a random expression such as (318 + 45) * 27."""
         expression = str(self._number(rng))
         for count in range(2, self.operands + 1):
             operation = rng.choice("+-*")
@@ -68,12 +71,14 @@ class Kind:
         return expression
 
     def _number(self, rng: random.Random) -> int:
-        """Of `digits` digits, or one less."""
+        """Return a random number of `digits` digits, or one digit less."""
         return rng.randrange(10 ** max(0, self.digits - 2), 10**self.digits)
 
 
 def shown_problems(kind: Kind) -> list[str]:
-    """Worked examples, the same in every prompt: one of each operation, while there are enough."""
+    """Return the expressions of the worked examples, one for each operation. They are the same in
+    every prompt.
+    """
     rng = random.Random("shown")
     shown: list[str] = []
     for operation in "*+-"[:SHOWN_PROBLEMS]:
@@ -84,11 +89,13 @@ def shown_problems(kind: Kind) -> list[str]:
 
 
 def question(expression: str) -> Message:
+    """Return the message that asks for the value."""
     return {"role": "user", "content": f"What is {expression}?"}
 
 
 @cache
 def first_messages(kind: Kind) -> tuple[Message, ...]:
+    """Return the worked examples: question, call of the tool, its result, answer."""
     messages: list[Message] = []
     for expression in shown_problems(kind):
         value = decimal(evaluate(expression))
@@ -113,7 +120,7 @@ def first_messages(kind: Kind) -> tuple[Message, ...]:
 
 @dataclass(frozen=True)
 class Grader:
-    """Whether an episode ended with the right number."""
+    """Rewards an episode with 1 if it ended with the right number, else with 0."""
 
     expression: str
 
@@ -122,6 +129,7 @@ class Grader:
         return evaluate(self.expression)
 
     def is_right(self, messages: Sequence[Message]) -> bool:
+        """Return whether the last message is an answer with the right number."""
         last = messages[-1]
         return last["role"] == "assistant" and last_number(get_text_content(last)) == self.value
 
@@ -129,48 +137,38 @@ class Grader:
         return float(self.is_right(messages))
 
 
-@dataclass(frozen=True)
-class CalculatorGroup(EnvGroupBuilder):
-    """`size` attempts at the same problem."""
-
-    model_name: str
-    renderer_name: str | None
-    kind: Kind
-    expression: str
-    size: int
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        return [
-            build_agent_tool_env(
-                renderer,
-                [calculator],
-                [*first_messages(self.kind), question(self.expression)],
-                Grader(self.expression),
-                max_turns=MAX_TURNS,
-            )
-            for _ in range(self.size)
-        ]
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        """Metrics of whole episodes, also of those that an answer without an end broke off."""
-        grader = Grader(self.expression)
-        return [
-            (0.0, {"correct": float(grader.is_right(history))})
-            for history in map(history_of, env_group)
-        ]
+def calculator_group(
+    model_name: str, renderer_name: str | None, kind: Kind, expression: str, size: int
+) -> ProblemGroupBuilder:
+    """Return a group of `size` attempts at the same problem."""
+    make_env = partial(calculator_env, model_name, renderer_name, kind, expression)
+    return ProblemGroupBuilder(make_env, size, "", partial(episode_metrics, Grader(expression)))
 
 
-def history_of(env: Env) -> list[Message]:
+def calculator_env(
+    model_name: str, renderer_name: str | None, kind: Kind, expression: str
+) -> EnvFromMessageEnv:
+    """Return the environment of one attempt."""
+    return build_agent_tool_env(
+        model_renderer(model_name, renderer_name),
+        [calculator],
+        [*first_messages(kind), question(expression)],
+        Grader(expression),
+        max_turns=MAX_TURNS,
+    )
+
+
+def episode_metrics(grader: Grader, env: Env) -> Metrics:
+    """Return whether an episode ended with the right number."""
     assert isinstance(env, EnvFromMessageEnv)
     assert isinstance(env.message_env, AgentToolMessageEnv)
-    return env.message_env.history
+    return {"correct": float(grader.is_right(env.message_env.history))}
 
 
 @chz.chz
 class CalculatorDatasetBuilder(RLDatasetBuilder):
+    """Groups for random problems, and held-out problems for the test."""
+
     model_name: str
     renderer_name: str | None = None
     kind: Kind = Kind()
@@ -181,30 +179,27 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         held_out = self._held_out()
+        group = partial(calculator_group, self.model_name, self.renderer_name, self.kind)
 
-        def draw_group(rng: random.Random) -> CalculatorGroup:
-            while (expression := self.kind.draw(rng)) in held_out:
-                pass
-            return self._group(expression, self.group_size)
+        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
+            expression = self.kind.draw(rng)
+            while expression in held_out:
+                expression = self.kind.draw(rng)
+            return group(expression, self.group_size)
 
         train = GeneratedDataset(draw_group, self.batch_size, self.seed)
-        if not held_out:
-            return train, None
-        return train, ProblemDataset(
-            sorted(held_out), lambda expression: self._group(expression, 1), len(held_out)
-        )
+        return train, evaluation_dataset(sorted(held_out), partial(group, size=1))
 
     def _held_out(self) -> set[str]:
-        """The same for every seed, so that runs can be compared."""
+        """Return the test problems. They are the same for every seed, so that runs can be
+        compared.
+        """
         rng = random.Random("test")
         shown = set(shown_problems(self.kind))
         held_out: set[str] = set()
         while len(held_out) < self.test_problems:
             held_out |= {self.kind.draw(rng)} - shown
         return held_out
-
-    def _group(self, expression: str, size: int) -> CalculatorGroup:
-        return CalculatorGroup(self.model_name, self.renderer_name, self.kind, expression, size)
 
 
 @chz.chz

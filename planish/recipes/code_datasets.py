@@ -1,21 +1,23 @@
-"""Data sets of programming problems: functions that are drawn (planish/recipes/code_functions.py),
-or rows of a collection.
+"""Datasets of programming problems: generated functions (planish/recipes/code_functions.py), or
+rows of a collection.
 """
 
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import chz
 
 from planish.datasets.rows import has_split, load_rows
 from planish.errors import UserError
-from planish.recipes.code_env import CodeGroup, Rules, as_answer, instruction
+from planish.recipes.code_env import Rules, as_answer, code_group, instruction
 from planish.recipes.code_functions import FunctionProblem, draw_function
 from planish.recipes.code_problems import CodeProblem, read_problem
 from planish.recipes.generated_dataset import GeneratedDataset
 from planish.renderers import Message
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
+from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 
 SHOWN_EXAMPLES = 3
@@ -25,7 +27,7 @@ FRUITLESS_DRAWS = 300
 
 @chz.chz
 class FunctionDatasetBuilder(RLDatasetBuilder):
-    """Small functions, endlessly; those of the test are never trained on."""
+    """Generated functions without end. Test functions are never trained on."""
 
     model_name: str
     renderer_name: str | None = None
@@ -42,25 +44,30 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
         shown = shown_functions(self.steps)
         prefix = tuple(message for function in shown for message in exchange(function))
         tests = self._held_out({function.problem.question for function in shown})
-        closed = {problem.question for problem in tests} | {
+        excluded = {problem.question for problem in tests} | {
             function.problem.question for function in shown
         }
-
-        def draw_group(rng: random.Random) -> CodeGroup:
-            while (problem := draw_function(rng, self.steps).problem).question in closed:
-                pass
-            return self._group(problem, self.group_size, prefix)
-
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed)
-        if not tests:
-            return train, None
-        return train, ProblemDataset(
-            tests, lambda problem: self._group(problem, 1, prefix), len(tests)
+        group = partial(
+            code_group,
+            self.model_name,
+            self.renderer_name,
+            self.rules,
+            prefix=prefix,
+            tag="functions",
         )
 
+        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
+            problem = draw_function(rng, self.steps).problem
+            while problem.question in excluded:
+                problem = draw_function(rng, self.steps).problem
+            return group(problem, size=self.group_size)
+
+        train = GeneratedDataset(draw_group, self.batch_size, self.seed)
+        return train, evaluation_dataset(tests, partial(group, size=1))
+
     def _held_out(self, shown: set[str]) -> list[CodeProblem]:
-        """The same for every seed, so that runs can be compared; a quarter of all functions, at
-        least, is left to train on.
+        """Return the test problems. They are the same for every seed, so that runs can be compared.
+        UserError if less than a quarter of all functions would be left to train on.
         """
         rng = random.Random("test")
         count = TEST_FUNCTIONS if self.eval_problems is None else self.eval_problems
@@ -79,14 +86,9 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
             )
         return list(found.values())[:count]
 
-    def _group(self, problem: CodeProblem, size: int, prefix: tuple[Message, ...]) -> CodeGroup:
-        return CodeGroup(
-            self.model_name, self.renderer_name, self.rules, problem, prefix, size, "functions"
-        )
-
 
 def shown_functions(steps: int) -> list[FunctionProblem]:
-    """Worked examples, the same in every prompt: a number, a text and a list."""
+    """Return worked examples on a number, a text and a list. They are the same in every prompt."""
     rng = random.Random("shown")
     shown: dict[str, FunctionProblem] = {}
     while len(shown) < SHOWN_EXAMPLES:
@@ -96,6 +98,7 @@ def shown_functions(steps: int) -> list[FunctionProblem]:
 
 
 def exchange(function: FunctionProblem) -> list[Message]:
+    """Return a worked example as a question and its answer."""
     return [
         {"role": "user", "content": instruction(function.problem)},
         {"role": "assistant", "content": as_answer(function.solution)},
@@ -104,7 +107,7 @@ def exchange(function: FunctionProblem) -> list[Message]:
 
 @chz.chz
 class CodeDatasetBuilder(RLDatasetBuilder):
-    """The rows of a file, a directory or a hub data set."""
+    """The rows of a file, a directory or a dataset of the hub."""
 
     model_name: str
     dataset: str
@@ -125,8 +128,11 @@ class CodeDatasetBuilder(RLDatasetBuilder):
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train, tests = self._splits()
-        data = ProblemDataset(train, self._group, self.batch_size, shuffle_seed=self.seed)
-        return data, ProblemDataset(tests, self._attempt, len(tests)) if tests else None
+        group = partial(code_group, self.model_name, self.renderer_name, self.rules, prefix=())
+        data = ProblemDataset(
+            train, partial(group, size=self.group_size), self.batch_size, shuffle_seed=self.seed
+        )
+        return data, evaluation_dataset(tests, partial(group, size=1))
 
     def _splits(self) -> tuple[Sequence[CodeProblem], Sequence[CodeProblem]]:
         train = self._problems(self.train_split)
@@ -163,14 +169,7 @@ class CodeDatasetBuilder(RLDatasetBuilder):
             )
         return problems
 
-    def _group(self, problem: CodeProblem) -> CodeGroup:
-        return CodeGroup(
-            self.model_name, self.renderer_name, self.rules, problem, (), self.group_size
-        )
-
-    def _attempt(self, problem: CodeProblem) -> CodeGroup:
-        return CodeGroup(self.model_name, self.renderer_name, self.rules, problem, (), 1)
-
 
 def has_test_file(dataset: str) -> bool:
+    """Return whether `dataset` is a local directory with a test file."""
     return Path(dataset).expanduser().is_dir() and has_split(dataset, "test")

@@ -1,20 +1,22 @@
-"""A programming problem as an environment: the policy writes a program, tests that it may not see
-decide.
+"""A programming problem as an environment: the policy writes a program, and tests grade it.
 
-An answer holds its program in a code block; the last block counts. With one turn that is all. With
-more, a program that fails a public test comes back with what it did there, and the policy writes
-another; the episode ends with a program that passes all public tests, or with the last turn.
+An answer has its program in a code block; the last block counts. With one turn, the episode ends
+there. With several turns, a program that fails a public test is sent back with a report of the
+failure, and the policy writes another one. The episode ends when a program passes all public tests,
+or after the last turn.
 
     reward = score + format_coef * (format - 1)
 
-`score`: 1 if the last program passes every test, else 0; or, with `reward="fraction"`, the part of
-the tests that it passes, of the hidden ones where others were shown. `format`: the last answer has
-a code block. An answer without an end costs `format_coef` and ends the episode.
+`score` is 1 if the last program passes every test, else 0. With `reward="fraction"` it is the
+fraction of tests that pass; if public tests were shown, only the hidden tests count. `format` is 1
+if the last answer has a code block. An answer that is cut off costs `format_coef` and ends the
+episode.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal
 
 import chz
@@ -23,18 +25,21 @@ from planish.recipes.code_problems import CodeProblem
 from planish.recipes.process_sandbox import process_sandbox
 from planish.renderers import Message, get_text_content
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, StopReason, Trajectory
+from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.types import Env, Metrics, StopReason
 from planish.runlog.model_renderer import model_renderer
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
 CLIPPED = 400
-"""Characters of an input, an output or an error that a policy is shown."""
+"""Maximum characters of an input, an output or an error that the policy sees."""
 NO_PROGRAM = "There is no program in the answer. Write it between ```python and ```."
 
 
 @chz.chz
 class Rules:
+    """How an episode runs and is rewarded."""
+
     max_turns: int = chz.field(default=1, doc="programs in an episode")
     reward: Literal["all", "fraction"] = "all"
     format_coef: float = 0.1
@@ -43,7 +48,7 @@ class Rules:
 
 @dataclass
 class CodeEnv(MessageEnv):
-    """One problem; `prefix` comes before it, such as worked examples."""
+    """One problem. `prefix` comes before it, such as worked examples."""
 
     rules: Rules
     problem: CodeProblem
@@ -52,8 +57,8 @@ class CodeEnv(MessageEnv):
     history: list[Message] = field(default_factory=list)
     turns: int = 0
     score: float = 0.0
-    """Of the last program, once it is known."""
-    has_form: bool = False
+    """Score of the last program; 0 before it is graded."""
+    has_program: bool = False
 
     async def initial_observation(self) -> list[Message]:
         self.history = [*self.prefix, {"role": "user", "content": instruction(self.problem)}]
@@ -75,7 +80,7 @@ class CodeEnv(MessageEnv):
         )
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
-        """The last program counts, whatever came of the public tests."""
+        """Grade the last program, whether or not it passed the public tests."""
         if self.turns:
             answer = next(
                 message for message in reversed(self.history) if message["role"] == "assistant"
@@ -84,7 +89,7 @@ class CodeEnv(MessageEnv):
         return self._reward(), {}
 
     async def _complaint(self, program: str | None) -> str | None:
-        """What the policy is told of its program; None if nothing is wrong with it."""
+        """Return the report on a program that fails a public test; None if it passes them all."""
         if program is None:
             return NO_PROGRAM
         for test in self.problem.public_tests:
@@ -94,11 +99,11 @@ class CodeEnv(MessageEnv):
         return None
 
     async def _grade(self, program: str | None) -> None:
-        self.has_form = program is not None
+        self.has_program = program is not None
         self.score = 0.0
         if program is None:
             return
-        tests = self._deciding_tests()
+        tests = self._grading_tests()
         passed = 0
         for test in tests:
             if (await test.run(self.sandbox, program)).outcome is Outcome.PASSED:
@@ -107,74 +112,66 @@ class CodeEnv(MessageEnv):
                 return
         self.score = passed / len(tests)
 
-    def _deciding_tests(self) -> Sequence[ProgramTest]:
-        """A part of the tests is earned by what was not shown; all of them cannot be had by it
-        alone.
+    def _grading_tests(self) -> Sequence[ProgramTest]:
+        """Return the tests that the score counts. A fraction counts hidden tests only: a program
+        could be written to pass just the tests that it was shown.
         """
         is_partial = self.rules.reward == "fraction" and self.rules.max_turns > 1
         return self.problem.hidden_tests if is_partial else self.problem.tests
 
     def _reward(self) -> float:
-        return self.score + self.rules.format_coef * (self.has_form - 1.0)
+        return self.score + self.rules.format_coef * (self.has_program - 1.0)
 
 
-@dataclass(frozen=True)
-class CodeGroup(EnvGroupBuilder):
-    """`size` attempts at the same problem."""
-
-    model_name: str
-    renderer_name: str | None
-    rules: Rules
-    problem: CodeProblem
-    prefix: tuple[Message, ...]
-    size: int
-    tag: str = "code"
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        sandbox = process_sandbox(self.rules.limits)
-        cost = -self.rules.format_coef
-        return [
-            EnvFromMessageEnv(
-                renderer,
-                CodeEnv(self.rules, self.problem, sandbox, self.prefix),
-                failed_parse_reward=cost,
-                context_overflow_reward=cost,
-            )
-            for _ in range(self.size)
-        ]
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        """Metrics of whole episodes, also of those that an answer without an end broke off."""
-        return [(0.0, metrics_of(code_env(env))) for env in env_group]
-
-    def logging_tags(self) -> list[str]:
-        return [self.tag]
+def code_group(
+    model_name: str,
+    renderer_name: str | None,
+    rules: Rules,
+    problem: CodeProblem,
+    prefix: tuple[Message, ...],
+    size: int,
+    tag: str = "code",
+) -> ProblemGroupBuilder:
+    """Return a group of `size` attempts at the same problem."""
+    make_env = partial(code_env, model_name, renderer_name, rules, problem, prefix)
+    return ProblemGroupBuilder(make_env, size, tag, episode_metrics)
 
 
-def code_env(env: Env) -> CodeEnv:
+def code_env(
+    model_name: str,
+    renderer_name: str | None,
+    rules: Rules,
+    problem: CodeProblem,
+    prefix: tuple[Message, ...],
+) -> EnvFromMessageEnv:
+    """Return the environment of one attempt."""
+    return EnvFromMessageEnv(
+        model_renderer(model_name, renderer_name),
+        CodeEnv(rules, problem, process_sandbox(rules.limits), prefix),
+        failed_parse_reward=-rules.format_coef,
+        context_overflow_reward=-rules.format_coef,
+    )
+
+
+def episode_metrics(env: Env) -> Metrics:
+    """Return the metrics of a finished episode."""
     assert isinstance(env, EnvFromMessageEnv)
-    assert isinstance(env.message_env, CodeEnv)
-    return env.message_env
-
-
-def metrics_of(env: CodeEnv) -> Metrics:
-    correct = float(env.score == 1.0)
-    metrics: Metrics = {"correct": correct, "format": float(env.has_form)}
-    if env.rules.reward == "fraction":
-        metrics["tests_passed"] = env.score
-    if env.rules.max_turns > 1:
+    code = env.message_env
+    assert isinstance(code, CodeEnv)
+    correct = float(code.score == 1.0)
+    metrics: Metrics = {"correct": correct, "format": float(code.has_program)}
+    if code.rules.reward == "fraction":
+        metrics["tests_passed"] = code.score
+    if code.rules.max_turns > 1:
         metrics |= {
-            "correct_at_once": correct * (env.turns == 1),
-            "repaired": correct * (env.turns > 1),
+            "correct_at_once": correct * (code.turns == 1),
+            "repaired": correct * (code.turns > 1),
         }
     return metrics
 
 
 def instruction(problem: CodeProblem) -> str:
-    """The question, and what an answer looks like."""
+    """Return the question with instructions on the format of the answer."""
     if problem.function is None:
         how = "Write a Python program that reads standard input and prints the answer, between ```python and ```."
     else:
@@ -186,18 +183,18 @@ def instruction(problem: CodeProblem) -> str:
 
 
 def as_answer(source: str) -> str:
-    """A program in the form that is asked for."""
+    """Return a program as an answer in the requested format."""
     return f"```python\n{source}\n```"
 
 
 def read_program(text: str) -> str | None:
-    """The last code block."""
+    """Return the last code block; None if there is none."""
     blocks = BLOCK.findall(text)
     return blocks[-1] if blocks else None
 
 
 def report(test: ProgramTest, result: TestResult) -> str:
-    """What a program did in a test, and what it should have done, in words."""
+    """Describe what a test expects and what the program did instead."""
     if isinstance(test, FunctionTest):
         arguments = ", ".join(map(repr, test.arguments))
         asked = f"{test.function}({clipped(arguments)}) must return {clipped(repr(test.returned))}."
@@ -217,5 +214,6 @@ def report(test: ProgramTest, result: TestResult) -> str:
 
 
 def clipped(text: str) -> str:
+    """Return the text, cut after CLIPPED characters with a note of its length."""
     text = text.rstrip()
     return text if len(text) <= CLIPPED else f"{text[:CLIPPED]} ... ({len(text)} characters)"

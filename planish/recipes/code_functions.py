@@ -1,11 +1,11 @@
-"""Small functions to be written, described step by step: drawn as many as one wants, with tests.
+"""Generated programming problems: small functions that are described step by step, with tests.
 
     Write a function f(x) that takes a number x, adds 7, then multiplies it by 3, and returns the result.
 
-A problem is a kind of value (number, text or list) and `steps` operations on it, each of which has
-words, code and a meaning. Problems that differ in one number are different problems, so there are
-thousands, and those of the test are kept out of training by their question. Values are small, and
-the tests of a problem are drawn with it.
+A problem has a kind of value (number, text or list) and `steps` operations on it. Each operation
+has a description, its code and a Python function. Problems that differ in one number are different
+problems, so there are thousands. Test problems are recognised by their question and never trained
+on. Values are small. The tests of a problem are generated with it.
 """
 
 import random
@@ -23,16 +23,18 @@ LETTERS = "abcdefgh"
 
 @dataclass(frozen=True)
 class Operation:
+    """One step of a function."""
+
     words: str
-    """As in "adds 7"."""
+    """Its description, such as "adds 7"."""
     code: str
-    """An expression of the argument's name."""
+    """Python expression in the argument's name."""
     apply: Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
 class ValueKind:
-    """What a function takes."""
+    """A type of argument, with generators of its values and operations."""
 
     name: str
     argument: str
@@ -46,37 +48,43 @@ class FunctionProblem:
 
     problem: CodeProblem
     solution: str
-    """Its source."""
+    """Source of the function."""
 
 
 def draw_function(rng: random.Random, steps: int) -> FunctionProblem:
+    """Return a random problem with `steps` operations, its tests and its solution."""
     kind = rng.choice(KINDS)
     operations = [kind.draw_operation(rng) for _ in range(steps)]
     inputs = distinct_inputs(kind, rng)
-    tests = tuple(FunctionTest("f", (value,), applied(operations, value)) for value in inputs)
+    tests = tuple(FunctionTest("f", (value,), apply_all(operations, value)) for value in inputs)
     listed = ", then ".join(operation.words for operation in operations)
     question = f"Write a function f({kind.argument}) that takes a {kind.name} {kind.argument}, {listed}, and returns the result."
     return FunctionProblem(
-        CodeProblem(question, tests, tests[:SHOWN_TESTS]), written(kind.argument, operations)
+        CodeProblem(question, tests, tests[:SHOWN_TESTS]), source_of(kind.argument, operations)
     )
 
 
 def distinct_inputs(kind: ValueKind, rng: random.Random) -> list[Any]:
+    """Return random arguments for the tests, all different."""
     inputs: list[Any] = []
     while len(inputs) < TESTS:
-        if (value := kind.draw_value(rng)) not in inputs:
+        value = kind.draw_value(rng)
+        if value not in inputs:
             inputs.append(value)
     return inputs
 
 
-def applied(operations: Sequence[Operation], value: Any) -> Any:
+def apply_all(operations: Sequence[Operation], value: Any) -> Any:
+    """Return the value that the function has for an argument."""
     for operation in operations:
         value = operation.apply(value)
     return value
 
 
-def written(argument: str, operations: Sequence[Operation]) -> str:
-    """A line for each operation: what small models copy best."""
+def source_of(argument: str, operations: Sequence[Operation]) -> str:
+    """Return the source of the function, with one line for each operation. Small models copy this
+    style best.
+    """
     *before, last = operations
     lines = [f"    {argument} = {operation.code}" for operation in before]
     return "\n".join([f"def f({argument}):", *lines, f"    return {last.code}"])

@@ -1,6 +1,4 @@
-"""Groups that are drawn, as many as one wants: the generator of a group is a function of (seed,
-batch, place in the batch).
-"""
+"""Random groups without end. A group depends only on (seed, batch, position in the batch)."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -9,13 +7,15 @@ from dataclasses import dataclass
 from planish.rl.types import EnvGroupBuilder, RLDataset
 
 BATCHES = 1000
-"""More than a run of these recipes takes; num_epochs goes beyond."""
+"""Default number of batches, more than a run of these recipes takes. `num_epochs` gives more."""
 ENDLESS = 1_000_000
-"""As good as no end."""
+"""Number of batches of a dataset that should never end."""
 
 
 @dataclass(frozen=True)
 class GeneratedDataset(RLDataset):
+    """Batches of groups that `draw_group` makes from a seeded random generator."""
+
     draw_group: Callable[[random.Random], EnvGroupBuilder]
     groups_per_batch: int
     seed: int
@@ -23,8 +23,8 @@ class GeneratedDataset(RLDataset):
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         return [
-            self.draw_group(random.Random(f"{self.seed}:{index}:{place}"))
-            for place in range(self.groups_per_batch)
+            self.draw_group(random.Random(f"{self.seed}:{index}:{position}"))
+            for position in range(self.groups_per_batch)
         ]
 
     def __len__(self) -> int:

@@ -1,26 +1,28 @@
-"""Guess a number: an episode of several turns that a program answers.
+"""Guess a number: an episode of several turns with a program that replies.
 
-    python -m planish.recipes.guess_number                                  the embedded model, 0 to
-        15, four guesses
-    python -m planish.recipes.guess_number largest=100 max_guesses=8        a longer search
+    python -m planish.recipes.guess_number                              the embedded model: numbers
+                                                                        from 0 to 15, four guesses
+    python -m planish.recipes.guess_number largest=100 max_guesses=8    a longer search
 
-The policy guesses, is told "Too low." or "Too high.", and guesses again. With `hints` it is also
-told what is left, which a small model does not work out for itself. Halving what is left finds 15
-of 16 numbers in four guesses; any guess from what is left, six in ten.
+The policy guesses a number, the program replies "Too low." or "Too high.", and the policy guesses
+again. With `hints` the reply also names the remaining range, which a small model does not work out
+itself. Binary search finds 15 of 16 numbers in four guesses; random guesses from the remaining
+range find six in ten.
 
-    reward = found - waste_cost * (guesses that cannot be right after what was said, or are no number in the range)
+    reward = found - waste_cost * wasted guesses
 
-The cost tells the policy which turn was bad long before it finds many numbers. An answer that does
-not end costs as much as if every guess were wasted. A group plays for one number, so its rewards
-are comparable. The test is every number once (at most `TEST_GAMES`, evenly spread): none is held
-out, since a policy that never meets a number learns not to say it.
+A guess is wasted if the earlier replies rule it out, or if it is not a number in the range. The
+cost tells the policy which turn was bad long before it finds many numbers. An answer that is cut
+off costs as much as if every guess were wasted. All rollouts of a group search for the same number,
+so their rewards can be compared. The test has every number once (at most `TEST_GAMES`, evenly
+spread). No number is held out, since a policy that never meets a number learns not to say it.
 """
 
+import math
 import re
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +33,10 @@ from planish.recipes import training_run
 from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDatasetBuilder, Trajectory
+from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 
 TEST_GAMES = 64
@@ -45,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that are left."""
+    """The numbers that can still be right: `low` to `high`, both included."""
 
     low: int
     high: int
@@ -54,7 +57,7 @@ class Range:
         return self.low <= number <= self.high
 
     def without(self, guess: int, secret: int) -> "Range":
-        """What is left after a wrong guess."""
+        """Return the remaining range after a wrong guess."""
         if guess < secret:
             return Range(max(self.low, guess + 1), self.high)
         return Range(self.low, min(self.high, guess - 1))
@@ -77,13 +80,14 @@ class Rules:
     def question(self) -> str:
         return f"Guess my number, 0 to {self.largest}."
 
-    def told(self, reply: str, left: Range) -> str:
+    def with_hint(self, reply: str, left: Range) -> str:
+        """Return a reply, with the remaining range if there are hints."""
         return f"{reply}: {left.low} to {left.high}." if self.hints else f"{reply}."
 
 
 @dataclass
 class GuessNumberEnv(MessageEnv):
-    """One search for `secret`."""
+    """One game: the policy searches for `secret`."""
 
     rules: Rules
     secret: int
@@ -113,23 +117,25 @@ class GuessNumberEnv(MessageEnv):
         )
 
     def reply(self, guess: int | None) -> str:
-        """What the policy is told; notes what follows from it."""
+        """Return the reply to a guess, and narrow the remaining range."""
         if guess == self.secret:
             return "Right."
         if guess is None or not 0 <= guess <= self.rules.largest:
-            return self.rules.told(f"Write a number from 0 to {self.rules.largest}", self.left)
+            return self.rules.with_hint(f"Write a number from 0 to {self.rules.largest}", self.left)
         self.left = self.left.without(guess, self.secret)
-        return self.rules.told("Too low" if guess < self.secret else "Too high", self.left)
+        return self.rules.with_hint("Too low" if guess < self.secret else "Too high", self.left)
 
 
 def read_guess(text: str) -> int | None:
-    """The number in a text that holds exactly one."""
+    """Return the number in a text; None if the text has no number or several."""
     numbers = re.findall(r"[0-9]+", text)
     return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) <= 9 else None
 
 
-def well_played(rules: Rules, secret: int) -> list[tuple[str, int]]:
-    """What a player who halves what is left is told, and guesses; the last guess is `secret`."""
+def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
+    """Return the turns of a binary search as (question or reply, guess). The last guess is
+    `secret`.
+    """
     game, said = GuessNumberEnv(rules, secret), rules.question
     turns: list[tuple[str, int]] = []
     while not turns or turns[-1][1] != secret:
@@ -139,8 +145,8 @@ def well_played(rules: Rules, secret: int) -> list[tuple[str, int]]:
 
 
 def shown_secrets(rules: Rules) -> list[int]:
-    """Numbers that halving finds with the last guess, spread over the range."""
-    length = {number: len(well_played(rules, number)) for number in range(rules.largest + 1)}
+    """Return numbers that binary search finds with the last guess, spread over the range."""
+    length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
     most = min(rules.max_guesses, max(length.values()))
     late = [number for number, guesses in length.items() if guesses == most]
     return [late[(2 * shown + 1) * len(late) // (2 * SHOWN_GAMES)] for shown in range(SHOWN_GAMES)]
@@ -148,13 +154,13 @@ def shown_secrets(rules: Rules) -> list[int]:
 
 @cache
 def first_messages(rules: Rules) -> tuple[Message, ...]:
-    """The question, after a few games that end well: an untrained small model would not know what
-    to write.
+    """Return the question after a few example games. Without them an untrained small model does not
+    know what to write.
     """
     messages: list[Message] = [{"role": "system", "content": "Guess the number."}]
     before = ""
     for secret in shown_secrets(rules):
-        for said, guess in well_played(rules, secret):
+        for said, guess in binary_search(rules, secret):
             messages.append({"role": "user", "content": before + said})
             messages.append({"role": "assistant", "content": str(guess)})
             before = ""
@@ -162,44 +168,37 @@ def first_messages(rules: Rules) -> tuple[Message, ...]:
     return (*messages, {"role": "user", "content": before + rules.question})
 
 
-@dataclass(frozen=True)
-class GuessNumberGroup(EnvGroupBuilder):
-    """`size` players who look for the same number."""
-
-    model_name: str
-    renderer_name: str | None
-    rules: Rules
-    secret: int
-    size: int
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        cost = -self.rules.waste_cost * self.rules.max_guesses
-        return [
-            EnvFromMessageEnv(
-                renderer,
-                GuessNumberEnv(self.rules, self.secret),
-                failed_parse_reward=cost,
-                context_overflow_reward=cost,
-            )
-            for _ in range(self.size)
-        ]
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        """Metrics of whole games, also of those that an answer without an end broke off."""
-        return [(0.0, {"found": float(game.found)}) for game in map(game_of, env_group)]
+def guess_number_group(
+    model_name: str, renderer_name: str | None, rules: Rules, secret: int, size: int
+) -> ProblemGroupBuilder:
+    """Return a group of `size` games with the same number."""
+    make_env = partial(guess_number_env, model_name, renderer_name, rules, secret)
+    return ProblemGroupBuilder(make_env, size, "", episode_metrics)
 
 
-def game_of(env: Env) -> GuessNumberEnv:
+def guess_number_env(
+    model_name: str, renderer_name: str | None, rules: Rules, secret: int
+) -> EnvFromMessageEnv:
+    """Return the environment of one game."""
+    renderer = model_renderer(model_name, renderer_name)
+    reward = -rules.waste_cost * rules.max_guesses
+    game = GuessNumberEnv(rules, secret)
+    return EnvFromMessageEnv(
+        renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
+    )
+
+
+def episode_metrics(env: Env) -> Metrics:
+    """Return whether the number was found in a game."""
     assert isinstance(env, EnvFromMessageEnv)
     assert isinstance(env.message_env, GuessNumberEnv)
-    return env.message_env
+    return {"found": float(env.message_env.found)}
 
 
 @chz.chz
 class GuessNumberDatasetBuilder(RLDatasetBuilder):
+    """Groups for all numbers, in a new order each epoch."""
+
     model_name: str
     renderer_name: str | None = None
     rules: Rules = Rules()
@@ -207,22 +206,18 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
     group_size: int = chz.field(default=8, doc="players for each number")
     seed: int = 0
 
-    async def __call__(self) -> tuple[ProblemDataset[int], ProblemDataset[int]]:
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         numbers = range(self.rules.largest + 1)
-        epochs = -(-BATCHES * self.batch_size // len(numbers))
+        group = partial(guess_number_group, self.model_name, self.renderer_name, self.rules)
         train = ProblemDataset(
-            numbers, self._group, self.batch_size, num_epochs=epochs, shuffle_seed=self.seed
+            numbers,
+            partial(group, size=self.group_size),
+            self.batch_size,
+            num_epochs=math.ceil(BATCHES * self.batch_size / len(numbers)),
+            shuffle_seed=self.seed,
         )
-        tested = numbers[:: -(-len(numbers) // TEST_GAMES)]
-        return train, ProblemDataset(tested, self._test, len(tested))
-
-    def _group(self, secret: int) -> GuessNumberGroup:
-        return GuessNumberGroup(
-            self.model_name, self.renderer_name, self.rules, secret, self.group_size
-        )
-
-    def _test(self, secret: int) -> GuessNumberGroup:
-        return GuessNumberGroup(self.model_name, self.renderer_name, self.rules, secret, 1)
+        tested = numbers[:: math.ceil(len(numbers) / TEST_GAMES)]
+        return train, evaluation_dataset(tested, partial(group, size=1))
 
 
 @chz.chz

@@ -5,9 +5,9 @@
 
     reward = score + 0.1 * (format - 1)
 
-The answer is what stands between <answer> and </answer>; `format` says that it does, in a message
-that ends; `correct` says that the score, which may be anything from 0 to 1, is full. Problems of
-the test, and the worked examples in the prompt, are never trained on.
+The answer is the text between <answer> and </answer>. `format`: the message has both tags and ends
+with a stop sequence. The score is between 0 and 1; `correct`: the score is 1. Test problems and the
+worked examples of the prompt are never trained on.
 """
 
 import random
@@ -24,7 +24,7 @@ from planish.errors import UserError
 from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import evaluation_dataset
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
 from planish.runlog.model_renderer import model_renderer
@@ -37,13 +37,15 @@ FULL_SCORE = 1 - 1e-6
 
 @dataclass(frozen=True)
 class TaskProblem:
-    """One entry of a task, and the worked examples that stand before it."""
+    """One entry of a task, and the worked examples that come before it."""
 
     entry: Entry
     shown: tuple[Entry, ...] = ()
 
 
 class TaskEnv(ProblemEnv):
+    """One entry of a task, scored by reasoning-gym."""
+
     def __init__(self, renderer: Renderer, problem: TaskProblem) -> None:
         super().__init__(
             renderer,
@@ -53,7 +55,7 @@ class TaskEnv(ProblemEnv):
         self.score = 0.0
 
     def get_question(self) -> str:
-        return asked(self.entry)
+        return question_of(self.entry)
 
     def check_format(self, sample_str: str) -> bool:
         return TAGGED.search(sample_str) is not None
@@ -68,7 +70,9 @@ class TaskEnv(ProblemEnv):
         return "not named" if self.entry.answer is None else self.entry.answer
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        """A score between 0 and 1 is worth what it says, though the answer is not correct."""
+        """Grade the answer. A score between 0 and 1 is added to the reward, although the answer
+        does not count as correct.
+        """
         result = await super().step(action, extra=extra)
         result = replace(result, metrics={**result.metrics, "score": self.score})
         if not 0 < self.score < FULL_SCORE:
@@ -80,24 +84,27 @@ class TaskEnv(ProblemEnv):
 
 
 def task_env(problem: TaskProblem, model_name: str, renderer_name: str | None) -> TaskEnv:
-    """The environment by names, which pickle."""
+    """Return the environment. Names can be pickled, and a renderer cannot."""
     return TaskEnv(model_renderer(model_name, renderer_name), problem)
 
 
-def asked(entry: Entry) -> str:
+def question_of(entry: Entry) -> str:
+    """Return the question with instructions on the format of the answer."""
     return entry.question.rstrip() + SUFFIX
 
 
 def exchange(entry: Entry) -> list[Message]:
-    """A worked example."""
+    """Return a worked example as a question and its answer."""
     return [
-        {"role": "user", "content": asked(entry)},
+        {"role": "user", "content": question_of(entry)},
         {"role": "assistant", "content": f"<answer>{entry.answer}</answer>"},
     ]
 
 
 @chz.chz
 class TaskDatasetBuilder(RLDatasetBuilder):
+    """Groups for random entries of a task, and held-out entries for the test."""
+
     task_name: str
     model_name: str
     renderer_name: str | None = None
@@ -135,11 +142,13 @@ class TaskDatasetBuilder(RLDatasetBuilder):
             return group(draw_entry(task, rng, held_out), self.group_size)
 
         train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
-        return train, ProblemDataset(tests, partial(group, size=1), len(tests)) if tests else None
+        return train, evaluation_dataset(tests, partial(group, size=1))
 
 
 def draw_entries(task: Task, rng: random.Random, count: int, held_out: set[str]) -> Sequence[Entry]:
-    """Entries whose questions differ and are not in `held_out`, to which they are added."""
+    """Return `count` entries with different questions that are not in `held_out`, and add their
+    questions to it.
+    """
     entries = []
     for _ in range(count):
         entries.append(draw_entry(task, rng, held_out))
@@ -148,11 +157,12 @@ def draw_entries(task: Task, rng: random.Random, count: int, held_out: set[str])
 
 
 def draw_entry(task: Task, rng: random.Random, held_out: Set[str]) -> Entry:
+    """Return a random entry whose question is not in `held_out`; UserError if none is found."""
     for _ in range(1000):
         entry = task_process(task).entry(rng.randrange(task.num_entries))
         if entry.question not in held_out:
             return entry
     raise UserError(
-        f"env={task.name}: hardly any question is left besides the {len(held_out)} that are held out; give fewer "
-        "eval_problems, or options of the task that make more questions"
+        f"env={task.name}: hardly any question remains besides the {len(held_out)} held-out "
+        "questions; give fewer eval_problems, or options of the task that make more questions"
     )

@@ -1,7 +1,6 @@
-"""Sums as prompts that a teacher answers, and the test of a student on sums: distillation without
-data.
+"""Sums for distillation without data: prompts that a teacher answers, and a test of the student.
 
-Test sums are those of planish/recipes/sums.py, which are asked in no prompt.
+The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 """
 
 import random
@@ -14,13 +13,13 @@ from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.supervised.conversations import Conversation
 
 MAX_TOKENS = 16
-"""Of an answer in a test."""
+"""Maximum tokens of an answer in the test."""
 
 
 def drawn_sum_prompts(
     count: int, max_operand: int, seed: int, *, shows_examples: bool
 ) -> list[Conversation]:
-    """`count` questions, each behind the worked examples or alone."""
+    """Return `count` random questions, each after the worked examples or alone."""
     held_out = {test.pair for test in held_out_sums(max_operand, None)} | {
         shown.pair for shown in SHOWN
     }
@@ -33,7 +32,9 @@ def drawn_sum_prompts(
 def sum_test(
     *, model_name: str, renderer_name: str | None, max_operand: int, shows_examples: bool
 ) -> RLTestSetEvaluator:
-    """test/env/all/correct and its kin, answered greedily."""
+    """Return the evaluator of test/env/all/correct and the other test metrics, with greedy
+    answers.
+    """
 
     def attempt(problem: Sum) -> ProblemGroupBuilder:
         make_env = partial(

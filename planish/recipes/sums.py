@@ -1,12 +1,12 @@
-"""Sums of two whole numbers, drawn as many as one wants; those of the test are never trained on, in
-either order.
+"""Sums of two whole numbers, generated without end. A test sum is never trained on, in either
+order.
 
-The policy is shown that an answer is the equation, "3 + 4 = 7": small models that are bad at
-writing a sum alone are fair at finishing an equation. The last number of a message is its answer.
+Worked examples show that an answer is the equation, "3 + 4 = 7": small models write a number alone
+badly, and finish an equation fairly well. The last number of a message is its answer.
 
     reward = correct + 0.1 * (format - 1)
 
-`format`: the message is an equation that ends, or the number alone.
+`format`: the message is the equation or the number alone, and ends with a stop sequence.
 """
 
 import random
@@ -21,7 +21,7 @@ from planish.errors import UserError
 from planish.recipes.arithmetic_expressions import last_number
 from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import evaluation_dataset
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
@@ -32,6 +32,8 @@ ANSWER = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
 
 @dataclass(frozen=True)
 class Sum:
+    """A problem: `left` + `right`."""
+
     left: int
     right: int
 
@@ -45,7 +47,7 @@ class Sum:
 
     @property
     def pair(self) -> tuple[int, int]:
-        """The same for both orders."""
+        """The two numbers in order, the same for a + b and b + a."""
         return min(self.left, self.right), max(self.left, self.right)
 
 
@@ -53,6 +55,8 @@ SHOWN = (Sum(4, 3), Sum(12, 25))
 
 
 class SumEnv(ProblemEnv):
+    """One sum, after worked examples if `shows_examples`."""
+
     def __init__(self, renderer: Renderer, problem: Sum, *, shows_examples: bool = True) -> None:
         super().__init__(renderer, convo_prefix=shown_exchanges() if shows_examples else None)
         self.problem = problem
@@ -73,23 +77,25 @@ class SumEnv(ProblemEnv):
 def sum_env(
     problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True
 ) -> SumEnv:
-    """The environment by names, which pickle."""
+    """Return the environment. Names can be pickled, and a renderer cannot."""
     return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)
 
 
 def shown_exchanges() -> list[Message]:
-    """The worked examples in front of a question."""
+    """Return the worked examples that come before a question."""
     return [message for shown in SHOWN for message in exchange(shown)]
 
 
 def exchange(shown: Sum) -> list[Message]:
-    """A worked example."""
+    """Return a worked example as a question and its answer."""
     equation = f"{shown.left} + {shown.right} = {shown.answer}"
     return [{"role": "user", "content": shown.question}, {"role": "assistant", "content": equation}]
 
 
 @chz.chz
 class SumDatasetBuilder(RLDatasetBuilder):
+    """Groups for random sums, and held-out sums for the test."""
+
     model_name: str
     renderer_name: str | None = None
     max_operand: int = chz.field(default=20, doc="the largest number that is added")
@@ -105,20 +111,20 @@ class SumDatasetBuilder(RLDatasetBuilder):
         held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
 
         def draw_group(rng: random.Random) -> ProblemGroupBuilder:
-            return self._group(draw_sum(rng, self.max_operand, held_out), self.group_size)
+            return self._group(self.group_size, draw_sum(rng, self.max_operand, held_out))
 
         train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
-        return train, ProblemDataset(
-            tests, lambda test: self._group(test, 1), len(tests)
-        ) if tests else None
+        return train, evaluation_dataset(tests, partial(self._group, 1))
 
-    def _group(self, problem: Sum, size: int) -> ProblemGroupBuilder:
+    def _group(self, size: int, problem: Sum) -> ProblemGroupBuilder:
         make_env = partial(sum_env, problem, self.model_name, self.renderer_name)
         return ProblemGroupBuilder(make_env, size, "arithmetic")
 
 
 def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
-    """The sums of the test: the same for every seed, so that runs can be compared."""
+    """Return `count` test sums (None: TEST_SUMS, or a third of all if those are fewer). They are
+    the same for every seed, so that runs can be compared.
+    """
     pairs = (max_operand + 1) * (max_operand + 2) // 2
     most = pairs // 2
     count = min(TEST_SUMS, pairs // 3) if count is None else count
@@ -137,6 +143,7 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
 
 
 def draw_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:
+    """Return a random sum of numbers up to `max_operand` whose pair is not in `held_out`."""
     while True:
         drawn = Sum(rng.randint(0, max_operand), rng.randint(0, max_operand))
         if drawn.pair not in held_out:

@@ -1,18 +1,18 @@
-"""Tic-tac-toe by self-play: both players are the policy, and learn from the same game.
+"""Tic-tac-toe by self-play: the policy plays both sides and learns from both.
 
     python -m planish.recipes.tic_tac_toe                       the embedded model
-    python -m planish.recipes.tic_tac_toe preset=long           more games a step, and more steps
+    python -m planish.recipes.tic_tac_toe preset=long           more games per step, and more steps
 
-A group is one game: two trajectories, one for each player, with rewards
+A group is one game with two trajectories, one for each player. Their rewards are
 
     1 for the winner, -1 for the loser, 0 for both in a draw; an illegal or unreadable move loses
 
-so their mean is 0 and the advantage of a player is its reward. The policy meets an opponent that
-gets better as it does. Left to itself it soon plays one and the same game and learns nothing more;
-so a game of training begins after up to `opening_moves` random moves.
+The mean reward is 0, so the advantage of a player is its reward. The opponent improves as the
+policy does. With self-play alone, the policy soon plays the same game again and again and learns
+nothing more. So a training game begins after up to `opening_moves` random moves.
 
-How good it is shows against players that do not change: the test has games against a random and
-against an optimal one, from an empty board and half of them as X, reported as
+The test has games against two players that do not change, a random one and an optimal one. These
+games begin with an empty board, and the policy is X in half of them. Their metrics are
 test/env/vs_random/... and test/env/vs_optimal/....
 """
 
@@ -33,14 +33,14 @@ from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import evaluation_dataset
 from planish.rl.environments.message_env import MessageStepResult
 from planish.rl.environments.self_play import Player, PlayerEnv, Turns
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
 from planish.runlog.model_renderer import model_renderer
 
 MOST_OPENING_MOVES = 4
-"""So that no game is over before it begins."""
+"""Limit of `opening_moves`: nobody has won after four moves, so no game is over at its start."""
 SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"batch_size": 128, "opening_moves": 4, "max_steps": 200},
@@ -49,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Game:
-    """One game and who is to move in it; shared by its players."""
+    """One game and whose turn it is; shared by its players."""
 
     board: Board = field(default_factory=Board)
     forfeited_by: int | None = None
@@ -63,13 +63,16 @@ class Game:
         return self.forfeited_by is not None or self.board.is_over
 
     def result(self, player: int) -> float | None:
-        """The player's reward; None while the game goes on."""
+        """Return the player's reward; None while the game is not over."""
         if not self.is_over:
             return None
         winner = self.board.winner if self.forfeited_by is None else 1 - self.forfeited_by
-        return 0.0 if winner is None else 1.0 if winner == player else -1.0
+        if winner is None:
+            return 0.0
+        return 1.0 if winner == player else -1.0
 
     def move(self, cell: int) -> None:
+        """Mark a free cell for the player whose turn it is."""
         self.board = self.board.after(cell)
         if self.is_over:
             self.turns.end()
@@ -77,7 +80,7 @@ class Game:
             self.turns.give(self.board.to_move)
 
     def forfeit(self, player: int) -> None:
-        """The player leaves; nothing happens if the game is over."""
+        """End the game as a loss for `player`. Does nothing if the game is over."""
         if not self.is_over:
             self.forfeited_by = player
             self.turns.end()
@@ -85,14 +88,16 @@ class Game:
 
 @dataclass
 class TicTacToePlayer(Player):
+    """The policy as one player of a game."""
+
     game: Game
     player: int
     opponent: Callable[[Board], int] | None = None
-    """Chooses the other player's moves; None: there is another environment that plays them."""
+    """Chooses the other player's moves; None if another environment of the group plays them."""
     messages: list[Message] = field(default_factory=list)
 
     async def until_turn(self) -> None:
-        """Until the player is to move, or the game is over."""
+        """Wait until it is the player's turn, or the game is over."""
         if self.opponent is None:
             await self.game.turns.wait(self.player)
         elif not self.game.is_over and self.game.board.to_move != self.player:
@@ -126,13 +131,13 @@ class TicTacToePlayer(Player):
 
 
 def read_cell(text: str) -> int | None:
-    """The number in a text that holds exactly one."""
+    """Return the number in a text; None if the text has no one-digit number, or several numbers."""
     numbers = re.findall(r"[0-9]+", text)
     return int(numbers[0]) if len(numbers) == 1 and len(numbers[0]) == 1 else None
 
 
 def position_message(board: Board) -> Message:
-    """Such as "X15 O9", and the free cells."""
+    """Return the message that lists the cells of both players, as in "X15 O9", and the free cells."""
     taken = " ".join(
         name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO")
     )
@@ -140,7 +145,9 @@ def position_message(board: Board) -> Message:
 
 
 def first_messages() -> list[Message]:
-    """A game that X wins, from X's side: an untrained small model would not know what to write."""
+    """Return an example game that X wins, as X sees it. Without it an untrained small model does
+    not know what to write.
+    """
     messages: list[Message] = []
     board = Board()
     for cell in SHOWN_GAME:
@@ -157,10 +164,10 @@ class TicTacToeGroup(EnvGroupBuilder):
     model_name: str
     renderer_name: str | None
     opening: tuple[int, ...] = ()
-    """Moves that are made before the players begin."""
+    """Moves before the players begin."""
     opponent: str | None = None
     number: int = 0
-    """Of the game against `opponent`; the policy is X in those of an even number."""
+    """Number of the game against `opponent`. The policy is X in games with an even number."""
 
     plays_together = True
 
@@ -179,7 +186,7 @@ class TicTacToeGroup(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """No further reward; how the game ended."""
+        """Return no further reward, and how the game ended as metrics."""
         return [(0.0, outcome(player)) for player in map(player_of, env_group)]
 
     def logging_tags(self) -> list[str]:
@@ -193,6 +200,7 @@ def player_of(env: Env) -> TicTacToePlayer:
 
 
 def outcome(player: TicTacToePlayer) -> Metrics:
+    """Return how a game ended for the player."""
     result = player.result()
     return {
         "win": float(result == 1),
@@ -205,6 +213,8 @@ def outcome(player: TicTacToePlayer) -> Metrics:
 
 @chz.chz
 class TicTacToeDatasetBuilder(RLDatasetBuilder):
+    """Games of the policy against itself, and test games against each of `PLAYERS`."""
+
     model_name: str
     renderer_name: str | None = None
     batch_size: int = chz.field(default=32, doc="games a step, each with two players")
@@ -215,7 +225,7 @@ class TicTacToeDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train = GeneratedDataset(self._game, self.batch_size, self.seed)
         tests = [(opponent, number) for opponent in PLAYERS for number in range(self.test_games)]
-        return train, ProblemDataset(tests, self._test, len(tests)) if tests else None
+        return train, evaluation_dataset(tests, self._test)
 
     def _game(self, rng: random.Random) -> TicTacToeGroup:
         board = Board()

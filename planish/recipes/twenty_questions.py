@@ -1,19 +1,21 @@
 """Twenty questions: one model asks, another one answers.
 
     python -m planish.recipes.twenty_questions                     the embedded model, six words to
-        choose from
+                                                                   choose from
     python -m planish.recipes.twenty_questions preset=classic      any word, twenty questions
 
-The policy asks questions, which the answerer answers by Yes or No, and names the word by "Guess:
-cat". The answerer is a model that is told the word and is not trained: by default the base model of
-the run, greedily. It can say nothing but "Yes.", "No." and "I cannot say.", so it cannot be talked
-into giving the word away; whether a guess is right is decided by comparing words.
+The policy asks questions, which the answerer answers with Yes or No, and guesses the word by
+writing "Guess: cat". The answerer is a model that knows the word and is not trained: by default the
+base model of the run, with greedy sampling. Its replies are reduced to "Yes.", "No." and "I cannot
+say.", so it cannot give the word away. A guess is checked by comparing words.
 
-    reward = found - waste_cost * (messages that are no question, repeat a guess, or guess a word that is not among the choices)
+    reward = found - waste_cost * wasted messages
 
-An answer that does not end costs as much as if every message were wasted. With `choices`, each game
-lists so many words, and every reply those that are left. Words of the test are held out. A small
-answerer is often wrong: docs/recipes/twenty_questions.md says how often.
+A message is wasted if it is neither a question nor a guess, repeats a guess, or guesses a word that
+is not among the choices. An answer that is cut off costs as much as if every message were wasted.
+With `choices=n`, each game lists n words, and every reply lists the remaining ones. The words of
+the test are held out. A small answerer is often wrong: docs/recipes/twenty_questions.md says how
+often.
 """
 
 import random
@@ -21,6 +23,7 @@ import re
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,10 @@ from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory
+from planish.rl.environments.problem_env import ProblemGroupBuilder
+from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import learn_renderer, model_renderer
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -57,10 +61,10 @@ class Rules:
 class Riddle:
     secret: str
     choices: tuple[str, ...] = ()
-    """What the player is told that it is one of; empty = nothing."""
+    """The words that the player may choose from; empty = any word."""
 
     def words_left(self, guessed: Set[str]) -> str:
-        """What is added to everything that the player is told."""
+        """Return the list of remaining words, which every reply ends with; "" without choices."""
         words = [word for word in self.choices if word not in guessed]
         return f" Words: {', '.join(words)}." if words else ""
 
@@ -128,14 +132,14 @@ class TwentyQuestionsEnv(MessageEnv):
 
 
 def read_guess(text: str) -> str | None:
-    """The word that a message names as its guess."""
+    """Return the word that a message guesses; None if it is not a guess."""
     guess = GUESS.fullmatch(text)
     return guess.group(1).lower() if guess else None
 
 
 def first_messages(riddle: Riddle) -> list[Message]:
-    """The question, after two games that end well: an untrained small model would not know what to
-    write.
+    """Return the opening message after two example games. Without them an untrained small model
+    does not know what to write.
     """
     messages: list[Message] = [{"role": "system", "content": INSTRUCTION}]
     opening = "I am thinking of a word."
@@ -156,45 +160,42 @@ def first_messages(riddle: Riddle) -> list[Message]:
     return [*messages, {"role": "user", "content": opening + riddle.words_left(set())}]
 
 
-@dataclass(frozen=True)
-class TwentyQuestionsGroup(EnvGroupBuilder):
-    """`size` players with the same riddle."""
-
-    model_name: str
-    renderer_name: str | None
-    rules: Rules
-    riddle: Riddle
-    answerer: Answerer
-    size: int
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        cost = -self.rules.waste_cost * self.rules.max_questions
-        return [
-            EnvFromMessageEnv(
-                renderer,
-                TwentyQuestionsEnv(self.rules, self.riddle, self.answerer),
-                failed_parse_reward=cost,
-                context_overflow_reward=cost,
-            )
-            for _ in range(self.size)
-        ]
-
-    async def compute_group_rewards(
-        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
-    ) -> list[tuple[float, Metrics]]:
-        """Metrics of whole games, also of those that an answer without an end broke off."""
-        return [(0.0, {"found": float(game.found)}) for game in map(game_of, env_group)]
+def twenty_questions_group(
+    model_name: str,
+    renderer_name: str | None,
+    rules: Rules,
+    answerer: Answerer,
+    riddle: Riddle,
+    size: int,
+) -> ProblemGroupBuilder:
+    """Return a group of `size` games with the same riddle."""
+    make_env = partial(twenty_questions_env, model_name, renderer_name, rules, answerer, riddle)
+    return ProblemGroupBuilder(make_env, size, "", episode_metrics)
 
 
-def game_of(env: Env) -> TwentyQuestionsEnv:
+def twenty_questions_env(
+    model_name: str, renderer_name: str | None, rules: Rules, answerer: Answerer, riddle: Riddle
+) -> EnvFromMessageEnv:
+    """Return the environment of one game."""
+    renderer = model_renderer(model_name, renderer_name)
+    reward = -rules.waste_cost * rules.max_questions
+    game = TwentyQuestionsEnv(rules, riddle, answerer)
+    return EnvFromMessageEnv(
+        renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
+    )
+
+
+def episode_metrics(env: Env) -> Metrics:
+    """Return whether the word was found in a game."""
     assert isinstance(env, EnvFromMessageEnv)
     assert isinstance(env.message_env, TwentyQuestionsEnv)
-    return env.message_env
+    return {"found": float(env.message_env.found)}
 
 
 @chz.chz
 class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
+    """Groups for random words; a quarter of the words is held out for the test."""
+
     model_name: str
     renderer_name: str | None = None
     answerer: Answerer
@@ -208,26 +209,22 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        words = training_words()
-        train = GeneratedDataset(
-            lambda rng: self._group(
-                riddle_of(rng.choice(words), words, self.choices, rng), self.group_size
-            ),
-            self.batch_size,
-            self.seed,
+        words, held_out = training_words(), held_out_words()
+        group = partial(
+            twenty_questions_group, self.model_name, self.renderer_name, self.rules, self.answerer
         )
-        held_out = held_out_words()
-        tests = [riddle_of(word, held_out, self.choices, random.Random(word)) for word in held_out]
-        return train, ProblemDataset(tests, lambda riddle: self._group(riddle, 1), len(tests))
 
-    def _group(self, riddle: Riddle, size: int) -> TwentyQuestionsGroup:
-        return TwentyQuestionsGroup(
-            self.model_name, self.renderer_name, self.rules, riddle, self.answerer, size
-        )
+        def generate(rng: random.Random) -> ProblemGroupBuilder:
+            riddle = riddle_of(rng.choice(words), words, self.choices, rng)
+            return group(riddle, self.group_size)
+
+        tests = [riddle_of(word, held_out, self.choices, random.Random(word)) for word in held_out]
+        train = GeneratedDataset(generate, self.batch_size, self.seed)
+        return train, evaluation_dataset(tests, partial(group, size=1))
 
 
 def riddle_of(secret: str, words: Sequence[str], choices: int, rng: random.Random) -> Riddle:
-    """`choices` of the words in any order, the secret one among them."""
+    """Return a riddle with `choices` random words in random order, among them the secret one."""
     if choices == 0:
         return Riddle(secret)
     listed = [secret, *rng.sample([word for word in words if word != secret], choices - 1)]
@@ -269,7 +266,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         waste_cost=(options.waste_cost >= 0, "0 or more"),
         batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: players are compared within their group"),
-        rollout_processes=(options.rollout_processes == 0, "0: the answerer lives in this process"),
+        rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),
     )
     if service_client is not None:
         return train(options, service_client)

@@ -1,7 +1,7 @@
-"""The one who answers in twenty questions: a model that is told the word, and may say Yes or No.
+"""The answerer of twenty questions: a model that knows the word and answers Yes or No.
 
-Whatever it writes becomes "Yes.", "No." or "I cannot say.", so a player cannot talk it into giving
-the word away.
+Any reply of the model becomes "Yes.", "No." or "I cannot say.", so a player cannot talk the model
+into giving the word away.
 """
 
 import re
@@ -29,6 +29,7 @@ class Answerer:
     completer: MessageCompleter
 
     async def answer(self, secret: str, question: str) -> str:
+        """Return "Yes.", "No." or "I cannot say."."""
         messages: list[Message] = [{"role": "system", "content": "Answer with Yes or No."}]
         for word, asked, answer in SHOWN_ANSWERS:
             messages.append(question_about(word, asked))
@@ -38,12 +39,13 @@ class Answerer:
         return f"{first.group(1).capitalize()}." if first else "I cannot say."
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a run copies its options to write them down, and a connection to an engine cannot
-        be copied.
+        """Return the object itself. A run copies its options when it writes config.json, and a
+        connection to an engine cannot be copied.
         """
         return self
 
 
 def question_about(secret: str, question: str) -> Message:
+    """Return the question as a message that also names the secret word."""
     text = f"The secret word is {secret}.\nQuestion: {question}\nIs the answer Yes or No?"
     return {"role": "user", "content": text}

@@ -1,6 +1,6 @@
-"""The things that are asked for: common nouns, own to planish, by kind.
+"""The words of twenty questions: common nouns by kind, a list made for planish.
 
-A quarter of each kind is held out for tests. Every word has one spelling and stands for one thing.
+A quarter of each kind is held out for tests. Every word has one spelling and one meaning.
 """
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -39,10 +39,12 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 
 def training_words() -> list[str]:
+    """Return three of every four words."""
     return [
         word for words in KINDS.values() for number, word in enumerate(words) if number % 4 != 3
     ]
 
 
 def held_out_words() -> list[str]:
+    """Return every fourth word of each kind."""
     return [word for words in KINDS.values() for word in words[3::4]]

@@ -1,6 +1,7 @@
 """A policy that reads its prompt as text and answers as a function of it."""
 
 import asyncio
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -56,3 +57,14 @@ def is_one_sequence(trajectory: Trajectory) -> bool:
     sequences = trajectory_to_data(trajectory, 1.0)
     sampled = sum(len(turn.ac.tokens) for turn in trajectory.transitions)
     return len(sequences) == 1 and sequences[0].mask_N.sum() == sampled
+
+
+def contents(groups: Any) -> list[Any]:
+    """What the groups of a batch are made of, in a form that can be compared."""
+    return [(group.env_thunk.func, group.env_thunk.args, group.num_envs) for group in groups]
+
+
+def problems(groups: Any, parameter: str) -> list[Any]:
+    """The argument of this name with which each group makes its environments."""
+    names = list(inspect.signature(groups[0].env_thunk.func).parameters)
+    return [group.env_thunk.args[names.index(parameter)] for group in groups]

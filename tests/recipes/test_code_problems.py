@@ -4,7 +4,7 @@ import random
 import pytest
 
 from planish.errors import UserError
-from planish.recipes.code_functions import applied, draw_function
+from planish.recipes.code_functions import apply_all, draw_function
 from planish.recipes.code_problems import read_problem
 from planish.sandbox import FunctionTest, StdinTest
 
@@ -163,4 +163,4 @@ def test_drawn_functions_pass_their_own_tests(steps):
         draw_function(random.Random(5), steps).problem
         == draw_function(random.Random(5), steps).problem
     )
-    assert applied([], 3) == 3
+    assert apply_all([], 3) == 3

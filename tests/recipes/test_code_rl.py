@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import pytest
-from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
+from scripted_policy import ScriptedPolicy, contents, is_one_sequence, made, play, problems
 
 from planish.errors import UserError
 from planish.files import read_rows
@@ -17,12 +17,20 @@ from planish.recipes.code_datasets import (
     FunctionDatasetBuilder,
     shown_functions,
 )
-from planish.recipes.code_env import CodeGroup, Rules, as_answer, clipped, read_program, report
+from planish.recipes.code_env import (
+    Rules,
+    as_answer,
+    clipped,
+    code_env,
+    code_group,
+    read_program,
+    report,
+)
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
 from planish.recipes.process_sandbox import process_sandbox
 from planish.recipes.training_run import read_options
-from planish.rl.environments.message_env import EnvFromMessageEnv
+from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.limits import RolloutLimits
 from planish.sandbox import (
     FunctionTest,
@@ -70,7 +78,7 @@ def played(small_model):
         """(trajectory, its reward, its metrics, what the policy was told)"""
         answers: Any = answer if callable(answer) else lambda _: answer
         policy = ScriptedPolicy(small_model, answers)
-        group = play(CodeGroup(small_model, None, Rules(**rules), problem, (), 1), policy)
+        group = play(code_group(small_model, None, Rules(**rules), problem, (), 1), policy)
         [trajectory], [reward], [metrics] = (
             group.trajectories_G,
             group.get_total_rewards(),
@@ -165,15 +173,12 @@ def test_repair_ends(played):
 
 
 def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
-    class Limited(CodeGroup):
-        async def make_envs(self):
-            envs = await CodeGroup.make_envs(self)
-            for env in envs:
-                assert isinstance(env, EnvFromMessageEnv)
-                env.rollout_limits = RolloutLimits(max_turns=1)
-            return envs
+    def limited_env():
+        env = code_env(small_model, None, Rules(max_turns=3, reward="fraction"), DOUBLE, ())
+        env.rollout_limits = RolloutLimits(max_turns=1)
+        return env
 
-    limited = Limited(small_model, None, Rules(max_turns=3, reward="fraction"), DOUBLE, (), 1)
+    limited = ProblemGroupBuilder(limited_env, 1)
     partly = as_answer("def f(x):\n    return 2 * x if x not in (2, 3) else 0")
     for answer, expected in ((partly, 2 / 3), ("no program", -0.1)):
         group = play(limited, ScriptedPolicy(small_model, lambda _, answer=answer: answer))
@@ -215,22 +220,30 @@ def test_reports_say_what_happened():
 # Data
 
 
+def questions_of(dataset, batches=1):
+    return {
+        problem.question
+        for index in range(batches)
+        for problem in problems(dataset.get_batch(index), "problem")
+    }
+
+
 def test_drawn_problems_are_functions_of_seed_and_index(small_model):
     def batch(seed, index, steps=1):
         train, _ = made(FunctionDatasetBuilder(model_name=small_model, seed=seed, steps=steps))
         return train.get_batch(index)
 
-    assert batch(0, 3) == batch(0, 3)
-    assert batch(0, 3) != batch(0, 4)
-    assert batch(0, 3) != batch(1, 3)
-    assert batch(0, 3) != batch(0, 3, steps=2)
-    assert pickle.loads(pickle.dumps(batch(0, 3))) == batch(0, 3)
+    assert contents(batch(0, 3)) == contents(batch(0, 3))
+    assert contents(batch(0, 3)) != contents(batch(0, 4))
+    assert contents(batch(0, 3)) != contents(batch(1, 3))
+    assert contents(batch(0, 3)) != contents(batch(0, 3, steps=2))
+    assert contents(pickle.loads(pickle.dumps(batch(0, 3)))) == contents(batch(0, 3))
 
 
 def test_tests_and_examples_are_not_trained_on(small_model):
     train, test = made(FunctionDatasetBuilder(model_name=small_model, eval_problems=40))
-    tested = {group.problem.question for group in test.get_batch(0)}
-    trained = {group.problem.question for index in range(40) for group in train.get_batch(index)}
+    tested = questions_of(test)
+    trained = questions_of(train, 40)
     shown = {function.problem.question for function in shown_functions(1)}
     assert len(tested) == 40
     assert len(shown) == 3
@@ -261,10 +274,8 @@ def test_rows_of_a_file(small_model, tmp_path, capsys):
     assert len(train) == 3
     assert "1 of 11 rows have no tests that can be run" in capsys.readouterr().out
     train, test = made(CodeDatasetBuilder(model_name=small_model, dataset=file, eval_problems=3))
-    questions = {
-        group.problem.question for index in range(len(train)) for group in train.get_batch(index)
-    }
-    held_out = {group.problem.question for group in test.get_batch(0)}
+    questions = questions_of(train, len(train))
+    held_out = questions_of(test)
     assert (len(questions), len(held_out), questions & held_out) == (7, 3, set())
     with pytest.raises(UserError, match="eval_problems=10: .* has no test split"):
         made(CodeDatasetBuilder(model_name=small_model, dataset=file, eval_problems=10))
@@ -280,21 +291,21 @@ def test_a_directory_has_splits(small_model, tmp_path):
 
     def tested(**options):
         _, test = made(CodeDatasetBuilder(**shared, **options))
-        return test and [group.problem.question for group in test.get_batch(0)]
+        return test and [problem.question for problem in problems(test.get_batch(0), "problem")]
 
     assert tested() == ["Add 10.", "Add 11.", "Add 12."]
     assert tested(eval_problems=2) == ["Add 10.", "Add 11."]
     assert tested(eval_problems=0) is None
     assert tested(test_split="hard") == ["Add 20.", "Add 21."]
     train, _ = made(CodeDatasetBuilder(**shared, train_split="hard"))
-    assert {group.problem.question for group in train.get_batch(0)} == {"Add 20.", "Add 21."}
+    assert questions_of(train) == {"Add 20.", "Add 21."}
 
 
 @pytest.mark.slow
 def test_the_worked_examples_are_right(small_model):
     """A policy that copies them is right about them."""
     for function in shown_functions(2):
-        builder = CodeGroup(small_model, None, Rules(), function.problem, (), 1)
+        builder = code_group(small_model, None, Rules(), function.problem, (), 1)
         policy = ScriptedPolicy(
             small_model, lambda _, solution=function.solution: as_answer(solution)
         )

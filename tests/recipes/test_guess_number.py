@@ -4,16 +4,16 @@ from collections import Counter
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
+from scripted_policy import ScriptedPolicy, contents, is_one_sequence, made, play, problems
 
 from planish.errors import UserError
 from planish.recipes import guess_number
 from planish.recipes.guess_number import (
     GuessNumberDatasetBuilder,
-    GuessNumberGroup,
     Options,
     Rules,
     first_messages,
+    guess_number_group,
     read_guess,
 )
 from planish.renderers import get_text_content
@@ -37,7 +37,7 @@ class Halver:
 
 
 def group_of(model, secret, size=1, hints=False):
-    return GuessNumberGroup(model, None, Rules(hints=hints), secret, size)
+    return guess_number_group(model, None, Rules(hints=hints), secret, size)
 
 
 def test_halving_finds_every_number_but_one(small_model):
@@ -127,19 +127,22 @@ def test_the_same_index_gives_the_same_batch_and_every_number_comes_as_often(sma
     builder = GuessNumberDatasetBuilder(model_name=small_model, batch_size=8, group_size=3, seed=5)
     train, test = made(builder)
     again, _ = made(builder)
-    assert train.get_batch(7) == again.get_batch(7) != train.get_batch(5)
-    counts = Counter(group.secret for index in range(20) for group in train.get_batch(index))
+    assert contents(train.get_batch(7)) == contents(again.get_batch(7))
+    assert contents(train.get_batch(7)) != contents(train.get_batch(5))
+    counts = Counter(
+        secret for index in range(20) for secret in problems(train.get_batch(index), "secret")
+    )
     assert set(counts.values()) == {10}
     assert len(counts) == 16
-    assert [group.secret for group in test.get_batch(0)] == list(range(16))
-    assert {group.size for group in test.get_batch(0)} == {1}
-    assert pickle.loads(pickle.dumps(train.get_batch(0))) == train.get_batch(0)
+    assert problems(test.get_batch(0), "secret") == list(range(16))
+    assert {group.num_envs for group in test.get_batch(0)} == {1}
+    assert contents(pickle.loads(pickle.dumps(train.get_batch(0)))) == contents(train.get_batch(0))
 
 
 def test_the_test_of_a_long_range_is_a_sample_of_it(small_model):
     builder = GuessNumberDatasetBuilder(model_name=small_model, rules=Rules(largest=999))
     _, test = made(builder)
-    secrets = [group.secret for group in test.get_batch(0)]
+    secrets = problems(test.get_batch(0), "secret")
     assert len(test) == 1
     assert len(secrets) <= guess_number.TEST_GAMES
     assert secrets[0] == 0

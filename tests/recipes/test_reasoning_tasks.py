@@ -228,7 +228,7 @@ def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_fu
 
 def test_a_task_with_too_few_questions_is_refused():
     task = Task.of("chain_sum", {"max_terms": 2, "max_digits": 1, "size": 3}, 0)
-    with pytest.raises(UserError, match="hardly any question is left besides the 3"):
+    with pytest.raises(UserError, match="hardly any question remains besides the 3"):
         draw_entries(task, random.Random(0), 4, set())
 
 

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from scripted_policy import ScriptedPolicy, is_one_sequence, made, play
+from scripted_policy import ScriptedPolicy, is_one_sequence, made, play, problems
 
 from planish.completers import MessageCompleter
 from planish.errors import UserError
@@ -13,9 +13,9 @@ from planish.recipes.twenty_questions import (
     Riddle,
     Rules,
     TwentyQuestionsDatasetBuilder,
-    TwentyQuestionsGroup,
     first_messages,
     read_guess,
+    twenty_questions_group,
 )
 from planish.recipes.twenty_questions_answerer import Answerer
 from planish.recipes.twenty_questions_words import KINDS, held_out_words, training_words
@@ -37,8 +37,8 @@ class Oracle(MessageCompleter):
 
 
 def group_of(model, oracle, choices=WORDS, size=1, **rules):
-    return TwentyQuestionsGroup(
-        model, None, Rules(**rules), Riddle("rose", choices), Answerer(oracle), size
+    return twenty_questions_group(
+        model, None, Rules(**rules), Answerer(oracle), Riddle("rose", choices), size
     )
 
 
@@ -137,8 +137,10 @@ def builder_of(model, **options):
 
 def test_words_of_the_test_are_held_out(small_model):
     train, test = made(builder_of(small_model, batch_size=30))
-    riddles = [group.riddle for index in range(20) for group in train.get_batch(index)]
-    tests = [group.riddle for group in test.get_batch(0)]
+    riddles = [
+        riddle for index in range(20) for riddle in problems(train.get_batch(index), "riddle")
+    ]
+    tests = problems(test.get_batch(0), "riddle")
     assert {riddle.secret for riddle in tests} == set(held_out_words())
     assert not {word for riddle in tests for word in riddle.choices} & {
         w for r in riddles for w in r.choices
@@ -153,7 +155,7 @@ def test_words_of_the_test_are_held_out(small_model):
 def test_batches_are_functions_of_seed_and_index(small_model):
     def riddles(seed, index):
         train, _ = made(builder_of(small_model, seed=seed))
-        return [group.riddle for group in train.get_batch(index)]
+        return problems(train.get_batch(index), "riddle")
 
     assert riddles(0, 3) == riddles(0, 3)
     assert riddles(0, 3) != riddles(0, 4)

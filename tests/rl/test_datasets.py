@@ -23,7 +23,7 @@ from planish.rl.environments.datasets import (
     InterleavedRLDatasetBuilder,
     ProblemDataset,
     RebatchedRLDataset,
-    dealt_places,
+    assign_positions,
 )
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
@@ -193,7 +193,7 @@ def test_interleaved_groups_keep_the_order_of_their_source_and_begin_again():
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(1, 300))
 def test_places_are_dealt_out_by_weight(weights, count):
-    places = dealt_places(weights, count)
+    places = assign_positions(weights, count)
     got = Counter(source for source, _ in places)
     for source, weight in enumerate(weights):
         share = weight / sum(weights)

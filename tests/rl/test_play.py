@@ -14,7 +14,7 @@ from planish.commands.cli import main
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import guess_number, training_run
-from planish.recipes.guess_number import GuessNumberGroup, Rules
+from planish.recipes.guess_number import Rules, guess_number_group
 from planish.renderers import get_renderer
 from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
 from planish.runlog import model_renderer
@@ -40,7 +40,7 @@ def tokenizer(model):
 
 
 def guessing(size):
-    return GuessNumberGroup(DEFAULT_MODEL, None, Rules(), 7, size)
+    return guess_number_group(DEFAULT_MODEL, None, Rules(), 7, size)
 
 
 def test_written_answers_play_an_episode(mapped, tokenizer):

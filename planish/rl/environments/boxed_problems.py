@@ -1,10 +1,10 @@
-"""Questions whose final answer stands in \boxed{}: the environment of rl_basic and of most of
+"""Questions whose final answer is in \boxed{}: the environment of rl_basic and of most envs of
 math_rl.
 
     reward = correct + 0.1 * (format - 1)
 
-`correct`: the last box holds the known answer, by value (planish/datasets/grading.py). `format`:
-there is a box, and the message is properly ended.
+`correct`: the value in the last box equals the known answer (planish/datasets/grading.py).
+`format`: there is a box, and the message ends with a stop sequence.
 """
 
 from functools import partial
@@ -16,14 +16,14 @@ from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, shown_example
 from planish.datasets.math_problems import COLLECTIONS, load_splits
 from planish.datasets.process_grader import process_grader
 from planish.renderers import Renderer
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
 
 
 class BoxedProblemEnv(ProblemEnv):
-    """One question, after a worked one."""
+    """One question, after a worked example."""
 
     def __init__(self, renderer: Renderer, problem: Problem, suffix: str = QUESTION_SUFFIX) -> None:
         super().__init__(renderer, convo_prefix=shown_example(suffix))
@@ -46,14 +46,14 @@ class BoxedProblemEnv(ProblemEnv):
 def boxed_problem_env(
     problem: Problem, suffix: str, model_name: str, renderer_name: str | None
 ) -> BoxedProblemEnv:
-    """The environment by names, which pickle."""
+    """Return the environment. Names can be pickled, and a renderer cannot."""
     return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
 
 
 @chz.chz
 class BoxedProblemDatasetBuilder(RLDatasetBuilder):
-    """A collection of planish/datasets/math_problems.py: groups for training, single attempts for
-    tests.
+    """Groups of a collection of planish/datasets/math_problems.py for training, and one answer to
+    each test problem.
     """
 
     collection: str
@@ -78,18 +78,15 @@ class BoxedProblemDatasetBuilder(RLDatasetBuilder):
         )
         for note in splits.notes:
             print(note)
-        train = ProblemDataset(splits.train, self._group, self.batch_size, shuffle_seed=self.seed)
-        return train, ProblemDataset(
-            splits.test, self._attempt, len(splits.test)
-        ) if splits.test else None
+        train = ProblemDataset(
+            splits.train,
+            partial(self._group, self.group_size),
+            self.batch_size,
+            shuffle_seed=self.seed,
+        )
+        return train, evaluation_dataset(splits.test, partial(self._group, 1))
 
-    def _group(self, problem: Problem) -> ProblemGroupBuilder:
-        return self._groups_of(problem, self.group_size)
-
-    def _attempt(self, problem: Problem) -> ProblemGroupBuilder:
-        return self._groups_of(problem, 1)
-
-    def _groups_of(self, problem: Problem, size: int) -> ProblemGroupBuilder:
+    def _group(self, size: int, problem: Problem) -> ProblemGroupBuilder:
         suffix = COLLECTIONS[self.collection].suffix
         make_env = partial(boxed_problem_env, problem, suffix, self.model_name, self.renderer_name)
         return ProblemGroupBuilder(make_env, size, self.collection)

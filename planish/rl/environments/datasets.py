@@ -1,8 +1,8 @@
-"""Data sets made of problems, or of other data sets.
+"""RL datasets made of problems, or of other datasets.
 
-Every one of them is a function of the index: the same index gives the same batch in each process,
-so a run can be resumed at any of them. Nothing is remembered but what is cheap to make again, and
-no builder: one that keeps what it opened may be in one group only.
+Each dataset is a function of the batch index: the same index gives the same batch in every process,
+so a run can resume at any batch. Builders are made anew for each batch and never cached, because a
+builder may keep state of its group. Only what is cheap to compute again is cached.
 """
 
 import bisect
@@ -24,11 +24,11 @@ P = TypeVar("P")
 
 
 class ProblemDataset(RLDataset, Generic[P]):
-    """A list of problems, each of which becomes a group by `make_group`.
+    """A list of problems; `make_group` makes the group of each.
 
-    Batches go on from one epoch to the next, so only the very last can be smaller than the others.
-    With a seed each epoch has an order of its own; the first one is that of
-    `datasets.Dataset.shuffle(seed)`, in which published runs see their data.
+    A batch can hold the end of one epoch and the beginning of the next, so only the very last batch
+    can be smaller than the others. With a seed, each epoch has its own order. The order of the
+    first epoch is that of `datasets.Dataset.shuffle(seed)`, as in published runs.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ProblemDataset(RLDataset, Generic[P]):
         self.groups_per_batch = groups_per_batch
         self.num_epochs = num_epochs
         self.shuffle_seed = shuffle_seed
-        # a batch touches two epochs at most, as a rule
+        # A batch spans two epochs at most, unless it is larger than the dataset.
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
@@ -77,8 +77,17 @@ class ProblemDataset(RLDataset, Generic[P]):
         return np.random.default_rng(seed).permutation(len(self.problems)).tolist()
 
 
+def evaluation_dataset(
+    problems: Sequence[P], make_group: Callable[[P], EnvGroupBuilder]
+) -> ProblemDataset[P] | None:
+    """Return all problems as one batch, for evaluation; None if there are none."""
+    return ProblemDataset(problems, make_group, len(problems)) if problems else None
+
+
 class EpochCycledRLDataset(RLDataset):
-    """The batches of a data set again and again; with a seed, in another order each epoch."""
+    """The batches of a dataset, repeated `num_epochs` times; with a seed, each epoch has its own
+    order.
+    """
 
     def __init__(self, inner: RLDataset, num_epochs: int, shuffle_seed: int | None = None) -> None:
         _at_least_one(num_epochs=num_epochs)
@@ -104,17 +113,17 @@ class EpochCycledRLDataset(RLDataset):
 
 
 class GroupSequence:
-    """The groups of a data set by their places.
+    """The groups of a dataset as one sequence.
 
-    All batches must have as many groups as the first but the last, which may have fewer; UserError
-    names one that has not. So the place of a group is known without the batches before it, and none
-    is made but the first, the last and those asked for.
+    Every batch must have as many groups as the first; only the last may have fewer. UserError names
+    a batch of another size. With equal batches, the batch of a group follows from its position, so
+    only the first batch, the last one and the requested ones are made.
     """
 
     def __init__(self, dataset: RLDataset) -> None:
         if len(dataset) == 0:
             raise UserError(
-                f"{type(dataset).__name__} has no batches; give a data set with at least one"
+                f"{type(dataset).__name__} has no batches; give a dataset with at least one"
             )
         self.dataset = dataset
         self._size = len(dataset.get_batch(0))
@@ -129,7 +138,7 @@ class GroupSequence:
         return self._len
 
     def groups_at(self, positions: Sequence[int]) -> list[EnvGroupBuilder]:
-        """The groups at these places; one that is asked for twice is made twice."""
+        """Return the groups at these positions. A position that occurs twice gives two builders."""
         batches: dict[tuple[int, int], Sequence[EnvGroupBuilder]] = {}
         times: Counter[int] = Counter()
         groups = []
@@ -147,15 +156,18 @@ class GroupSequence:
         is_last = index == len(self.dataset) - 1
         if len(batch) != self._size and not (is_last and 0 < len(batch) < self._size):
             raise UserError(
-                f"batch {index} of {type(self.dataset).__name__} has {len(batch)} groups and batch 0 has {self._size}: groups "
-                "can be dealt out anew only where every batch but the last has as many; leave groups_per_batch at the data "
-                "set's own, or give a data set of equal batches"
+                f"batch {index} of {type(self.dataset).__name__} has {len(batch)} groups and "
+                f"batch 0 has {self._size}: groups can be rearranged only if every batch but the "
+                "last has the same size; leave groups_per_batch at the dataset's own, or give a "
+                "dataset of equal batches"
             )
         return batch
 
 
 class RebatchedRLDataset(RLDataset):
-    """The groups of a data set in its order, in batches of another size; the last may be smaller."""
+    """The groups of a dataset in their order, in batches of another size. The last batch may be
+    smaller.
+    """
 
     def __init__(self, inner: RLDataset, groups_per_batch: int) -> None:
         _at_least_one(groups_per_batch=groups_per_batch)
@@ -174,12 +186,13 @@ class RebatchedRLDataset(RLDataset):
 
 
 class InterleavedRLDataset(RLDataset):
-    """Batches that mix the groups of several data sets, in the proportion of `weights`.
+    """Batches that mix the groups of several datasets in proportion to `weights`.
 
-    Places are dealt out by Sainte-Laguë: each goes to the source with the largest weight / (2 x
-    places so far + 1), so that after any number of batches none of n sources is more than (n - 1) /
-    2 places from its share, or half a one. Within a batch the places are shuffled by (seed, index).
-    A source's groups come in its own order, and again from its first when it has run out.
+    Positions are assigned to sources by the Sainte-Laguë method: each position goes to the source
+    with the largest weight / (2 x positions so far + 1). So after any number of batches, no source
+    is more than max(1, n - 1) / 2 positions away from its exact share, with n sources. Within a
+    batch, the positions are shuffled by (seed, index). The groups of a source keep their order; a
+    source that is exhausted starts again with its first group.
     """
 
     def __init__(
@@ -196,27 +209,26 @@ class InterleavedRLDataset(RLDataset):
         self.total_batches = total_batches
         self.seed = seed
         self._sources = [GroupSequence(source) for source in sources]
-        self._places = dealt_places(weights, groups_per_batch * total_batches)
+        self._positions = assign_positions(weights, groups_per_batch * total_batches)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
         _check_index(index, len(self))
         first = index * self.groups_per_batch
-        places = self._places[first : first + self.groups_per_batch]
+        positions = self._positions[first : first + self.groups_per_batch]
         groups_of = []
         for number, source in enumerate(self._sources):
-            groups_of.append(
-                iter(source.groups_at([rank % len(source) for s, rank in places if s == number]))
-            )
-        groups = [next(groups_of[source]) for source, _ in places]
-        order = random.Random(f"{self.seed}:{index}").sample(range(len(places)), len(places))
-        return [groups[place] for place in order]
+            ranks = [rank % len(source) for s, rank in positions if s == number]
+            groups_of.append(iter(source.groups_at(ranks)))
+        groups = [next(groups_of[source]) for source, _ in positions]
+        order = random.Random(f"{self.seed}:{index}").sample(range(len(groups)), len(groups))
+        return [groups[position] for position in order]
 
     def __len__(self) -> int:
         return self.total_batches
 
 
 class ConcatenatedRLDataset(RLDataset):
-    """The batches of several data sets, one data set after the other."""
+    """The batches of several datasets, one dataset after the other."""
 
     def __init__(self, parts: Sequence[RLDataset]) -> None:
         self.parts = parts
@@ -233,17 +245,17 @@ class ConcatenatedRLDataset(RLDataset):
 
 @chz.chz
 class InterleavedRLDatasetBuilder(RLDatasetBuilder):
-    """Several data sets as one: `InterleavedRLDataset` of their training sets.
+    """Several datasets as one: `InterleavedRLDataset` of their training sets.
 
-    The test set is all their test sets, whole, one after the other, whatever the weights; metrics
-    by tag tell them apart.
+    The test set is the concatenation of all test sets, whatever the weights. The metrics by tag
+    report each source.
     """
 
     sources: Sequence[RLDatasetBuilder]
     groups_per_batch: int
     total_batches: int
     weights: Sequence[float] | None = chz.field(
-        default=None, doc="shares of the sources; none = all alike"
+        default=None, doc="shares of the sources; none = equal shares"
     )
     seed: int = 0
 
@@ -262,21 +274,21 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
         return train, ConcatenatedRLDataset(tests) if tests else None
 
 
-def dealt_places(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Who gets each of `count` places: (source, how many it got before)."""
-    given = [0] * len(weights)
-    places = []
+def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
+    """Return for each of `count` positions its source and its rank among that source's positions."""
+    counts = [0] * len(weights)
+    positions = []
     for _ in range(count):
-        source = max(range(len(weights)), key=lambda s: weights[s] / (2 * given[s] + 1))
-        places.append((source, given[source]))
-        given[source] += 1
-    return places
+        source = max(range(len(weights)), key=lambda s: weights[s] / (2 * counts[s] + 1))
+        positions.append((source, counts[source]))
+        counts[source] += 1
+    return positions
 
 
 def check_weights(sources: Sequence[object], weights: Sequence[float]) -> None:
     """UserError unless there is a finite weight above 0 for each source."""
     if not sources:
-        raise UserError("sources is empty; give at least one data set")
+        raise UserError("sources is empty; give at least one dataset")
     if len(weights) != len(sources):
         raise UserError(
             f"there are {len(sources)} sources and {len(weights)} weights; give one weight for each source"

@@ -1,10 +1,10 @@
-"""Questions with answers that a program checks: one message from the policy, one reward.
+"""Questions whose answers a program checks: one message from the policy, one reward.
 
     reward = format_coef * (format - 1) + correct
 
-`format` is 1 if the answer is properly ended and `check_format` holds, so a wrong form costs
-`format_coef`, and a right form earns nothing by itself. An answer that cannot be judged counts as
-wrong, and as `unjudged` in the metrics.
+`format` is 1 if the answer ends with a stop sequence and `check_format` returns True. So a wrong
+format costs `format_coef`, and a right format alone earns nothing. An answer that the grader cannot
+judge counts as wrong; the metric `unjudged` counts such answers.
 """
 
 import inspect
@@ -23,9 +23,11 @@ from planish.rl.types import (
     ActionExtra,
     Env,
     EnvGroupBuilder,
+    Metrics,
     Observation,
     StepResult,
     StopReason,
+    Trajectory,
 )
 from planish.types import ModelInput
 
@@ -36,7 +38,9 @@ def only_step(
     extra: ActionExtra | None,
     metrics: Mapping[str, float] | None = None,
 ) -> StepResult:
-    """The end of an episode of one answer: cut off, or completed."""
+    """Return the last step of an episode with one answer. Its stop reason is MAX_TOKENS if the
+    answer was cut off, else COMPLETED.
+    """
     was_cut_off = extra is not None and extra.get("stop_reason") == "length"
     return StepResult(
         reward=reward,
@@ -49,7 +53,7 @@ def only_step(
 
 
 class ProblemEnv(Env):
-    """One question."""
+    """An environment of one question and one answer."""
 
     def __init__(
         self,
@@ -59,8 +63,8 @@ class ProblemEnv(Env):
         require_stop_sequence_for_format: bool = True,
     ) -> None:
         """`convo_prefix` comes before the question, such as a worked example.
-        `require_stop_sequence_for_format=False`: an answer that ends with the model's
-        end-of-sequence token is also properly ended, as base models end theirs.
+        `require_stop_sequence_for_format=False` also accepts an answer that ends with the model's
+        end-of-sequence token, as answers of base models do.
         """
         self.renderer = renderer
         self.convo_prefix: list[Any] = list(convo_prefix or ())
@@ -69,21 +73,21 @@ class ProblemEnv(Env):
 
     @abstractmethod
     def get_question(self) -> str:
-        """What the policy is asked."""
+        """Return the question."""
 
     @abstractmethod
     def check_answer(self, sample_str: str) -> bool | Awaitable[bool]:
-        """Whether the text of the policy's message is right; no score. A check that takes long is
-        an async method.
+        """Return whether the text of the policy's message is right, as a bool and not a score. Make
+        a slow check an async method.
         """
 
     @abstractmethod
     def check_format(self, sample_str: str) -> bool:
-        """Whether the text has the form that was asked for."""
+        """Return whether the text has the format that the question asks for."""
 
     @abstractmethod
     def get_reference_answer(self) -> str:
-        """The right answer, for the reports."""
+        """Return the right answer, which is shown in reports."""
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
         prompt = self.renderer.build_generation_prompt(self._messages())
@@ -116,7 +120,7 @@ class ProblemEnv(Env):
         return only_step(self.renderer, reward, extra, metrics)
 
     async def _judge(self, text: str) -> bool | None:
-        """Whether the answer is right; None if nobody can say."""
+        """Return whether the answer is right; None if the grader cannot judge it."""
         try:
             verdict = self.check_answer(text)
             verdict = await verdict if inspect.isawaitable(verdict) else verdict
@@ -125,7 +129,9 @@ class ProblemEnv(Env):
         return self._is_true("check_answer", verdict)
 
     def _is_true(self, method: str, verdict: Any) -> bool:
-        """As Python has it, but a score of 0.5 or a judge's "No" is not taken for a yes."""
+        """Return `verdict` as a bool. UserError for texts and for numbers other than 0 and 1:
+        Python would take a score of 0.5 or a text "No" for True.
+        """
         value = verdict.item() if hasattr(verdict, "item") else verdict
         if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
             raise UserError(
@@ -139,13 +145,16 @@ class ProblemEnv(Env):
 
 @dataclass(frozen=True)
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """`num_envs` times the same question. It pickles if `env_thunk` does: give a functools.partial,
-    not a lambda.
+    """A group of `num_envs` environments, each made by `env_thunk()`. It can be pickled if both
+    functions can: give module-level functions and functools.partial instead of lambdas.
     """
 
     env_thunk: Callable[[], Env]
     num_envs: int
     dataset_name: str = "problems"
+    """Tag under which metrics of these groups are reported; "" = none."""
+    episode_metrics: Callable[[Env], Metrics] | None = None
+    """Returns metrics of a finished environment, also of one whose last answer was cut off."""
 
     def __post_init__(self) -> None:
         if self.num_envs < 1:
@@ -154,5 +163,13 @@ class ProblemGroupBuilder(EnvGroupBuilder):
     async def make_envs(self) -> Sequence[Env]:
         return [self.env_thunk() for _ in range(self.num_envs)]
 
+    async def compute_group_rewards(
+        self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
+    ) -> list[tuple[float, Metrics]]:
+        """Return no further reward, and the metrics of each episode."""
+        if self.episode_metrics is None:
+            return [(0.0, {}) for _ in env_group]
+        return [(0.0, self.episode_metrics(env)) for env in env_group]
+
     def logging_tags(self) -> list[str]:
-        return [self.dataset_name]
+        return [self.dataset_name] if self.dataset_name else []

@@ -1,11 +1,11 @@
-"""Questions whose answers get a number: one message of the policy, one call of your function.
+"""Questions whose answers your own function rewards: one message of the policy, one call.
 
     def reward(answer: str, row: dict) -> float: ...
 
     builder = RewardDatasetBuilder(dataset="questions.jsonl", reward=reward, model_name=MODEL)
 
-The function sees the text of the answer and the row of the question. It gives any finite number, or
-several by name, whose sum is the reward and which are metrics of their own. It may be async.
+The function takes the text of the answer and the row of the question. It returns a finite number,
+or a dict of named numbers: their sum is the reward, and each one is also a metric. It may be async.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ from planish.completers import StopCondition
 from planish.datasets.rows import has_split, located_rows
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder, only_step
 from planish.rl.rollout.single_rollout import checked_reward
 from planish.rl.types import (
@@ -41,12 +41,14 @@ RewardFunction: TypeAlias = Callable[[str, Row], Reward | Awaitable[Reward]]
 
 
 class RewardEnv(Env):
-    """One question, and a function that says what an answer is worth."""
+    """One question, whose answer a function rewards."""
 
     def __init__(
         self, renderer: Renderer, messages: Sequence[Message], row: Row, reward: RewardFunction
     ) -> None:
-        """`messages` is the conversation up to the answer; `row` is given to `reward` with it."""
+        """`messages` is the conversation up to the answer; `reward` is called with the text of the
+        answer and `row`.
+        """
         self.renderer = renderer
         self.messages = list(messages)
         self.row = row
@@ -81,7 +83,7 @@ class RewardEnv(Env):
 
 @chz.chz
 class RewardDatasetBuilder(RLDatasetBuilder):
-    """Groups of `RewardEnv`, a question each, from rows with "prompt" or "messages"."""
+    """Groups of `RewardEnv`, one for each row with "prompt" or "messages"."""
 
     dataset: str = chz.field(doc="JSONL file, directory with train.jsonl and test.jsonl, hub name")
     reward: RewardFunction
@@ -108,8 +110,7 @@ class RewardDatasetBuilder(RLDatasetBuilder):
         batches = ProblemDataset(
             train, partial(self._group, self.group_size), self.batch_size, shuffle_seed=self.seed
         )
-        tests = ProblemDataset(test, partial(self._group, 1), len(test)) if test else None
-        return batches, tests
+        return batches, evaluation_dataset(test, partial(self._group, 1))
 
     def _questions(self, split: str) -> list[tuple[list[Message], Row]]:
         rows = located_rows(self.dataset, split)
@@ -127,11 +128,12 @@ def _reward_env(
     row: Row,
     reward: RewardFunction,
 ) -> RewardEnv:
-    """The environment by names, which pickle."""
+    """Return the environment. Names can be pickled, and a renderer cannot."""
     return RewardEnv(model_renderer(model_name, renderer_name), messages, row, reward)
 
 
 def _messages(row: Row, where: str) -> list[Message]:
+    """Return the question of a row as messages; UserError if it has none. `where` names the row."""
     prompt = row.get("messages", row.get("prompt", row.get("question")))
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
