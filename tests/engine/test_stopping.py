@@ -49,5 +49,26 @@ def test_a_multibyte_stop_string_is_found_at_its_last_byte():
     )
 
 
+def sentencepiece(tokens: Sequence[int]) -> str:
+    """Decode byte tokens as SentencePiece models with byte fallback do: drop a space at the start,
+    and replace every byte of a run that is not valid UTF-8.
+    """
+    try:
+        text = bytes(tokens).decode()
+    except UnicodeDecodeError:
+        text = "\ufffd" * len(tokens)
+    return text.removeprefix(" ")
+
+
+@pytest.mark.parametrize(
+    ("text", "stop"), [("What?  User:", " User:"), ("😀€", "€"), ("éé€", "€"), ("€€😀", "😀")]
+)
+def test_a_stop_string_is_found_with_a_sentencepiece_tokenizer(text: str, stop: str):
+    tokens = list(text.encode())
+    condition = StopCondition.of(stop, ())
+    met = [condition.met(tokens[:n], sentencepiece) for n in range(1, len(tokens) + 1)]
+    assert met == [False] * (len(tokens) - 1) + [True]
+
+
 def test_an_explicit_stop_replaces_the_end_of_sequence_tokens():
     assert end_of([301, 97], StopCondition.of("a", eos_token_ids=[301])) == 2

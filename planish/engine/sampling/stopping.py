@@ -42,7 +42,9 @@ class StopCondition:
         The caller must call this method after every token. Only the text of the last tokens is
         searched for a stop string. Every token with text adds at least one byte. So a string of n
         bytes that ends in the last token starts at most n tokens before it. The window has three
-        more tokens, because a UTF-8 character of up to four bytes may be split across tokens.
+        more tokens, because the decoders of some tokenizers change the text at the start: they
+        drop a space, or replace all adjacent byte tokens if the first is in the middle of a
+        character.
 
         Tokens without text also count towards the window. Control tokens are such tokens if the
         tokenizer hides them. A stop string with several of them in between may be missed.
@@ -52,5 +54,12 @@ class StopCondition:
         if not self.strings:
             return False
         window = max(len(string.encode()) for string in self.strings) + 3
-        text = decode(tokens[-window:])
-        return any(string in text for string in self.strings)
+        recent = tokens[-window:]
+        # The remaining bytes of a UTF-8 character are at most three tokens.
+        for skipped in range(4):
+            text = decode(recent[skipped:])
+            if any(string in text for string in self.strings):
+                return True
+            if not text.startswith("\ufffd"):
+                break
+        return False
