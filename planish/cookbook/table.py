@@ -75,7 +75,7 @@ MODULES: dict[str, CookbookModule] = {
     "exceptions": CookbookModule(f"{_A}.names"),
     "hyperparam_utils": CookbookModule("planish.training.learning_rates"),
     "image_processing_utils": CookbookModule(
-        f"{_A}.images", difference="each function refuses to be called: planish reads text only"
+        f"{_A}.images", difference="get_image_processor is refused: planish reads text only"
     ),
     "model_info": CookbookModule(
         f"{_A}.models", difference="a model is known by its files, not by a table of names"
@@ -129,7 +129,7 @@ MODULES: dict[str, CookbookModule] = {
     "rl.rollout_limits": CookbookModule("planish.rl.limits"),
     "rl.rollout_logging": CookbookModule(
         names={"RolloutSummaryExportConfig": f"{_A}.names:RolloutSummaryExportConfig"},
-        difference="the loop writes rollouts itself; the class cannot be made",
+        difference="planish's loop writes rollouts itself and passes no such object",
     ),
     "rl.rollout_strategy": CookbookModule("planish.rl.rollout.strategy"),
     "rl.rollouts": CookbookModule(
@@ -149,9 +149,15 @@ MODULES: dict[str, CookbookModule] = {
     ),
     "rl.types": CookbookModule("planish.rl.types"),
     "sandbox": CookbookModule(
-        f"{_A}.sandboxes", difference="planish.sandbox runs programs on this machine"
+        f"{_A}.sandboxes",
+        {"SandboxFusionClient": f"{_A}.sandbox_fusion:SandboxFusionClient"},
+        "planish.sandbox runs programs on this machine",
     ),
-    "sandbox.modal_sandbox": CookbookModule(f"{_A}.sandboxes"),
+    "sandbox.modal_sandbox": CookbookModule(
+        f"{_A}.sandboxes", difference="its classes are refused: planish has no client of Modal"
+    ),
+    "sandbox.sandbox_interface": CookbookModule(f"{_A}.sandboxes"),
+    "sandbox.sandboxfusion": CookbookModule(f"{_A}.sandbox_fusion"),
     "stores.storage": CookbookModule(f"{_A}.stores"),
     "stores.training_store": CookbookModule(f"{_A}.stores"),
     "supervised.common": CookbookModule(f"{_A}.supervised_data"),

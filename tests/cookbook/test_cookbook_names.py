@@ -21,11 +21,7 @@ WITH_AN_EXTRA = {"tinker_cookbook.eval.inspect_evaluators.InspectEvaluatorBuilde
 CANNOT_BE_MADE = {
     "tinker_cookbook.distillation.sdft",
     "tinker_cookbook.image_processing_utils.get_image_processor",
-    "tinker_cookbook.image_processing_utils.resize_image",
-    "tinker_cookbook.renderers.ImagePart",
     "tinker_cookbook.renderers.tml_v0.TmlV0Renderer",
-    "tinker_cookbook.rl.rollout_logging.RolloutSummaryExportConfig",
-    "tinker_cookbook.sandbox.SandboxFusionClient",
     "tinker_cookbook.sandbox.modal_sandbox.ModalSandbox",
     "tinker_cookbook.sandbox.modal_sandbox.ModalSandboxPool",
 }
@@ -63,9 +59,9 @@ def test_what_is_not_offered_says_why_when_it_is_used(name):
         value.Config if name.endswith("sdft") else value("x")
 
 
-def test_at_least_92_of_100_names_do_their_work():
+def test_at_least_96_of_100_names_do_their_work():
     assert len(NAMES) == 133
-    assert len(CANNOT_BE_MADE) / len(NAMES) < 0.08
+    assert len(CANNOT_BE_MADE) / len(NAMES) < 0.04
 
 
 def test_every_target_of_the_table_is_there():

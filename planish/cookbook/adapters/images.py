@@ -1,8 +1,11 @@
-"""Image functions, which refuse."""
+"""Image functions of the cookbook. planish reads text only, so no image reaches a model."""
 
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from planish.errors import UnsupportedError
+from planish.errors import UnsupportedError, UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
 
 
 def get_image_processor(model_name: str, **options: Any) -> NoReturn:
@@ -10,6 +13,14 @@ def get_image_processor(model_name: str, **options: Any) -> NoReturn:
     raise UnsupportedError("get_image_processor is not offered: planish reads text only")
 
 
-def resize_image(image: Any, *arguments: Any, **options: Any) -> NoReturn:
-    """Refused: planish reads text only."""
-    raise UnsupportedError("resize_image is not offered: planish reads text only")
+def resize_image(image: "Image", max_size: int) -> "Image":
+    """Return the image with at most `max_size` pixels on its longer side, its proportions kept."""
+    from PIL.Image import Resampling
+
+    if max_size < 1:
+        raise UserError(f"max_size={max_size}: give at least 1")
+    longest = max(image.size)
+    if longest <= max_size:
+        return image
+    width, height = (max(1, side * max_size // longest) for side in image.size)
+    return image.resize((width, height), Resampling.LANCZOS)

@@ -2,10 +2,10 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from planish.errors import CheckpointError, PlanishError, UserError
-from planish.tinker.refused import refused_type
 from planish.training.schedules import learning_rate_at
 
 logger = logging.getLogger("planish")
@@ -24,9 +24,19 @@ __all__ = ["CheckpointError"]
 
 EvaluatorBuilder = Callable[[], Any]
 LRSchedule = Literal["linear", "cosine", "constant"]
-RolloutSummaryExportConfig = refused_type(
-    "RolloutSummaryExportConfig", "the loop writes rollouts itself; see rollout_json_export"
-)
+
+
+@dataclass(frozen=True)
+class RolloutSummaryExportConfig:
+    """What the cookbook's evaluators are told of the file of their rollouts.
+
+    planish's loop writes these files itself and gives its evaluators no such argument.
+    """
+
+    split: str
+    iteration: int
+    base_name: str
+    sampling_client_step: int | None = None
 
 
 def compute_schedule_lr_multiplier(lr_schedule: LRSchedule, step: int, total_steps: int) -> float:

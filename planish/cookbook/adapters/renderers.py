@@ -1,7 +1,7 @@
 """Renderers with the cookbook's arguments, and its helpers for message content."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 from planish.errors import UnsupportedError, UserError
 from planish.renderers import Renderer
@@ -9,9 +9,15 @@ from planish.renderers import get_renderer as planish_renderer
 from planish.tinker.refused import refused_type
 
 _TEXT_ONLY = "planish reads text only"
-ImagePart = refused_type("ImagePart", _TEXT_ONLY)
 AudioPart = refused_type("AudioPart", _TEXT_ONLY)
 TmlV0Renderer = refused_type("TmlV0Renderer", "the format of the models that it is for is not here")
+
+
+class ImagePart(TypedDict):
+    """An image in the content of a message. Renderers refuse it, because planish reads text only."""
+
+    type: Literal["image"]
+    image: Any
 
 
 class _AnyRole(Renderer):

@@ -9,13 +9,12 @@ from planish.errors import PlanishError
 from planish.tinker.refused import refused_type
 
 _OWN = "programs run on this machine; see planish.sandbox and docs/sandbox.md"
-SandboxFusionClient = refused_type("SandboxFusionClient", _OWN)
 ModalSandbox = refused_type("ModalSandbox", _OWN)
 ModalSandboxPool = refused_type("ModalSandboxPool", _OWN)
 
 
 class SandboxBackend(StrEnum):
-    """The sandboxes that the cookbook knows. planish uses neither."""
+    """The sandboxes that the cookbook knows. planish's own environments use neither."""
 
     SANDBOXFUSION = "sandboxfusion"
     MODAL = "modal"
