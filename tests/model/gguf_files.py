@@ -1,6 +1,4 @@
-"""GGUF files for tests, laid out as llama.cpp's converter does it, from a tiny model whose logits
-are known.
-"""
+"""Write GGUF files in the layout of llama.cpp's converter, from a tiny model."""
 
 import gguf
 import numpy as np
@@ -28,7 +26,7 @@ OTHER_NAMES = {
     "lm_head.weight": "output.weight",
 }
 MERGED = "12"
-"""A token that only a tokenizer which does not cut digits apart would use."""
+"""A token that only a tokenizer which does not split digits uses."""
 
 
 def gguf_name(name):
@@ -39,8 +37,8 @@ def gguf_name(name):
 
 
 def neighbours_from_halves(rows, heads):
-    """The order of llama.cpp's converter: row i of a head's first half, then row i of its second
-    half.
+    """Return the rows in the order of llama.cpp's converter: row i of a head's first half, then row
+    i of its second half.
     """
     return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
@@ -75,8 +73,8 @@ def write_gguf(
     extra=lambda writer: None,
     without=(),
 ):
-    """Write the tiny model of `directory` as a GGUF file; tensors whose names end in `quantized`
-    are of type `kind`.
+    """Write the tiny model of `directory` as a GGUF file. Tensors whose names end in one of
+    `quantized` are quantized as `kind`.
     """
     config = ModelConfig.from_directory(directory)
     writer = gguf.GGUFWriter(path, config.family)

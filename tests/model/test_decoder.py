@@ -1,4 +1,4 @@
-"""The decoder against transformers and PEFT, on small random models of each family."""
+"""The decoder equals transformers and PEFT, on small random models of each family."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ VARIANTS = [
 
 
 class CausalAttention:
-    """One sequence, in float32: the definition."""
+    """Causal attention of one sequence in float32, by its definition."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -107,7 +107,7 @@ def test_logits_equal_transformers(tmp_path, family, options):
         {"original_max_position_embeddings": 32768, "rope_theta": 1e6},
     ],
 )
-def test_yarn_is_that_of_transformers_to_the_bit(tmp_path, options):
+def test_yarn_frequencies_equal_transformers_bitwise(tmp_path, options):
     tiny_model(tmp_path, family="qwen3", head_dim=128, rope_scaling=YARN_SCALING | options)
     config = ModelConfig.from_directory(tmp_path)
     ours = RotaryEmbedding(config.rope, config.head_dim, 2048, CPU)
@@ -124,7 +124,7 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tokens = random_tokens(decoder, 200)
-    # The reference reads the same rounded weights, so that only the arithmetic differs.
+    # The reference reads the same rounded weights, so only the arithmetic differs.
     exact.load_state_dict({name: weight.float() for name, weight in theirs.state_dict().items()})
     reference = exact(tokens[None]).logits[0]
     our_error = (logits_of(decoder, tokens) - reference).norm() / reference.norm()
@@ -134,7 +134,7 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
 
 
 def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
-    """The same base model and adapter in transformers and PEFT."""
+    """Return the same base model and adapter in transformers and PEFT."""
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     targets = sorted({entry.target for entry in layout.entries})
     config = PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0)
@@ -156,7 +156,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         ("qwen3", LoraConfig(rank=32)),
     ],
 )
-def test_an_adapter_equals_peft(tmp_path, family, lora):
+def test_an_adapter_gives_the_logits_of_peft(tmp_path, family, lora):
     tiny_model(tmp_path, family=family, tied=False)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, lora)
@@ -170,7 +170,7 @@ def test_an_adapter_equals_peft(tmp_path, family, lora):
     assert (ours - theirs).abs().max() < 1e-4
 
 
-def test_many_adapters_in_one_batch_equal_each_alone(tmp_path):
+def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path):
     tiny_model(tmp_path)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     weights: list[LoraWeights | None] = [None]
@@ -197,7 +197,7 @@ def test_many_adapters_in_one_batch_equal_each_alone(tmp_path):
             torch.testing.assert_close(together[10 * i : 10 * i + 10], alone, atol=1e-5, rtol=1e-5)
 
 
-def test_a_fresh_adapter_changes_nothing_and_is_seeded(tmp_path):
+def test_a_fresh_adapter_changes_nothing_and_follows_its_seed(tmp_path):
     tiny_model(tmp_path)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
@@ -224,9 +224,9 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path):
     torch.testing.assert_close(gradients[1], gradients[0])
 
 
-def test_the_gradient_is_with_respect_to_the_master(tmp_path):
-    """Finite differences on the master vector, through the scaling that the compute copy of B
-    carries.
+def test_gradients_are_with_respect_to_the_master_weights(tmp_path):
+    """Finite differences of the master vector include the scaling that the compute copy applies to
+    B.
     """
     tiny_model(tmp_path, layers=1)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
@@ -249,9 +249,9 @@ def test_the_gradient_is_with_respect_to_the_master(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_on_a_device_loading_takes_no_more_than_the_weights(tmp_path, family):
-    """Torch keeps what is freed on a GPU: joined there, parts of products would leave as much again
-    that nothing fits into.
+def test_loading_on_a_device_allocates_only_the_weights(tmp_path, family):
+    """torch caches the freed memory of a GPU. If weights were joined there, the parts would leave
+    as much again in blocks that no other tensor fits into.
     """
     tiny_model(tmp_path, family=family)
     config = ModelConfig.from_directory(tmp_path)

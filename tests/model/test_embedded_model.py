@@ -1,4 +1,4 @@
-"""The real embedded model, if it is in the cache (`make test` puts it there)."""
+"""The real embedded model, if it is in the cache. `make test` downloads it."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ def tokenizer():
     return load_tokenizer(DIRECTORY)
 
 
-def test_architecture_and_weights():
+def test_the_embedded_model_has_its_known_architecture_and_weights():
     config = ModelConfig.from_directory(DIRECTORY)
     assert (config.family, config.num_layers, config.hidden_size, config.vocab_size) == (
         "llama",
@@ -56,11 +56,11 @@ def test_architecture_and_weights():
         "\u00e9 e\u0301",
     ],
 )
-def test_text_has_a_round_trip(tokenizer, text):
+def test_text_survives_encoding_and_decoding(tokenizer, text):
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokens_are_those_of_the_model(tokenizer):
+def test_token_ids_are_those_of_the_original_model(tokenizer):
     assert [
         tokenizer.encode(token) for token in ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
     ] == [[0], [1], [2]]
@@ -79,8 +79,8 @@ def test_tokens_are_those_of_the_model(tokenizer):
     assert rendered.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
 
 
-def test_it_knows_the_capital_of_france(tokenizer):
-    """Rows of q and k in GGUF's order would leave nothing of this."""
+def test_the_embedded_model_knows_the_capital_of_france(tokenizer):
+    """The answer would be wrong if the rows of q and k were left in GGUF's order."""
     model = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16)
     prompt = torch.tensor([tokenizer.encode("The capital of France is")])
     with torch.no_grad():
@@ -89,7 +89,7 @@ def test_it_knows_the_capital_of_france(tokenizer):
 
 
 @pytest.mark.slow
-def test_it_answers_in_chat(tokenizer):
+def test_the_embedded_model_answers_in_chat(tokenizer):
     model: Any = AutoModelForCausalLM.from_pretrained(DIRECTORY, dtype=torch.bfloat16)
     messages = [{"role": "user", "content": "Who wrote Romeo and Juliet?"}]
     prompt = tokenizer.apply_chat_template(

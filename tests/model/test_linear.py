@@ -1,4 +1,4 @@
-"""Frozen linears as one product are the linears one by one, and their gradient is autograd's."""
+"""FrozenLinear equals separate linears in one matmul, in values and gradients."""
 
 import pytest
 import torch
@@ -21,7 +21,9 @@ def linears(
 
 @pytest.fixture(params=["own", "onednn", "plain"])
 def route(request, monkeypatch):
-    """By each way to multiply by weights that this machine has."""
+    """Select each implementation of the matmul that this machine has; return the class of its
+    weights.
+    """
     if request.param == "own":
         if not multiplies(64, 64, torch.bfloat16, torch.device("cpu")):
             pytest.skip("this machine has no kernels of our own")
@@ -37,7 +39,7 @@ def route(request, monkeypatch):
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 70])
 @pytest.mark.parametrize("keeps", [False, True])
-def test_as_one_product(dtype, biased, rows, keeps, route):
+def test_joined_linears_equal_separate_linears(dtype, biased, rows, keeps, route):
     weights, biases = linears(dtype, biased)
     frozen = FrozenLinear(weights, biases, keeps=keeps)
     x, grad = (
@@ -58,9 +60,9 @@ def test_as_one_product(dtype, biased, rows, keeps, route):
 
 
 @pytest.mark.parametrize("fan_out", [96, 100])
-def test_packed_weights_give_what_plain_ones_give(fan_out, route, monkeypatch):
-    """On cancelling numbers, where another order of additions shows: at worst the rounding of sums
-    of the terms' size.
+def test_packed_weights_equal_plain_weights(fan_out, route, monkeypatch):
+    """The inputs cancel, so a different summation order changes the result, by at most the rounding
+    of the largest terms.
     """
     x, weight = (tensor.to(torch.bfloat16) for tensor in cancelling(40, fan_out, 1152))
     linear = FrozenLinear([weight])
@@ -73,8 +75,8 @@ def test_packed_weights_give_what_plain_ones_give(fan_out, route, monkeypatch):
     torch.testing.assert_close(packed, FrozenLinear([weight]).product(x), rtol=0, atol=1e-4)
 
 
-def test_on_a_gpu_weights_are_not_copied():
-    """A tied head would be in memory twice. Several lie side by side, as one product reads them."""
+def test_weights_on_a_gpu_are_used_without_a_copy():
+    """A copy would double the memory of a tied head. Adjacent weights are joined as a view."""
     whole = torch.empty(80, 64, device="meta")
     assert FrozenLinear([whole]).weight is whole
     linear = FrozenLinear(whole.split((64, 16)))

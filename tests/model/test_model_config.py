@@ -115,7 +115,7 @@ def write(directory, fields, **changes):
     return directory
 
 
-def test_llama_with_rope_scaling_of_older_transformers(tmp_path):
+def test_a_llama_config_of_older_transformers_is_read(tmp_path):
     assert ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B)) == ModelConfig(
         family="llama",
         vocab_size=128256,
@@ -135,7 +135,7 @@ def test_llama_with_rope_scaling_of_older_transformers(tmp_path):
     )
 
 
-def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path):
+def test_rope_parameters_of_transformers_5_give_the_same_config(tmp_path):
     old = ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B))
     parameters = {**LLAMA3_SCALING, "rope_theta": 500000.0}
     new = write(
@@ -148,7 +148,7 @@ def test_rope_parameters_of_transformers_5_mean_the_same(tmp_path):
     assert ModelConfig.from_directory(new) == old
 
 
-def test_qwen2_has_biases_and_an_unused_sliding_window(tmp_path):
+def test_a_qwen2_config_has_biases_and_ignores_the_unused_window(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B))
     assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == (
         "qwen2",
@@ -159,7 +159,7 @@ def test_qwen2_has_biases_and_an_unused_sliding_window(tmp_path):
     assert config.rope == RopeConfig(1000000.0)
 
 
-def test_qwen3_has_norms_of_queries_and_keys(tmp_path):
+def test_a_qwen3_config_has_query_and_key_norms(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, QWEN3_06B))
     assert (config.family, config.qkv_bias, config.qk_norm, config.head_dim) == (
         "qwen3",
@@ -169,7 +169,7 @@ def test_qwen3_has_norms_of_queries_and_keys(tmp_path):
     )
 
 
-def test_mistral_is_a_llama_with_heads_of_their_own_size(tmp_path):
+def test_a_mistral_config_has_its_own_head_dim(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, MISTRAL_NEMO))
     assert (config.family, config.qkv_bias, config.qk_norm, config.tied_head) == (
         "mistral",
@@ -180,17 +180,17 @@ def test_mistral_is_a_llama_with_heads_of_their_own_size(tmp_path):
     assert (config.num_kv_heads, config.head_dim, config.rope) == (8, 128, RopeConfig(1000000.0))
 
 
-def test_a_window_as_long_as_the_context_leaves_nothing_out(tmp_path):
+def test_a_sliding_window_as_long_as_the_context_is_accepted(tmp_path):
     within = write(tmp_path, MISTRAL_NEMO, sliding_window=4096, max_position_embeddings=4096)
     assert ModelConfig.from_directory(within).max_context == 4096
 
 
-def test_linear_scaling_under_its_older_key(tmp_path):
+def test_linear_rope_scaling_is_read_from_the_older_key(tmp_path):
     directory = write(tmp_path, QWEN3_06B, rope_scaling={"type": "linear", "factor": 4})
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
 
 
-def test_yarn_added_to_a_qwen_as_its_card_says_stretches_the_context(tmp_path):
+def test_yarn_added_to_a_qwen_config_extends_the_context(tmp_path):
     added = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
     config = ModelConfig.from_directory(write(tmp_path, QWEN25_05B, rope_scaling=added))
     assert config.max_context == 131072
@@ -201,7 +201,7 @@ def test_yarn_added_to_a_qwen_as_its_card_says_stretches_the_context(tmp_path):
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
-def test_what_transformers_writes_is_read(tmp_path, family):
+def test_configs_written_by_transformers_are_read(tmp_path, family):
     config = ModelConfig.from_directory(
         tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1)
     )
@@ -216,7 +216,7 @@ def test_what_transformers_writes_is_read(tmp_path, family):
     assert config.eos_token_ids == (EOS_TOKEN_ID,)
 
 
-def test_generation_config_names_the_end_of_sequence_first(tmp_path):
+def test_generation_config_takes_precedence_for_end_of_sequence(tmp_path):
     directory = write(tmp_path, QWEN3_06B)
     (directory / "generation_config.json").write_text(
         json.dumps({"eos_token_id": [151645, 151643, 151645]})
@@ -224,7 +224,7 @@ def test_generation_config_names_the_end_of_sequence_first(tmp_path):
     assert ModelConfig.from_directory(directory).eos_token_ids == (151645, 151643)
 
 
-def test_a_model_without_end_of_sequence_has_none(tmp_path):
+def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
     directory = write(tmp_path, QWEN3_06B, eos_token_id=None)
     (directory / "generation_config.json").write_text("{}")
     assert ModelConfig.from_directory(directory).eos_token_ids == ()
@@ -276,7 +276,7 @@ def test_a_model_without_end_of_sequence_has_none(tmp_path):
         ),
     ],
 )
-def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, changes, named):
+def test_unsupported_config_fields_are_rejected_by_name(tmp_path, fields, changes, named):
     with pytest.raises(UnsupportedError, match=named):
         ModelConfig.from_directory(write(tmp_path, fields, **changes))
 
@@ -309,12 +309,12 @@ def test_what_would_be_computed_otherwise_is_refused_by_name(tmp_path, fields, c
         ({"eos_token_id": "end"}, "not token ids"),
     ],
 )
-def test_damaged_fields_are_named(tmp_path, changes, named):
+def test_invalid_config_fields_are_named(tmp_path, changes, named):
     with pytest.raises(DamagedFileError, match=named):
         ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B, **changes))
 
 
-def test_files_that_are_no_config(tmp_path):
+def test_a_missing_or_malformed_config_is_rejected(tmp_path):
     with pytest.raises(UnknownModelError, match=r"no config\.json"):
         ModelConfig.from_directory(tmp_path)
     for content in ("{", "[1]", ""):
@@ -323,7 +323,7 @@ def test_files_that_are_no_config(tmp_path):
             ModelConfig.from_directory(tmp_path)
 
 
-def test_fingerprint_follows_the_architecture_alone(tmp_path):
+def test_the_fingerprint_depends_only_on_the_architecture(tmp_path):
     config = ModelConfig.from_directory(write(tmp_path, LLAMA_32_1B))
     same = dataclasses.replace(config, eos_token_ids=(1,), max_context=4096)
     assert same.fingerprint() == config.fingerprint()

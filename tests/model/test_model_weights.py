@@ -18,7 +18,7 @@ def load(directory):
 
 
 def rewrite(directory, change):
-    """Store the weights of `directory` again after `change` has edited the dictionary of tensors."""
+    """Save the weights of `directory` again after `change` has edited the dictionary of tensors."""
     tensors = {
         name: tensor.clone() for name, tensor in load_file(directory / "model.safetensors").items()
     }
@@ -29,7 +29,7 @@ def rewrite(directory, change):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_names_and_values_are_those_of_transformers(tmp_path, family, tied):
+def test_weight_names_and_values_equal_transformers(tmp_path, family, tied):
     weights = load(tiny_model(tmp_path, family, tied=tied, dtype="bfloat16"))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).state_dict()
     if tied:
@@ -40,7 +40,7 @@ def test_names_and_values_are_those_of_transformers(tmp_path, family, tied):
         assert torch.equal(tensor, theirs[name]), name
 
 
-def test_sharded_weights_equal_single_ones(tmp_path):
+def test_sharded_weights_equal_unsharded_weights(tmp_path):
     single = load(tiny_model(tmp_path / "single", "qwen3", tied=False))
     sharded = load(tiny_model(tmp_path / "sharded", "qwen3", tied=False, shards=4))
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) == 4
@@ -49,7 +49,7 @@ def test_sharded_weights_equal_single_ones(tmp_path):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
+def test_every_tensor_is_memory_mapped_from_its_file(tmp_path):
     weights = load(tiny_model(tmp_path, shards=2))
     regions = []
     for line in Path("/proc/self/maps").read_text().splitlines():
@@ -67,7 +67,7 @@ def test_every_tensor_lies_in_a_mapping_of_its_file(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
+def test_loading_weights_allocates_no_private_memory(tmp_path):
     def anonymous_bytes():
         status = Path("/proc/self/status").read_text()
         return (
@@ -84,7 +84,7 @@ def test_memory_of_our_own_does_not_grow_by_the_model(tmp_path):
     assert anonymous_bytes() - before < stored / 4
 
 
-def test_misfits_are_named_before_use(tmp_path):
+def test_missing_unexpected_and_misshapen_tensors_are_named(tmp_path):
     def change(tensors):
         del tensors["model.layers.1.mlp.up_proj.weight"]
         tensors["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
@@ -98,7 +98,7 @@ def test_misfits_are_named_before_use(tmp_path):
     assert "model.norm.weight is (65,), not (64,)" in message
 
 
-def test_many_misfits_are_counted(tmp_path):
+def test_many_wrong_tensors_are_counted(tmp_path):
     directory = tiny_model(tmp_path, "qwen3", layers=2)
     fields = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(
@@ -108,7 +108,7 @@ def test_many_misfits_are_counted(tmp_path):
         load(directory)
 
 
-def test_a_tied_head_may_be_stored_but_must_agree(tmp_path):
+def test_a_stored_tied_head_must_equal_the_embedding(tmp_path):
     directory = tiny_model(tmp_path)
     rewrite(
         directory,
@@ -129,14 +129,14 @@ def test_old_rotary_buffers_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 4, 200, 20000])
-def test_truncated_files_are_refused(tmp_path, kept):
+def test_truncated_weight_files_are_rejected(tmp_path, kept):
     file = tiny_model(tmp_path) / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(DamagedFileError, match=r"model\.safetensors"):
         load(tmp_path)
 
 
-def test_an_altered_header_is_refused(tmp_path):
+def test_an_altered_weight_file_header_is_rejected(tmp_path):
     file = tiny_model(tmp_path) / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[0] ^= 0xFF
@@ -145,14 +145,14 @@ def test_an_altered_header_is_refused(tmp_path):
         load(tmp_path)
 
 
-def test_pickles_are_refused_with_the_remedy(tmp_path):
+def test_pickled_weights_are_rejected_with_a_remedy(tmp_path):
     directory = tiny_model(tmp_path)
     (directory / "model.safetensors").rename(directory / "pytorch_model.bin")
     with pytest.raises(UnsupportedError, match="convert them to safetensors"):
         load(directory)
 
 
-def test_absent_weights_and_shards(tmp_path):
+def test_missing_weights_and_shards_are_rejected(tmp_path):
     directory = tiny_model(tmp_path, shards=2)
     (directory / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(DamagedFileError, match=r"model-00002-of-00002\.safetensors is missing"):
@@ -165,14 +165,14 @@ def test_absent_weights_and_shards(tmp_path):
 @pytest.mark.parametrize(
     "weight_map", [None, {}, {"model.norm.weight": "../outside.safetensors"}, {"a": 3}]
 )
-def test_a_bad_index_is_refused(tmp_path, weight_map):
+def test_an_invalid_weight_index_is_rejected(tmp_path, weight_map):
     directory = tiny_model(tmp_path, shards=2)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     with pytest.raises(DamagedFileError, match=r"index\.json"):
         load(directory)
 
 
-def test_integer_weights_are_refused(tmp_path):
+def test_integer_weights_are_rejected(tmp_path):
     name = "model.layers.0.mlp.up_proj.weight"
 
     def quantize(tensors):
