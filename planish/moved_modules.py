@@ -24,7 +24,7 @@ MOVED = {
     "engine.adapters": "engine.training.adapters",
     "engine.attention": "model.kernels.reference.attention",
     "engine.checkpoint_files": "engine.checkpoints.files",
-    "engine.checkpoint_labels": "engine.checkpoints.labels",
+    "engine.checkpoint_labels": "engine.checkpoints.store",
     "engine.datums": "engine.training.datums",
     "engine.drawing": "engine.sampling.token_sampling",
     "engine.gpu_adapters": "model.kernels.triton.adapters",

@@ -30,6 +30,7 @@ from planish.errors import UserError
 from planish.types import (
     AdamParams,
     Checkpoint,
+    CheckpointPath,
     Datum,
     ForwardBackwardOutput,
     GetInfoResponse,
@@ -43,6 +44,10 @@ from planish.types import (
     SaveWeightsForSamplerResponse,
     SaveWeightsResponse,
     TensorData,
+    check_data,
+    check_metadata,
+    check_name,
+    check_ttl,
     whole_number,
 )
 
@@ -51,7 +56,11 @@ R_co = TypeVar("R_co", covariant=True)
 
 
 class Operation(Generic[R_co]):
-    """Base class of all operations. The type parameter is the type of the result."""
+    """Base class of all operations. The type parameter is the type of the result.
+
+    An operation checks the kinds of its fields when it is made (UserError), and copies the lists
+    and dictionaries that its caller may change later.
+    """
 
 
 @dataclass(frozen=True)
@@ -67,6 +76,11 @@ class CreateModel(Operation[GetInfoResponse]):
     with_optimizer: bool = False
     """With `from_path`: also restore the optimizer state and step."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_kind("lora", self.lora, LoraConfig, "LoraConfig(rank=...)")
+        _check_source("from_path", self.base_model, self.from_path)
+        _keep_metadata(self)
 
 
 @dataclass(frozen=True)
@@ -86,6 +100,11 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
     forward_only: bool = False
 
+    def __post_init__(self) -> None:
+        check_data(self.data)
+        object.__setattr__(self, "data", list(self.data))
+        _keep_loss(self)
+
 
 @dataclass(frozen=True)
 class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
@@ -101,6 +120,9 @@ class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
     loss_fn: str
     loss_fn_config: Mapping[str, float] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        _keep_loss(self)
+
 
 @dataclass(frozen=True)
 class OptimStep(Operation[OptimStepResponse]):
@@ -108,6 +130,9 @@ class OptimStep(Operation[OptimStepResponse]):
 
     model_id: str
     adam_params: AdamParams
+
+    def __post_init__(self) -> None:
+        _check_kind("adam_params", self.adam_params, AdamParams, "AdamParams(learning_rate=...)")
 
 
 @dataclass(frozen=True)
@@ -121,9 +146,12 @@ class _Save:
     user_metadata: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        check_name("name", self.name)
         if self.ttl_seconds is not None:
             _keep_whole(self, "ttl_seconds")
+        check_ttl(self.ttl_seconds)
         _keep_flag(self, "overwrite")
+        _keep_metadata(self)
 
 
 @dataclass(frozen=True)
@@ -138,6 +166,9 @@ class LoadWeights(Operation[LoadWeightsResponse]):
     model_id: str
     path: str
     with_optimizer: bool = False
+
+    def __post_init__(self) -> None:
+        CheckpointPath.parse(self.path)
 
 
 @dataclass(frozen=True)
@@ -166,6 +197,9 @@ class CreateSampler(Operation[str]):
     sampler_id: str
     base_model: str | None = None
     model_path: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_source("model_path", self.base_model, self.model_path)
 
 
 @dataclass(frozen=True)
@@ -224,6 +258,8 @@ class Sample(Operation[SampleResponse]):
     """
 
     def __post_init__(self) -> None:
+        _check_kind("prompt", self.prompt, ModelInput)
+        _check_kind("sampling_params", self.sampling_params, SamplingParams)
         _keep_whole(
             self,
             "num_samples",
@@ -242,6 +278,40 @@ class Sample(Operation[SampleResponse]):
             raise UserError(
                 f"target_prompt_logprobs is a {kind}; give TensorData.from_numpy(...) of int64"
             )
+
+
+def _check_kind(name: str, value: Any, kind: type, remedy: str | None = None) -> None:
+    if not isinstance(value, kind):
+        raise UserError(f"{name} is a {type(value).__name__}; give {remedy or kind.__name__}")
+
+
+def _check_source(path_name: str, base_model: Any, path: Any) -> None:
+    """UserError unless there is a base model, the path of a checkpoint, or both."""
+    if path is not None:
+        CheckpointPath.parse(path)
+    elif base_model is None:
+        raise UserError(f"base_model and {path_name} are both missing; give one of them")
+    if base_model is not None:
+        _check_kind("base_model", base_model, str, "a name from get_server_capabilities()")
+        if not base_model:
+            raise UserError("base_model is empty; give a name from get_server_capabilities()")
+
+
+def _keep_loss(operation: Any) -> None:
+    """Check the loss and its options, and copy the options."""
+    config = operation.loss_fn_config
+    _check_kind("loss_fn", operation.loss_fn, str)
+    _check_kind("loss_fn_config", config, Mapping, "a dictionary of numbers, or None")
+    for key, value in config.items():
+        if not isinstance(key, str):
+            raise UserError(f"loss_fn_config[{key!r}]={value!r}: option names must be strings")
+        option_value(key, value)
+    object.__setattr__(operation, "loss_fn_config", dict(config))
+
+
+def _keep_metadata(operation: Any) -> None:
+    check_metadata(operation.user_metadata)
+    object.__setattr__(operation, "user_metadata", dict(operation.user_metadata))
 
 
 def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:

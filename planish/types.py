@@ -8,6 +8,7 @@ are made by the service. Importing this module does not import torch.
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
@@ -607,6 +608,38 @@ LONGEST_TTL_SECONDS = 10 * 365 * 86400
 """Ten years."""
 
 TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or None to keep it"
+
+
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
+"""Such a name can be a part of a path on any disk and of a URL."""
+
+
+def is_name(name: object) -> bool:
+    """Return whether `name` can name a checkpoint or a run."""
+    return isinstance(name, str) and _NAME.fullmatch(name) is not None
+
+
+def check_name(argument: str, name: object) -> None:
+    """UserError, which names the argument, unless `name` can name a checkpoint or a run."""
+    if not is_name(name):
+        raise UserError(
+            f"{argument}={name!r}: give up to 200 letters, digits and _ . - : without a slash, "
+            "not beginning with a dot or dash"
+        )
+
+
+def check_metadata(user_metadata: object) -> None:
+    """UserError unless it is a mapping of strings to strings."""
+    if not isinstance(user_metadata, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, str) for key, value in user_metadata.items()
+    ):
+        raise UserError(f"user_metadata={user_metadata!r}: give a dictionary of strings to strings")
+
+
+def check_ttl(seconds: object) -> None:
+    """UserError unless it is a time to live in seconds, or None."""
+    if not is_ttl(seconds):
+        raise UserError(f"ttl_seconds={seconds!r}: give {TTL_REMEDY}")
 
 
 def is_ttl(seconds: object) -> bool:

@@ -1,7 +1,6 @@
 """`RemoteService`, the `Service` of a server: the same operations over the HTTP protocol of
 planish/wire, so scripts run unchanged on a local engine or on a server.
 
-    remote_checks       validates operations before they are sent
     remote_model_queue  sends the operations of one model in order
     remote_samplers     samplers and sampling requests
     remote_session      begin, heartbeat and end of the session
@@ -29,7 +28,6 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar, cast
 from urllib.parse import quote
 
-from planish.client.remote_checks import check
 from planish.client.remote_http import is_this_machine
 from planish.client.remote_link import Link, checked_key, checked_url
 from planish.client.remote_model_queue import ModelQueue, QueuedOperation
@@ -38,13 +36,12 @@ from planish.client.remote_samplers import RemoteSampler, SampleSender
 from planish.client.remote_session import RemoteSession
 from planish.client.remote_thread import LoopThread
 from planish.client.remote_tokenizer import cache_directory, keep_tokenizer
-from planish.errors import CheckpointError, EngineClosedError, UserError
+from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.processes.background import wait_for_saves
 from planish.service import (
     CheckpointInfo,
     CreateModel,
     CreateSampler,
-    ForwardBackward,
     Operation,
     PublishSampler,
     ReleaseSampler,
@@ -124,8 +121,6 @@ class RemoteService:
             raise EngineClosedError(
                 "the connection to the server is closed, or belongs to the process that this one was forked from; make a new ServiceClient here"
             )
-        check(operation)
-        operation = _with_copied_inputs(operation)
         answer: Future[Any] = Future()
         # Keep this object alive until the operation is finished: the caller of
         # `ServiceClient(...).create_sampling_client(...).sample(...)` has only the future.
@@ -223,6 +218,11 @@ class RemoteService:
                 self._thread.spawn(self._sample_sender.release, sampler)
                 answer.set_result(None)
             case Sample():
+                if operation.on_token is not None:
+                    raise UnsupportedError(
+                        "on_token: a server returns complete samples; use its /v1 endpoints to "
+                        "stream tokens"
+                    )
                 sampler = self._sampler(operation.sampler_id)
                 self._thread.spawn(self._sample_sender.sample, operation, sampler, answer)
             case PublishSampler():
@@ -308,20 +308,6 @@ class RemoteService:
                 answer.set_exception(_closed())
 
 
-def _with_copied_inputs(operation: Operation[R]) -> Operation[R]:
-    """Return `operation` with copied lists and dictionaries. It is serialized later, and the caller
-    may change the originals before that.
-    """
-    match operation:
-        case ForwardBackward():
-            config = dict(operation.loss_fn_config)
-            return cast(Any, replace(operation, data=list(operation.data), loss_fn_config=config))
-        case CreateModel() | SaveWeights() | SaveWeightsForSampler():
-            return cast(Any, replace(operation, user_metadata=dict(operation.user_metadata)))
-        case _:
-            return operation
-
-
 def _remove_value(known: dict[str, R], removed: R) -> None:
     """Remove `removed` from a dictionary in which it has two keys, the caller's id and the
     server's.
@@ -343,7 +329,9 @@ def _set_ready(sampler: RemoteSampler, queue: ModelQueue, published: Future[str]
     """
     if published.cancelled():
         sampler.ready.set_exception(
-            UserError(f"sampler_id={sampler.server_id!r}: its creation was cancelled")
+            UserError(
+                f"sampler_id={sampler.server_id!r}: its creation was cancelled; create another one"
+            )
         )
     elif (error := published.exception()) is not None:
         sampler.ready.set_exception(error)

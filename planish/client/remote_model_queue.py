@@ -13,7 +13,7 @@ its place, which the server rejects.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,7 @@ class ModelQueue:
     async def _create(self, operation: CreateModel, queued: QueuedOperation) -> None:
         if not queued.answer.set_running_or_notify_cancel():
             self._failure = UserError(
-                f"model_id={self.model_id!r}: its creation was cancelled; create another model"
+                f"model_id={self.model_id!r}: its creation was cancelled; create another one"
             )
             return
         try:
@@ -151,16 +151,14 @@ class ModelQueue:
         made = asyncio.Event()
         operation.data.add_done_callback(lambda _: self.thread.post(made.set))
         await made.wait()
-        error = CancelledError() if operation.data.cancelled() else operation.data.exception()
-        if error is None:
-            config = operation.loss_fn_config
-            now = ForwardBackward(
-                operation.model_id, operation.data.result(), operation.loss_fn, config
-            )
-            await self._add_gradient(now, queued)
-        else:
+        try:
+            data, config = operation.data.result(), operation.loss_fn_config
+            now = ForwardBackward(operation.model_id, data, operation.loss_fn, config)
+        except BaseException as error:
             queued.fail(error)
             await self._skip_gradient(error)
+        else:
+            await self._add_gradient(now, queued)
 
     async def _skip_gradient(self, error: BaseException) -> None:
         """Make the server reject the next optim_step, because a forward_backward failed here."""

@@ -104,11 +104,13 @@ class TrainingClient(RefusesMethods):
         Invalid data are therefore reported by the result, not raised here. The losses are in
         planish/engine/training/losses.py, their options in planish.service.LOSS_OPTIONS.
         """
-        return Pending(
-            self._submit_gradient(
-                ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
-            )
-        )
+        # Callers may queue `optim_step` before they read this result, and expect that both succeed
+        # or both fail. Raising here would skip the `optim_step` that must fail.
+        try:
+            operation = ForwardBackward(self.model_id, data, loss_fn, loss_fn_config or {})
+            return Pending(self._submit(operation))
+        except UserError as error:
+            return Pending(self._submit_failed_gradient(error))
 
     forward_backward_async = submitting(forward_backward)
 
@@ -289,17 +291,6 @@ class TrainingClient(RefusesMethods):
         return self._session.tokenizer(self._info.model_data.model_name)
 
     get_tokenizer_async = in_thread(get_tokenizer)
-
-    def _submit_gradient(self, operation: ForwardBackward) -> Future[ForwardBackwardOutput]:
-        """Submit a forward_backward, and report a rejection through the future.
-
-        Callers may queue `optim_step` before they read this result, and expect that both succeed or
-        both fail. Raising here would skip the `optim_step` that must fail.
-        """
-        try:
-            return self._submit(operation)
-        except UserError as error:
-            return self._submit_failed_gradient(error)
 
     def _submit_failed_gradient(self, error: UserError) -> Future[ForwardBackwardOutput]:
         """Submit, in place of a rejected forward_backward, one that fails with `error`."""

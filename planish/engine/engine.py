@@ -25,8 +25,13 @@ from typing import Any, TypeVar
 
 from planish.engine.base_models import BaseModel, BaseModels
 from planish.engine.checkpoints.files import Manifest
-from planish.engine.checkpoints.labels import Label, check_label, check_metadata, check_name
-from planish.engine.checkpoints.store import CheckpointStore, data_directory, name_taken, record_of
+from planish.engine.checkpoints.store import (
+    CheckpointStore,
+    Label,
+    data_directory,
+    name_taken,
+    record_of,
+)
 from planish.engine.engine_thread import DeviceOwner
 from planish.engine.memory import DeviceMemory, adapter_bytes
 from planish.engine.operations import TrainingOperations
@@ -58,14 +63,12 @@ from planish.service import (
     UnloadModel,
 )
 from planish.types import (
-    AdamParams,
     Checkpoint,
     CheckpointPath,
     GetServerCapabilitiesResponse,
     LoraConfig,
-    ModelInput,
-    SamplingParams,
     SupportedModel,
+    check_name,
 )
 
 R = TypeVar("R")
@@ -268,26 +271,15 @@ class Engine:
                 return Job(op, future, tenant=tenant, loaded=loaded)
             case ForwardBackward():
                 tenant = self._tenant(op.model_id)
-                if not isinstance(op.loss_fn_config, Mapping):
-                    kind = type(op.loss_fn_config).__name__
-                    raise UserError(
-                        f"loss_fn_config is a {kind}; give a dictionary of numbers, or None"
-                    )
                 loss_fn = self._computed_loss(op.loss_fn)
                 tenant.base.trainer.validate(op.data, loss_fn, op.loss_fn_config)
-                # Copy the list and the dictionary, because the caller may change them later.
-                config = dict(op.loss_fn_config)
-                kept = replace(op, data=list(op.data), loss_fn=loss_fn, loss_fn_config=config)
-                return Job(kept, future, tenant=tenant, asked_loss=op.loss_fn)
+                computed = replace(op, loss_fn=loss_fn)
+                return Job(computed, future, tenant=tenant, asked_loss=op.loss_fn)
             case ForwardBackwardLater():
-                kept = replace(op, loss_fn=self._computed_loss(op.loss_fn))
+                computed = replace(op, loss_fn=self._computed_loss(op.loss_fn))
                 tenant = self._tenant(op.model_id)
-                return Job(kept, future, tenant=tenant, asked_loss=op.loss_fn)
+                return Job(computed, future, tenant=tenant, asked_loss=op.loss_fn)
             case OptimStep():
-                if not isinstance(op.adam_params, AdamParams):
-                    raise UserError(
-                        f"adam_params is a {type(op.adam_params).__name__}; give AdamParams(learning_rate=...)"
-                    )
                 return Job(op, future, tenant=self._tenant(op.model_id))
         raise TypeError(f"{type(op).__name__} is no operation of this engine")
 
@@ -296,7 +288,7 @@ class Engine:
 
         Each substitution is counted in `substitutions`.
         """
-        if not isinstance(loss_fn, str) or loss_fn not in self._substitutes:
+        if loss_fn not in self._substitutes:
             return loss_fn
         substitute = self._substitutes[loss_fn]
         self.substitutions[loss_fn, substitute] += 1
@@ -328,12 +320,9 @@ class Engine:
         for module in _IMPORTED_LATE:
             importlib.import_module(module)
         check_name("model_id", op.model_id)
-        check_metadata(op.user_metadata)
         if op.model_id in self._tenants:
             raise UserError(f"model_id={op.model_id!r} is in use; give another")
         name, lora, loaded = op.base_model, op.lora, None
-        if not isinstance(lora, LoraConfig):
-            raise UserError(f"lora is a {type(lora).__name__}; give LoraConfig(rank=...)")
         if op.from_path is not None:
             path = CheckpointPath.parse(op.from_path)
             manifest = self._store.manifest(path)
@@ -343,9 +332,8 @@ class Engine:
             loaded = self._read(
                 path, base, layout, name, op.with_optimizer, any_weights=op.base_model is not None
             )
-        elif name is None:
-            raise UserError("base_model is missing; name one, or give from_path")
         else:
+            assert name is not None
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
         base.check_rank(lora.rank)
@@ -367,11 +355,10 @@ class Engine:
             loaded = self._read(
                 path, base, layout, name, False, any_weights=op.base_model is not None
             )
-        elif op.base_model is not None:
+        else:
+            assert op.base_model is not None
             name = op.base_model
             base = self._models.get(name)
-        else:
-            raise UserError("give base_model or model_path")
         return Job(
             op,
             future,
@@ -394,11 +381,6 @@ class Engine:
         return handle
 
     def _check_request(self, base: BaseModel, op: Sample) -> None:
-        for name, kind in (("prompt", ModelInput), ("sampling_params", SamplingParams)):
-            if not isinstance(getattr(op, name), kind):
-                raise UserError(
-                    f"{name} is a {type(getattr(op, name)).__name__}; give {kind.__name__}"
-                )
         if op.record_stability_info and not self._substitutes:
             raise UnsupportedError(
                 "record_stability_info is for loss_fn='stable_reinforce', whose formula is not "
@@ -414,7 +396,6 @@ class Engine:
         path = CheckpointPath(
             op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name
         )
-        check_label(Label(path, op.ttl_seconds, op.overwrite, op.user_metadata))
         if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
             raise name_taken(path)
         return Job(op, future, tenant=tenant, save_to=path)

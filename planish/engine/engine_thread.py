@@ -46,7 +46,7 @@ from planish.service import (
 
 Side = Literal["sampling", "training"]
 
-_CANCELLED = "its making was cancelled; create another one"
+_CANCELLED = "its creation was cancelled; create another one"
 
 
 @dataclass(frozen=True)

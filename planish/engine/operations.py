@@ -97,11 +97,15 @@ class TrainingOperations:
         assert isinstance(op, ForwardBackwardLater)
         adapter = tenant.created()
         try:
-            data = op.data.result(timeout=0)
+            now = ForwardBackward(
+                op.model_id, op.data.result(timeout=0), op.loss_fn, op.loss_fn_config
+            )
         except BaseException as error:
             adapter.refuse_step(error)
             raise
-        work = tenant.base.trainer.forward_backward(adapter, data, op.loss_fn, op.loss_fn_config)
+        work = tenant.base.trainer.forward_backward(
+            adapter, now.data, now.loss_fn, now.loss_fn_config
+        )
         job.future.set_result(_naming_substitute(job, op.loss_fn, (yield from work)))
 
     def _optim_step(self, tenant: Tenant, job: Job) -> Work:

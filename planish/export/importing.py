@@ -23,8 +23,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
-from planish.engine.checkpoints.labels import Label
-from planish.engine.checkpoints.store import CheckpointStore, SavedAdapter
+from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import LoraLayout

@@ -225,13 +225,12 @@ class Samplers:
             check_source(operation.model_path)
             info = await self._services.checkpoints.info(tenant, operation.model_path)
             base_model = base_model or info.base_model
-            self._check_base_model(base_model)
+            self._check_base_model(base_model)  # before the adapter's size needs its files
             size = await self._services.engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
             source = source_path(operation.sampler_id)
             await self._services.engine.copy_checkpoint(info.checkpoint.tinker_path, source)
-        if base_model is None:
-            raise BadRequest("base_model and model_path are both missing; give one of them")
+        assert base_model is not None
         self._check_base_model(base_model)
         now = time.time()
         return SamplerRow(

@@ -333,8 +333,7 @@ class Server:
             check_source(operation.from_path)
             info = await self.checkpoints.info(tenant, operation.from_path)
             base_model, lora = base_model or info.base_model, info.lora
-        if base_model is None:
-            raise BadRequest("base_model is missing; name one")
+        assert base_model is not None
         self._check_base_model(base_model)
         size, now = await self.engine.adapter_bytes(base_model, lora), time.time()
         return ModelRow(

@@ -241,8 +241,6 @@ def create_sampler_from_json(fields: Fields) -> CreateSampler:
         place = sampler_place_from_json(fields)
         base_model = fields.optional(fields.text, "base_model")
         model_path = fields.optional(fields.text, "model_path")
-        if base_model is None and model_path is None:
-            raise UserError("base_model and model_path are both missing; give one of them")
         return CreateSampler(place.sampler_id, base_model, model_path)
 
 

@@ -16,8 +16,7 @@ from filelock import FileLock
 
 import planish.engine.checkpoints.store as checkpoints
 from planish.engine.checkpoints.files import ADAPTER, MANIFEST, OPTIMIZER, Manifest
-from planish.engine.checkpoints.labels import Label
-from planish.engine.checkpoints.store import CheckpointStore, SavedAdapter
+from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter

@@ -20,7 +20,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -38,10 +38,17 @@ from planish.engine.checkpoints.files import (
     write_manifest,
     write_tensors,
 )
-from planish.engine.checkpoints.labels import Label, check_label, check_name, check_ttl, is_name
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.files import write_whole
-from planish.types import Checkpoint, CheckpointPath, CheckpointType
+from planish.types import (
+    Checkpoint,
+    CheckpointPath,
+    CheckpointType,
+    check_metadata,
+    check_name,
+    check_ttl,
+    is_name,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,6 +61,26 @@ _TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.
 _LOCK = ".lock"
 
 R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class Label:
+    """What a caller says about a checkpoint. UserError if it cannot be right."""
+
+    path: CheckpointPath
+    ttl_seconds: int | None = None
+    overwrite: bool = False
+    user_metadata: Mapping[str, str] | None = None
+
+    def __post_init__(self) -> None:
+        check_name("name", self.path.name)
+        check_ttl(self.ttl_seconds)
+        if self.user_metadata is not None:
+            check_metadata(self.user_metadata)
+
+    def expires_at(self, now: datetime) -> datetime | None:
+        """Return the time from which the checkpoint cannot be read; None: it never expires."""
+        return None if self.ttl_seconds is None else now + timedelta(seconds=self.ttl_seconds)
 
 
 @dataclass(frozen=True)
@@ -111,13 +138,11 @@ class CheckpointStore:
 
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
-        check_ttl(ttl_seconds)
+        label = Label(path, ttl_seconds)
         # Check first that the checkpoint exists, so that no lock file is created otherwise.
         self.manifest(path)
         with self._locked(self._place(path).parent.parent):
-            manifest = replace(
-                self._found(path), expires_at=Label(path, ttl_seconds).expires_at(datetime.now(UTC))
-            )
+            manifest = replace(self._found(path), expires_at=label.expires_at(datetime.now(UTC)))
             write_whole(self._place(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
@@ -267,7 +292,6 @@ class CheckpointStore:
 
     def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
         """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
-        check_label(label)
         target = self._place(label.path)
         aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:

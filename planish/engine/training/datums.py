@@ -14,7 +14,7 @@ import numpy as np
 
 from planish.engine.training.losses import Loss
 from planish.errors import NonFiniteError, UnsupportedError, UserError
-from planish.types import Datum, TensorData, check_data
+from planish.types import Datum, TensorData
 
 # Inputs that clients of the public API carry along; looked at only to see that they say nothing
 # else than the rest.
@@ -40,7 +40,6 @@ def read_examples(
     data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
 ) -> list[Example]:
     """UserError or NonFiniteError names the first datum at fault."""
-    check_data(data)
     if not data:
         raise UserError("data is empty; give at least one Datum")
     return [

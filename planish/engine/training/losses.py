@@ -171,8 +171,6 @@ def find_loss(name: str) -> Loss:
     Raises UnsupportedError for a loss of the public API that planish does not support. Raises
     UserError for an unknown name.
     """
-    if not isinstance(name, str):
-        raise UserError(f"loss_fn is a {type(name).__name__}; give str")
     if name in LOSSES:
         return LOSSES[name]
     if name in _REFUSED:

@@ -23,7 +23,6 @@ from collections.abc import Coroutine
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from planish.engine.checkpoints.labels import check_name, check_ttl
 from planish.errors import StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import check_source
@@ -298,8 +297,6 @@ class RequestIntake:
                     "optim_step will fail, take steps with less data"
                 )
             case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
-                check_name("name", name)
-                check_ttl(operation.ttl_seconds)
                 check_name_is_not_private(name)
             case LoadWeights(path=path):
                 check_source(path)
