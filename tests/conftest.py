@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
     interpreted_faster.install()
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    # A shell has those that it puts in the background ignore Ctrl-C, of which tests send some.
+    # A shell lets background jobs ignore SIGINT, which some tests send.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SEED = int(os.environ.get("PLANISH_TEST_SEED", "0"))

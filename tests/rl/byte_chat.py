@@ -1,4 +1,4 @@
-"""Conversations in bytes: a policy that says what it is told to, and a driver of one environment."""
+"""Byte-token conversations: a policy with scripted answers, and a driver for one environment."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -14,13 +14,13 @@ END = "<|im_end|>"
 
 
 def tokens_of(renderer: Renderer, text: str) -> list[int]:
-    """As a model samples `text`: what looks like a control token is one."""
+    """Return the tokens of `text` as a model samples them: control tokens are parsed."""
     return renderer.tokenizer.encode(text, add_special_tokens=False)
 
 
 @dataclass
 class Played:
-    """One episode as its driver saw it."""
+    """The record of one episode."""
 
     prompts: list[list[int]]
     actions: list[list[int]]
@@ -28,8 +28,8 @@ class Played:
 
 
 def play(env: EnvFromMessageEnv, *answers: str | list[int]) -> Played:
-    """Give the answers one after the other; one that does not end with `END` was cut off if it ends
-    with "...".
+    """Step the environment with the answers in order. An answer that ends with "..." in place of
+    `END` was truncated.
     """
     return asyncio.run(play_async(env, *answers))
 
@@ -52,7 +52,7 @@ async def play_async(env: EnvFromMessageEnv, *answers: str | list[int]) -> Playe
 
 @dataclass
 class ScriptedPolicy(TokenCompleter):
-    """Writes the answers in their order, each with the logprob -1 a token."""
+    """Returns the answers in order, with a logprob of -1 per token."""
 
     renderer: Renderer
     answers: list[str]
@@ -69,11 +69,11 @@ class ScriptedPolicy(TokenCompleter):
 
 @dataclass
 class Counting(MessageEnv):
-    """Answers every message with the number of messages so far, and is done after `turns` of them."""
+    """Answers each message with the number of messages so far; is done after `turns` messages."""
 
     turns: int = 100
     keeps_all: bool = False
-    """Takes part in what the adapter puts in."""
+    """Whether `seen` includes the messages that the adapter inserts."""
     last_reward: float = 0.0
     seen: list[Any] = field(default_factory=list)
 

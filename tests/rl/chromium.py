@@ -1,5 +1,5 @@
-"""A Chromium without a window, driven over its DevTools pipe: what a person at the page would see
-and do.
+"""Headless Chromium, controlled over its DevTools pipe, to test what a user of a page sees and
+does.
 """
 
 import base64
@@ -29,7 +29,7 @@ PATIENCE = 60.0
 
 @contextmanager
 def chromium(width: int = 1400, height: int = 1000) -> "Iterator[Chromium]":
-    """A browser with one page, until the end of the block."""
+    """Run a browser with one page until the end of the block."""
     assert EXECUTABLE is not None
     theirs_in, out = os.pipe()
     own_in, theirs_out = os.pipe()
@@ -59,7 +59,7 @@ def chromium(width: int = 1400, height: int = 1000) -> "Iterator[Chromium]":
 
 
 class Chromium:
-    """The page of a browser that listens at one end of a pipe."""
+    """The page of a browser that is controlled through a pipe."""
 
     def __init__(self, answers: int, commands: int) -> None:
         self._in, self._out = answers, commands
@@ -75,7 +75,7 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """One command of the DevTools protocol and its result."""
+        """Send one command of the DevTools protocol and return its result."""
         self._calls += 1
         message: dict[str, Any] = {"id": self._calls, "method": method, "params": params}
         if self._session is not None:
@@ -103,7 +103,7 @@ class Chromium:
         self.wait("document.readyState === 'complete' && location.protocol === 'file:'")
 
     def run(self, script: str) -> Any:
-        """The value of a JavaScript expression."""
+        """Return the value of a JavaScript expression."""
         result = self.call(
             "Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True
         )
@@ -121,7 +121,7 @@ class Chromium:
         self.call("Input.dispatchKeyEvent", type="keyUp", key=key)
 
     def point(self, selector: str) -> None:
-        """Move the pointer to the middle of the first line of an element."""
+        """Move the pointer to the middle of an element's first line."""
         box = self.run(
             f"(() => {{ const it = document.querySelector({json.dumps(selector)}); it.scrollIntoView({{block: 'center'}});"
             " const b = it.getClientRects()[0]; return [b.x + b.width / 2, b.y + b.height / 2]; })()"
@@ -129,7 +129,7 @@ class Chromium:
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
 
     def faults(self) -> list[dict[str, Any]]:
-        """Errors of scripts, and what the page complained of."""
+        """Return script errors and console errors of the page."""
         return [
             event
             for event in self.events
@@ -137,8 +137,8 @@ class Chromium:
         ]
 
     def requests(self) -> list[str]:
-        """Addresses of all that was asked for, apart from local files and what the page's policy
-        refused.
+        """Return the addresses of all requests, except local files and requests that the page's
+        content security policy blocked.
         """
         refused = {
             event["params"]["requestId"]

@@ -1,8 +1,8 @@
-"""A service whose "weights" are a digest of everything that was ever trained on, in its order.
+"""A service whose "weights" are a digest of all training data so far, in order.
 
-Samples are a function of (weights, prompt, seed), so two runs end with equal weights only if every
-draw, every datum and every optimizer step was the same. `die_at` ends a run, by an exception that
-nothing catches, before that many operations; what was saved stays, as files would.
+Samples are a function of (weights, prompt, seed). So two runs end with equal weights only if every
+sample, datum and optimizer step was the same. `die_at` ends a run before that operation with an
+exception that nothing catches. Saved states remain, like files after a crash.
 """
 
 import asyncio
@@ -31,15 +31,15 @@ from planish.types import (
 )
 
 GAP = 0.01
-"""Trained logprobs are the sampled ones less this."""
+"""The sampled minus the trained logprob of every token."""
 
 
 class Killed(BaseException):
-    """What a kill looks like from inside."""
+    """Ends a run as a kill would: nothing catches it."""
 
 
 def done(value: Any) -> Any:
-    """A result that can be awaited and asked for."""
+    """Return a finished API future."""
     future: Future[Any] = Future()
     future.set_result(value)
 
@@ -64,12 +64,12 @@ class FakeService:
     tokenizer: Any
     die_at: int | None = None
     delay: Any = None
-    """Seconds that a sample takes: a function of its prompt's tokens and seed."""
+    """Returns the seconds that a sample takes, given the tokens of its prompt and its seed."""
     states: dict[str, Weights] = field(default_factory=dict)
     operations: list[str] = field(default_factory=list)
     clients: list["FakeTrainingClient"] = field(default_factory=list)
     context: int | None = None
-    """Tokens that the model can read."""
+    """The context length of the model, in tokens."""
 
     def count(self, operation: str) -> None:
         if self.die_at is not None and len(self.operations) >= self.die_at:
@@ -125,7 +125,7 @@ class FakeTrainingClient:
     metadata: dict[str, str] | None = None
     rates: list[float] = field(default_factory=list)
     calls: list[int] = field(default_factory=list)
-    """Data of each forward_backward."""
+    """The number of datums of each forward_backward."""
     pending: list[str] = field(default_factory=list)
 
     def get_tokenizer(self) -> Any:

@@ -1,4 +1,4 @@
-"""Environments of one or two turns whose reward is a digit that was sampled, and data sets of them."""
+"""Environments of one or two turns whose reward is a sampled digit, and their datasets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Environments in which something happens when they begin: they fail, wait, or press Ctrl-C."""
+"""Environments that run a given action when they begin: they fail, wait, or send Ctrl-C."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -11,7 +11,7 @@ from digit_env import DigitEnv
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
 Happening = Callable[[int], Awaitable[None]]
-"""What happens when the group of this number begins to be played."""
+"""The action that runs when the group with this number begins."""
 
 
 @dataclass
@@ -64,12 +64,12 @@ class EventfulBuilder(RLDatasetBuilder):
 
 
 async def nothing(number: int) -> None:
-    """Happens without a trace."""
+    """Do nothing."""
 
 
 @dataclass
 class AtGroup:
-    """Does something when a group begins."""
+    """A group builder that runs an action when its group begins."""
 
     number: int
     action: Callable[[], Any]

@@ -1,6 +1,4 @@
-"""Policies, environments and builders whose failures are planned; processes of a pool can import
-them.
-"""
+"""Policies, environments and builders with planned failures, which worker processes can import."""
 
 import asyncio
 import os
@@ -22,24 +20,24 @@ PROMPT = ModelInput.from_ints([1, 2, 3])
 
 
 class Odd(Exception):
-    """Pickles, and does not come back."""
+    """An error that can be pickled but not unpickled."""
 
     def __init__(self, what: str, why: str) -> None:
         super().__init__(f"{what}: {why}")
 
 
 class Flaky(Exception):
-    """Comes and goes."""
+    """A temporary error."""
 
 
 @dataclass
 class Draws(TokenCompleter):
-    """Writes `length` random digits; every call counts, as with a real policy that is seeded."""
+    """Samples `length` random digits. As in a seeded real policy, each call advances the seed."""
 
     seed: int = 0
     length: int = 3
     calls: list[int] = field(default_factory=list)
-    """The seed of each call, over all that were seeded from this one."""
+    """The seed of each call, of this policy and of all policies seeded from it."""
 
     def __post_init__(self) -> None:
         self.generator = random.Random(self.seed)
@@ -59,7 +57,7 @@ class Draws(TokenCompleter):
 
 @dataclass
 class Plain(Env):
-    """`turns` turns, each rewarded by its last digit; the prompt grows."""
+    """An environment of `turns` turns with a growing prompt; the last digit is the reward."""
 
     turns: int = 2
     prompt: ModelInput = PROMPT
@@ -84,7 +82,7 @@ class Plain(Env):
 
 @dataclass
 class Breaking(Plain):
-    """Does `what` in its last turn."""
+    """An environment that does `what` in its last turn."""
 
     what: str = "flaky"
 
@@ -116,7 +114,7 @@ class Breaking(Plain):
                 os.kill(os.getpid(), signal.SIGKILL)
             case "exits":
                 os._exit(3)
-            # what a sandbox that forks leaves behind: a process that holds every open file
+            # like a forked sandbox: a process that keeps every file open
             case "forks":
                 if os.fork() == 0:
                     time.sleep(8)
@@ -128,7 +126,7 @@ class Breaking(Plain):
 
 @dataclass
 class Group(EnvGroupBuilder):
-    """Environments by a plan: plan[i] is what the attempts at trajectory i do, "" is to play well."""
+    """Builds environments by plan: plan[i] lists the attempts at trajectory i; "" succeeds."""
 
     plan: Sequence[Sequence[str]] = (("",), ("",), ("",), ("",))
     turns: int = 2
@@ -164,20 +162,20 @@ class Group(EnvGroupBuilder):
 
 @dataclass
 class Duel(Group):
-    """Its environments play with each other."""
+    """A group whose environments depend on each other, as in a game."""
 
     plays_together = True
 
 
 def bad(what: str, size: int = 4, at: int = 1, again: str = "") -> list[list[str]]:
-    """A plan in which the first attempt at one trajectory does `what`, and the others `again`."""
+    """Return a plan in which one trajectory does `what` first and `again` in later attempts."""
     return [[what, again] if index == at else [""] for index in range(size)]
 
 
 @dataclass
 class Files(Group):
-    """Leaves traces in `directory`, which other processes can see; "once" kills the first process
-    that plays it.
+    """Writes files to `directory`, which other processes can see. "once" kills the first process
+    that runs the group.
     """
 
     directory: str = ""
@@ -205,7 +203,7 @@ class Files(Group):
 
 
 class Locked(Draws):
-    """A policy that no other process could hold."""
+    """A policy that cannot be pickled."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -214,7 +212,7 @@ class Locked(Draws):
 
 @dataclass
 class Refusing(TokenCompleter):
-    """Raises `errors` in their order, then answers."""
+    """A policy that raises `errors` in order, then answers."""
 
     errors: list[Exception]
 
@@ -226,7 +224,7 @@ class Refusing(TokenCompleter):
 
 @dataclass
 class Stuck(TokenCompleter):
-    """Does not answer the first `times` calls."""
+    """A policy that does not answer its first `times` calls."""
 
     times: int = 1000
     events: list[str] = field(default_factory=list)

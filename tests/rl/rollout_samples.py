@@ -1,6 +1,4 @@
-"""Rollouts to write files of: any text, any number of turns, as environments and policies would
-leave them.
-"""
+"""Rollouts for tests of rollout files, with any text and any number of turns."""
 
 from collections.abc import Sequence
 
@@ -18,7 +16,7 @@ NASTY = "</script><img src=x onerror=alert(1)> \"q\" 'a' &amp; \x00\x1b[31m\r\n\
 def spoken(
     text: str, logprobs: Sequence[float] | None = None, *, is_cut_off: bool = False
 ) -> TokensWithLogprobs:
-    """What the policy says, in bytes, with a stop token unless it was cut off."""
+    """Return the byte tokens of `text` as sampled, with a stop token unless truncated."""
     tokens = [*text.encode(), *([] if is_cut_off else [END])]
     given = (
         [-0.01 * (1 + index % 300) for index in range(len(tokens))]
@@ -39,15 +37,15 @@ def turn(prompt: str, answer: TokensWithLogprobs, reward: float = 1.0, **fields)
 
 
 def single(prompt: str, text: str, reward: float, metrics: Metrics | None = None) -> Trajectory:
-    """A question and its answer."""
+    """Return a trajectory of one question and its answer."""
     return Trajectory(
         [turn(prompt, spoken(text), reward, metrics=metrics or {})], ModelInput.empty(), "completed"
     )
 
 
 def several(prompt: str, answers: Sequence[str], reward: float) -> Trajectory:
-    """Turns of which each goes on from all before it; the environment says "next?" in between, and
-    "bye" at the end.
+    """Return a trajectory whose turns extend each other. The environment says "next?" between turns
+    and "bye" at the end.
     """
     seen = list(prompt.encode())
     turns = []
@@ -84,7 +82,7 @@ def group(
 def logged_tree(
     number: int, prompt: str, texts: Sequence[str], rewards: Sequence[float]
 ) -> logtree.Node:
-    """What a group of question environments logs."""
+    """Return the logtree of a group of question environments."""
     with logtree.capture(f"Group {number}") as tree:
         for index, (text, reward) in enumerate(zip(texts, rewards, strict=True)):
             with logtree.scope_header(f"Trajectory {index}"):
@@ -98,7 +96,7 @@ def logged_tree(
 
 
 def questions(groups: int = 3, size: int = 4) -> list[GroupRollout]:
-    """Groups as single-turn environments leave them."""
+    """Return groups of single-turn trajectories."""
     rollouts = []
     for number in range(groups):
         prompt = f"What is {number} + 2?"

@@ -1,6 +1,4 @@
-r"""Questions with answers in a box as environments: prompt, reward, and groups that travel as a few
-bytes.
-"""
+r"""Environments of questions with boxed answers: prompt, reward, datasets and pickled groups."""
 
 import asyncio
 import pickle
@@ -34,12 +32,12 @@ def play(env, text, tokens=(EOS_TOKEN_ID,), stop_reason="stop"):
     return asyncio.run(episode())
 
 
-def test_the_prompt_is_that_of_rl_loop(renderer):
+def test_the_prompt_equals_that_of_rl_loop(renderer):
     prompt, _ = play(BoxedProblemEnv(renderer, PROBLEM), "")
     assert prompt == renderer.build_generation_prompt(problem_prompt(PROBLEM))
 
 
-def test_another_suffix_changes_the_worked_question_too(renderer):
+def test_another_suffix_also_changes_the_example_question(renderer):
     prompt, _ = play(BoxedProblemEnv(renderer, PROBLEM, BOX_SUFFIX), "")
     text = renderer.tokenizer.decode(prompt.to_ints())
     assert text.count(BOX_SUFFIX) == 2
@@ -57,7 +55,7 @@ def test_another_suffix_changes_the_worked_question_too(renderer):
         (r"\boxed{0.5} or \boxed{3}", [EOS_TOKEN_ID], 0.0, 0, 1),
     ],
 )
-def test_the_reward_is_correct_and_a_tenth_less_without_the_form(
+def test_the_reward_is_reduced_by_a_tenth_without_the_answer_format(
     renderer, text, tokens, reward, correct, form
 ):
     _, result = play(BoxedProblemEnv(renderer, PROBLEM), text, tokens)
@@ -71,14 +69,14 @@ def test_the_reward_is_correct_and_a_tenth_less_without_the_form(
 
 
 @pytest.mark.sandbox
-def test_an_answer_that_nobody_can_judge_is_wrong_and_counted(renderer):
+def test_an_answer_that_cannot_be_graded_is_wrong_and_counted(renderer):
     _, result = play(BoxedProblemEnv(renderer, Problem("?", "2/0", "")), r"\boxed{1/0}")
     assert (result.reward, result.metrics["correct"], result.metrics["unjudged"]) == (0.0, 0, 1)
 
 
 @pytest.fixture(scope="session")
 def model(tmp_path_factory):
-    """A directory with a tokenizer and a config: what a renderer needs of a model."""
+    """Return a model directory with a tokenizer and a config, but no weights."""
     from planish.testing import tiny_model
 
     return str(tiny_model(tmp_path_factory.mktemp("model")))
@@ -88,7 +86,7 @@ def built(**options) -> Any:
     return asyncio.run(BoxedProblemDatasetBuilder(batch_size=4, group_size=3, **options)())
 
 
-def test_the_builder_gives_groups_to_train_on_and_single_attempts_to_test(model):
+def test_training_has_groups_and_evaluation_single_attempts(model):
     train, test = built(collection="math", dataset=str(DATA / "math"), model_name=model)
     assert (len(train), len(test)) == (3, 1)
     batch = train.get_batch(0)
@@ -105,7 +103,7 @@ def test_the_builder_gives_groups_to_train_on_and_single_attempts_to_test(model)
     ]
 
 
-def test_a_group_travels_light_and_is_the_same_elsewhere(model):
+def test_a_pickled_group_is_small_and_equal(model):
     train, _ = built(collection="polaris", dataset=str(DATA / "polaris.jsonl"), model_name=model)
     builder = train.get_batch(0)[0]
     sent = pickle.dumps(builder)
@@ -118,7 +116,7 @@ def test_a_group_travels_light_and_is_the_same_elsewhere(model):
     assert here.renderer is there.renderer is model_renderer(model, None)
 
 
-def test_without_tests_there_is_no_test_set_and_a_note_is_printed(model, capsys):
+def test_without_evaluation_problems_there_is_no_test_set(model, capsys):
     _, test = built(collection="polaris", dataset=str(DATA / "polaris.jsonl"), model_name=model)
     assert test is None
     assert "eval_problems=N" in capsys.readouterr().out

@@ -25,7 +25,7 @@ def episode(*turns):
     return Trajectory(list(turns), ModelInput.empty())
 
 
-def test_one_turn_is_shifted_by_one():
+def test_targets_logprobs_and_advantages_are_shifted_by_one():
     [sequence] = trajectory_to_data(episode(turn([1, 2, 3], [4, 5])), 0.5)
     datum = sequence.datum("importance_sampling")
     assert datum.model_input.to_ints() == [1, 2, 3, 4]
@@ -36,7 +36,7 @@ def test_one_turn_is_shifted_by_one():
     }
 
 
-def test_turns_that_extend_each_other_are_one_sequence():
+def test_turns_that_extend_each_other_become_one_sequence():
     [sequence] = trajectory_to_data(episode(turn([1, 2], [3]), turn([1, 2, 3, 4], [5, 6])), 2.0)
     assert sequence.tokens_N.tolist() == [1, 2, 3, 4, 5, 6]
     assert sequence.mask_N.tolist() == [0, 0, 1, 0, 1, 1]
@@ -44,12 +44,12 @@ def test_turns_that_extend_each_other_are_one_sequence():
     assert sequence.advantages_N.tolist() == [0, 0, 2, 0, 2, 2]
 
 
-def test_a_turn_that_does_not_extend_begins_a_sequence():
+def test_a_turn_that_does_not_extend_begins_a_new_sequence():
     first, second = trajectory_to_data(episode(turn([1, 2], [3]), turn([1, 9], [5])), 1.0)
     assert (first.tokens_N.tolist(), second.tokens_N.tolist()) == ([1, 2, 3], [1, 9, 5])
 
 
-def test_masked_turns_stay_in_the_sequence():
+def test_a_turn_without_training_stays_in_the_sequence_with_mask_zero():
     [sequence] = trajectory_to_data(
         episode(turn([1], [2], trained=False), turn([1, 2, 3], [4])), 1.0
     )
@@ -57,12 +57,12 @@ def test_masked_turns_stay_in_the_sequence():
     assert sequence.logprobs_N.tolist() == [0, 0, 0, -4]
 
 
-def test_nothing_sampled_gives_no_data():
+def test_a_trajectory_without_sampled_tokens_gives_no_data():
     assert trajectory_to_data(episode(turn([], [])), 1.0) == []
 
 
 @pytest.mark.parametrize(("loss_fn", "name"), [("gspo", "sequence_ratio_mask"), ("dro", "mask")])
-def test_losses_that_count_observed_tokens_get_the_mask(loss_fn, name):
+def test_losses_that_count_observed_tokens_receive_the_mask(loss_fn, name):
     [sequence] = trajectory_to_data(episode(turn([1, 2], [3])), 1.0)
     assert sequence.datum(loss_fn).loss_fn_inputs[name].tolist() == [0, 1]
 
@@ -73,9 +73,9 @@ def test_losses_that_count_observed_tokens_get_the_mask(loss_fn, name):
         min_size=1,
     )
 )
-def test_merged_equals_turn_by_turn(turns):
-    """The sequence-extension rule changes how tokens are laid out, not which are trained on, nor
-    after what.
+def test_a_merged_sequence_trains_the_same_tokens_as_single_turns(turns):
+    """Merging turns changes the layout of tokens, but neither the trained tokens nor their
+    prefixes.
     """
     running, transitions = [1], []
     for new, sampled in turns:
@@ -110,6 +110,6 @@ def test_advantages_are_relative_to_the_group():
     assert remove_constant_reward_groups(groups[1:]) == []
 
 
-def test_group_rewards_count():
+def test_final_group_rewards_are_added_to_total_rewards():
     both = TrajectoryGroup([episode(turn([1], [2], reward=1.0))] * 2, [0.0, 3.0], [{}, {}])
     assert both.get_total_rewards() == [1.0, 4.0]

@@ -1,6 +1,4 @@
-"""Data sets over problems and over other data sets: which group comes where, at any index, without
-what came before.
-"""
+"""Datasets of problems, and datasets of other datasets: the order of groups at any batch index."""
 
 import asyncio
 import pickle
@@ -38,7 +36,7 @@ class Group(EnvGroupBuilder):
 
 @dataclass(frozen=True)
 class Batches(RLDataset):
-    """Given batches of names."""
+    """A dataset with given batches of names."""
 
     batches: tuple[tuple[object, ...], ...]
 
@@ -65,16 +63,16 @@ def numbers(count, size, **options):
     return ProblemDataset(range(count), Group, size, **options)
 
 
-def test_problems_come_in_their_order_and_the_last_batch_may_be_smaller():
+def test_problems_keep_their_order_and_the_last_batch_may_be_smaller():
     assert names(numbers(7, 3)) == [[0, 1, 2], [3, 4, 5], [6]]
 
 
-def test_the_first_epoch_has_the_order_of_published_runs():
+def test_the_first_epoch_is_shuffled_as_in_published_runs():
     published = datasets.Dataset.from_dict({"n": list(range(50))}).shuffle(seed=3)["n"]
     assert flat(numbers(50, 8, shuffle_seed=3)) == list(published)
 
 
-def test_batches_go_on_over_the_end_of_an_epoch_and_each_epoch_has_its_order():
+def test_batches_cross_epoch_borders_and_each_epoch_is_reshuffled():
     dataset = numbers(10, 4, num_epochs=3, shuffle_seed=0)
     assert [len(batch) for batch in names(dataset)] == [4] * 7 + [2]
     epochs = [flat(dataset)[start : start + 10] for start in (0, 10, 20)]
@@ -89,7 +87,7 @@ def test_batches_go_on_over_the_end_of_an_epoch_and_each_epoch_has_its_order():
     st.none() | st.integers(0, 5),
     st.randoms(),
 )
-def test_any_batch_is_the_same_without_those_before_it(count, size, epochs, seed, rng):
+def test_a_batch_does_not_depend_on_earlier_batches(count, size, epochs, seed, rng):
     dataset = numbers(count, size, num_epochs=epochs, shuffle_seed=seed)
     expected = names(dataset)
     index = rng.randrange(len(dataset))
@@ -98,11 +96,11 @@ def test_any_batch_is_the_same_without_those_before_it(count, size, epochs, seed
     assert Counter(flat(dataset)) == dict.fromkeys(range(count), epochs)
 
 
-def test_no_problems_are_no_batches():
+def test_no_problems_give_no_batches():
     assert len(numbers(0, 4)) == 0
 
 
-def test_an_index_beyond_the_end_is_an_error():
+def test_a_batch_index_beyond_the_end_is_rejected():
     for dataset in (
         numbers(4, 2),
         EpochCycledRLDataset(numbers(4, 2), 1),
@@ -114,7 +112,7 @@ def test_an_index_beyond_the_end_is_an_error():
             dataset.get_batch(-1)
 
 
-def test_groups_of_a_problem_pickle():
+def test_problem_groups_can_be_pickled():
     assert pickle.loads(pickle.dumps(numbers(3, 3).get_batch(0))) == [Group(0), Group(1), Group(2)]
 
 
@@ -122,7 +120,7 @@ def test_epochs_repeat_the_batches():
     assert names(EpochCycledRLDataset(numbers(5, 2), 2)) == [[0, 1], [2, 3], [4]] * 2
 
 
-def test_with_a_seed_the_batches_of_an_epoch_come_in_an_order_of_its_own():
+def test_a_seed_shuffles_the_batches_of_each_epoch():
     inner = numbers(40, 4)
     dataset = EpochCycledRLDataset(inner, 3, shuffle_seed=7)
     order = list(range(10))
@@ -136,13 +134,13 @@ def test_with_a_seed_the_batches_of_an_epoch_come_in_an_order_of_its_own():
 
 
 @given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 9))
-def test_rebatching_keeps_every_group_and_the_order(count, before, after):
+def test_rebatching_keeps_all_groups_in_order(count, before, after):
     dataset = RebatchedRLDataset(numbers(count, before), after)
     assert flat(dataset) == list(range(count))
     assert [len(batch) for batch in names(dataset)][:-1] == [after] * (len(dataset) - 1)
 
 
-def test_rebatching_makes_no_batch_that_is_not_asked_for():
+def test_rebatching_computes_only_the_requested_batches():
     made = []
 
     class Counting(Batches):
@@ -159,12 +157,12 @@ def test_rebatching_makes_no_batch_that_is_not_asked_for():
 @pytest.mark.parametrize(
     "batches", [(("a", "b"), ("c",), ("d", "e")), (("a",), ("b", "c")), (("a",), ())]
 )
-def test_rebatching_refuses_batches_of_different_sizes(batches):
+def test_rebatching_rejects_batches_of_different_sizes(batches):
     with pytest.raises(UserError, match="batch 1 of Batches has . groups and batch 0 has"):
         flat(RebatchedRLDataset(Batches(batches), 2))
 
 
-def test_rebatching_nothing_is_refused():
+def test_rebatching_an_empty_dataset_is_rejected():
     with pytest.raises(UserError, match="no batches"):
         RebatchedRLDataset(Batches(()), 2)
     with pytest.raises(UserError, match="batch 0 of Batches has no groups"):
@@ -175,12 +173,12 @@ def lettered(letter, count, size):
     return ProblemDataset([f"{letter}{n}" for n in range(count)], Group, size)
 
 
-def test_interleaved_groups_keep_the_order_of_their_source_and_begin_again():
+def test_interleaved_groups_keep_their_source_order_and_repeat():
     dataset = InterleavedRLDataset([lettered("a", 5, 2), lettered("b", 3, 3)], [1, 1], 4, 4, seed=0)
     by_source = {letter: [name for name in flat(dataset) if name[0] == letter] for letter in "ab"}
     places = {letter: sorted(set(names)) for letter, names in by_source.items()}
     assert places == {"a": ["a0", "a1", "a2", "a3", "a4"], "b": ["b0", "b1", "b2"]}
-    # Within a batch the places are shuffled, so the order is that of the batches.
+    # Places are shuffled within a batch, so only the order of batches is defined.
     for letter, count in (("a", 5), ("b", 3)):
         taken = 0
         for batch in names(dataset):
@@ -192,19 +190,19 @@ def test_interleaved_groups_keep_the_order_of_their_source_and_begin_again():
 
 
 @given(st.lists(st.floats(0.01, 10), min_size=1, max_size=5), st.integers(1, 300))
-def test_places_are_dealt_out_by_weight(weights, count):
+def test_interleaving_distributes_places_by_weight(weights, count):
     places = assign_positions(weights, count)
     got = Counter(source for source, _ in places)
     for source, weight in enumerate(weights):
         share = weight / sum(weights)
-        # Every source is within half a place of one common scale of all weights.
+        # Every source is within half a place of its weighted share.
         most = (1 - share) / 2 + share * (len(weights) - 1) / 2
         assert abs(got[source] - count * share) <= most + 1e-6
         ranks = [rank for place_source, rank in places if place_source == source]
         assert ranks == list(range(len(ranks)))
 
 
-def test_interleaving_mixes_within_a_batch_and_depends_on_the_seed():
+def test_interleaving_shuffles_within_a_batch_by_seed():
     def mixed(seed):
         return names(
             InterleavedRLDataset([numbers(50, 5), lettered("b", 50, 5)], [3, 1], 8, 6, seed)
@@ -227,7 +225,7 @@ def test_interleaving_mixes_within_a_batch_and_depends_on_the_seed():
         ({"total_batches": 0}, "total_batches=0"),
     ],
 )
-def test_what_cannot_be_interleaved_is_refused(options, message):
+def test_invalid_interleaving_is_rejected(options, message):
     usual = {
         "sources": [numbers(4, 2), numbers(4, 2)],
         "weights": [1.0, 1.0],
@@ -249,7 +247,7 @@ class Builder(RLDatasetBuilder):
         ) if self.tests else None
 
 
-def test_test_sets_of_interleaved_sources_come_whole_one_after_the_other():
+def test_test_sets_of_interleaved_sources_are_concatenated():
     builder = InterleavedRLDatasetBuilder(
         sources=[Builder(letter="a", tests=3), Builder(letter="b"), Builder(letter="c", tests=1)],
         weights=[5.0, 1.0, 1.0],
@@ -262,7 +260,7 @@ def test_test_sets_of_interleaved_sources_come_whole_one_after_the_other():
     assert Counter(name[0] for name in flat(train)) == {"a": 10, "b": 2, "c": 2}
 
 
-def test_sources_without_tests_have_none_together_and_equal_weights():
+def test_sources_without_test_sets_have_none_and_equal_weights():
     builder = InterleavedRLDatasetBuilder(
         sources=[Builder(letter="a"), Builder(letter="b")], groups_per_batch=4, total_batches=1
     )
@@ -271,10 +269,8 @@ def test_sources_without_tests_have_none_together_and_equal_weights():
     assert test is None
 
 
-def test_no_two_groups_share_a_builder():
-    """One that keeps what `make_envs` opened would give back in `cleanup` what another group is
-    still using.
-    """
+def test_every_group_has_its_own_builder():
+    """A shared builder would close in `cleanup` the resources that another group still uses."""
     small = Batches((("a", "b"),))
     mixed = InterleavedRLDataset(
         [small, Batches((("c",), ("d",)))], [1.0, 1.0], groups_per_batch=7, total_batches=2
@@ -286,7 +282,7 @@ def test_no_two_groups_share_a_builder():
         assert len({id(group) for group in groups}) == len(groups)
 
 
-def test_concatenated_data_sets_have_the_batches_of_all():
+def test_concatenated_datasets_have_all_batches():
     parts = [numbers(3, 2), numbers(0, 2), numbers(2, 2)]
     assert names(ConcatenatedRLDataset(parts)) == [[0, 1], [2], [0, 1]]
     assert len(ConcatenatedRLDataset([])) == 0
@@ -300,11 +296,11 @@ def test_concatenated_data_sets_have_the_batches_of_all():
         partial(RebatchedRLDataset, numbers(4, 2), 0),
     ],
 )
-def test_counts_below_one_are_refused(make):
+def test_counts_below_one_are_rejected(make):
     with pytest.raises(UserError, match="=0: give a whole number of at least 1"):
         make()
 
 
-def test_a_seed_that_cannot_shuffle_is_refused():
+def test_an_invalid_shuffle_seed_is_rejected():
     with pytest.raises(UserError, match="shuffle_seed=-5: give a whole number of at least 0"):
         ProblemDataset([1, 2], Group, 1, shuffle_seed=-5)

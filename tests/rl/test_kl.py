@@ -23,7 +23,7 @@ def output(*logprobs_D):
     return ForwardBackwardOutput("arrays", tensors, {})
 
 
-def test_gap_to_the_trainer():
+def test_kl_v1_and_v2_equal_their_formulas():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -1.0], [0, 0, 1])]
     outputs = [output([-1.5, -2.0]), output([-7.0, -0.5])]
     gaps = [0.5, 0.0, -0.5]
@@ -34,14 +34,14 @@ def test_gap_to_the_trainer():
 
 
 class Reference:
-    """Answers of the last tokens alone, as it is asked to."""
+    """A sampling client that scores the last tokens: token t has logprob -0.1 t."""
 
     async def compute_logprobs_async(self, prompt, prompt_logprobs_last_n):
         scores = [-0.1 * token for token in prompt.to_ints()]
         return [None] * (len(scores) - prompt_logprobs_last_n) + scores[-prompt_logprobs_last_n:]
 
 
-def test_penalty_adds_nothing_on_average_and_pulls_to_the_reference():
+def test_the_kl_penalty_has_mean_zero_and_favours_the_reference():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -0.3], [0, 0, 1])]
     gaps = asyncio.run(kl.gaps(data, lambda sequence: Reference()))
     expected = [[0, -1.0 + 0.1, -2.0 + 0.2], [0, 0, -0.3 + 0.2]]
@@ -56,10 +56,10 @@ def test_penalty_adds_nothing_on_average_and_pulls_to_the_reference():
     assert sum(float(s.advantages_N.sum()) for s in penalised) == pytest.approx(0, abs=1e-6)
 
 
-def test_discounted_sums():
+def test_discounted_kl_terms_equal_their_formula():
     values = np.array([1.0, 2.0, 4.0])
     assert kl.discounted_sums(values, 0.5).tolist() == [1 + 0.5 * 2 + 0.25 * 4, 2 + 0.5 * 4, 4]
     data = [sequence([0, -1.0, 0, -2.0], [0, 1, 0, 1])]
     shaped = kl.add_kl_term(data[0], np.array([0, 1.0, 0, 3.0]), 1.0, 0.5, baseline=2.0)
-    # terms 1 and -1; the first sees a quarter of the second, two places on
+    # The terms are 1 and -1. Two positions before the second, it counts a quarter.
     assert shaped.advantages_N.tolist() == [0, 1 - 0.25, 0, -1]

@@ -1,4 +1,4 @@
-"""Environments of messages, played by a policy over tokens."""
+"""Message environments under a policy that reads and samples tokens."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ UNREADABLE = f"<tool_call>{{broken</tool_call>{END}"
 HI = f"Hi{END}"
 
 NO_END = {"max_tokens_reached": 0.0, "context_overflow": 0.0}
-"""What each turn reports that goes on."""
+"""The metrics of each turn that does not end the episode."""
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def renderer(tokenizer):
 
 @pytest.fixture
 def make(renderer):
-    """An adapter around Counting, with options of either."""
+    """Return a function that wraps Counting in an EnvFromMessageEnv, with options for both."""
 
     def make(counting: MessageEnv | None = None, **options) -> EnvFromMessageEnv:
         return EnvFromMessageEnv(renderer, counting or Counting(), **options)
@@ -45,17 +45,17 @@ def make(renderer):
 
 
 def assert_appended(played):
-    """Each prompt begins with the prompt before it and what was sampled."""
+    """Assert that each prompt begins with the previous prompt and its sampled tokens."""
     for prompt, action, following in zip(
         played.prompts, played.actions, played.prompts[1:], strict=False
     ):
         assert following[: len(prompt) + len(action)] == prompt + action
 
 
-# The course of an episode
+# Episodes
 
 
-def test_an_episode_to_its_end(make, renderer):
+def test_an_episode_runs_to_its_end(make, renderer):
     counting = Counting(turns=3)
     played = play(make(counting), f"One{END}", f"Two{END}", f"Three{END}")
     assert [step.reward for step in played.steps] == [0.5] * 3
@@ -68,7 +68,7 @@ def test_an_episode_to_its_end(make, renderer):
     assert played.steps[-1].next_observation.to_ints() == played.prompts[-1] + played.actions[-1]
 
 
-def test_a_step_that_returns_nothing_is_named(make):
+def test_a_step_that_returns_none_is_named_in_the_error(make):
     class Forgetful(Counting):
         async def step(self, message) -> Any:
             await super().step(message)
@@ -79,7 +79,7 @@ def test_a_step_that_returns_nothing_is_named(make):
         play(make(Forgetful()), HI)
 
 
-def test_an_episode_is_done_or_not(make):
+def test_episode_done_must_be_a_bool(make):
     class Undecided(Counting):
         async def step(self, message):
             return MessageStepResult(1.0, cast(Any, None), [])
@@ -90,7 +90,7 @@ def test_an_episode_is_done_or_not(make):
         play(make(Undecided()), HI)
 
 
-def test_the_reason_of_the_environment_is_kept(make):
+def test_the_stop_reason_of_the_environment_is_kept(make):
     @dataclass
     class Stopping(Counting):
         async def step(self, message):
@@ -99,7 +99,7 @@ def test_the_reason_of_the_environment_is_kept(make):
     assert play(make(Stopping()), HI).steps[-1].stop_reason is StopReason.TOOL_STOPPED
 
 
-def test_a_trajectory_of_several_turns_is_one_sequence(make, renderer):
+def test_several_turns_become_one_training_sequence(make, renderer):
     policy = ScriptedPolicy(renderer, [f"One{END}", f"Two{END}", f"Three{END}"])
     trajectory = asyncio.run(do_single_rollout(policy, make(Counting(turns=3))))
     assert trajectory.stop_reason == "completed"
@@ -108,7 +108,7 @@ def test_a_trajectory_of_several_turns_is_one_sequence(make, renderer):
     assert sequence.mask_N.sum() == len(tokens_of(renderer, f"One{END}Two{END}Three{END}"))
 
 
-def test_many_episodes_at_once(make):
+def test_many_episodes_run_concurrently(make):
     async def all_of_them():
         return await asyncio.gather(
             *(play_async(make(Counting(turns=n)), *[f"{n}{END}"] * 9) for n in range(1, 9))
@@ -119,10 +119,10 @@ def test_many_episodes_at_once(make):
         assert_appended(played)
 
 
-# Tokens are the truth
+# Sampled tokens are kept
 
 
-def test_history_that_the_environment_rewrites_is_rendered_anew(make, renderer):
+def test_a_rewritten_history_is_rendered_again(make, renderer):
     @dataclass
     class Forgetful(Counting):
         async def step(self, message):
@@ -135,7 +135,7 @@ def test_history_that_the_environment_rewrites_is_rendered_anew(make, renderer):
 
 
 @pytest.mark.parametrize("edited", [0, 1])
-def test_history_that_is_edited_in_place_is_rendered_anew(make, renderer, edited):
+def test_a_history_edited_in_place_is_rendered_again(make, renderer, edited):
     @dataclass
     class Editing(Counting):
         async def step(self, message):
@@ -149,7 +149,7 @@ def test_history_that_is_edited_in_place_is_rendered_anew(make, renderer, edited
     assert played.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
 
 
-def test_history_without_the_models_own_words_is_rendered_anew(make, renderer):
+def test_a_history_without_the_sampled_message_is_rendered_again(make, renderer):
     @dataclass
     class Censoring(Counting):
         async def step(self, message):
@@ -160,7 +160,7 @@ def test_history_without_the_models_own_words_is_rendered_anew(make, renderer):
     assert played.steps[0].next_observation == renderer.build_generation_prompt(counting.seen)
 
 
-def test_a_format_that_drops_old_thoughts_is_rendered_anew(tokenizer):
+def test_a_format_that_drops_old_reasoning_renders_the_history_again(tokenizer):
     thinking = get_renderer("qwen3", tokenizer)
     counting = Counting()
     played = play(EnvFromMessageEnv(thinking, counting), f"<think>\nHm.\n</think>\n\nHi{END}")
@@ -168,7 +168,7 @@ def test_a_format_that_drops_old_thoughts_is_rendered_anew(tokenizer):
     assert "Hm." not in tokenizer.decode(played.prompts[1])
 
 
-def test_a_stop_string_announces_the_next_speaker(tokenizer):
+def test_a_stop_string_is_not_repeated_in_the_next_header(tokenizer):
     words = get_renderer("role_colon", tokenizer)
     counting = Counting()
     played = play(EnvFromMessageEnv(words, counting), " One\n\nUser:", " Two\n\nUser:")
@@ -177,8 +177,8 @@ def test_a_stop_string_announces_the_next_speaker(tokenizer):
 
 
 @pytest.mark.skipif(not EMBEDDED.is_dir(), reason="the embedded model is not in the cache")
-def test_words_that_a_model_spells_in_pieces_stay_in_pieces():
-    """With a tokenizer of words, a model's tokens for a text are often not the tokenizer's."""
+def test_sampled_tokens_are_not_tokenized_again():
+    """A model may sample other tokens for a text than the tokenizer would choose."""
     tokenizer = load_tokenizer(EMBEDDED)
     renderer = get_renderer("chatml", tokenizer)
     end: Any = renderer.get_stop_sequences()[0]
@@ -200,10 +200,10 @@ def played_prompt(renderer, text):
     return renderer.build_generation_prompt([{"role": "user", "content": text}]).to_ints()
 
 
-# Answers that do not end
+# Truncated answers
 
 
-def test_an_answer_that_was_cut_off_ends_the_episode(make):
+def test_a_truncated_answer_ends_the_episode(make):
     counting = Counting()
     [step] = play(make(counting), "and so on...").steps
     assert (step.reward, step.stop_reason) == (-0.1, StopReason.MAX_TOKENS)
@@ -211,7 +211,7 @@ def test_an_answer_that_was_cut_off_ends_the_episode(make):
     assert len(counting.seen) == 1
 
 
-def test_an_answer_that_was_cut_off_may_stay(make, renderer):
+def test_a_truncated_answer_can_be_kept(make, renderer):
     counting = Counting(keeps_all=True)
     limits = RolloutLimits(max_turns=9)
     played = play(
@@ -222,12 +222,12 @@ def test_an_answer_that_was_cut_off_may_stay(make, renderer):
     assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
 
 
-def test_an_environment_that_cannot_go_on_after_it_ends(make):
+def test_a_truncated_answer_that_cannot_be_extended_ends_the_episode(make):
     env = make(Counting(), terminate_on_length=False, rollout_limits=RolloutLimits(max_turns=9))
     assert play(env, "and so on...").steps[-1].stop_reason is StopReason.MAX_TOKENS
 
 
-def test_an_answer_without_an_end_ends_the_episode(make):
+def test_an_answer_without_an_end_mark_ends_the_episode(make):
     counting = Counting()
     [step] = play(make(counting), f"Hi{END} and more").steps
     assert (step.reward, step.stop_reason, step.train_on_action) == (
@@ -239,7 +239,7 @@ def test_an_answer_without_an_end_ends_the_episode(make):
     assert len(counting.seen) == 1
 
 
-def test_an_answer_without_an_end_may_be_asked_for_again(make):
+def test_an_answer_without_an_end_mark_can_be_retried(make):
     options = {"terminate_on_parse_error": False, "rollout_limits": RolloutLimits(max_turns=2)}
     played = play(make(**options), "Hi", "Hi")
     assert [step.stop_reason for step in played.steps] == [None, StopReason.MAX_TURNS]
@@ -251,7 +251,7 @@ def test_an_answer_without_an_end_may_be_asked_for_again(make):
         make(terminate_on_length=False)
 
 
-def test_an_answer_that_stops_by_the_environments_own_condition_is_whole(make, renderer):
+def test_an_answer_ended_by_the_stop_condition_of_the_environment_is_complete(make, renderer):
     @dataclass
     class FirstLine(Counting):
         async def step(self, message):
@@ -267,10 +267,10 @@ def test_an_answer_that_stops_by_the_environments_own_condition_is_whole(make, r
     assert played.prompts[-1] == renderer.build_generation_prompt(counting.seen).to_ints()
 
 
-# The policy on parse errors
+# Parse errors
 
 
-def test_unreadable_calls_are_the_environments_business_without_a_policy(make):
+def test_unparsable_tool_calls_reach_the_environment_by_default(make):
     counting = Counting()
     [step] = play(make(counting), UNREADABLE).steps
     assert step.reward == 0.5
@@ -278,7 +278,7 @@ def test_unreadable_calls_are_the_environments_business_without_a_policy(make):
 
 
 @pytest.mark.parametrize("keeps_all", [False, True])
-def test_unreadable_calls_are_answered(make, renderer, keeps_all):
+def test_unparsable_tool_calls_are_answered_by_the_retry_policy(make, renderer, keeps_all):
     counting = Counting(keeps_all=keeps_all)
     policy = ParseErrorPolicy(
         max_consecutive=2, penalty_per_error=0.2, terminal_reward=-0.7, mask_error_turns=True
@@ -308,7 +308,7 @@ def test_unreadable_calls_are_answered(make, renderer, keeps_all):
     assert len(readable) == (4 if keeps_all else 1)
 
 
-def test_an_answer_without_an_end_is_not_answered(make):
+def test_an_answer_without_an_end_mark_is_not_retried_as_a_parse_error(make):
     policy = ParseErrorPolicy(max_consecutive=2, terminal_reward=-0.7, mask_error_turns=True)
     [step] = play(make(parse_error_policy=policy), "Hi").steps
     assert (step.reward, step.stop_reason, step.train_on_action) == (
@@ -318,7 +318,7 @@ def test_an_answer_without_an_end_is_not_answered(make):
     )
 
 
-def test_a_masked_turn_is_observed_but_not_trained(make, renderer):
+def test_an_untrained_turn_is_observed_with_mask_zero(make, renderer):
     policy = ParseErrorPolicy(max_consecutive=1, mask_error_turns=True)
     script = ScriptedPolicy(renderer, [UNREADABLE, HI])
     trajectory = asyncio.run(
@@ -331,7 +331,7 @@ def test_a_masked_turn_is_observed_but_not_trained(make, renderer):
 # Limits
 
 
-def test_no_room_for_the_next_answer(make):
+def test_an_episode_ends_when_the_context_is_full(make):
     roomy = len(play(make(), HI).prompts[1])
     played = play(make(max_trajectory_tokens=roomy + 9, max_generation_tokens=10), HI)
     assert (played.steps[0].reward, played.steps[0].stop_reason) == (
@@ -349,7 +349,7 @@ def test_no_room_for_the_next_answer(make):
         .steps[0]
         .episode_done
     )
-    # Whoever is done needs no more room.
+    # An episode that is done needs no room for another answer.
     done = play(make(Counting(turns=1), max_trajectory_tokens=roomy), HI).steps[0]
     assert (done.reward, done.stop_reason) == (0.5, StopReason.COMPLETED)
 
@@ -362,14 +362,14 @@ def test_no_room_for_the_next_answer(make):
         (RolloutLimits(max_trajectory_tokens=90), StopReason.MAX_TOKENS),
     ],
 )
-def test_a_limit_ends_the_episode_and_asks_for_a_last_reward(make, limits, reason):
+def test_a_limit_ends_the_episode_with_a_last_reward(make, limits, reason):
     steps = play(make(Counting(last_reward=0.25), rollout_limits=limits), HI, HI, HI).steps
     assert [step.reward for step in steps] == [0.5, 0.75]
     assert steps[-1].stop_reason is reason
     assert steps[-1].metrics["asked"] == 1.0
 
 
-def test_a_prompt_without_room_is_not_sampled_from(make):
+def test_a_prompt_that_fills_the_context_is_not_sampled_from(make):
     for options in (
         {"max_trajectory_tokens": 20},
         {"rollout_limits": RolloutLimits(max_trajectory_tokens=20)},
@@ -392,7 +392,7 @@ class Slow(Counting):
         return await super().step(message)
 
 
-def test_time_is_up_after_a_turn(make):
+def test_the_time_limit_is_checked_after_a_turn(make):
     limits = RolloutLimits(rollout_timeout_seconds=0.05)
     steps = play(make(Slow(last_reward=0.25), rollout_limits=limits), *[HI] * 9).steps
     assert steps[-1].stop_reason is StopReason.ROLLOUT_TIMEOUT
@@ -400,7 +400,7 @@ def test_time_is_up_after_a_turn(make):
     assert len(steps) < 9
 
 
-def test_time_is_up_while_the_policy_writes(make, renderer):
+def test_the_time_limit_cancels_sampling(make, renderer):
     @dataclass
     class SlowAtLast(ScriptedPolicy):
         async def __call__(self, model_input, stop, *, max_tokens=None):
@@ -414,7 +414,7 @@ def test_time_is_up_while_the_policy_writes(make, renderer):
     assert [turn.reward for turn in trajectory.transitions] == [0.5, 0.25]
 
 
-def test_time_is_up_before_the_first_turn(make, renderer):
+def test_the_time_limit_can_end_an_episode_before_the_first_turn(make, renderer):
     @dataclass
     class SlowStart(Counting):
         async def initial_observation(self):
@@ -431,7 +431,7 @@ def test_time_is_up_before_the_first_turn(make, renderer):
     assert (turn.reward, turn.metrics["asked"]) == (0.25, 1.0)
 
 
-def test_answers_get_the_tokens_that_are_left(make, renderer):
+def test_max_tokens_of_an_answer_is_the_remaining_budget(make, renderer):
     @dataclass
     class Bounded(ScriptedPolicy):
         bounds: list[int | None] = field(default_factory=list)
@@ -447,13 +447,13 @@ def test_answers_get_the_tokens_that_are_left(make, renderer):
     assert trajectory.stop_reason == "max_sampled_tokens"
 
 
-def test_time_is_up_while_the_environment_works(make):
+def test_the_time_limit_cancels_the_environment(make):
     limits = RolloutLimits(rollout_timeout_seconds=0.02)
     [step] = play(make(Slow(seconds=60.0, last_reward=0.25), rollout_limits=limits), HI).steps
     assert (step.reward, step.stop_reason) == (0.25, StopReason.ROLLOUT_TIMEOUT)
 
 
-def test_the_environments_own_timeout_is_an_error(make):
+def test_a_timeout_of_the_environment_is_an_error(make):
     @dataclass
     class Hanging(Counting):
         async def step(self, message):
@@ -463,15 +463,15 @@ def test_the_environments_own_timeout_is_an_error(make):
         play(make(Hanging(), rollout_limits=RolloutLimits(rollout_timeout_seconds=60)), HI)
 
 
-def test_tool_calls_are_limited_only_where_they_are_counted(make):
+def test_tool_calls_are_limited_only_if_counted(make):
     with pytest.raises(UserError, match="Counting does not count tool calls"):
         make(rollout_limits=RolloutLimits(max_tool_calls=3))
 
 
-# What is seen of it
+# Logs
 
 
-def test_calls_are_numbered_over_the_episode(make):
+def test_tool_calls_are_numbered_over_the_episode(make):
     counting = Counting()
     call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
     played = play(make(counting), f"{call}{call}{END}", f"{call}{END}")
@@ -521,9 +521,9 @@ CALLS = [
         st.lists(st.sampled_from(PIECES + CALLS), max_size=8).map("".join), min_size=3, max_size=3
     )
 )
-def test_nothing_that_a_model_writes_raises(tokenizer, answers):
-    """Whatever comes, the next prompt goes on from it, unless the format rewrites history or
-    nothing can follow.
+def test_no_sampled_text_raises_an_error(tokenizer, answers):
+    """After any sampled text, the next prompt extends it, unless the format rewrites history or the
+    episode has ended.
     """
     for name in ("qwen3_instruct", "qwen3", "llama3", "role_colon"):
         renderer = get_renderer(name, tokenizer)

@@ -1,4 +1,4 @@
-"""The numbers of a step, against their definitions written out by hand."""
+"""The rollout metrics of a step equal their definitions, written out by hand."""
 
 from math import log
 
@@ -35,7 +35,7 @@ def rollout(*trajectories, final=None, metrics=None, tags=(), errors=(), step=0,
     return GroupRollout(0, list(tags), group, step, None, seconds)
 
 
-def test_each_metric_is_its_definition():
+def test_each_rollout_metric_equals_its_definition():
     first = rollout([turn(4, 2, 0.5, cached=3), turn(8, 4, 0.5)], [turn(4, 6)])  # rewards 1 and 0
     second = rollout([turn(2, 1)], [turn(2, 3)], final=[0.6, 0.6])  # all equal and good
     metrics = environment_metrics([first, second])
@@ -56,8 +56,8 @@ def test_each_metric_is_its_definition():
     }
 
 
-def test_own_metrics_are_means_over_what_has_them():
-    """Of turns and of trajectories, in one pool."""
+def test_environment_metrics_are_means_over_the_turns_that_have_them():
+    """Metrics of turns and of trajectories are averaged together."""
     group = rollout(
         [turn(1, 1, correct=1.0), turn(1, 1)],
         [turn(1, 1, correct=0)],
@@ -68,13 +68,13 @@ def test_own_metrics_are_means_over_what_has_them():
     assert metrics["env/all/won"] == 1
 
 
-def test_an_environment_cannot_take_the_name_of_a_measure():
+def test_an_environment_metric_must_not_use_a_builtin_name():
     group = rollout([turn(1, 1, 0.25, **{"reward/total": 7.0, "total_turns": 7})])
     metrics = environment_metrics([group])
     assert (metrics["env/all/reward/total"], metrics["env/all/total_turns"]) == (0.25, 1)
 
 
-def test_tags_are_reported_if_one_of_them_tells_groups_apart():
+def test_tag_metrics_are_reported_if_a_tag_distinguishes_groups():
     easy = rollout([turn(1, 1, 1.0)], tags=["sums", "easy", "easy"])
     hard = rollout([turn(1, 1, 0.0)], tags=["sums"])
     metrics = environment_metrics([easy, hard])
@@ -87,7 +87,7 @@ def test_tags_are_reported_if_one_of_them_tells_groups_apart():
     assert {name.split("/")[1] for name in environment_metrics([easy, easy])} == {"all"}
 
 
-def test_nothing_is_said_of_no_groups():
+def test_no_groups_give_no_metrics():
     assert (
         environment_metrics([])
         == staleness([], 3)
@@ -98,7 +98,7 @@ def test_nothing_is_said_of_no_groups():
     assert token_counts([]) == {"sampled": 0, "prefill_cached": 0, "prefill_uncached": 0}
 
 
-def test_entropy_is_over_tokens_that_are_trained_on():
+def test_entropy_is_the_mean_over_trained_tokens():
     masked = Transition(
         ModelInput.from_ints([1]),
         TokensWithLogprobs([2], [-100.0]),
@@ -116,7 +116,7 @@ def test_entropy_is_over_tokens_that_are_trained_on():
     assert sampling_entropy(data) == {"optim/entropy": pytest.approx((log(2) + log(4)) / 2)}
 
 
-def test_ages_and_times():
+def test_staleness_and_times_are_reported():
     groups = [
         rollout([turn(1, 1)], step=step, seconds=seconds)
         for step, seconds in ((3, 1.0), (5, 2.0), (4, 6.0))
@@ -137,7 +137,7 @@ def test_ages_and_times():
     }
 
 
-def test_counters_go_on_over_a_checkpoint():
+def test_counters_continue_after_a_resume():
     errors = [RolloutError("TimeoutError", "late"), RolloutError("OSError", "gone")]
     group = rollout([turn(3, 2, cached=1)], errors=errors)
     counters = Counters.of(None)

@@ -1,4 +1,4 @@
-"""Episodes with written answers (planish/rl/rollout/play.py), and `planish play`."""
+"""Rollouts with written answers (planish/rl/rollout/play.py), and `planish play`."""
 
 import asyncio
 import io
@@ -43,7 +43,7 @@ def guessing(size):
     return guess_number_group(DEFAULT_MODEL, None, Rules(), 7, size)
 
 
-def test_written_answers_play_an_episode(mapped, tokenizer):
+def test_written_answers_run_an_episode(mapped, tokenizer):
     [trajectory] = play(guessing(1), "3", "11", "7", tokenizer=tokenizer).trajectories_G
     assert [turn.reward for turn in trajectory.transitions] == [0.0, 0.0, 1.0]
     assert trajectory.stop_reason == "completed"
@@ -54,7 +54,7 @@ def test_answers_of_a_group_are_given_turn_by_turn(mapped, tokenizer):
     assert [len(each.transitions) for each in group.trajectories_G] == [1, 2]
 
 
-def test_an_answer_can_be_cut_off(mapped, tokenizer):
+def test_a_written_answer_can_be_truncated(mapped, tokenizer):
     [trajectory] = play(
         guessing(1), Answer("7", was_cut_off=True), tokenizer=tokenizer
     ).trajectories_G
@@ -62,12 +62,12 @@ def test_an_answer_can_be_cut_off(mapped, tokenizer):
     assert trajectory.transitions[0].ac.stop_reason == "length"
 
 
-def test_too_few_answers_are_an_error(mapped, tokenizer):
+def test_too_few_written_answers_raise(mapped, tokenizer):
     with pytest.raises(UserError, match="all 1 were given and the episode goes on"):
         play(guessing(1), "3", tokenizer=tokenizer)
 
 
-def test_the_end_of_an_answer_is_the_stop_that_was_asked_for(tokenizer):
+def test_a_written_answer_ends_with_the_stop_condition(tokenizer):
     def tokens(stop):
         policy = ScriptedPolicy(tokenizer, ["a"])
         return asyncio.run(policy(ModelInput.empty(), stop)).tokens
@@ -77,7 +77,7 @@ def test_the_end_of_an_answer_is_the_stop_that_was_asked_for(tokenizer):
     assert tokenizer.decode(tokens([])) == "a"
 
 
-def test_one_environment_of_a_group_can_be_played_alone(mapped, tokenizer):
+def test_one_environment_of_a_group_can_be_run_alone(mapped, tokenizer):
     group = play(FirstEnv(guessing(4)), "7", tokenizer=tokenizer)
     assert len(group.trajectories_G) == 1
     assert group.metrics_G == [{"found": 1.0}]
@@ -89,7 +89,7 @@ def played(monkeypatch, capsys, typed, *words):
     return status, capsys.readouterr()
 
 
-def test_a_person_plays_a_recipe(mapped, monkeypatch, capsys, tmp_path):
+def test_a_person_answers_an_environment_in_the_terminal(mapped, monkeypatch, capsys, tmp_path):
     log_path = tmp_path / "run"
     words = ("guess_number", "largest=3", "max_guesses=4", f"log_path={log_path}")
     status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", *words)
@@ -101,21 +101,21 @@ def test_a_person_plays_a_recipe(mapped, monkeypatch, capsys, tmp_path):
     assert not log_path.exists()
 
 
-def test_what_the_person_wrote_is_not_shown_as_new(mapped, monkeypatch, capsys):
+def test_the_written_answer_is_not_printed_as_new_text(mapped, monkeypatch, capsys):
     _, said = played(monkeypatch, capsys, "1234567\n" * 4, "guess_number")
     second = said.out.split("tokens ─")[2]
     assert "1234567<|im_end|>" not in second
     assert "Write a number" in second
 
 
-def test_all_environments_of_a_group_are_played_if_asked_for(mapped, monkeypatch, capsys):
+def test_all_environments_of_a_group_run_on_request(mapped, monkeypatch, capsys):
     words = ("guess_number", "largest=3", "group_size=2", "--group")
     status, said = played(monkeypatch, capsys, "0\n0\n1\n1\n2\n2\n3\n3\n", *words)
     assert status == 0
     assert "outcome of environment 2" in said.out
 
 
-def test_answers_of_several_lines_and_cut_off_ones(monkeypatch, capsys):
+def test_multi_line_and_truncated_answers_are_read(monkeypatch, capsys):
     def read(typed):
         monkeypatch.setattr("sys.stdin", io.StringIO(typed))
         return command.read_answer(Console())
@@ -142,13 +142,13 @@ def test_answers_of_several_lines_and_cut_off_ones(monkeypatch, capsys):
         (["on_policy_distillation", f"teacher_model={DEFAULT_MODEL}"], "no environments to play"),
     ],
 )
-def test_what_cannot_be_played_is_refused(mapped, monkeypatch, capsys, words, message):
+def test_recipes_without_environments_are_rejected(mapped, monkeypatch, capsys, words, message):
     status, said = played(monkeypatch, capsys, "", *words)
     assert status == 1
     assert message in said.err
 
 
-def test_a_recipe_of_ones_own_is_played_from_its_file(mapped, monkeypatch, capsys, tmp_path):
+def test_a_recipe_file_can_be_run(mapped, monkeypatch, capsys, tmp_path):
     path = tmp_path / "my_guessing.py"
     source = Path(guess_number.__file__).read_text()
     path.write_text(source.replace("Guess my number", "Guess mine"))
@@ -159,7 +159,7 @@ def test_a_recipe_of_ones_own_is_played_from_its_file(mapped, monkeypatch, capsy
     assert training_run.instead.get() is None
 
 
-def test_signs_that_steer_a_terminal_are_not_printed(model, monkeypatch, capsys):
+def test_terminal_control_characters_are_not_printed(model, monkeypatch, capsys):
     tokenizer = load_tokenizer(model)
     renderer = get_renderer("role_colon", tokenizer)
     person = command.PersonAtTerminal(tokenizer, 8, Console())

@@ -1,4 +1,4 @@
-"""Questions with answers that a program checks."""
+"""Environments of questions whose answers a program grades."""
 
 import asyncio
 import pickle
@@ -65,27 +65,27 @@ def answered(env: ProblemEnv, text: str, **extra):
         (f"= 5{END} and", 0.9, 0.0, 1.0),
     ],
 )
-def test_reward(renderer, kind, text, reward, form, correct):
+def test_the_reward_combines_correctness_and_format(renderer, kind, text, reward, form, correct):
     step = answered(kind(2, 3, renderer), text)
     assert step.reward == pytest.approx(reward)
     assert step.metrics == {"format": form, "correct": correct, "unjudged": 0.0}
     assert step.episode_done
 
 
-def test_an_end_of_sequence_token_may_be_a_proper_end(renderer):
+def test_an_end_of_sequence_token_can_end_an_answer(renderer):
     env = Sum(2, 3, renderer, require_stop_sequence_for_format=False, format_coef=0.5)
     assert answered(env, "= 5<|endoftext|>").reward == 1.0
     assert answered(env, "= 5").reward == 0.5
 
 
 @pytest.mark.parametrize("kind", [Sum, PatientSum])
-def test_what_nobody_can_judge_is_wrong_and_counted(renderer, kind):
+def test_an_ungradable_answer_is_wrong_and_counted(renderer, kind):
     step = answered(kind(2, 3, renderer), f"= tower{END}")
     assert step.reward == 0.0
     assert step.metrics == {"format": 1.0, "correct": 0.0, "unjudged": 1.0}
 
 
-def test_a_fault_of_the_check_is_not_hidden(renderer):
+def test_an_error_of_the_grader_is_raised(renderer):
     class Faulty(Sum):
         def check_answer(self, sample_str):
             return sample_str.no_such_method()
@@ -95,7 +95,7 @@ def test_a_fault_of_the_check_is_not_hidden(renderer):
 
 
 class Judged(Sum):
-    """Gives this verdict."""
+    """Returns the given verdict."""
 
     def __init__(self, verdict, renderer):
         super().__init__(2, 3, renderer)
@@ -106,17 +106,17 @@ class Judged(Sum):
 
 
 @pytest.mark.parametrize("verdict", [0.5, 2, np.float32(0.25), "No"])
-def test_a_score_or_a_word_is_no_verdict(renderer, verdict):
+def test_a_verdict_must_be_a_bool(renderer, verdict):
     with pytest.raises(UserError, match=r"Judged.check_answer gave .*give True or False"):
         answered(Judged(verdict, renderer), f"= 5{END}")
 
 
 @pytest.mark.parametrize("verdict", [1, 1.0, np.bool_(True), re.match("a", "a")])
-def test_what_python_takes_for_true_is_right(renderer, verdict):
+def test_a_truthy_verdict_counts_as_correct(renderer, verdict):
     assert answered(Judged(verdict, renderer), f"= 5{END}").reward == 1.0
 
 
-def test_stop_reasons(renderer):
+def test_the_stop_reason_of_a_problem_is_reported(renderer):
     assert answered(Sum(2, 3, renderer), f"= 5{END}").stop_reason is StopReason.COMPLETED
     assert (
         answered(Sum(2, 3, renderer), "= 5", stop_reason="length").stop_reason
@@ -124,7 +124,7 @@ def test_stop_reasons(renderer):
     )
 
 
-def test_the_prompt_is_the_prefix_and_the_question(renderer):
+def test_the_prompt_is_the_conversation_prefix_and_the_question(renderer):
     prefix = [{"role": "user", "content": "1 + 1 = ?"}, {"role": "assistant", "content": "= 2"}]
     env = Sum(2, 3, renderer, convo_prefix=prefix)
     prompt, stop = asyncio.run(env.initial_observation())
@@ -133,7 +133,7 @@ def test_the_prompt_is_the_prefix_and_the_question(renderer):
     assert stop == renderer.get_stop_sequences()
 
 
-def test_the_report(renderer):
+def test_the_report_shows_question_answer_and_reward(renderer):
     with logtree.init_trace("test") as trace:
         answered(Sum(2, 3, renderer), f"= 5{END}")
     headings = [
@@ -147,7 +147,7 @@ def test_the_report(renderer):
     assert cells[1::2] == ["5", "True", "True", "0.1", "1.0"]
 
 
-def test_a_group_is_the_same_question_several_times(renderer):
+def test_a_group_repeats_one_question(renderer):
     builder = ProblemGroupBuilder(partial(Sum, 2, 3, renderer), num_envs=4, dataset_name="sums")
     copy = pickle.loads(pickle.dumps(builder))
     for made in (builder, copy):
@@ -160,6 +160,6 @@ def test_a_group_is_the_same_question_several_times(renderer):
     assert trajectory.stop_reason == "completed"
 
 
-def test_a_group_has_members():
+def test_an_empty_group_is_rejected():
     with pytest.raises(UserError, match="num_envs=0"):
         ProblemGroupBuilder(partial(Sum, 2, 3, None), num_envs=0)

@@ -1,4 +1,4 @@
-"""Rewards that are numbers: from a file of questions and a function to a run."""
+"""Training with a file of questions and a reward function."""
 
 import asyncio
 import json
@@ -54,14 +54,14 @@ def stepped(env, renderer, text="hello"):
     return asyncio.run(env.step([*tokens, *stop]))
 
 
-def test_a_number_is_the_reward(renderer):
+def test_a_returned_number_is_the_reward(renderer):
     result = stepped(env_of(renderer, length, length=7), renderer)
     assert result.reward == pytest.approx(-0.2)
     assert result.metrics == {"ended": 1.0}
     assert result.episode_done
 
 
-def test_parts_are_summed_and_are_metrics(renderer):
+def test_reward_parts_are_summed_and_reported(renderer):
     result = stepped(env_of(renderer, parts), renderer)
     assert result.reward == pytest.approx(0.5)
     assert result.metrics == {"ended": 1.0, "length": -0.5, "greets": 1.0}
@@ -77,12 +77,12 @@ def test_parts_are_summed_and_are_metrics(renderer):
         ({"ended": 1.0}, UserError, "rename it"),
     ],
 )
-def test_what_is_no_finite_number_is_named(renderer, given, error, named):
+def test_a_reward_that_is_not_a_finite_number_is_named(renderer, given, error, named):
     with pytest.raises(error, match=named):
         stepped(env_of(renderer, lambda answer, row: given), renderer)
 
 
-def test_a_run_with_a_held_out_test(model, questions, tmp_path):
+def test_a_run_with_held_out_rows_evaluates_them(model, questions, tmp_path):
     builder = RewardDatasetBuilder(
         dataset=questions, reward=length, model_name=model, batch_size=3, group_size=4, test_size=2
     )
@@ -106,7 +106,7 @@ def test_a_run_with_a_held_out_test(model, questions, tmp_path):
 
 
 @pytest.mark.slow
-def test_the_reward_is_learned(model, tmp_path):
+def test_training_increases_the_reward(model, tmp_path):
     path = tmp_path / "one.jsonl"
     path.write_text(json.dumps({"messages": [{"role": "user", "content": "Write."}]}) + "\n")
     builder = RewardDatasetBuilder(
@@ -144,7 +144,7 @@ def count_of(letter, answer, row):
         ([{"prompt": "x"}], {"test_size": 1}, "test_size=1: there are 1 rows"),
     ],
 )
-def test_rows_without_a_question_are_named(model, tmp_path, rows, change, named):
+def test_rows_without_a_question_are_named_in_the_error(model, tmp_path, rows, change, named):
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model, **change)

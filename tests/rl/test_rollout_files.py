@@ -1,6 +1,4 @@
-"""The files of an iteration: names in both layouts, schemas that readers know, every trajectory
-counted, nothing half written.
-"""
+"""The rollout files of an iteration: names in both layouts, schemas and atomic writes."""
 
 import json
 import math
@@ -41,11 +39,11 @@ def names(directory: Path) -> list[str]:
 
 
 def rows(path: Path) -> list[dict]:
-    with open(path) as f:  # as the third seed reads them
+    with open(path) as f:  # as the published snippet reads them
         return [json.loads(line) for line in f]
 
 
-# The third seed's snippet.
+# The published snippet.
 def find_conversations(node):
     results = []
     if isinstance(node, dict):
@@ -58,7 +56,7 @@ def find_conversations(node):
 
 
 def titles(node, depth=0):
-    """Headings of the tree with their depth."""
+    """Return the headings of the tree with their depth."""
     found = []
     for child in node["children"]:
         if isinstance(child, dict):
@@ -71,7 +69,7 @@ def titles(node, depth=0):
 
 
 def table(node, caption):
-    """The rows of the first table with this caption."""
+    """Return the rows of the first table with this caption."""
     if node["tag"] == "table" and node["children"][0]["children"] == [caption]:
         return {
             row["children"][0]["children"][0]: row["children"][1]["children"][0]
@@ -81,7 +79,7 @@ def table(node, caption):
     return next(filter(None, found), None)
 
 
-def test_flat_names(files, tmp_path):
+def test_flat_file_names(files, tmp_path):
     page = files.write("train", 10, questions(1))
     files.write("eval/test", 20, questions(1))
     assert page == tmp_path / "train_iteration_000010.html"
@@ -106,7 +104,7 @@ def test_flat_names(files, tmp_path):
         assert flat.samefile(linked)
 
 
-def test_an_iteration_that_is_written_again_has_one_content_under_both_names(files, tmp_path):
+def test_rewriting_an_iteration_updates_both_file_names(files, tmp_path):
     files.write("train", 10, questions(1))
     files.write("train", 10, questions(2))
     flat = tmp_path / "train_iteration_000010_rollout_summaries.jsonl"
@@ -116,7 +114,7 @@ def test_an_iteration_that_is_written_again_has_one_content_under_both_names(fil
     )
 
 
-def test_a_disk_without_hard_links_has_the_flat_names(files, tmp_path, monkeypatch):
+def test_without_hard_links_only_flat_names_are_written(files, tmp_path, monkeypatch):
     def refuse(*_: object) -> None:
         raise PermissionError("no links here")
 
@@ -125,7 +123,7 @@ def test_a_disk_without_hard_links_has_the_flat_names(files, tmp_path, monkeypat
     assert [name for name in names(tmp_path) if "/" in name] == []
 
 
-def test_names_in_folders(tmp_path, tokenizer):
+def test_file_names_in_folders(tmp_path, tokenizer):
     files = RolloutFiles(tmp_path / "run", "folders", 2, True, tokenizer)
     files.write("train", 10, questions(1))
     files.write("eval/test", 10, questions(1))
@@ -175,8 +173,8 @@ def test_every_trajectory_has_a_row_of_texts(files):
     assert 'href="train_iteration_000010_rollouts.jsonl"' in page
 
 
-def test_a_page_shows_groups_while_there_is_room(tmp_path, tokenizer, monkeypatch):
-    """All of a small iteration; of a large one as many as were asked for, and more that fit."""
+def test_a_page_shows_groups_up_to_its_size_limit(tmp_path, tokenizer, monkeypatch):
+    """A small iteration is shown completely; of a large one, at least the requested groups."""
 
     def shown(logged):
         files = RolloutFiles(tmp_path, "flat", logged, True, tokenizer)
@@ -192,7 +190,7 @@ def test_a_page_shows_groups_while_there_is_room(tmp_path, tokenizer, monkeypatc
     assert "planish rollouts RUN --step 1" in page
 
 
-def test_without_json_there_are_only_pages(tmp_path, tokenizer):
+def test_json_files_can_be_disabled(tmp_path, tokenizer):
     RolloutFiles(tmp_path, "flat", 2, False, tokenizer).write("train", 0, questions(1))
     assert names(tmp_path) == ["train_iteration_000000.html"]
     assert "logtree.json" not in (tmp_path / "train_iteration_000000.html").read_text()
@@ -207,32 +205,32 @@ def test_without_json_there_are_only_pages(tmp_path, tokenizer):
         ("eval/..", "eval_.."),
     ],
 )
-def test_names_of_evaluators_become_safe(split, label):
+def test_evaluator_names_become_safe_file_names(split, label):
     assert split_label(split) == label
 
 
 @pytest.mark.parametrize("split", ["", "test", "eval", "eval/", "train/x"])
-def test_other_splits_are_refused(files, split, tmp_path):
+def test_unknown_splits_are_rejected(files, split, tmp_path):
     with pytest.raises(UserError, match="split="):
         files.write(split, 0, questions(1))
     assert names(tmp_path) == []
 
 
-def test_wrong_options_are_refused(tmp_path, tokenizer):
+def test_invalid_report_options_are_rejected(tmp_path, tokenizer):
     with pytest.raises(UserError, match="rollout_layout='deep'"):
         RolloutFiles(tmp_path, "deep", 2, True, tokenizer)  # pyright: ignore[reportArgumentType]
     with pytest.raises(UserError, match="num_groups_to_log=-1"):
         RolloutFiles(tmp_path, "flat", -1, True, tokenizer)
 
 
-def test_advantages_must_go_with_the_groups(files, tmp_path):
+def test_advantages_must_match_the_groups(files, tmp_path):
     for advantages in ([[0.0] * 4], [[0.0] * 3] * 3):
         with pytest.raises(ValueError, match="shorter|longer"):
             files.write("train", 0, questions(3), advantages)
     assert names(tmp_path) == []
 
 
-def test_summaries_have_a_row_for_every_trajectory_of_every_group(files):
+def test_summaries_have_one_row_per_trajectory(files):
     rollouts = questions(5, size=3)
     files.write("train", 10, rollouts)
     found = rows(files.path("train", 10, SUMMARIES))
@@ -265,7 +263,7 @@ def test_summaries_have_a_row_for_every_trajectory_of_every_group(files):
     }
 
 
-def test_summaries_of_turns_and_of_the_groups_grading(files):
+def test_summaries_include_turns_and_group_grading(files):
     float32: Any = np.float32(0.25)
     played = several("Begin.", ["one", "two", "three"], 0.5)
     rollout = group(
@@ -282,7 +280,7 @@ def test_summaries_of_turns_and_of_the_groups_grading(files):
     assert row["final_ob_len"] == 33
 
 
-def test_values_that_json_cannot_hold_are_written_plainly(files):
+def test_values_without_a_json_form_are_written_as_text(files):
     odd = turn(
         "q",
         spoken("a"),
@@ -299,7 +297,7 @@ def test_values_that_json_cannot_hold_are_written_plainly(files):
     assert "nan" in files.path("train", 0, PAGE).read_text()
 
 
-def test_the_tree_has_the_first_groups_and_their_numbers(files):
+def test_the_tree_has_the_first_groups_and_their_metrics(files):
     rollouts = questions(4, size=2)
     files.write("train", 10, rollouts)
     document = json.loads(files.path("train", 10, TREE).read_text())
@@ -337,7 +335,7 @@ def test_the_tree_has_the_first_groups_and_their_numbers(files):
     }
 
 
-def test_the_seeds_snippet_reads_prompts_and_answers(files):
+def test_the_documented_snippet_reads_prompts_and_answers(files):
     files.write("eval/test", 20, questions(1, size=2))
     with open(files.path("eval/test", 20, TREE)) as f:
         trace = json.load(f)
@@ -354,7 +352,7 @@ def test_the_seeds_snippet_reads_prompts_and_answers(files):
     ]
 
 
-def test_the_tokens_stand_in_for_an_environment_that_logs_nothing(files):
+def test_tokens_are_shown_for_an_environment_without_logs(files):
     with logtree.capture("Group 0") as empty:
         pass
     for tree in (empty, None):
@@ -378,7 +376,7 @@ def test_diagnostics_and_failed_attempts_are_in_the_tree(files):
     assert '["too slow"]' in json.dumps(root)
 
 
-def test_writing_twice_gives_the_same_and_changes_no_tree(files):
+def test_writing_twice_is_idempotent(files):
     rollouts = questions(2)
     before = json.dumps([rollout.tree.to_json() for rollout in rollouts if rollout.tree])
     files.write("train", 0, rollouts)
@@ -389,9 +387,7 @@ def test_writing_twice_gives_the_same_and_changes_no_tree(files):
 
 
 @pytest.mark.parametrize("layout", ["flat", "folders"])
-def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(
-    tmp_path, tokenizer, layout
-):
+def test_repeating_an_iteration_removes_its_files_and_later_ones(tmp_path, tokenizer, layout):
     files = RolloutFiles(tmp_path, layout, 1, True, tokenizer)
     for iteration in (0, 9, 10, 1_000_000):
         files.write("train", iteration, questions(1))
@@ -425,13 +421,13 @@ def test_an_iteration_that_is_done_again_loses_its_files_and_those_behind_it(
     assert [name for name in names(tmp_path) if "mine.txt" not in name] == sorted(kept)
 
 
-def test_no_groups_at_all(files):
+def test_an_iteration_without_groups_is_written(files):
     files.write("train", 0, [])
     assert files.path("train", 0, SUMMARIES).read_text() == ""
     assert "No groups" in files.path("train", 0, PAGE).read_text()
 
 
-def test_a_policy_without_logprobs_and_an_episode_without_a_turn(files):
+def test_rollouts_without_logprobs_or_turns_are_written(files):
     silent = Trajectory(
         [turn("", TokensWithLogprobs([], []), -0.1, train_on_action=False)],
         ModelInput.empty(),
@@ -446,7 +442,7 @@ def test_a_policy_without_logprobs_and_an_episode_without_a_turn(files):
     assert [len(row["steps"]) for row in rows(files.path("train", 0, SUMMARIES))] == [1, 1, 0]
 
 
-def test_sections_of_others_come_behind_the_groups(files):
+def test_additional_sections_follow_the_groups(files):
     with logtree.capture("Judge") as node:
         logtree.log_text(NASTY)
     files.write("eval/judge", 0, questions(1), title="Judged & found", sections=[node])
@@ -461,9 +457,9 @@ def test_sections_of_others_come_behind_the_groups(files):
     assert page.index("Judge</h2>") > page.index("Group 0")
 
 
-def test_a_step_costs_little(files):
-    """Sixteen groups of eight answers with 256 tokens: the target is 0.1 s; twice that fails, on a
-    machine that is busy.
+def test_writing_a_step_is_fast(files):
+    """The target for 16 groups of 8 answers with 256 tokens is 0.1 s. The test allows twice that,
+    because the machine may be busy.
     """
     text = "The answer is forty-two, since six times seven makes it. " * 5
     texts = [text[index:][:255] for index in range(8)]

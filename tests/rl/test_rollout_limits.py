@@ -1,4 +1,4 @@
-"""Limits, parse errors and what a limit means for the reward."""
+"""Rollout limits, the parse-error policy, and the reward after a limit."""
 
 import pickle
 from itertools import product
@@ -26,14 +26,14 @@ def reached(
     )
 
 
-def test_without_limits_nothing_ends():
+def test_without_limits_no_episode_is_ended():
     assert reached(RolloutLimits(), 10**6, 10**6, 10**6, 10**6) is None
     assert RolloutLimits().turn_tokens(10**6, 10**6) is None
     assert not RolloutLimits().bounds_turns
     assert not RolloutLimits().bounds_tokens
 
 
-def test_each_limit_has_its_reason():
+def test_each_limit_has_its_stop_reason():
     limits = RolloutLimits(
         max_turns=3, max_trajectory_tokens=100, max_sampled_tokens=20, rollout_timeout_seconds=5.0
     )
@@ -45,12 +45,12 @@ def test_each_limit_has_its_reason():
     assert reached(limits, 3, 100, 20, 5.0) is StopReason.MAX_TURNS
 
 
-def test_an_answer_gets_what_is_left():
+def test_max_tokens_is_limited_to_the_remaining_budget():
     limits = RolloutLimits(max_trajectory_tokens=100, max_sampled_tokens=20, max_turn_tokens=15)
     assert limits.turn_tokens(10, 0) == 15
     assert limits.turn_tokens(10, 12) == 8
     assert limits.turn_tokens(97, 12) == 3
-    # An episode without room is over; a call of the policy needs room for one token in any case.
+    # An episode without a token of budget has ended. A call of the policy needs at least one.
     assert limits.turn_tokens(100, 20) == 1
 
 
@@ -70,7 +70,7 @@ def test_an_answer_gets_what_is_left():
         lambda: RolloutConfig(tool_execution="both"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_values_are_refused_by_name(make):
+def test_invalid_limits_are_rejected_by_name(make):
     with pytest.raises(
         UserError,
         match=r"max_turns|max_sampled|max_tool|timeout|consecutive|penalty|terminal|template|reasons|execution",
@@ -78,12 +78,12 @@ def test_bad_values_are_refused_by_name(make):
         make()
 
 
-def test_a_retry_message_holds_any_text():
+def test_a_retry_message_accepts_any_text():
     policy = ParseErrorPolicy(retry_message_template='Write {"name": ...}. {details}')
     assert policy.retry_message("{0} {x}") == 'Write {"name": ...}. {0} {x}'
 
 
-def test_a_limit_bounds_the_reward_from_above():
+def test_a_limit_clamps_the_reward_from_above():
     policy = TerminationRewardPolicy(zero_reward_on_limit=True)
     for reason, reward in product(StopReason, (-0.7, 0.0, 0.9)):
         is_free = reason in (
@@ -94,7 +94,7 @@ def test_a_limit_bounds_the_reward_from_above():
     assert policy.bounded(0.9, None) == 0.9
 
 
-def test_grading_is_skipped_only_where_it_could_not_help():
+def test_grading_is_skipped_only_if_it_cannot_change_the_reward():
     assert agentic().termination.skips_grading("rollout_timeout")  # type: ignore[union-attr]
     assert not agentic().termination.skips_grading("max_turns")  # type: ignore[union-attr]
     assert not TerminationRewardPolicy(skip_grading_on_timeout=True).skips_grading(
@@ -106,7 +106,7 @@ def test_grading_is_skipped_only_where_it_could_not_help():
     assert not elsewhere.skips_grading("rollout_timeout")
 
 
-def test_presets():
+def test_limit_presets_have_their_documented_values():
     assert simple() == RolloutConfig()
     config = agentic()
     assert config.limits == RolloutLimits(

@@ -1,5 +1,5 @@
-"""The page of an iteration: everything is on it, nothing on it runs, and in a browser it does what
-its buttons say.
+"""The rollout page of an iteration: its content, the safety of its markup, and its controls in a
+browser.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ needs_browser = pytest.mark.skipif(
 
 
 class Page(HTMLParser):
-    """The elements of a page by id and class, its text, and what would load or run something."""
+    """A parsed page: elements by id and class, text, and elements that load or run something."""
 
     VOID = ("meta", "input", "br", "img")
 
@@ -60,7 +60,7 @@ class Page(HTMLParser):
             self.text_of[number] += data
 
     def named(self, name: str) -> list[tuple[dict[str, str], str]]:
-        """(attributes, text) of the elements of a class, tag or id."""
+        """Return (attributes, text) of the elements with a class, tag or id."""
         return [
             (attrs, self.text_of[number])
             for number, (tag, attrs) in enumerate(self.elements)
@@ -70,7 +70,7 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def written(tmp_path, tokenizer):
-    """Write rollouts; the parsed page."""
+    """Write rollouts and return the parsed page."""
 
     def write(rollouts, advantages=None, *, split="train", logged=4) -> Page:
         path = RolloutFiles(tmp_path, "flat", logged, True, tokenizer).write(
@@ -86,7 +86,7 @@ def advantages_of(rollouts) -> list[list[float]]:
     return [[reward - sum(rewards) / len(rewards) for reward in rewards] for rewards in totals]
 
 
-def test_prompt_answer_reward_and_advantage_of_every_trajectory(written):
+def test_the_page_has_prompt_answer_reward_and_advantage_of_every_trajectory(written):
     rollouts = questions(2, size=4)
     page = written(rollouts, advantages_of(rollouts))
     assert len(page.named("group")) == 2
@@ -117,7 +117,7 @@ def test_token_numbers_add_up_to_the_text(written):
     assert losses == [round(1000 * 0.01 * (1 + index)) for index in range(len(text.encode()) + 1)]
 
 
-def test_nothing_that_a_model_or_an_environment_wrote_is_markup(written):
+def test_rollout_text_is_never_markup(written):
     with (
         logtree.capture("Group 0") as tree,
         logtree.scope_header("Trajectory 0"),
@@ -163,7 +163,7 @@ def test_the_page_loads_nothing_and_runs_only_its_own_script(written):
     assert not any("src" in attrs for _, attrs in page.elements)
 
 
-def test_the_head_counts_all_groups_and_says_how_many_are_not_shown(written, monkeypatch):
+def test_the_page_header_counts_all_groups_and_hidden_ones(written, monkeypatch):
     monkeypatch.setattr("planish.reports.rollout_files.PAGE_TOKENS", 0)
     page = written(questions(6, size=4), logged=2)
     squeezed = page.named("facts")[0][1]
@@ -180,7 +180,7 @@ def test_the_head_counts_all_groups_and_says_how_many_are_not_shown(written, mon
     assert "4 more groups" in page.named("others")[0][1]
 
 
-def test_many_rewards_are_counted_in_bins(written):
+def test_many_distinct_rewards_are_binned(written):
     page = written([group(0, [single("q", "a", index / 100) for index in range(101)])])
     bars = [(attrs, text) for attrs, text in page.named("button") if "data-low" in attrs]
     assert len(bars) == 12
@@ -208,11 +208,11 @@ def test_many_rewards_are_counted_in_bins(written):
         (-0.00004, "-4e-05"),
     ],
 )
-def test_numbers_for_people(value, text):
+def test_numbers_are_formatted_for_reading(value, text):
     assert short(value) == text
 
 
-def test_turns_show_only_what_is_new(written):
+def test_each_turn_shows_only_new_text(written):
     page = written(
         [group(0, [several("Begin.", ["one", "two", "three"], 0.5)], final_rewards=[0.25])]
     )
@@ -230,7 +230,7 @@ def test_turns_show_only_what_is_new(written):
     assert "not a continuation" not in page.named("g0")[0][1]
 
 
-def test_a_turn_that_does_not_go_on_from_the_last_says_so(written):
+def test_a_turn_that_does_not_extend_the_last_is_marked(written):
     turns = [
         turn("Begin.", spoken("one"), 0.0, done=False),
         turn("Anew.", spoken("two"), 1.0, train_on_action=False),
@@ -242,7 +242,7 @@ def test_a_turn_that_does_not_go_on_from_the_last_says_so(written):
     assert [flag for _, flag in page.named("flag")] == ["not trained on"]
 
 
-def test_long_text_is_folded_and_whole(written):
+def test_long_text_is_collapsed_but_complete(written):
     prompt = "All of it. " * 400 + "The end?"
     page = written(
         [
@@ -266,7 +266,7 @@ def test_long_text_is_folded_and_whole(written):
     assert [flag for _, flag in page.named("flag")] == ["max_tokens", "cut off"]
 
 
-def test_the_best_and_the_worst_are_open(written):
+def test_the_best_and_worst_trajectories_are_expanded(written):
     page = written(
         [group(0, [single("q", str(reward), reward) for reward in (0.5, 0.1, 0.9, 0.4)])]
     )
@@ -274,7 +274,7 @@ def test_the_best_and_the_worst_are_open(written):
     assert opened == ["g0t1", "g0t2"]
 
 
-def test_a_log_stands_with_its_trajectory_and_is_not_drawn_twice(written):
+def test_a_log_is_shown_once_with_its_trajectory(written):
     rollouts = questions(1, size=2)
     page = written(rollouts)
     first, second = (page.named(f"g0t{index}")[0][1] for index in range(2))
@@ -331,7 +331,7 @@ class Sum(ProblemEnv):
         return "five"
 
 
-def test_a_group_as_it_is_really_played(written, tokenizer):
+def test_a_group_from_a_real_rollout_is_shown(written, tokenizer):
     renderer = get_renderer("qwen3_instruct", tokenizer)
     policy = ScriptedPolicy(
         renderer, [f"4{END_TEXT}", f"fail{END_TEXT}", f"5{END_TEXT}", f"5{END_TEXT}"]
@@ -350,7 +350,7 @@ def test_a_group_as_it_is_really_played(written, tokenizer):
     assert "An attempt failed: RuntimeError: the grader is gone" in page.named("g0")[0][1]
 
 
-def test_logs_without_a_trajectory_stay_with_the_group(written):
+def test_logs_without_a_trajectory_are_shown_with_the_group(written):
     with logtree.capture("Group 0") as tree:
         logtree.log_text("somebody said this")
     page = written([group(0, [single("q", "zero", 0.0), single("q", "one", 1.0)], tree=tree)])
@@ -358,8 +358,8 @@ def test_logs_without_a_trajectory_stay_with_the_group(written):
     assert len(page.named("log")) == 1
 
 
-def test_markup_is_lean(tmp_path, tokenizer):
-    """A token costs its text, its number, its logprob and its length: no element of its own."""
+def test_a_token_adds_no_html_element(tmp_path, tokenizer):
+    """The page stores the text, id, logprob and length of a token, but no element per token."""
     files = RolloutFiles(tmp_path, "flat", 4, False, tokenizer)
     text = "word " * 800
     length = {
@@ -377,7 +377,7 @@ def browser():
 
 @pytest.fixture
 def shown(browser, tmp_path, tokenizer):
-    """Write rollouts and show their page; the browser."""
+    """Write rollouts, open their page, and return the browser."""
 
     def show(rollouts, advantages=None, fragment: str = "") -> Chromium:
         path = RolloutFiles(tmp_path, "flat", 4, True, tokenizer).write(
@@ -399,7 +399,7 @@ def painted(browser: Chromium, selector: str) -> None:
 
 
 @needs_browser
-def test_browser_paints_tokens_and_keeps_their_text(shown):
+def test_browser_colours_tokens_and_keeps_their_text(shown):
     text = "\n\té😀 a\r\nمرحبا <b>中文</b> \x00 &lt;"
     logprobs = [-0.05, -0.5, -1.0, -2.0, -4.0, -9.0]
     tokens = [*text.encode(), END]
@@ -420,7 +420,7 @@ def test_browser_paints_tokens_and_keeps_their_text(shown):
 
 
 @needs_browser
-def test_browser_tells_of_the_token_under_the_pointer(shown):
+def test_browser_shows_details_of_the_token_under_the_pointer(shown):
     logprobs = [-1.2345, -0.0001, -12.0, -0.5]
     played = turn("q", TokensWithLogprobs([65, 0xC3, 0xA9, 10], logprobs))
     browser = shown([group(0, [Trajectory([played], ModelInput.empty(), "completed")])])
@@ -449,7 +449,7 @@ def test_browser_tells_of_the_token_under_the_pointer(shown):
 
 
 @needs_browser
-def test_browser_goes_from_one_trajectory_to_another(shown):
+def test_browser_navigates_between_trajectories(shown):
     rollouts = questions(3, size=4)
     browser = shown(rollouts, advantages_of(rollouts))
     browser.run("all('.traj').forEach((it) => { it.open = false; })")
@@ -482,14 +482,14 @@ def test_browser_goes_from_one_trajectory_to_another(shown):
 
 
 @needs_browser
-def test_browser_opens_the_trajectory_that_the_address_names(shown):
+def test_browser_opens_the_trajectory_in_the_url(shown):
     browser = shown(questions(2, size=4), fragment="#g1t1")
     assert ids(browser, ".current") == ["g1t1"]
     assert "g1t1" in ids(browser, ".traj[open]")
 
 
 @needs_browser
-def test_browser_orders_and_filters(shown):
+def test_browser_sorts_and_filters_trajectories(shown):
     rollouts = [
         group(number, [single("q", str(reward), reward) for reward in rewards])
         for number, rewards in enumerate([(0.1, 0.3, 0.2), (1.0, 0.9, 1.0), (0.0, 0.5, 0.25)])
@@ -538,7 +538,7 @@ def test_browser_orders_and_filters(shown):
 
 
 @needs_browser
-def test_browser_switches_theme_font_and_colours(shown):
+def test_browser_switches_theme_font_and_colour_scale(shown):
     browser = shown(questions(1))
     painted(browser, "[open] .answer")
 
@@ -570,7 +570,7 @@ def test_browser_switches_theme_font_and_colours(shown):
 
 
 @needs_browser
-def test_browser_runs_no_script_that_came_with_the_rollouts(shown):
+def test_browser_runs_no_script_from_rollout_text(shown):
     with logtree.capture("Group 0") as tree:
         logtree.log_html(
             "<img src='data:,' onerror='window.hit = 1'><script>window.hit = 2</script>"

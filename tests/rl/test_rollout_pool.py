@@ -1,7 +1,6 @@
-"""Groups in other processes: the same as in this one, and what happens when a process or a message
-cannot go on.
+"""Group rollouts in worker processes: equal results, errors, cancellation and dead processes.
 
-One pool serves most tests, since a process takes a second or two to start.
+Most tests share a pool, because a process takes a second or two to start.
 """
 
 import asyncio
@@ -89,7 +88,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_pool_equals_this_process(runner, pool, name):
+def test_groups_in_a_pool_equal_groups_in_this_process(runner, pool, name):
     builder, strategy = SAME[name]
     here, there = Draws(), Draws()
     heard_here, heard_there = [], []
@@ -106,9 +105,12 @@ def test_pool_equals_this_process(runner, pool, name):
     assert group == other
     assert (group is None) == (name == "dropped")
     assert part.tag == "div"
-    if name in ("dropped", "together"):  # how far the others had come when one failed is chance
+    if name in (
+        "dropped",
+        "together",
+    ):  # the progress of the other trajectories at the failure varies
         return
-    if name in ("plain", "long", "smaller"):  # the others log their failures with tracebacks
+    if name in ("plain", "long", "smaller"):  # the other strategies log failures with tracebacks
         assert part.children == tree
     assert titles_of(part.children) == titles_of(tree)
     assert sorted(here.calls) == sorted(there.calls)
@@ -119,7 +121,7 @@ def titles_of(nodes) -> list[str]:
     return [node.children[0].children[0] for node in nodes if node.tag == "section"]
 
 
-def test_many_groups_at_once(runner, pool):
+def test_many_groups_run_concurrently_in_a_pool(runner, pool):
     async def run(rollout):
         async with asyncio.TaskGroup() as tasks:
             playing = [
@@ -130,7 +132,7 @@ def test_many_groups_at_once(runner, pool):
     assert runner.run(run(pool.do_group_rollout)) == runner.run(run(do_group_rollout))
 
 
-def test_groups_go_to_the_process_with_the_fewest(runner, pool, tmp_path):
+def test_a_group_goes_to_the_process_with_the_fewest_groups(runner, pool, tmp_path):
     async def run():
         async with asyncio.TaskGroup() as tasks:
             for _ in range(6):
@@ -143,21 +145,21 @@ def test_groups_go_to_the_process_with_the_fewest(runner, pool, tmp_path):
     assert os.getpid() not in pids
 
 
-def test_the_policy_stays_here(play):
+def test_the_policy_runs_in_the_main_process(play):
     assert play(Group(), Locked()) == play(Group(), Draws())
 
 
-def test_nothing_is_logged_where_nobody_listens(runner, pool):
+def test_a_pool_works_without_an_open_logtree(runner, pool):
     assert len(runner.run(pool.do_group_rollout(Group(), Draws())).trajectories_G) == 4
 
 
-def test_a_policy_without_a_seed_is_called_itself(runner, pool):
+def test_a_policy_without_seeding_is_called_directly(runner, pool):
     policy = Draws(seed=3)
     runner.run(pool.do_group_rollout(Group(), policy))
     assert policy.calls == [3] * 8
 
 
-def test_errors_of_environments_keep_type_message_place_and_traceback(play):
+def test_environment_errors_keep_type_message_location_and_traceback(play):
     with pytest.raises(Flaky, match="the sandbox is gone") as caught:
         play(Group(plan=bad("flaky")))
     text = "".join(traceback.format_exception(caught.value))
@@ -170,13 +172,13 @@ def test_errors_of_environments_keep_type_message_place_and_traceback(play):
     ("what", "message"),
     [("odd", "rollout_fakes.Odd: this: that"), ("lambda", "rollout_fakes.Flaky")],
 )
-def test_errors_that_do_not_pickle_are_named(play, what, message):
+def test_unpicklable_errors_are_named(play, what, message):
     with pytest.raises(RolloutProcessError, match=message) as caught:
         play(Group(plan=bad(what)))
     assert "rollout_fakes.py" in "".join(traceback.format_exception(caught.value))
 
 
-def test_a_cancellation_that_nobody_asked_for_is_an_error(play):
+def test_an_unrequested_cancellation_in_a_pool_is_an_error(play):
     with pytest.raises(RuntimeError, match="CancelledError"):
         play(Group(plan=bad("cancelled")))
 
@@ -184,12 +186,12 @@ def test_a_cancellation_that_nobody_asked_for_is_an_error(play):
 @pytest.mark.parametrize(
     "error", [UserError("the prompt has 9000 tokens"), EngineClosedError("closed")]
 )
-def test_errors_of_the_policy_reach_the_caller_as_they_are(play, error):
+def test_policy_errors_reach_the_caller_unchanged(play, error):
     with pytest.raises(type(error), match=str(error)):
         play(Group(), Refusing([error]), RetryOnFailure())
 
 
-def test_strategies_see_the_errors_of_the_policy(play):
+def test_strategies_receive_policy_errors(play):
     group = play(Group(), Refusing([Flaky("busy"), ConnectionError("gone")]), RetryOnFailure())
     assert sorted(error.error_type for error in group.rollout_errors) == [
         "ConnectionError",
@@ -197,7 +199,7 @@ def test_strategies_see_the_errors_of_the_policy(play):
     ]
 
 
-def test_what_leaves_the_policy_uncaught_leaves_the_pool(runner, pool, tmp_path):
+def test_base_exceptions_of_the_policy_leave_the_pool(runner, pool, tmp_path):
     class Killed(BaseException):
         pass
 
@@ -210,19 +212,19 @@ def test_what_leaves_the_policy_uncaught_leaves_the_pool(runner, pool, tmp_path)
     wait_for(lambda: (tmp_path / "cleaned").exists())
 
 
-def test_a_call_that_nobody_waits_for_is_cancelled(play):
+def test_an_abandoned_policy_call_is_cancelled(play):
     policy = Stuck()
     assert play(Group(), policy, MinViableGroup(per_rollout_timeout=0.1, max_retries=1)) is None
     assert policy.events.count("cancelled") == policy.calls >= 4
 
 
-def test_a_call_is_cancelled_while_its_group_goes_on(play):
+def test_a_policy_call_can_be_cancelled_without_its_group(play):
     policy = Stuck(times=1)
     play(Group(plan=[[""]]), policy, RetryOnFailure(per_rollout_timeout=1.0))
     assert policy.events == ["call", "cancelled", "call", "call"]
 
 
-def test_a_group_that_is_cancelled_cleans_up(runner, pool, tmp_path):
+def test_a_cancelled_group_runs_its_cleanup(runner, pool, tmp_path):
     policy = Stuck()
 
     async def run():
@@ -252,13 +254,13 @@ def test_a_group_that_is_cancelled_cleans_up(runner, pool, tmp_path):
         ),
     ],
 )
-def test_a_builder_that_does_not_pickle_is_named(play, tags, part):
+def test_an_unpicklable_builder_is_named(play, tags, part):
     with pytest.raises(UserError, match="cannot be sent to a rollout process because of") as caught:
         play(Group(tags=tags))
     assert part in str(caught.value)
 
 
-def test_a_builder_that_only_this_process_knows_is_named(play, monkeypatch):
+def test_a_builder_that_cannot_be_imported_is_named(play, monkeypatch):
     module = types.ModuleType("only_here")
     monkeypatch.setitem(sys.modules, "only_here", module)
     module.Hidden = type("Hidden", (Group,), {"__module__": "only_here"})  # type: ignore[attr-defined]
@@ -281,12 +283,12 @@ class Unsendable(Group):
         return LoggingCode()
 
 
-def test_results_that_do_not_pickle_are_an_error(play):
+def test_unpicklable_results_raise(play):
     with pytest.raises(UserError, match="cannot be sent back from its process.*metrics and logs"):
         play(Unsendable())
 
 
-def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_path):
+def test_a_dead_process_fails_only_its_groups_and_is_replaced(runner, pool, tmp_path):
     before = set(pool.pids)
 
     async def run():
@@ -316,7 +318,7 @@ def test_a_process_that_dies_takes_its_groups_and_is_replaced(runner, pool, tmp_
     assert len(before & set(pool.pids)) < 2
 
 
-def test_a_process_that_dies_while_another_is_replaced_is_replaced_too(runner, pool, monkeypatch):
+def test_two_processes_that_die_are_both_replaced(runner, pool, monkeypatch):
     first, second = pool._processes
     start = RolloutProcess.start
 
@@ -338,7 +340,7 @@ def test_a_process_that_dies_while_another_is_replaced_is_replaced_too(runner, p
     assert len(runner.run(run()).trajectories_G) == 4
 
 
-def test_a_pool_is_left_while_a_process_is_replaced(runner, monkeypatch):
+def test_a_pool_can_be_closed_while_a_process_is_replaced(runner, monkeypatch):
     start, started = RolloutProcess.start, []
 
     async def run():
@@ -364,7 +366,7 @@ def test_a_pool_is_left_while_a_process_is_replaced(runner, monkeypatch):
     runner.run(run())
 
 
-def test_a_group_is_dropped_with_its_process(play, caplog):
+def test_a_strategy_can_drop_the_groups_of_a_dead_process(play, caplog):
     with caplog.at_level(logging.WARNING):
         strategy = MinViableGroup(max_retries=0)
         assert play(Group(plan=bad("exits")), strategy=strategy, failures=(failures := [])) is None
@@ -372,7 +374,7 @@ def test_a_group_is_dropped_with_its_process(play, caplog):
     assert [error.error_type for error in failures] == ["ProcessDiedError"]
 
 
-def test_failures_of_a_dropped_group_come_back(play):
+def test_failures_of_a_dropped_group_are_returned(play):
     failures: list[RolloutError] = []
     assert (
         play(Group(plan=[["flaky"]] * 4), strategy=MinViableGroup(max_retries=1), failures=failures)
@@ -382,12 +384,12 @@ def test_failures_of_a_dropped_group_come_back(play):
     assert len(failures) >= 2
 
 
-def test_a_process_is_dead_though_its_socket_lives(play):
+def test_a_dead_process_is_detected_although_its_socket_is_open(play):
     with pytest.raises(ProcessDiedError):
         play(Group(plan=bad("forks")))
 
 
-def test_a_pool_is_left_though_an_environment_computes(monkeypatch, tmp_path):
+def test_a_pool_can_be_closed_while_an_environment_blocks(monkeypatch, tmp_path):
     monkeypatch.setattr(process_module, "GRACE_SECONDS", 0.3)
 
     async def run():
@@ -408,7 +410,7 @@ def test_a_pool_is_left_though_an_environment_computes(monkeypatch, tmp_path):
     assert not is_alive(pid)
 
 
-def test_a_pool_has_a_size():
+def test_an_invalid_pool_size_is_rejected():
     for size in (0, -1, 1.5, True):
         with pytest.raises(UserError, match=f"max_workers={size}"):
             RolloutPool(size)  # type: ignore[arg-type]
@@ -450,14 +452,13 @@ def started(directory: Path, guard: str) -> subprocess.Popen[str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this
-        # program.
+        # A shell lets background jobs ignore SIGINT, and the program would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
 
 
 @pytest.mark.parametrize("by", ["ctrl-c", "sigterm", "kill"])
-def test_no_process_is_left_behind(tmp_path, by):
+def test_no_worker_process_survives_the_run(tmp_path, by):
     program = started(tmp_path, "if __name__ == '__main__':")
     wait_for(
         lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text().endswith("\n"),
@@ -465,7 +466,9 @@ def test_no_process_is_left_behind(tmp_path, by):
     )
     pid = int((tmp_path / "pid").read_text())
     if by == "ctrl-c":
-        os.killpg(program.pid, signal.SIGINT)  # as a terminal does it: to all of them
+        os.killpg(
+            program.pid, signal.SIGINT
+        )  # a terminal sends SIGINT to all processes of the group
     elif by == "sigterm":
         os.killpg(program.pid, signal.SIGTERM)
     else:
@@ -477,7 +480,7 @@ def test_no_process_is_left_behind(tmp_path, by):
     assert ("KeyboardInterrupt" in errors) == (by == "ctrl-c")
 
 
-def test_a_script_without_a_guard_is_told(tmp_path):
+def test_a_script_without_a_main_guard_is_named(tmp_path):
     program = started(tmp_path, "if True:")
     _, errors = program.communicate()
     assert program.returncode == 1

@@ -1,5 +1,5 @@
-"""What tokens look like: the pieces of a text are the text, whole characters are not torn, and
-nothing is invisible.
+"""The display of tokens: pieces join to the text, characters stay whole, and every token is
+visible.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def texts(tokenizer):
 
 
 @given(text=st.text())
-def test_the_pieces_of_a_text_are_the_text(texts, text):
+def test_the_pieces_of_a_text_join_to_the_text(texts, text):
     tokens = list(text.encode("utf-8", "replace"))
     pieces = texts.pieces(tokens)
     assert "".join(piece.text for piece in pieces) == visible(
@@ -30,14 +30,14 @@ def test_the_pieces_of_a_text_are_the_text(texts, text):
 
 
 @given(tokens=st.lists(st.integers(0, 269)))
-def test_every_token_is_in_one_piece_and_shows(texts, tokens):
+def test_every_token_is_in_exactly_one_visible_piece(texts, tokens):
     pieces = texts.pieces(tokens)
     assert sum(piece.tokens for piece in pieces) == len(tokens)
     assert all(piece.text for piece in pieces)
     assert not any(ord(sign) < 32 and sign not in "\n\t" for piece in pieces for sign in piece.text)
 
 
-def test_a_character_of_several_tokens_is_one_piece(texts):
+def test_a_character_split_across_tokens_is_one_piece(texts):
     assert [(piece.text, piece.size) for piece in texts.pieces(list("aé😀".encode()))] == [
         ("a", "1"),
         ("é", "1*2"),
@@ -45,7 +45,7 @@ def test_a_character_of_several_tokens_is_one_piece(texts):
     ]
 
 
-def test_bytes_that_make_no_character_are_shown_one_by_one(texts):
+def test_invalid_utf8_bytes_are_shown_one_by_one(texts):
     cut_off = "😀".encode()[:3]
     assert [piece.text for piece in texts.pieces([*cut_off, 65])] == ["\ufffd"] * 3 + ["A"]
     assert [(piece.text, piece.tokens) for piece in texts.pieces("\ufffdA".encode())] == [
@@ -54,7 +54,7 @@ def test_bytes_that_make_no_character_are_shown_one_by_one(texts):
     ]
 
 
-def test_control_tokens_are_known_and_visible(texts):
+def test_control_tokens_are_shown_by_name(texts):
     pieces = texts.pieces([IM_START, 65, IM_END, THINK, 0, 13])
     assert [(piece.text, piece.is_control) for piece in pieces] == [
         ("<|im_start|>", True),
@@ -70,12 +70,12 @@ def test_control_tokens_are_known_and_visible(texts):
     )
 
 
-def test_a_token_that_the_tokenizer_does_not_know_shows_its_number(texts):
+def test_an_unknown_token_is_shown_by_its_id(texts):
     [piece] = texts.pieces([99999])
     assert (piece.text, piece.is_control) == ("<99999>", True)
 
 
-def test_spaces_survive_where_a_tokenizer_drops_them_before_a_first_word(tmp_path):
+def test_a_leading_space_is_shown_although_the_decoder_drops_it(tmp_path):
     words = Tokenizer(
         models.WordLevel({"▁a": 0, "▁big": 1, "▁cat": 2, "<unk>": 3, "s": 4}, unk_token="<unk>")
     )

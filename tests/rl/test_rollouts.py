@@ -1,4 +1,4 @@
-"""Groups: what is played, graded and given back, and what becomes of failures."""
+"""Group rollouts: running, grading, cleanup, and strategies for failures."""
 
 import asyncio
 import logging
@@ -37,14 +37,14 @@ def tokens_of(group):
 
 
 def alone(index, attempt=0, seed=7):
-    """The tokens of a trajectory that is played by itself."""
+    """Return the tokens of a trajectory that runs alone."""
     place = (index, attempt) if attempt else (index,)
     trajectory = asyncio.run(do_single_rollout(Draws().seeded(derived_seed(seed, *place)), Plain()))
     return [turn.ac.tokens for turn in trajectory.transitions]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_group_without_failures(strategy):
+def test_a_group_without_failures_has_all_trajectories(strategy):
     group = play(builder := Group(), strategy)
     assert tokens_of(group) == [alone(index) for index in range(4)]
     assert group.final_rewards_G == [0.0, 0.5, 1.0, 1.5]
@@ -53,7 +53,7 @@ def test_a_group_without_failures(strategy):
     assert (builder.events, builder.graded, builder.cleaned) == (["make", "clean"], [4], 1)
 
 
-def test_rewards_of_a_group_are_0_unless_it_grades():
+def test_group_rewards_are_zero_without_group_grading():
     class Ungraded(Group):
         compute_group_rewards = Group.__bases__[0].compute_group_rewards
 
@@ -61,21 +61,21 @@ def test_rewards_of_a_group_are_0_unless_it_grades():
     assert (group.final_rewards_G, group.metrics_G) == ([0.0] * 4, [{}] * 4)
 
 
-def test_without_a_seed_the_policy_draws_as_it_likes():
+def test_without_a_seed_the_policy_is_not_seeded():
     policy = Draws(seed=3)
     asyncio.run(do_group_rollout(Group(), policy))
     assert policy.calls == [3] * 8
 
 
-def test_draws_do_not_depend_on_the_company():
-    """Also where the others are slow, or one was played again."""
+def test_samples_do_not_depend_on_other_rollouts():
+    """The samples also do not change if other rollouts are slow or retried."""
     whole = tokens_of(play(Group()))
     again = tokens_of(play(Group(plan=bad("flaky", at=2)), RetryOnFailure()))
     assert [again[index] for index in (0, 1, 3)] == [whole[index] for index in (0, 1, 3)]
     assert again[2] == alone(2, attempt=1) != whole[2]
 
 
-def test_trajectories_are_played_at_once():
+def test_trajectories_of_a_group_run_concurrently():
     class Meeting(Plain):
         async def step(self, action, *, extra=None):
             await barrier.wait()
@@ -94,7 +94,7 @@ def test_trajectories_are_played_at_once():
     assert len(asyncio.run(run()).trajectories_G) == 4
 
 
-def test_fail_fast_names_the_place_and_cancels_the_rest():
+def test_fail_fast_names_the_trajectory_and_cancels_the_rest():
     builder = Group(plan=[["hangs"], ["hangs"], ["flaky"]], tags=("codeforces",))
     with pytest.raises(Flaky, match="the sandbox is gone") as caught:
         play(builder, FailFast())
@@ -105,7 +105,7 @@ def test_fail_fast_names_the_place_and_cancels_the_rest():
     assert builder.graded == []
 
 
-def test_what_a_builder_holds_is_told_in_short_and_only_when_it_is_wanted():
+def test_error_messages_describe_the_builder_briefly_and_lazily():
     class Large(Group):
         told = 0
 
@@ -122,7 +122,7 @@ def test_what_a_builder_holds_is_told_in_short_and_only_when_it_is_wanted():
     assert note.endswith("word ...")
 
 
-def test_retry_plays_the_failed_one_again():
+def test_retry_repeats_the_failed_trajectory():
     builder = Group(plan=bad("flaky", at=1))
     group = play(builder, RetryOnFailure())
     assert tokens_of(group) == [alone(0), alone(1, attempt=1), alone(2), alone(3)]
@@ -131,7 +131,7 @@ def test_retry_plays_the_failed_one_again():
 
 
 @pytest.mark.parametrize("retries", [0, 2])
-def test_retries_are_shared_and_end(retries):
+def test_retries_are_limited_per_group(retries):
     builder = Group(plan=bad("flaky", at=1, again="flaky"))
     with pytest.raises(Flaky):
         play(builder, RetryOnFailure(max_retries=retries))
@@ -141,7 +141,7 @@ def test_retries_are_shared_and_end(retries):
         assert len(play(two, RetryOnFailure(max_retries=retries)).rollout_errors) == 2
 
 
-def test_min_viable_group_goes_on_without():
+def test_min_viable_group_continues_without_failed_trajectories():
     builder = Group(plan=bad("flaky", at=1, again="flaky"))
     group = play(builder, MinViableGroup(max_retries=1))
     assert tokens_of(group) == [alone(0), alone(2), alone(3)]
@@ -150,7 +150,7 @@ def test_min_viable_group_goes_on_without():
     assert group.final_rewards_G == [0.0, 0.5, 1.0]
 
 
-def test_min_viable_group_does_not_retry_what_it_can_do_without():
+def test_min_viable_group_retries_only_while_too_small():
     class Late(Breaking):
         async def breaks(self):
             await asyncio.sleep(0.2)
@@ -165,7 +165,7 @@ def test_min_viable_group_does_not_retry_what_it_can_do_without():
     assert builder.events == ["make", "clean"]
 
 
-def test_min_viable_group_drops_what_is_too_small(caplog):
+def test_min_viable_group_drops_a_group_that_is_too_small(caplog):
     builder = Group(plan=[["flaky"], ["flaky"], [""], [""]])
     with caplog.at_level(logging.WARNING):
         assert play(builder, MinViableGroup(max_retries=0), failures=(failures := [])) is None
@@ -182,7 +182,7 @@ def test_min_viable_group_drops_what_is_too_small(caplog):
     )
 
 
-def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
+def test_a_group_that_cannot_become_viable_is_cancelled():
     builder = Group(plan=[["flaky"], ["hangs"], ["hangs"], ["flaky"]])
 
     async def run():
@@ -196,7 +196,7 @@ def test_a_group_that_cannot_be_viable_any_more_is_ended_at_once():
 @pytest.mark.parametrize(
     "strategy", [RetryOnFailure(per_rollout_timeout=2.0), MinViableGroup(per_rollout_timeout=2.0)]
 )
-def test_a_rollout_that_takes_too_long_has_failed(strategy):
+def test_a_rollout_that_exceeds_its_timeout_fails(strategy):
     group = play(Group(plan=bad("hangs")), strategy)
     assert group.rollout_errors == [
         RolloutError("TimeoutError", "it took longer than per_rollout_timeout=2.0 s")
@@ -204,7 +204,7 @@ def test_a_rollout_that_takes_too_long_has_failed(strategy):
     assert len(group.trajectories_G) >= 3
 
 
-def test_other_timeouts_are_failures_with_their_own_words():
+def test_other_timeout_errors_keep_their_message():
     class Own(Breaking):
         async def breaks(self):
             raise TimeoutError("no answer from the judge")
@@ -232,7 +232,7 @@ def test_user_errors_are_not_retried():
     assert builder.events == ["make", "clean"]
 
 
-def test_user_errors_are_left_out_but_drop_no_group():
+def test_user_errors_drop_the_trajectory_but_not_the_group():
     assert len(play(Group(plan=bad("user error")), MinViableGroup()).trajectories_G) == 3
     with pytest.raises(UserError, match="temperature=-1"):
         play(Group(plan=[["user error"]] * 4), MinViableGroup())
@@ -240,7 +240,7 @@ def test_user_errors_are_left_out_but_drop_no_group():
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("where", ["playing", "make_envs", "grading"])
-def test_cancellation_is_no_failure(strategy, where):
+def test_cancellation_is_not_a_failure(strategy, where):
     class Waiting(Group):
         async def make_envs(self):
             if where == "make_envs":
@@ -266,7 +266,7 @@ def test_cancellation_is_no_failure(strategy, where):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_is_no_exception_is_never_caught(strategy):
+def test_base_exceptions_are_never_caught(strategy):
     builder = Group(plan=bad("interrupted"))
     with pytest.raises(KeyboardInterrupt):
         play(builder, strategy)
@@ -275,9 +275,9 @@ def test_what_is_no_exception_is_never_caught(strategy):
 
 
 @pytest.mark.parametrize("where", ["playing", "make_envs", "grading", "cleanup"])
-def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
-    """asyncio would take it for the end of the task that plays, and the run would end without a
-    word.
+def test_an_unrequested_cancellation_is_a_failure(where):
+    """asyncio would treat it as a cancellation of the rollout's task, and the run would end
+    silently.
     """
 
     class Leaking(Group):
@@ -315,8 +315,8 @@ def test_a_cancellation_that_nobody_asked_for_is_a_failure(where):
 
 
 @pytest.mark.parametrize("where", ["step", "make_envs", "compute_group_rewards", "cleanup"])
-def test_an_environment_does_not_end_the_program(where):
-    """A grader that runs what a model wrote meets `exit()`."""
+def test_system_exit_in_an_environment_is_a_failure(where):
+    """A grader that executes model output may call `exit()`."""
 
     class Leaving(Plain):
         async def step(self, action, *, extra=None):
@@ -350,12 +350,12 @@ def test_an_environment_does_not_end_the_program(where):
     assert builder.cleaned == 1
 
 
-def test_environments_that_play_together_may_let_out_a_cancellation():
+def test_environments_of_one_game_may_propagate_a_cancellation():
     builder = Duel(plan=[["cancelled", ""], ["hangs", ""]])
     assert len(play(builder, RetryOnFailure()).rollout_errors) == 1
 
 
-def test_cleanup_runs_to_its_end_whoever_cancels():
+def test_cleanup_finishes_despite_cancellation():
     class Slow(Group):
         async def cleanup(self):
             await may_end.wait()
@@ -384,7 +384,7 @@ class BadCleanup(Group):
         raise OSError("the container would not stop")
 
 
-def test_an_error_of_cleanup_is_raised_unless_failures_are_tolerated(caplog):
+def test_a_cleanup_error_is_raised_unless_failures_are_tolerated(caplog):
     with pytest.raises(OSError, match="would not stop"):
         play(BadCleanup())
     assert len(play(builder := BadCleanup(), RetryOnFailure()).trajectories_G) == 4
@@ -392,7 +392,7 @@ def test_an_error_of_cleanup_is_raised_unless_failures_are_tolerated(caplog):
     assert "would not stop" in caplog.text
 
 
-def test_an_error_of_cleanup_does_not_hide_another(caplog):
+def test_a_cleanup_error_does_not_hide_an_earlier_error(caplog):
     with pytest.raises(Flaky):
         play(BadCleanup(plan=bad("flaky")))
     assert "would not stop" in caplog.text
@@ -408,7 +408,7 @@ class BadStart(Group):
         return envs
 
 
-def test_make_envs_may_fail_too():
+def test_an_error_of_make_envs_is_handled_like_a_rollout_error():
     builder = BadStart()
     with pytest.raises(Flaky) as caught:
         play(builder)
@@ -419,12 +419,12 @@ def test_make_envs_may_fail_too():
     assert builder.events == ["make", "make", "clean"]
 
 
-def test_a_group_without_environments_is_refused():
+def test_a_group_without_environments_is_rejected():
     with pytest.raises(UserError, match="make_envs of Group gave no environments"):
         play(Group(plan=[]), MinViableGroup())
 
 
-def test_a_group_keeps_its_size():
+def test_a_retry_must_keep_the_group_size():
     class Shrinking(Group):
         async def make_envs(self):
             return (await super().make_envs())[: 4 if self.made == 1 else 2]
@@ -433,7 +433,7 @@ def test_a_group_keeps_its_size():
         play(Shrinking(plan=bad("flaky")), RetryOnFailure())
 
 
-def test_fresh_groups_are_made_one_at_a_time():
+def test_new_groups_for_retries_are_made_one_at_a_time():
     class Careful(Group):
         is_making = False
 
@@ -447,7 +447,7 @@ def test_fresh_groups_are_made_one_at_a_time():
     assert len(play(Careful(plan=[["flaky", ""]] * 3), RetryOnFailure()).rollout_errors) == 3
 
 
-def test_environments_that_play_together_are_played_again_together():
+def test_environments_of_one_game_are_retried_together():
     builder = Duel(plan=[["flaky", ""], ["hangs", ""]])
     group = play(builder, RetryOnFailure())
     assert tokens_of(group) == [alone(0, attempt=1), alone(1, attempt=1)]
@@ -481,7 +481,7 @@ class BadGrades(Group):
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_grades_that_are_none_are_refused(answers, message, strategy):
+def test_invalid_group_grades_are_rejected(answers, message, strategy):
     builder = BadGrades()
     builder.answers = answers
     with pytest.raises(
@@ -491,7 +491,7 @@ def test_grades_that_are_none_are_refused(answers, message, strategy):
     assert isinstance(caught.value, NonFiniteError) == ("nan" in message)
 
 
-def test_grading_is_done_again():
+def test_failed_group_grading_is_retried():
     class Moody(Group):
         async def compute_group_rewards(self, trajectory_group, env_group):
             grades = await super().compute_group_rewards(trajectory_group, env_group)
@@ -508,7 +508,7 @@ def test_grading_is_done_again():
         play(Moody())
 
 
-def test_a_grader_that_hangs_has_failed():
+def test_group_grading_that_exceeds_its_timeout_fails():
     class Hanging(Group):
         async def compute_group_rewards(self, trajectory_group, env_group):
             await asyncio.sleep(60)
@@ -534,8 +534,8 @@ class Ending(Env):
 
 
 class Endings(Group):
-    """Ended by time, by turns, by itself, by time; worth 0.3, 0.3, 0.3 and -2 before the group adds
-    0, 0.5, ...
+    """A group whose episodes end by time, turns, completion and time, with rewards 0.3, 0.3, 0.3
+    and -2 before group grading adds 0, 0.5, ...
     """
 
     async def make_envs(self) -> list[Env]:
@@ -569,12 +569,12 @@ class Endings(Group):
         ),
     ],
 )
-def test_what_a_limit_means_for_the_reward(termination, totals, graded):
+def test_a_limit_clamps_the_total_reward(termination, totals, graded):
     group = play(builder := Endings(), termination=termination)
     assert group.get_total_rewards() == pytest.approx(totals, abs=1e-12)
     assert builder.graded == [graded]
     assert [trajectory.step_rewards for trajectory in group.trajectories_G] == [0.3, 0.3, 0.3, -2.0]
-    # A reward that is bounded is 0 to the last bit: a group of such is a constant one.
+    # Clamped rewards are exactly 0, so a group of them has constant rewards.
     assert all(
         total == 0.0
         for total, wanted in zip(group.get_total_rewards(), totals, strict=True)
@@ -582,7 +582,7 @@ def test_what_a_limit_means_for_the_reward(termination, totals, graded):
     )
 
 
-def test_nothing_is_graded_where_all_is_skipped():
+def test_a_group_with_only_skipped_trajectories_is_not_graded():
     class Timeouts(Endings):
         async def make_envs(self) -> list[Env]:
             return [Ending(StopReason.ROLLOUT_TIMEOUT, 0.5) for _ in range(2)]
@@ -593,7 +593,7 @@ def test_nothing_is_graded_where_all_is_skipped():
     assert group.get_total_rewards() == [0.0, 0.0]
 
 
-def test_each_trajectory_has_a_place_in_the_tree():
+def test_each_trajectory_has_its_section_in_the_logtree():
     async def run() -> Any:
         with logtree.capture("Group 0") as tree:
             await do_group_rollout(
@@ -616,7 +616,7 @@ def test_each_trajectory_has_a_place_in_the_tree():
     assert body.children[3].children == ["graded 2"]
 
 
-def test_on_turn_hears_every_answer():
+def test_on_turn_is_called_for_every_action():
     heard: list[TokensWithLogprobs] = []
     group = play(Group(plan=bad("flaky")), RetryOnFailure(), on_turn=heard.append)
     answers = [turn.ac for trajectory in group.trajectories_G for turn in trajectory.transitions]
@@ -624,7 +624,7 @@ def test_on_turn_hears_every_answer():
     assert all(answer in heard for answer in answers)
 
 
-def test_strategies_by_name():
+def test_strategies_are_selected_by_name():
     assert strategy_from(None) == strategy_from(False) == FailFast()
     assert strategy_from(True) == RetryOnFailure(max_retries=3, per_rollout_timeout=0)
     assert strategy_from(given := MinViableGroup(min_successful=2)) is given
@@ -645,18 +645,18 @@ def test_strategies_by_name():
         (lambda: MinViableGroup(min_successful=0), "MinViableGroup.min_successful=0"),
     ],
 )
-def test_bad_options_are_refused(make, message):
+def test_invalid_strategy_options_are_rejected(make, message):
     with pytest.raises(UserError, match=message):
         make()
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_strategy_travels_and_is_written_down(strategy):
+def test_a_strategy_can_be_pickled_and_logged(strategy):
     assert pickle.loads(pickle.dumps(strategy)) == strategy
     assert isinstance(chz.asdict(strategy), dict)
 
 
-def test_three_quarters_of_a_group():
+def test_the_default_min_group_size_is_three_quarters():
     fewest = {size: MinViableGroup().rules(size).min_successful for size in (1, 2, 4, 5, 8, 16)}
     assert fewest == {1: 1, 2: 2, 4: 3, 5: 4, 8: 6, 16: 12}
     assert MinViableGroup(min_successful=4).rules(1).min_successful == 1

@@ -1,4 +1,4 @@
-"""The parsing snippets of the published documentation, verbatim, on a run directory of ours."""
+"""The parsing snippets of the published documentation, verbatim, on a run directory of planish."""
 
 import asyncio
 import warnings
@@ -46,7 +46,7 @@ for conv in find_conversations(trace["root"]):
 
 @pytest.fixture(scope="module")
 def directory(tokenizer, tmp_path_factory):
-    """Twenty steps, with a test before every tenth and after the last, in path/to."""
+    """Make a run of 20 steps in path/to, evaluated before every tenth step and at the end."""
     directory = tmp_path_factory.mktemp("docs")
     config = Config(
         learning_rate=0.1,
@@ -65,17 +65,17 @@ def run(snippet, **names):
     return names
 
 
-def test_metrics(directory, monkeypatch):
+def test_the_published_metrics_snippet_runs(directory, monkeypatch):
     monkeypatch.chdir(directory)
     matplotlib.use("Agg")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # pandas' and matplotlib's own
+        warnings.simplefilter("ignore")  # warnings of pandas and matplotlib
         frame = run(METRICS, pd=pd)["df"]
     assert frame["progress/batch"].tolist() == list(range(21))
     assert frame["env/all/reward/total"].notna().sum() == 20
 
 
-def test_summaries(directory, monkeypatch):
+def test_the_published_summaries_snippet_runs(directory, monkeypatch):
     monkeypatch.chdir(directory / "path" / "to")
     trajectories = run(SUMMARIES)["trajectories"]
     assert len(trajectories) == 8
@@ -99,7 +99,7 @@ def test_summaries(directory, monkeypatch):
             } <= step.keys()
 
 
-def test_logtree(directory, monkeypatch, capsys):
+def test_the_published_logtree_snippet_runs(directory, monkeypatch, capsys):
     monkeypatch.chdir(directory / "path" / "to")
     run(LOGTREE)
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""One episode: turns, ends, and limits that the caller of the policy keeps."""
+"""Rollouts of one episode: turns, stop reasons, and limits that the runner enforces."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -24,7 +24,7 @@ def play(env, policy=None, **options):
 
 
 def reason_of(trajectory) -> str:
-    """The one reason that the last turn's metrics give, and no other turn's."""
+    """Return the stop reason in the last turn's metrics; assert that no other turn has one."""
     *others, last = trajectory.transitions
     assert not any(name.startswith("stop/") for turn in others for name in turn.metrics)
     shares = {
@@ -38,7 +38,7 @@ def reason_of(trajectory) -> str:
     return reason
 
 
-def test_turns_are_what_was_seen_and_done():
+def test_turns_record_observations_actions_and_rewards():
     env = Plain(turns=3)
     trajectory = play(env, policy := Draws())
     turns = trajectory.transitions
@@ -56,19 +56,19 @@ def test_turns_are_what_was_seen_and_done():
 
 
 @pytest.mark.parametrize("given", [StopReason.MAX_TURNS, "tool_stopped"])
-def test_the_environment_says_why_it_ends(given):
+def test_the_environment_can_give_the_stop_reason(given):
     env = Answering(stop_reason=given)
     assert play(env).stop_reason == reason_of(play(env)) == given
 
 
-def test_what_is_not_trained_on_is_marked():
+def test_train_on_action_false_masks_the_turn():
     trajectory = play(Answering(train_on_action=False))
     assert [turn.train_on_action for turn in trajectory.transitions] == [False]
     assert [sequence.mask_N.sum() for sequence in trajectory_to_data(trajectory, 1.0)] == [0.0]
 
 
 class Answering(Env):
-    """One turn, answered with the given fields."""
+    """An environment of one turn whose StepResult has the given fields."""
 
     def __init__(self, **fields):
         self.fields = {
@@ -96,7 +96,7 @@ class WithAnything(Plain):
         return await super().step(action)
 
 
-def test_extra_goes_to_those_who_take_it():
+def test_extra_is_passed_only_to_environments_that_accept_it():
     assert len(play(WithoutExtra()).transitions) == 2
     play(env := WithAnything())
     assert env.given == {"extra": {"stop_reason": "stop"}}
@@ -110,7 +110,7 @@ class TooLong(Env):
         raise AssertionError
 
 
-def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
+def test_an_overlong_first_prompt_gives_a_turn_without_tokens():
     policy = Draws()
     trajectory = play(TooLong(), policy)
     assert policy.calls == []
@@ -146,13 +146,13 @@ def test_a_prompt_that_is_too_long_is_a_turn_without_tokens():
         ),
     ],
 )
-def test_an_answer_that_cannot_be_a_turn_is_refused(answer, message):
+def test_an_invalid_step_result_is_rejected(answer, message):
     with pytest.raises(UserError, match=message) as caught:
         play(Answering(**answer))
     assert isinstance(caught.value, NonFiniteError) == isinstance(answer.get("reward"), float)
 
 
-def test_a_result_of_another_library_is_refused():
+def test_a_step_result_of_another_type_is_rejected():
     class Foreign(Answering):
         async def step(self, action, *, extra=None) -> Any:
             return SimpleNamespace(reward=0.0)
@@ -164,7 +164,7 @@ def test_a_result_of_another_library_is_refused():
         play(Foreign())
 
 
-def test_a_beginning_of_another_kind_is_refused():
+def test_an_initial_observation_of_another_type_is_rejected():
     class Messages(Answering):
         async def initial_observation(self) -> Any:
             return [{"role": "user", "content": "Hi"}]
@@ -175,7 +175,7 @@ def test_a_beginning_of_another_kind_is_refused():
         play(Messages())
 
 
-def test_a_prompt_of_another_kind_is_refused():
+def test_a_prompt_of_another_type_is_rejected():
     class Numbers(Answering):
         async def initial_observation(self) -> Any:
             return [1, 2], [10]
@@ -187,13 +187,13 @@ def test_a_prompt_of_another_kind_is_refused():
         play(Numbers())
 
 
-def test_every_answer_is_told_before_the_environment_acts():
+def test_on_turn_is_called_before_the_environment_steps():
     env, told = Plain(turns=2), []
     play(env, on_turn=lambda answer: told.append((answer.tokens, len(env.actions))))
     assert told == [(env.actions[0], 0), (env.actions[1], 1)]
 
 
-def test_logs_nest_in_what_is_open():
+def test_environment_logs_nest_in_the_open_section():
     async def run() -> Any:
         with logtree.capture("all") as tree, logtree.scope_header("around"):
             await do_single_rollout(Draws(), Plain(turns=2))
@@ -220,7 +220,7 @@ class Limited(Plain):
 
 @dataclass
 class Slow(TokenCompleter):
-    """Takes its time from the call `since` on."""
+    """A policy that is slow from call number `since` on."""
 
     since: int = 0
     calls: int = 0
@@ -237,15 +237,15 @@ class Slow(TokenCompleter):
         return TokensWithLogprobs([49], [-1.0])
 
 
-def test_an_answer_gets_the_tokens_that_are_left():
+def test_max_tokens_of_each_answer_is_the_remaining_budget():
     limits = RolloutLimits(max_sampled_tokens=8, max_trajectory_tokens=18)
     trajectory = play(Limited(turns=3, rollout_limits=limits), Draws(length=5))
-    # 3 of prompt; then 9, of which 5 were sampled; then 13, which leaves nothing of 8, but a call
-    # needs room for one token.
+    # The prompts have 3, 9 and 13 tokens. The last leaves nothing of the budget of 8, but a call
+    # needs at least one token.
     assert [len(turn.ac.tokens) for turn in trajectory.transitions] == [5, 3, 1]
 
 
-def test_without_limits_a_policy_is_not_asked_for_a_maximum():
+def test_without_limits_the_policy_gets_no_max_tokens():
     class Old(TokenCompleter):
         async def __call__(self, model_input, stop):  # type: ignore[override]
             return TokensWithLogprobs([49], [-1.0])
@@ -254,7 +254,7 @@ def test_without_limits_a_policy_is_not_asked_for_a_maximum():
     assert len(play(Limited(rollout_limits=RolloutLimits(max_turns=9)), Old()).transitions) == 2
 
 
-def test_time_is_over_while_the_policy_writes():
+def test_the_time_limit_cancels_a_running_policy_call():
     env = Limited(turns=9, rollout_limits=RolloutLimits(rollout_timeout_seconds=0.3))
     trajectory = play(env, policy := Slow(since=2))
     assert policy.cancelled == 1
@@ -272,7 +272,7 @@ def test_time_is_over_while_the_policy_writes():
     assert sequence.mask_N.sum() == 2
 
 
-def test_rewards_of_an_end_without_an_action_are_checked():
+def test_rewards_of_an_end_without_an_action_are_validated():
     class Full(Plain):
         async def initial_observation(self) -> Any:
             return InitialObservationOverflow(float("nan"))
@@ -289,7 +289,7 @@ def test_rewards_of_an_end_without_an_action_are_checked():
         play(Ungraded(rollout_limits=RolloutLimits(rollout_timeout_seconds=1e-9)))
 
 
-def test_a_policy_that_does_not_answer_has_failed():
+def test_a_policy_that_exceeds_its_timeout_fails():
     env = Limited(
         turns=9,
         rollout_limits=RolloutLimits(
@@ -301,7 +301,7 @@ def test_a_policy_that_does_not_answer_has_failed():
     assert env.asked == []
 
 
-def test_a_timeout_of_the_policy_is_its_own():
+def test_a_timeout_error_of_the_policy_is_raised_unchanged():
     class Broken(TokenCompleter):
         async def __call__(self, model_input, stop, *, max_tokens=None):
             raise TimeoutError("the connection")
@@ -310,7 +310,7 @@ def test_a_timeout_of_the_policy_is_its_own():
         play(Limited(rollout_limits=RolloutLimits(rollout_timeout_seconds=60)), Broken())
 
 
-def test_rewards_and_metrics_are_plain_numbers():
+def test_numpy_rewards_and_metrics_become_plain_numbers():
     import numpy as np
 
     trajectory = play(
@@ -321,7 +321,7 @@ def test_rewards_and_metrics_are_plain_numbers():
     assert (turn.metrics["correct"], turn.metrics["tries"]) == (0.5, 2)
 
 
-def test_an_empty_prompt_is_one():
+def test_an_empty_prompt_is_accepted():
     class Free(Answering):
         async def initial_observation(self):
             return ModelInput.empty(), [10]

@@ -1,4 +1,4 @@
-"""The loop on a service whose weights are a digest of all that was trained on (digest_service.py)."""
+"""The RL loop on a service whose weights are a digest of all training data (digest_service.py)."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ STEPS = 6
 
 @pytest.fixture(autouse=True)
 def _no_git(monkeypatch):
-    """Git takes longer than a whole run."""
+    """Skip git, which takes longer than a whole run."""
     monkeypatch.setattr("planish.training.run_loop.code_diff", lambda paths: "")
 
 
@@ -85,7 +85,7 @@ VARIANTS = {
     "schedule": {"lr_schedule": "linear", "warmup_steps": 2},
 }
 ALIKE = ("substeps", "folders", "epochs", "schedule")
-"""Of those that write and wait as others do, only the slow tests are killed everywhere."""
+"""Variants that only the slow tests kill at every operation."""
 
 
 @pytest.mark.slow
@@ -154,9 +154,9 @@ def test_the_same_seed_gives_the_same_run(tokenizer, tmp_path, name):
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
 )
-def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
-    """With lag the first steps after a resumption are played by newer weights than they would have
-    been, so only the data's order is the same; without lag the weights are too.
+def test_a_run_killed_at_any_operation_resumes_to_the_same_result(tokenizer, tmp_path, name):
+    """With staleness, the first steps after a resume are sampled from newer weights, so only the
+    order of the data is equal. Without staleness, the weights are equal too.
     """
     whole = FakeService(tokenizer)
     train(whole, tmp_path / "whole", **VARIANTS[name])
@@ -189,7 +189,7 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, tmp_path, name):
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("streaming", "tests")),
     ],
 )
-def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
+def test_control_c_saves_the_finished_steps(tokenizer, tmp_path, name, monkeypatch):
     whole = FakeService(tokenizer)
     train(whole, tmp_path / "whole", **VARIANTS[name])
     for stop_at in range(3, len(whole.operations), max(1, len(whole.operations) // 5)):
@@ -198,7 +198,7 @@ def test_control_c_saves_where_it_stops(tokenizer, tmp_path, name, monkeypatch):
         interruptions = []
         monkeypatch.setattr(Interruption, "heed_signals", recorded(interruptions))
         monkeypatch.setattr(service, "count", asking(service, stop_at, interruptions))
-        with suppress(KeyboardInterrupt):  # in its last step the run ends by itself
+        with suppress(KeyboardInterrupt):  # in its last step the run completes
             train(service, path, **VARIANTS[name])
         done = len([row for row in read_rows(path / "metrics.jsonl") if "optim/lr" in row])
         saved = [record["batch"] for record in read_rows(path / "checkpoints.jsonl")]
@@ -232,26 +232,26 @@ def asking(service, stop_at, interruptions):
     return counting
 
 
-def test_a_finished_run_goes_on_with_more_steps(tokenizer, tmp_path):
+def test_a_finished_run_continues_with_more_steps(tokenizer, tmp_path):
     options = VARIANTS["tests"]
     train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
     service = FakeService(tokenizer)
     train(service, tmp_path / "parts", **options, max_steps=3)
     assert [row["step"] for row in rows_of(tmp_path / "parts")] == [0, 1, 2, 3]
-    train(service, tmp_path / "parts", **options, max_steps=3)  # nothing to do
+    train(service, tmp_path / "parts", **options, max_steps=3)  # the run has no more steps
     train(service, tmp_path / "parts", **options)
     assert [row["step"] for row in rows_of(tmp_path / "parts")] == list(range(STEPS + 1))
     assert final_weights(service) == final_weights(whole)
 
 
-def test_a_rate_that_falls_until_the_last_step_fixes_that_step(service, tmp_path):
+def test_a_decaying_learning_rate_fixes_the_number_of_steps(service, tmp_path):
     train(service, tmp_path, max_steps=2, lr_schedule="linear")
     with pytest.raises(UserError, match="max_steps was 2, is 3"):
         train(service, tmp_path, max_steps=3, lr_schedule="linear")
 
 
 @pytest.mark.parametrize("layout", ["flat", "folders"])
-def test_the_console_names_the_first_page_of_rollouts(service, tmp_path, capsys, layout):
+def test_the_console_prints_the_first_rollout_page(service, tmp_path, capsys, layout):
     train(service, tmp_path, max_steps=2, num_groups_to_log=1, rollout_layout=layout)
     [line] = [
         line for line in capsys.readouterr().out.splitlines() if line.startswith("rollouts of step")
@@ -262,7 +262,7 @@ def test_the_console_names_the_first_page_of_rollouts(service, tmp_path, capsys,
     assert "rollouts of step" not in capsys.readouterr().out
 
 
-def test_checkpoints_say_where_the_run_was(service, tmp_path, monkeypatch):
+def test_checkpoint_metadata_has_the_run_directory(service, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     train(service, tmp_path / "runs" / "a", max_steps=1, recipe_name="mine")
     assert service.clients[-1].metadata == {"log_path": "~/runs/a", "recipe_name": "mine"}
@@ -276,16 +276,14 @@ def test_checkpoints_say_where_the_run_was(service, tmp_path, monkeypatch):
         ({"lr_schedule": "linear"}, ""),
     ],
 )
-def test_a_run_that_is_done_says_what_would_make_it_longer(
-    service, tmp_path, capsys, options, remedy
-):
+def test_a_finished_run_prints_how_to_extend_it(service, tmp_path, capsys, options, remedy):
     train(service, tmp_path, **options)
     capsys.readouterr()
     train(service, tmp_path, **options)
     assert capsys.readouterr().out.endswith(f"steps are done{remedy}\n")
 
 
-def test_lag_never_exceeds_its_bound_and_is_used(service, tmp_path):
+def test_staleness_reaches_but_never_exceeds_its_bound(service, tmp_path):
     generator = random.Random(0)
     service.delay = lambda tokens, seed: generator.random() * 0.02
     train(service, tmp_path, async_config=AsyncConfig(max_steps_off_policy=2))
@@ -294,7 +292,7 @@ def test_lag_never_exceeds_its_bound_and_is_used(service, tmp_path):
         assert row["sampling_client/step_min"] == row["step"] - row["async/staleness_max"]
 
 
-def test_lag_zero_is_the_synchronous_loop(tokenizer, tmp_path):
+def test_zero_staleness_equals_the_synchronous_loop(tokenizer, tmp_path):
     train(plain := FakeService(tokenizer), tmp_path / "plain")
     train(
         lagless := FakeService(tokenizer),
@@ -305,8 +303,8 @@ def test_lag_zero_is_the_synchronous_loop(tokenizer, tmp_path):
     assert plain.operations == lagless.operations
 
 
-def test_streaming_trains_while_others_are_played(service, tmp_path):
-    """The last group of the batch is not done before a gradient of the first one is on its way."""
+def test_streaming_trains_while_other_groups_are_rolled_out(service, tmp_path):
+    """The last group of the batch waits until a gradient of the first one was requested."""
 
     async def wait_for_a_gradient(number):
         while number == 1 and "forward_backward" not in service.operations:
@@ -322,7 +320,7 @@ def test_streaming_trains_while_others_are_played(service, tmp_path):
     assert service.clients[0].calls == [2, 2]
 
 
-def test_how_a_batch_is_cut(tokenizer, tmp_path):
+def test_a_batch_is_split_into_substeps_and_minibatches(tokenizer, tmp_path):
     cut = {
         "one": ({}, [16]),
         "two": ({"num_substeps": 2}, [8, 8]),
@@ -342,7 +340,7 @@ def test_how_a_batch_is_cut(tokenizer, tmp_path):
         assert service.clients[0].calls == calls, name
 
 
-def test_constant_groups(tokenizer, tmp_path):
+def test_constant_reward_groups_can_be_removed(tokenizer, tmp_path):
     builder = DigitsBuilder(constant_every=2)
     train(kept := FakeService(tokenizer), tmp_path / "kept", dataset_builder=builder, max_steps=1)
     train(
@@ -354,13 +352,13 @@ def test_constant_groups(tokenizer, tmp_path):
     )
     assert (kept.clients[0].calls, removed.clients[0].calls) == ([16], [8])
     [row] = rows_of(tmp_path / "removed")
-    # Counted over all groups, and told apart by tag.
+    # The metrics count all groups, with separate values per tag.
     assert row["env/all/by_group/frac_degenerate"] >= 0.5
     assert row["env/constant/by_group/frac_all_good"] == 1.0
     assert row["env/digits/total_episodes"] == 8
 
 
-def test_a_batch_of_constant_groups_changes_nothing(service, tmp_path):
+def test_a_batch_of_constant_reward_groups_takes_no_step(service, tmp_path):
     builder = DigitsBuilder(constant_every=1)
     train(
         service, tmp_path, dataset_builder=builder, max_steps=2, remove_constant_reward_groups=True
@@ -382,12 +380,12 @@ def test_learning_rate_follows_the_schedule(service, tmp_path):
     assert service.clients[0].rates == pytest.approx([0.1 / 3, 0.2 / 3, 0.1, 0.075, 0.05, 0.025])
 
 
-def test_post_update_kl(service, tmp_path):
+def test_post_update_kl_is_reported(service, tmp_path):
     train(service, tmp_path, compute_post_kl=True, max_steps=1)
     assert rows_of(tmp_path)[0]["kl_pre_post_v1"] == pytest.approx(GAP, abs=1e-6)
 
 
-def test_starting_from_other_weights(tokenizer, tmp_path):
+def test_a_run_can_start_from_the_weights_of_another_run(tokenizer, tmp_path):
     service = FakeService(tokenizer)
     train(service, tmp_path / "first", max_steps=2)
     train(
@@ -439,7 +437,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_bad_options_are_refused_before_any_work(service, tmp_path, name):
+def test_invalid_options_are_rejected_before_any_work(service, tmp_path, name):
     options, message = BAD[name]
     with pytest.raises(UserError, match=message):
         train(service, tmp_path / "run", **options)
@@ -447,7 +445,7 @@ def test_bad_options_are_refused_before_any_work(service, tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_penalty_at_another_temperature_is_refused(service, tmp_path):
+def test_a_kl_penalty_at_another_temperature_is_rejected(service, tmp_path):
     reference = KLReferenceConfig(base_model="tiny")
     with pytest.raises(UnsupportedError, match="temperature 1"):
         train(
@@ -455,13 +453,13 @@ def test_a_penalty_at_another_temperature_is_refused(service, tmp_path):
         )
 
 
-def test_other_options_do_not_mix_with_a_run(service, tmp_path):
+def test_changed_options_are_rejected_on_resume(service, tmp_path):
     train(service, tmp_path, max_steps=2)
     with pytest.raises(UserError, match="advantage was 'mean'"):
         train(service, tmp_path, max_steps=4, advantage="std")
 
 
-def test_a_data_set_of_another_size_is_not_the_one_of_the_run(service, tmp_path, monkeypatch):
+def test_a_dataset_of_another_size_is_rejected_on_resume(service, tmp_path, monkeypatch):
     train(service, tmp_path, max_steps=2)
     monkeypatch.setattr(Digits, "__len__", lambda self: STEPS + 1)
     with pytest.raises(
@@ -470,14 +468,14 @@ def test_a_data_set_of_another_size_is_not_the_one_of_the_run(service, tmp_path,
         train(service, tmp_path, max_steps=4)
 
 
-def test_tests_of_one_name_are_refused(service, tmp_path):
+def test_evaluators_with_one_name_are_rejected(service, tmp_path):
     options = {"dataset_builder": DigitsBuilder(tests=1), "eval_every": 1}
     builders = [lambda: RLTestSetEvaluator(Digits(1, 1), 8, name="test")]
     with pytest.raises(UserError, match="name of its own"):
         train(service, tmp_path / "run", evaluator_builders=builders, **options)
 
 
-def test_further_evaluators(service, tmp_path):
+def test_additional_evaluators_run_on_schedule(service, tmp_path):
     class Steps(TrainingClientEvaluator):
         async def __call__(self, training_client):
             return {"steps": training_client.weights.steps}
@@ -491,7 +489,7 @@ def test_further_evaluators(service, tmp_path):
     assert found == [(0, 0), (2, 2), (3, 3)]
 
 
-def test_traces(service, tmp_path):
+def test_trace_events_are_written(service, tmp_path):
     train(service, tmp_path, enable_trace=True, max_steps=2)
     events = read_rows(tmp_path / "trace_events.jsonl")
     assert {"sampling", "train"} <= {event["name"] for event in events}

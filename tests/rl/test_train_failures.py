@@ -1,6 +1,4 @@
-"""What becomes of a run when something fails in it, when it is told to stop, and when groups of it
-come to nothing.
-"""
+"""RL runs with errors, interruptions and dropped groups, and how they resume."""
 
 import asyncio
 import gc
@@ -37,9 +35,7 @@ def _no_git(monkeypatch):
 
 @pytest.fixture(autouse=True)
 def _control_c():
-    """A suite that a shell runs in the background is told to ignore Ctrl-C, and so would these
-    runs.
-    """
+    """Enable SIGINT, because a shell lets background jobs ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -80,10 +76,10 @@ def broken() -> None:
     raise RuntimeError("the sandbox is gone")
 
 
-# What an error leaves behind.
+# Errors.
 
 
-def test_an_error_says_where_and_what_was_done_is_saved(service, tmp_path):
+def test_an_error_names_its_step_and_finished_steps_are_saved(service, tmp_path):
     builder = EventfulBuilder(happening=AtGroup(5, broken))  # the second group of step 2
     with pytest.raises(RuntimeError, match="the sandbox is gone") as caught:
         train(service, tmp_path, builder)
@@ -95,7 +91,7 @@ def test_an_error_says_where_and_what_was_done_is_saved(service, tmp_path):
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
-def test_a_data_set_that_raises_says_in_which_batch_and_what_was_done_is_saved(
+def test_a_dataset_error_names_its_batch_and_finished_steps_are_saved(
     service, tmp_path, monkeypatch
 ):
     def get_batch(self, index):
@@ -109,7 +105,7 @@ def test_a_data_set_that_raises_says_in_which_batch_and_what_was_done_is_saved(
     assert saved(tmp_path) == [("000002", 2)]
 
 
-def test_a_builder_without_a_data_set_is_told_so(service, tmp_path):
+def test_a_builder_without_a_dataset_is_rejected(service, tmp_path):
     @chz.chz
     class Empty(RLDatasetBuilder):
         async def __call__(self) -> Any:
@@ -119,7 +115,7 @@ def test_a_builder_without_a_data_set_is_told_so(service, tmp_path):
         train(service, tmp_path, Empty())
 
 
-def test_of_several_errors_at_once_the_first_says_where_too(service, tmp_path):
+def test_the_first_of_several_errors_names_its_step(service, tmp_path):
     async def several() -> None:
         async with asyncio.TaskGroup() as tasks:
             for _ in range(2):
@@ -131,14 +127,14 @@ def test_of_several_errors_at_once_the_first_says_where_too(service, tmp_path):
     assert saved(tmp_path) == [("000002", 2)]
 
 
-def test_an_environment_that_exits_is_an_error_and_what_was_done_is_saved(service, tmp_path):
+def test_system_exit_in_an_environment_saves_the_finished_steps(service, tmp_path):
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
         train(service, tmp_path, EventfulBuilder(happening=AtGroup(5, partial(sys.exit, 3))))
     assert saved(tmp_path) == [("000002", 2)]
 
 
-def test_an_error_within_an_update_saves_nothing(service, tmp_path):
-    """The first substep is done, the second cannot be: these weights are of no step."""
+def test_an_error_between_substeps_saves_nothing(service, tmp_path):
+    """After the first of two substeps, the weights belong to no step."""
 
     async def slow(number):
         if number == 3:
@@ -161,7 +157,7 @@ def test_an_error_within_an_update_saves_nothing(service, tmp_path):
         (NonFiniteError("the second of two substeps"), {"num_substeps": 2}, []),
     ],
 )
-def test_a_step_that_the_trainer_refuses_lets_the_steps_before_be_saved(
+def test_a_rejected_optimizer_step_saves_the_earlier_steps(
     service, tmp_path, monkeypatch, error, options, left
 ):
     class FailingTrainer(FakeTrainingClient):
@@ -178,8 +174,8 @@ def test_a_step_that_the_trainer_refuses_lets_the_steps_before_be_saved(
     assert saved(tmp_path) == left
 
 
-def test_an_error_of_a_later_batch_lets_a_step_be_finished(service, tmp_path, monkeypatch):
-    """With lag a group may fail while the trainer is at work on the step before."""
+def test_an_error_in_a_later_batch_lets_the_current_step_finish(service, tmp_path, monkeypatch):
+    """With staleness, a group may fail while the trainer works on the previous step."""
     training = asyncio.Event()
 
     class SlowTrainer(FakeTrainingClient):
@@ -189,7 +185,7 @@ def test_an_error_of_a_later_batch_lets_a_step_be_finished(service, tmp_path, mo
         async def later(self, pending):
             if len(self.rates) == 2:
                 training.set()
-                await asyncio.sleep(0.05)  # time for the error to reach the loop
+                await asyncio.sleep(0.05)  # let the error reach the loop
             return await pending
 
     async def fail_while_training(number):
@@ -205,8 +201,8 @@ def test_an_error_of_a_later_batch_lets_a_step_be_finished(service, tmp_path, mo
     assert saved(tmp_path) == [("000002", 2)]
 
 
-def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_path):
-    """With lag a group may fail while the state is being saved, in another thread."""
+def test_an_error_in_a_later_batch_lets_the_checkpoint_finish(service, tmp_path):
+    """With staleness, a group may fail while another thread saves the state."""
     saving, failed = threading.Event(), threading.Event()
 
     async def fail_while_saving(number):
@@ -222,7 +218,7 @@ def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_pa
         if operation == "save_state":
             saving.set()
             assert failed.wait(10)
-            threading.Event().wait(0.2)  # time for the error to reach the loop
+            threading.Event().wait(0.2)  # let the error reach the loop
 
     service.count = slow_save
     builder = EventfulBuilder(happening=fail_while_saving)
@@ -238,7 +234,7 @@ def test_an_error_of_a_later_batch_lets_a_checkpoint_be_finished(service, tmp_pa
     assert read_rows(tmp_path / "checkpoints.jsonl")[0]["state_path"] in service.states
 
 
-def test_an_evaluator_that_raises_is_named(service, tmp_path):
+def test_an_evaluator_error_names_the_evaluator(service, tmp_path):
     class Judge(SamplingClientEvaluator):
         async def __call__(self, sampling_client):
             if sampling_client.weights.steps == 2:
@@ -252,14 +248,14 @@ def test_an_evaluator_that_raises_is_named(service, tmp_path):
 
 
 async def leak_a_cancellation(*_):
-    """As code does that awaits a task of its own after it was cancelled."""
+    """Raise CancelledError, as code does that awaits its own cancelled task."""
     inner = asyncio.create_task(asyncio.sleep(60))
     inner.cancel()
     await inner
 
 
 @pytest.mark.parametrize("where", ["environment", "evaluator"])
-def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved(
+def test_an_unrequested_cancellation_is_reported_and_finished_steps_are_saved(
     service, tmp_path, where
 ):
     class Judge(SamplingClientEvaluator):
@@ -281,7 +277,7 @@ def test_a_cancellation_that_nobody_asked_for_is_told_and_what_was_done_is_saved
 
 
 @pytest.mark.parametrize("given", [None, {"score": "high"}])
-def test_an_evaluator_that_gives_no_numbers_is_named(service, tmp_path, given):
+def test_an_evaluator_with_invalid_metrics_is_named(service, tmp_path, given):
     class Judge(SamplingClientEvaluator):
         async def __call__(self, sampling_client):
             return given
@@ -305,13 +301,13 @@ class Scores(SamplingClientEvaluator):
         ({"step": 77}, "metric 'step', which is the row's"),
     ],
 )
-def test_metrics_of_evaluators_do_not_cover_others(service, tmp_path, second, message):
+def test_evaluator_metrics_must_not_overwrite_others(service, tmp_path, second, message):
     builders = [partial(Scores, {"score": 0.1}), partial(Scores, second)]
     with pytest.raises(UserError, match=f"the evaluator Scores gave the {message}"):
         train(service, tmp_path, evaluator_builders=builders, eval_every=1)
 
 
-def test_a_metric_that_is_not_finite_is_left_out_and_said(service, tmp_path, capsys):
+def test_a_non_finite_metric_is_omitted_with_a_warning(service, tmp_path, capsys):
     class Judge(SamplingClientEvaluator):
         async def __call__(self, sampling_client):
             return {"score": float("nan"), "others": 1.0}
@@ -323,10 +319,10 @@ def test_a_metric_that_is_not_finite_is_left_out_and_said(service, tmp_path, cap
     assert "score is nan" in capsys.readouterr().out
 
 
-# Groups that come to nothing.
+# Dropped groups.
 
 
-def test_dropped_groups_are_counted_and_leave_no_row_of_zeros(service, tmp_path):
+def test_dropped_groups_are_counted_and_not_averaged_as_zero(service, tmp_path):
     async def all_of_step_1(number):
         if number in (2, 3):
             broken()
@@ -353,7 +349,7 @@ def test_dropped_groups_are_counted_and_leave_no_row_of_zeros(service, tmp_path)
     assert rows[0]["test/rollout_errors/groups_skipped"] == 1
 
 
-def test_a_test_of_which_nothing_is_left_has_no_score(service, tmp_path):
+def test_an_evaluation_without_remaining_groups_has_no_score(service, tmp_path):
     async def always(number):
         broken()
 
@@ -371,7 +367,7 @@ def test_a_test_of_which_nothing_is_left_has_no_score(service, tmp_path):
         assert not any(name.startswith("test/env") for name in row)
 
 
-# Being told to stop.
+# Interruptions.
 
 
 def interrupt() -> None:
@@ -383,7 +379,7 @@ def interrupt_soon() -> None:
 
 
 def interrupting_at(service, operation, occurrence):
-    """Ctrl-C before the nth operation of this name."""
+    """Send Ctrl-C before the nth operation of this name."""
     count = service.count
 
     def counting(name):
@@ -409,7 +405,7 @@ PHASES = {
 
 
 @pytest.mark.parametrize("phase", PHASES)
-def test_control_c_in_every_phase(service, tmp_path, phase, monkeypatch):
+def test_control_c_in_every_phase_saves_the_finished_steps(service, tmp_path, phase, monkeypatch):
     builder = EventfulBuilder(happening=nothing, tests=2, at_test=nothing)
     options = {"eval_every": 3, "save_every": 3}
     train(whole := FakeService(service.tokenizer), tmp_path / "whole", builder, **options)
@@ -429,8 +425,8 @@ def test_control_c_in_every_phase(service, tmp_path, phase, monkeypatch):
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_control_c_is_answered_and_a_second_one_ends_at_once(service, tmp_path, capsys):
-    """Here while what was being played is cancelled, which would take a minute."""
+def test_a_second_control_c_ends_the_run_immediately(service, tmp_path, capsys):
+    """The second Ctrl-C comes while rollouts are cancelled, which would take a minute."""
 
     async def press_twice():
         interrupt()
@@ -450,7 +446,7 @@ def test_control_c_is_answered_and_a_second_one_ends_at_once(service, tmp_path, 
     assert steps_of(tmp_path) == [0, 1, 2, 3]
 
 
-def test_control_c_in_a_notebook_saves_what_was_done(service, tmp_path):
+def test_control_c_in_a_notebook_saves_the_finished_steps(service, tmp_path):
     async def press_and_wait():
         interrupt()
         await asyncio.sleep(60)
@@ -467,7 +463,7 @@ def test_control_c_in_a_notebook_saves_what_was_done(service, tmp_path):
     assert steps_of(tmp_path) == [0, 1, 2, 3]
 
 
-def test_a_process_that_ignores_control_c_goes_on_ignoring_it(service, tmp_path):
+def test_an_ignored_sigint_stays_ignored(service, tmp_path):
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         train(service, tmp_path, EventfulBuilder(happening=AtGroup(2, interrupt)))
@@ -478,16 +474,14 @@ def test_a_process_that_ignores_control_c_goes_on_ignoring_it(service, tmp_path)
 
 
 async def tasks_left(work):
-    """The tasks that `work` leaves behind when it fails."""
+    """Return the tasks that still run after `work` has failed."""
     with pytest.raises(BaseException) as caught:
         await work
     return caught.value, asyncio.all_tasks() - {asyncio.current_task()}
 
 
-def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
-    """Ctrl-C while the test's groups are played: they are cancelled and have ended when the run
-    has.
-    """
+def test_a_stopped_evaluation_leaves_no_running_tasks(service, tmp_path):
+    """Ctrl-C during an evaluation cancels its groups, which have ended when the run ends."""
     ended = []
     press = AtGroup(1, interrupt_soon)
 
@@ -508,8 +502,8 @@ def test_a_test_that_is_stopped_goes_on_nowhere(service, tmp_path):
 
 
 @pytest.mark.slow
-def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
-    """With lag a group fails while the test is played."""
+def test_an_error_cancels_a_concurrent_evaluation(service, tmp_path):
+    """With staleness, a group fails during the evaluation."""
     testing = asyncio.Event()
 
     async def fail_in_the_test(number):
@@ -530,10 +524,10 @@ def test_an_error_stops_a_test_that_goes_on_beside_it(service, tmp_path):
     assert isinstance(error, RuntimeError)
     assert not any("more tasks failed" in note for note in error.__notes__)
     assert left == set()
-    gc.collect()  # an error that nobody asked for would be a warning
+    gc.collect()  # an error that is never retrieved would be a warning
 
 
-def test_an_error_while_stopping_does_not_cost_the_checkpoint(service, tmp_path):
+def test_an_error_while_stopping_still_saves_a_checkpoint(service, tmp_path):
     async def fail_when_cancelled():
         interrupt_soon()
         try:
@@ -546,13 +540,11 @@ def test_an_error_while_stopping_does_not_cost_the_checkpoint(service, tmp_path)
     assert saved(tmp_path) == [("000001", 1)]
 
 
-# Going on.
+# Resuming.
 
 
-def test_lag_after_a_resumption(service, tmp_path):
-    """The first step begins with the newest weights; the bound holds, and each group is played
-    again or for the first time.
-    """
+def test_the_staleness_bound_holds_after_a_resume(service, tmp_path):
+    """The first step after a resume samples from the newest weights, and the bound still holds."""
     played: list[int] = []
     fail = AtGroup(7, broken)
 
@@ -573,8 +565,8 @@ def test_lag_after_a_resumption(service, tmp_path):
     assert [row["async/staleness_max"] for row in rows[done:]] == [0, 1, 2, 2, 2, 2][: 6 - done]
 
 
-def test_a_state_that_has_expired_is_passed_over(tokenizer, tmp_path):
-    """Rolling states live for hours: after a night the run goes on from the one before."""
+def test_an_expired_state_is_skipped_on_resume(tokenizer, tmp_path):
+    """Rolling states live for hours. After a night, the run resumes from an earlier state."""
     options = {"save_every": 2, "rolling_save_every": 1}
     train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
     service = FakeService(tokenizer)
@@ -591,7 +583,7 @@ def test_a_state_that_has_expired_is_passed_over(tokenizer, tmp_path):
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
-def test_a_state_whose_files_are_damaged_is_passed_over(tokenizer, tmp_path, monkeypatch):
+def test_a_damaged_state_is_skipped_on_resume(tokenizer, tmp_path, monkeypatch):
     options = {"save_every": 1}
     train(whole := FakeService(tokenizer), tmp_path / "whole", **options)
     train(service := FakeService(tokenizer), tmp_path / "run", max_steps=3, **options)
@@ -609,7 +601,7 @@ def test_a_state_whose_files_are_damaged_is_passed_over(tokenizer, tmp_path, mon
     assert service.clients[-1].weights == whole.clients[-1].weights
 
 
-def test_a_run_of_which_no_state_is_left_says_so(service, tmp_path):
+def test_a_run_without_a_usable_state_is_rejected(service, tmp_path):
     train(service, tmp_path, save_every=1, max_steps=2)
     service.states.clear()
     with pytest.raises(CheckpointError, match="there is no checkpoint.*final-000002") as caught:
@@ -618,7 +610,7 @@ def test_a_run_of_which_no_state_is_left_says_so(service, tmp_path):
     assert steps_of(tmp_path) == [0, 1]
 
 
-def test_checkpoints_of_a_resumed_run_say_whose_they_are(service, tmp_path):
+def test_checkpoints_of_a_resumed_run_have_its_metadata(service, tmp_path):
     options = {"recipe_name": "sums", "renderer_name": "chatml"}
     train(service, tmp_path, max_steps=1, **options)
     train(service, tmp_path, **options)
@@ -626,13 +618,13 @@ def test_checkpoints_of_a_resumed_run_say_whose_they_are(service, tmp_path):
     assert [client.metadata for client in service.clients] == [noted, noted]
 
 
-def test_rolling_states_go_when_a_newer_state_is_recorded(service, tmp_path):
+def test_a_rolling_state_is_deleted_after_a_newer_one_is_recorded(service, tmp_path):
     train(service, tmp_path, save_every=3, rolling_save_every=1)
     assert [path.rsplit("/")[-1] for path in service.states] == ["000003", "final-000004"]
 
 
-def test_more_epochs_begin_where_fewer_ended(tokenizer, tmp_path):
-    """The order of the first epoch does not depend on how many there are."""
+def test_a_run_with_more_epochs_continues_where_fewer_ended(tokenizer, tmp_path):
+    """The order of the first epoch does not depend on the number of epochs."""
     played: list[int] = []
 
     async def note(number):
@@ -648,7 +640,7 @@ def test_more_epochs_begin_where_fewer_ended(tokenizer, tmp_path):
     assert groups[8:16] != groups[16:]
 
 
-def test_options_may_be_corrected_until_something_is_recorded(service, tmp_path):
+def test_options_can_change_until_a_checkpoint_is_recorded(service, tmp_path):
     class Refusing(FakeService):
         def create_lora_training_client(self, base_model, rank, seed, user_metadata=None):
             raise UserError(f"no source has {base_model}")
@@ -660,15 +652,15 @@ def test_options_may_be_corrected_until_something_is_recorded(service, tmp_path)
         train(service, tmp_path, model_name="tinny")
 
 
-def test_a_run_directory_may_be_moved(service, tmp_path, monkeypatch):
+def test_a_run_directory_can_be_moved(service, tmp_path, monkeypatch):
     train(service, tmp_path / "here", max_steps=1)
     (tmp_path / "here").rename(tmp_path / "there")
     monkeypatch.chdir(tmp_path)
     assert steps_of(train(service, "there")) == [0, 1, 2, 3]
 
 
-def test_other_data_do_not_mix_with_a_run(service, tmp_path):
-    """Also if their options look alike."""
+def test_other_data_are_rejected_on_resume(service, tmp_path):
+    """Other data are detected although their options are equal."""
 
     @chz.chz
     class Others(DigitsBuilder):
@@ -679,7 +671,7 @@ def test_other_data_do_not_mix_with_a_run(service, tmp_path):
         train(service, tmp_path, Others())
 
 
-def test_answers_fit_into_the_context_in_tests_too(service, tmp_path):
+def test_evaluation_answers_fit_into_the_context(service, tmp_path):
     service.context = 2 + 4
     train(service, tmp_path, DigitsBuilder(tests=1), eval_every=1, max_steps=1)
     assert [row["test/env/all/total_episodes"] for row in rows_of(tmp_path)] == [4, 4]

@@ -1,5 +1,5 @@
-"""The loop on a real engine with a tiny random model, in deterministic mode: resumed runs end with
-the same bits.
+"""The RL loop on a real engine with a tiny random model. In deterministic mode, resumed runs end
+bitwise identical.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from planish.training.train_rl import main
 from planish.types import CheckpointPath
 
 TIMING = ("time/", "tokens/prefill", "tokens/cumulative/prefill", "env/all/total_cached_ob_tokens")
-"""Times, and what depends on them: whether a prompt's beginning was cached already."""
+"""Metrics that depend on timing, such as prefix cache hits."""
 STEPS = 4
 SCRIPT = """
 import asyncio, sys
@@ -96,7 +96,7 @@ def whole(model, tmp_path_factory):
     return directory
 
 
-def test_the_policy_that_is_trained_is_the_one_that_sampled(whole):
+def test_trained_logprobs_equal_sampled_logprobs(whole):
     rows = [row for row in untimed(whole / "run") if "optim/lr" in row]
     assert len(rows) == STEPS
     for row in rows:
@@ -105,7 +105,7 @@ def test_the_policy_that_is_trained_is_the_one_that_sampled(whole):
         assert row["optim/grad_norm"] > 0
 
 
-def test_the_same_seed_gives_the_same_file(model, whole, tmp_path):
+def test_the_same_seed_gives_the_same_metrics_file(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run")
     assert untimed(tmp_path / "run") == untimed(whole / "run")
     assert_equal(
@@ -114,7 +114,7 @@ def test_the_same_seed_gives_the_same_file(model, whole, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
+def test_a_resumed_run_ends_bitwise_identical(model, whole, tmp_path):
     train(model, tmp_path / "data", tmp_path / "run", max_steps=1)
     train(model, tmp_path / "data", tmp_path / "run")
     assert_equal(
@@ -127,7 +127,7 @@ def test_a_run_in_two_parts_ends_with_the_same_bits(model, whole, tmp_path):
 @pytest.mark.parametrize(
     "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
 )
-def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
+def test_a_stopped_or_killed_process_resumes_bitwise_identically(model, whole, tmp_path, end):
     here, data, log = str(Path(__file__).parent), str(tmp_path / "data"), str(tmp_path / "run")
     script = SCRIPT.format(here=here, model=model, data=data, log=log)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -135,8 +135,7 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
         [sys.executable, "-c", script],
         env=environment,
         stdout=subprocess.DEVNULL,
-        # A suite that a shell runs in the background is told to ignore Ctrl-C, and so would this
-        # program.
+        # A shell lets background jobs ignore SIGINT, and the program would inherit that.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -147,7 +146,7 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
         time.sleep(0.005)
     process.send_signal(end)
     code = process.wait(timeout=60)
-    if end == signal.SIGINT and code == 130:  # it may have been through already
+    if end == signal.SIGINT and code == 130:  # it may already have ended
         saved = read_rows(tmp_path / "run" / "checkpoints.jsonl")[-1]["batch"]
         assert saved == len([row for row in read_rows(metrics) if "optim/lr" in row])
     train(model, tmp_path / "data", tmp_path / "run")
@@ -155,7 +154,7 @@ def test_a_process_that_is_stopped_or_killed(model, whole, tmp_path, end):
     assert untimed(log) == untimed(whole / "run")
 
 
-def test_lag_and_streaming_on_the_engine(model, tmp_path):
+def test_asynchronous_and_streaming_runs_train_on_the_engine(model, tmp_path):
     train(
         model,
         tmp_path / "data",

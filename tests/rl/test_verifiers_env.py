@@ -1,6 +1,4 @@
-"""Environments of verifiers under planish's rollouts. Needs `planish[verifiers]`; skipped where it
-is not.
-"""
+"""Environments of verifiers in planish's rollouts; skipped without planish[verifiers]."""
 
 import asyncio
 import json
@@ -26,7 +24,7 @@ from planish.runlog import model_renderer as renderers
 from planish.runlog.model_renderer import model_renderer
 from planish.testing import tiny_model
 
-pytestmark = pytest.mark.filterwarnings("default")  # the library's own dependencies warn
+pytestmark = pytest.mark.filterwarnings("default")  # warnings of dependencies of verifiers
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 2, "b": 3}}\n</tool_call>'
 
 
@@ -42,8 +40,8 @@ def fresh(monkeypatch):
 
 
 class Policy(TokenCompleter):
-    """Says the next of its lines; each rollout has lines of its own. A line with "..." at its end
-    is cut off.
+    """Returns its next line; each rollout has its own lines. A line that ends with "..." is
+    truncated.
     """
 
     def __init__(self, model: str, lines: Callable[[int], list[str]]) -> None:
@@ -89,7 +87,7 @@ def play(group: EnvGroupBuilder, policy: TokenCompleter) -> TrajectoryGroup:
     return found
 
 
-def test_rewards_are_the_rubrics_of_the_whole_group(model):
+def test_rewards_come_from_the_rubric_of_the_whole_group(model):
     group = group_of(model)
     answer = group.row["answer"]  # type: ignore[attr-defined]
     said = [f"it is {answer}", "I do not know at all"]
@@ -104,7 +102,7 @@ def test_rewards_are_the_rubrics_of_the_whole_group(model):
     assert group.logging_tags() == ["verifiers_environments"]
 
 
-def test_turns_are_one_sequence_of_what_was_sampled(model):
+def test_verifiers_turns_become_one_sequence_of_sampled_tokens(model):
     policy = Policy(model, lambda _: ["first", "second", "third"])
     played = play(group_of(model, kind="multi", group_size=1, system_prompt="Be brief."), policy)
     [trajectory] = played.trajectories_G
@@ -126,7 +124,7 @@ def test_turns_are_one_sequence_of_what_was_sampled(model):
 
 
 class Spelling(Policy):
-    """Writes its first word byte by byte, where the tokenizer has one token for it."""
+    """Samples its first word byte by byte, although the tokenizer has one token for it."""
 
     async def __call__(
         self, model_input: Any, stop: Any, *, max_tokens: int | None = None
@@ -139,7 +137,7 @@ class Spelling(Policy):
         return TokensWithLogprobs(tokens, [-0.5] * len(tokens), "stop")
 
 
-def test_tokens_are_not_made_anew_from_text(model):
+def test_verifiers_tokens_are_not_tokenized_again(model):
     policy = Spelling(model, lambda _: ["", "done"])
     assert len(policy.renderer.tokenizer.encode("<tool_response>", add_special_tokens=False)) == 1
     [trajectory] = play(group_of(model, kind="multi", group_size=1), policy).trajectories_G
@@ -150,7 +148,7 @@ def test_tokens_are_not_made_anew_from_text(model):
     assert trajectory.stop_reason == "completed"
 
 
-def test_tools_are_offered_and_called(model):
+def test_verifiers_tools_are_offered_and_called(model):
     policy = Policy(model, lambda _: [f"Let me see.\n{CALL}", "It is 5."])
     played = play(group_of(model, kind="tools", group_size=1), policy)
     [trajectory] = played.trajectories_G
@@ -161,7 +159,7 @@ def test_tools_are_offered_and_called(model):
     assert trajectory.stop_reason == "completed"
 
 
-def test_a_history_that_is_rewritten_is_another_sequence(model):
+def test_a_rewritten_verifiers_history_begins_a_new_sequence(model):
     policy = Policy(model, lambda _: ["done"])
     policy.lines = lambda _: ["a"]  # type: ignore[assignment]
     [trajectory] = play(group_of(model, kind="rewriting", group_size=1), policy).trajectories_G
@@ -170,13 +168,13 @@ def test_a_history_that_is_rewritten_is_another_sequence(model):
     assert "anew 1" not in policy.prompts[2]
 
 
-def test_what_is_cut_off_is_told(model):
+def test_a_truncated_answer_is_reported_to_verifiers(model):
     played = play(group_of(model, group_size=1), Policy(model, lambda _: ["going on and..."]))
     assert played.trajectories_G[0].stop_reason == "max_tokens"
     assert played.metrics_G[0]["truncated"] == 1.0
 
 
-def test_a_prompt_without_room_ends_a_rollout(model):
+def test_a_prompt_that_fills_the_context_ends_a_verifiers_rollout(model):
     policy = Policy(model, lambda _: ["x" * 50, "y", "z"])
     played = play(group_of(model, kind="multi", group_size=1, max_prompt_tokens=60), policy)
     assert [len(t.transitions) for t in played.trajectories_G] == [1]
@@ -190,13 +188,13 @@ def test_a_prompt_without_room_ends_a_rollout(model):
     ("kind", "error", "told"),
     [("failing", Exception, "the machine is gone"), ("hungry", UnsupportedError, "temperature")],
 )
-def test_errors_are_the_rollouts(kind, error, told, model):
+def test_errors_of_a_verifiers_environment_fail_the_rollout(kind, error, told, model):
     policy = Policy(model, lambda _: ["a", "b", "c"])
     with pytest.raises(error, match=told):
         play(group_of(model, kind=kind, group_size=1), policy)
 
 
-def test_what_is_cancelled_cleans_up(model):
+def test_a_cancelled_verifiers_rollout_runs_its_cleanup(model):
     from verifiers_environments import CLEANED
 
     async def cancelled() -> None:
@@ -215,13 +213,13 @@ def test_what_is_cancelled_cleans_up(model):
     assert len(CLEANED) == 3
 
 
-def test_its_own_time_limit_ends_a_rollout(model):
+def test_the_time_limit_of_verifiers_ends_a_rollout(model):
     group = group_of(model, kind="slow", group_size=1, timeout_seconds=0.3)
     [trajectory] = play(group, Policy(model, lambda _: ["a", "b", "c"])).trajectories_G
     assert trajectory.stop_reason == "rollout_timeout"
 
 
-def test_tests_are_its_eval_data_or_held_out(model):
+def test_evaluation_uses_the_eval_dataset_or_held_out_rows(model):
     def splits(**options: Any) -> tuple[set[str], set[str]]:
         train, tests = asyncio.run(builder_of(model, **options)())
 
@@ -241,13 +239,13 @@ def test_tests_are_its_eval_data_or_held_out(model):
         splits(eval_problems=6)
 
 
-def test_groups_travel_to_another_process(model):
+def test_verifiers_groups_run_in_another_process(model):
     group = pickle.loads(pickle.dumps(group_of(model)))
     assert len(play(group, Policy(model, lambda _: ["a"])).trajectories_G) == 2
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_stay_the_runs(model, number):
+def test_loading_verifiers_keeps_the_signal_handlers(model, number):
     before = signal.getsignal(number)
     group_of(model)
     assert signal.getsignal(number) is before
@@ -267,14 +265,14 @@ def test_signals_stay_the_runs(model, number):
         ({"env_id": "verifiers_environments", "group_size": 1}, "group_size=1"),
     ],
 )
-def test_bad_options_are_told_before_any_work(options, told, tmp_path):
+def test_invalid_verifiers_options_are_rejected_before_any_work(options, told, tmp_path):
     with pytest.raises(UserError, match=told):
         main(Options(log_path=str(tmp_path / "run"), **options))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("processes", [0, 1])
-def test_the_recipe_trains(processes, model, tmp_path, monkeypatch):
+def test_the_verifiers_recipe_trains(processes, model, tmp_path, monkeypatch):
     from planish import ServiceClient
 
     options = Options(

@@ -1,4 +1,4 @@
-"""Messages between verifiers and planish, without the library: what is read are attributes."""
+"""Conversion of messages between verifiers and planish; does not need verifiers."""
 
 from importlib.metadata import PackageNotFoundError
 from types import SimpleNamespace as Object
@@ -36,11 +36,11 @@ CALL = {"type": "function", "id": "call_0", "function": {"name": "add", "argumen
         (Object(role="assistant", content=None), {"role": "assistant", "content": ""}),
     ],
 )
-def test_messages_are_read(given, wanted):
+def test_verifiers_messages_are_converted(given, wanted):
     assert read_message(given) == wanted
 
 
-def test_pictures_are_refused():
+def test_images_are_rejected():
     with pytest.raises(UnsupportedError, match="image_url"):
         read_message(
             Object(role="user", content=[{"type": "image_url", "image_url": {"url": "x"}}])
@@ -59,22 +59,22 @@ def test_pictures_are_refused():
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
     ],
 )
-def test_an_answer_comes_back_as_it_went(answer):
-    """By this a prompt is known to go on from the one before."""
+def test_an_answer_survives_the_conversion_to_verifiers_and_back(answer):
+    """The equality shows that a prompt extends the previous one."""
     fields = answer_fields(answer)
     calls = fields["tool_calls"] and [Object(**call) for call in fields["tool_calls"]]
     back = read_message(Object(role="assistant", **{**fields, "tool_calls": calls}))
     assert back == _as_told(fields) == answer
 
 
-def test_a_call_that_cannot_be_read_is_text():
+def test_an_unparsable_tool_call_stays_text():
     spoiled = [{"raw_text": "<tool_call>{</tool_call>", "error": "not JSON"}]
     fields = answer_fields({"role": "assistant", "content": "see", "unparsed_tool_calls": spoiled})
     assert fields["content"] == "see\n<tool_call>{</tool_call>"
     assert fields["tool_calls"] is None
 
 
-def test_tools_come_with_the_system_message(tokenizer):
+def test_tools_are_added_to_the_system_message(tokenizer):
     renderer = get_renderer("qwen3_instruct", tokenizer)
     tool = read_tool(
         Object(name="add", description="Adds.", parameters={"type": "object", "properties": {}})
@@ -91,14 +91,14 @@ def test_tools_come_with_the_system_message(tokenizer):
     assert offered(renderer, asked, []) == asked
 
 
-def test_sampling_is_the_runs():
+def test_sampling_options_of_verifiers_are_rejected():
     check_sampling({"n": 1, "extra_body": {}, "stop": None})
     for arguments in ({"n": 2}, {"temperature": 0.0}, {"stop": ["\n"]}):
         with pytest.raises(UnsupportedError, match=next(iter(arguments))):
             check_sampling(arguments)
 
 
-def test_arguments_have_one_form():
+def test_env_args_have_one_canonical_form():
     assert read_env_args('{"b": 1, "a": [2]}') == read_env_args('{"a":[2],"b":1}')
 
 
@@ -106,7 +106,7 @@ def test_arguments_have_one_form():
     ("found", "error"),
     [(None, UserError), ("0.4.0", UnsupportedError), ("0.1.9", UnsupportedError)],
 )
-def test_the_library_is_asked_for_by_name(found, error, monkeypatch):
+def test_a_missing_or_unsupported_verifiers_is_rejected(found, error, monkeypatch):
     def version(name: str) -> str:
         if found is None:
             raise PackageNotFoundError(name)

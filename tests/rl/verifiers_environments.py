@@ -1,4 +1,4 @@
-"""A module as verifiers' load_environment finds it, with an environment of each kind."""
+"""A module that verifiers' load_environment finds, with one environment of each kind."""
 
 import asyncio
 from typing import Any
@@ -7,7 +7,7 @@ import verifiers  # pyright: ignore[reportMissingImports]
 from datasets import Dataset
 
 CLEANED: list[str] = []
-"""Whose cleanup ran, by the prompt."""
+"""The prompts of the rollouts whose cleanup ran."""
 
 
 def load_environment(
@@ -46,7 +46,7 @@ def right(completion: Any, answer: str) -> float:
 
 
 def longest(completions: Any, **_: Any) -> list[float]:
-    """1 for the longest of the group: what only a whole group can be told."""
+    """Return 1 for the longest answer of the group, which needs the whole group."""
     lengths = [len(text_of(completion)) for completion in completions]
     return [float(length == max(lengths)) for length in lengths]
 
@@ -62,7 +62,7 @@ def add(a: int, b: int) -> int:
 
 
 class Countdown(verifiers.MultiTurnEnv):
-    """Answers with the number of turns that are left."""
+    """Answers with the number of remaining turns."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(max_turns=3, **options)
@@ -82,7 +82,7 @@ class Countdown(verifiers.MultiTurnEnv):
 
 
 class Rewriting(Countdown):
-    """Forgets what was said."""
+    """Drops the history of the conversation."""
 
     async def get_prompt_messages(self, state: Any) -> Any:
         return [verifiers.UserMessage(content=f"anew {len(state['trajectory'])}")]
