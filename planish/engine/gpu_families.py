@@ -42,7 +42,7 @@ from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPre
 from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.kernels.verdicts import Verdict
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec
 from planish.model.lora import LAYER_SITES, SITES, AdapterRows, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import pack
@@ -258,7 +258,7 @@ def _check_sampling(case: Case, vocab: int) -> None:
 
 def check_attention(case: Case) -> None:
     """Decode with ranges that are cut in several pieces, then prefill in two steps."""
-    shape = KVShape(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
+    shape = KVSpec(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
     bases = PoolBases(shape, case.config.max_context)
     batch = _Batch(case, shape)
     rows = {id(sample): row for row, sample in enumerate(batch.running[::-1])}
@@ -290,13 +290,13 @@ def check_attention(case: Case) -> None:
     _check_prefill(case, shape, bases)
 
 
-def _check_prefill(case: Case, shape: KVShape, bases: PoolBases) -> None:
+def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
     pools = KVPools(shape, GappedKVPool)
     prompts = [_Prompt(length) for length in case.sizes.prompts]
     spans, row = [], 2
     for prompt in prompts:
-        pool = pools.of(capacity_for(prompt.length))
-        pool.add(prompt)
+        pool = pools.pool_for(capacity_for(prompt.length))
+        pool.allocate(prompt)
         _fill(case, pool)
         begun = prompt.length // 3
         spans.append(PrefillSpan(pool, prompt.slot, row, begun, prompt.length - begun))
@@ -436,7 +436,7 @@ def check_graphs(case: Case) -> None:
         for name, shape in expected_shapes(config).items()
     }
     decoder = Decoder(config, weights, case.dtype, case.device)
-    shape = KVShape.of(config, case.dtype, case.device)
+    shape = KVSpec.from_config(config, case.dtype, case.device)
     recorded = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
     eager = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
     if recorded.recorder is None:
@@ -511,7 +511,7 @@ class _Sample:
 class _Batch:
     """Prompts and samples in pools of random contents."""
 
-    def __init__(self, case: Case, shape: KVShape) -> None:
+    def __init__(self, case: Case, shape: KVSpec) -> None:
         self._case = case
         self.prompts = KVPools(shape, GappedKVPool)
         self.samples = KVPools(shape, GappedKVPool)
@@ -523,26 +523,26 @@ class _Batch:
     def begin(self, length: int, sampled: list[int]) -> None:
         """A prompt, and samples that have so many tokens after it."""
         prompt = _Prompt(length)
-        pool = self.prompts.of(capacity_for(length))
-        pool.add(prompt)
+        pool = self.prompts.pool_for(capacity_for(length))
+        pool.allocate(prompt)
         _fill(self._case, pool)
         for count in sampled:
             stored = length % SPAN + count
             sample = _Sample(prompt, stored, capacity_for(stored + SPAN))
-            pool = self.samples.of(sample.capacity)
-            pool.add(sample)
+            pool = self.samples.pool_for(sample.capacity)
+            pool.allocate(sample)
             _fill(self._case, pool)
             self.running.append(sample)
 
     def end(self, sample: _Sample) -> None:
-        self.samples.of(sample.capacity).remove(sample)
+        self.samples.pool_for(sample.capacity).free(sample)
         self.running.remove(sample)
 
     def kept(self, sample: _Sample, more: int) -> tuple[Tensor, Tensor]:
         """Keys and values in the sample's slot from where the next one goes: [Hkv, 1 + more, E]
         without the first `more`.
         """
-        pool = self.samples.of(sample.capacity)
+        pool = self.samples.pool_for(sample.capacity)
         places = slice(sample.stored + more, sample.stored + more + 1)
         keys, values = (kept[0][sample.slot, :, places] for kept in (pool.keys, pool.values))
         return keys, values
@@ -550,8 +550,8 @@ class _Batch:
     def seen(self, sample: _Sample) -> tuple[Tensor, Tensor]:
         """Keys and values that the sample's next row sees, without its own: [Hkv, n, E]."""
         prompt, own = (
-            self.prompts.of(capacity_for(sample.prompt.length)),
-            self.samples.of(sample.capacity),
+            self.prompts.pool_for(capacity_for(sample.prompt.length)),
+            self.samples.pool_for(sample.capacity),
         )
         whole = sample.prompt.length // SPAN * SPAN
         keys, values = (

@@ -27,7 +27,7 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.kv_cache import KVShape, fitting_bytes, held_bytes
+from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weights import expected_shapes
 from planish.service import AdapterBytes
@@ -271,7 +271,7 @@ class _Model:
             "prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8)
         )
         running = given.get("kv_cache_bytes")
-        kept = prefixes + (held_bytes(running) if running is not None else 0)
+        kept = prefixes + (max_pool_bytes(running) if running is not None else 0)
         if "micro_batch_tokens" in given:
             trainer = TrainerSettings(given["micro_batch_tokens"])
         else:
@@ -281,14 +281,14 @@ class _Model:
         training = self._training(trainer)
         if running is None:
             wanted = self._at_most(
-                sampler.kv_cache_bytes, fitting_bytes(left - sampling - kept - training)
+                sampler.kv_cache_bytes, max_reservable_bytes(left - sampling - kept - training)
             )
             running = max(wanted, _LEAST_POSITIONS * self._per_position)
         return ModelMemory(
             weights=self.copies * self.weights,
             adapters=self.adapters,
             sampler=replace(sampler, kv_cache_bytes=running, prefix_cache_bytes=prefixes),
-            keys_values=held_bytes(running) + prefixes,
+            keys_values=max_pool_bytes(running) + prefixes,
             sampling=sampling,
             trainer=trainer,
             training=training,
@@ -322,7 +322,7 @@ class _Model:
 
     def _training(self, trainer: TrainerSettings) -> int:
         """Return the estimated bytes of one training micro-batch."""
-        return trainer.held_bytes(self.config, self.dtype, self.device)
+        return trainer.reserved_bytes(self.config, self.dtype, self.device)
 
     def _at_most(self, default: int, room: float) -> int:
         """Return `room` bytes, on a CPU limited to `default` bytes; never a negative size."""
@@ -330,7 +330,7 @@ class _Model:
 
     @property
     def _per_position(self) -> int:
-        return KVShape.of(self.config, self.dtype, self.device).bytes_per_position
+        return KVSpec.from_config(self.config, self.dtype, self.device).bytes_per_position
 
 
 def usable_bytes(device: torch.device) -> int | None:

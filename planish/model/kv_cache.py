@@ -42,7 +42,7 @@ class SlotOwner(Protocol):
 
 
 @dataclass(frozen=True)
-class KVShape:
+class KVSpec:
     """The shape, dtype and device of the keys and values of one position."""
 
     layers: int
@@ -52,15 +52,15 @@ class KVShape:
     device: torch.device
 
     @classmethod
-    def of(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVShape:
-        """Return the KV layout of a model with this config whose weights have this dtype."""
+    def from_config(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVSpec:
+        """Return the spec of a model with this config whose weights have this dtype."""
         narrow = (
             device.type != "cpu"
             or choose.triton_serves(device, "attention")
             or cpu.attends(config.head_dim, dtype, device)
         )
-        kept = dtype if narrow else torch.float32
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, kept, device)
+        kv_dtype = dtype if narrow else torch.float32
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, device)
 
     @property
     def bytes_per_position(self) -> int:
@@ -68,7 +68,7 @@ class KVShape:
         return 2 * self.layers * self.heads * self.head_dim * self.dtype.itemsize
 
 
-def held_bytes(reserved: int) -> int:
+def max_pool_bytes(reserved: int) -> int:
     """Return the maximum bytes that the pools may allocate for `reserved` bytes of reservations.
 
     The result is 1/8 more than `reserved`, because a freed slot stays allocated for the next owner
@@ -77,12 +77,12 @@ def held_bytes(reserved: int) -> int:
     return reserved + reserved // 8
 
 
-def fitting_bytes(held: float) -> float:
-    """Return the maximum reservation in bytes for pools that may allocate `held` bytes.
+def max_reservable_bytes(pool_bytes: float) -> float:
+    """Return the maximum reservation in bytes for pools that may allocate `pool_bytes`.
 
-    This function is the inverse of `held_bytes`.
+    This function is the inverse of `max_pool_bytes`.
     """
-    return held * 8 / 9
+    return pool_bytes * 8 / 9
 
 
 class KVPool:
@@ -92,43 +92,43 @@ class KVPool:
     in use are 0 .. len(pool) - 1, except in a `GappedKVPool`.
     """
 
-    def __init__(self, shape: KVShape, capacity: int) -> None:
+    def __init__(self, spec: KVSpec, capacity: int) -> None:
         """Create a pool without slots."""
-        self.shape = shape
+        self.spec = spec
         self.capacity = capacity
         self.owners: list[SlotOwner] = []
-        self.replaced = 0
+        self.reallocations = 0
         """The number of times the tensors were reallocated. Code that caches their addresses must
         read them again when this number changes.
         """
-        self.keys = [self._empty(0) for _ in range(shape.layers)]
-        self.values = [self._empty(0) for _ in range(shape.layers)]
+        self.keys = [self._empty(0) for _ in range(spec.layers)]
+        self.values = [self._empty(0) for _ in range(spec.layers)]
 
     def __len__(self) -> int:
         """Return the number of slots in use."""
         return len(self.owners)
 
-    def reserve(self, more: int) -> None:
-        """Allocate slots for `more` additional owners with at most one reallocation.
+    def reserve(self, additional: int) -> None:
+        """Provide slots for this many additional owners with at most one reallocation.
 
         Growing one slot at a time would copy the pool once per slot or leave unused slots.
         """
-        if len(self.owners) + more > self.slots:
-            self._resize(len(self.owners) + more)
+        if len(self.owners) + additional > self.slots:
+            self._resize(len(self.owners) + additional)
 
-    def add(self, owner: SlotOwner) -> None:
+    def allocate(self, owner: SlotOwner) -> None:
         """Assign a slot to `owner`, growing the pool if it is full."""
         if len(self.owners) == self.slots:
             self._resize(self.slots + max(4, self.slots // 8))
         owner.slot = len(self.owners)
         self.owners.append(owner)
 
-    def remove(self, *owners: SlotOwner) -> None:
+    def free(self, *owners: SlotOwner) -> None:
         """Free the owners' slots. The pool shrinks if less than about half of it is in use.
 
         The last slots move into the freed ones, so the `slot` of other owners may change.
         """
-        self._free([owner.slot for owner in owners])
+        self._free_slots([owner.slot for owner in owners])
         for owner in owners:
             owner.slot = -1
 
@@ -144,17 +144,19 @@ class KVPool:
 
     def move(self, owners: Sequence[SlotOwner], target: KVPool) -> None:
         """Move owners and their contents from this pool to `target`, whose slots are larger."""
-        sources = [owner.slot for owner in owners]
+        old_slots = [owner.slot for owner in owners]
         target.reserve(len(owners))
         for owner in owners:
-            target.add(owner)
-        theirs, mine = (
-            on_device(x, torch.int64, self.shape.device)
-            for x in ([o.slot for o in owners], sources)
+            target.allocate(owner)
+        new, old = (
+            on_device(x, torch.int64, self.spec.device)
+            for x in ([owner.slot for owner in owners], old_slots)
         )
-        for to, of in zip((*target.keys, *target.values), (*self.keys, *self.values), strict=True):
-            to[theirs, :, : self.capacity] = of[mine]
-        self._free(sources)
+        for to, source in zip(
+            (*target.keys, *target.values), (*self.keys, *self.values), strict=True
+        ):
+            to[new, :, : self.capacity] = source[old]
+        self._free_slots(old_slots)
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Return a copy of positions start .. stop - 1 of one slot over all layers.
@@ -168,58 +170,61 @@ class KVPool:
 
     def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
         """Store the keys and values that `read` returned at the positions from `start` on."""
-        for layer in range(self.shape.layers):
+        for layer in range(self.spec.layers):
             stop = start + chunk[0].shape[2]
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
             self.values[layer][slot, :, start:stop] = chunk[1][layer]
 
-    def copy(
+    def copy_from(
         self,
-        slots: Sequence[int],
-        source: KVPool,
-        sources: Sequence[int],
+        source_pool: KVPool,
+        source_slots: Sequence[int],
         starts: Sequence[int],
+        slots: Sequence[int],
         count: int,
     ) -> None:
-        """Copy `count` positions per slot from the pool `source` into this pool.
+        """Copy `count` positions per slot from another pool into this pool.
 
-        Positions starts[i] .. starts[i] + count - 1 of slot sources[i] become the first positions
-        of slots[i]. Positions beyond the end of the source slot get unspecified contents.
+        Positions starts[i] .. starts[i] + count - 1 of slot source_slots[i] become the first
+        positions of slots[i]. Positions beyond the end of a source slot get unspecified contents.
         """
         if not count:
             return
-        mine, theirs, first = (
-            on_device(x, torch.int64, self.shape.device) for x in (slots, sources, starts)
+        sources, first, targets = (
+            on_device(x, torch.int64, self.spec.device) for x in (source_slots, starts, slots)
         )
-        places = (first[:, None] + torch.arange(count, device=first.device)).clamp_(
-            max=source.capacity - 1
+        positions = (first[:, None] + torch.arange(count, device=first.device)).clamp_(
+            max=source_pool.capacity - 1
         )
-        for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
-            to[mine, :, :count] = of[theirs[:, None], :, places].transpose(1, 2)
+        for to, source in zip(
+            (*self.keys, *self.values), (*source_pool.keys, *source_pool.values), strict=True
+        ):
+            to[targets, :, :count] = source[sources[:, None], :, positions].transpose(1, 2)
 
-    def _free(self, slots: Sequence[int]) -> None:
+    def _free_slots(self, slots: Sequence[int]) -> None:
         """Free these slots by moving the last slots into them.
 
         Unused slots are set to zero again, because masked positions must stay finite (`_empty`).
         """
-        gone, count = set(slots), len(self.owners) - len(slots)
-        holes = [slot for slot in slots if slot < count]
-        lasts = [slot for slot in range(count, len(self.owners)) if slot not in gone]
-        if holes:
-            to, of = (on_device(x, torch.int64, self.shape.device) for x in (holes, lasts))
+        freed, count = set(slots), len(self.owners) - len(slots)
+        gaps = [slot for slot in slots if slot < count]
+        last_slots = [slot for slot in range(count, len(self.owners)) if slot not in freed]
+        if gaps:
+            to, source = (on_device(x, torch.int64, self.spec.device) for x in (gaps, last_slots))
             for tensor in (*self.keys, *self.values):
-                tensor[to] = tensor[of]
-        for hole, last in zip(holes, lasts, strict=True):
-            self.owners[hole] = self.owners[last]
-            self.owners[hole].slot = hole
-        if not count or self._has_many_too_many(count):
+                tensor[to] = tensor[source]
+        for gap, last in zip(gaps, last_slots, strict=True):
+            self.owners[gap] = self.owners[last]
+            self.owners[gap].slot = gap
+        if not count or self._is_mostly_unused(count):
             self._resize(count)
         else:
             for tensor in (*self.keys, *self.values):
                 tensor[count : len(self.owners)].zero_()
         del self.owners[count:]
 
-    def _has_many_too_many(self, count: int) -> bool:
+    def _is_mostly_unused(self, count: int) -> bool:
+        """Return whether the pool should shrink if `count` of its slots stay in use."""
         return self.slots > 2 * count + 8
 
     def _resize(self, slots: int) -> None:
@@ -229,13 +234,13 @@ class KVPool:
                 tensors[layer] = self._empty(slots)
                 kept = min(slots, old.shape[0])
                 tensors[layer][:kept] = old[:kept]
-        self.replaced += 1
+        self.reallocations += 1
 
     def _empty(self, slots: int) -> Tensor:
         # Masked positions get weight 0, but uninitialised memory may contain NaN or inf, and 0
         # times those is NaN. So the memory must be zeroed.
-        size = (slots, self.shape.heads, self.capacity, self.shape.head_dim)
-        return torch.zeros(size, dtype=self.shape.dtype, device=self.shape.device)
+        size = (slots, self.spec.heads, self.capacity, self.spec.head_dim)
+        return torch.zeros(size, dtype=self.spec.dtype, device=self.spec.device)
 
 
 class GappedKVPool(KVPool):
@@ -246,36 +251,36 @@ class GappedKVPool(KVPool):
     contents of unused slots are undefined.
     """
 
-    def __init__(self, shape: KVShape, capacity: int) -> None:
+    def __init__(self, spec: KVSpec, capacity: int) -> None:
         """Create a pool without slots."""
-        super().__init__(shape, capacity)
-        self._taken: list[int] = []
+        super().__init__(spec, capacity)
+        self._slots_in_use: list[int] = []
         """The slot of each of `owners` in this pool. During a move to another pool, the owner's
         `slot` attribute already names the new slot.
         """
         self._gaps: list[int] = []
-        """A heap of the freed slots, which `add` assigns again, the lowest first."""
+        """A heap of the freed slots, which `allocate` assigns again, the lowest first."""
 
-    def add(self, owner: SlotOwner) -> None:
+    def allocate(self, owner: SlotOwner) -> None:
         """Assign the lowest freed slot to `owner`, or a new slot if there is none."""
         if not self._gaps:
-            super().add(owner)
+            super().allocate(owner)
         else:
             owner.slot = heappop(self._gaps)
             self.owners.append(owner)
-        self._taken.append(owner.slot)
+        self._slots_in_use.append(owner.slot)
 
-    def _free(self, slots: Sequence[int]) -> None:
-        gone = set(slots)
+    def _free_slots(self, slots: Sequence[int]) -> None:
+        freed = set(slots)
         kept = [
             (owner, slot)
-            for owner, slot in zip(self.owners, self._taken, strict=True)
-            if slot not in gone
+            for owner, slot in zip(self.owners, self._slots_in_use, strict=True)
+            if slot not in freed
         ]
-        self.owners, self._taken = [owner for owner, _ in kept], [slot for _, slot in kept]
+        self.owners, self._slots_in_use = [owner for owner, _ in kept], [slot for _, slot in kept]
         for slot in slots:
             heappush(self._gaps, slot)
-        if not kept or self._has_many_too_many(len(kept)):
+        if not kept or self._is_mostly_unused(len(kept)):
             self._close_gaps()
 
     def trim(self) -> None:
@@ -287,41 +292,41 @@ class GappedKVPool(KVPool):
         """Reallocate the pool for the owners only, in slots 0 .. n - 1."""
         count = len(self.owners)
         if not count:  # Indexing would launch a kernel per layer to copy nothing.
-            self._taken, self._gaps = [], []
+            self._slots_in_use, self._gaps = [], []
             self._resize(0)
             return
-        taken = on_device(self._taken, torch.int64, self.shape.device)
+        kept = on_device(self._slots_in_use, torch.int64, self.spec.device)
         for tensors in (self.keys, self.values):
             for layer, old in enumerate(tensors):
-                tensors[layer] = old[taken]
+                tensors[layer] = old[kept]
         for slot, owner in enumerate(self.owners):
             owner.slot = slot
-        self._taken, self._gaps = list(range(count)), []
-        self.replaced += 1
+        self._slots_in_use, self._gaps = list(range(count)), []
+        self.reallocations += 1
 
 
-class KVRoom:
+class KVBudget:
     """A shared memory budget of several pools, counted in positions.
 
     Freed slots stay in their pool for the next owner. They are deallocated only when the pools
-    would together exceed `most` positions.
+    would together exceed `max_positions`.
     """
 
-    def __init__(self, most: float = inf) -> None:
-        """`most` is the maximum number of positions that the pools may allocate together."""
-        self.most = most
+    def __init__(self, max_positions: float = inf) -> None:
+        """`max_positions`: the positions that the pools may allocate together."""
+        self.max_positions = max_positions
         self.pools: list[KVPool] = []
 
     @property
-    def taken(self) -> int:
+    def allocated_positions(self) -> int:
         """The number of positions that the pools have allocated, in use or not."""
         return sum(pool.slots * pool.capacity for pool in self.pools)
 
-    def has(self, positions: int) -> bool:
+    def fits(self, positions: int) -> bool:
         """Return whether `positions` more positions fit into the budget."""
-        return self.taken + positions <= self.most
+        return self.allocated_positions + positions <= self.max_positions
 
-    def make(self, wanted: Mapping[KVPool, int]) -> None:
+    def reclaim_for(self, wanted: Mapping[KVPool, int]) -> None:
         """Deallocate unused slots until the wanted slots fit into the budget.
 
         `wanted` maps each pool that is about to grow to its number of additional owners. Nothing
@@ -330,7 +335,7 @@ class KVRoom:
         """
         spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
         missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)
-        missing -= self.most - self.taken
+        missing -= self.max_positions - self.allocated_positions
         for pool in sorted(spare, key=lambda pool: -spare[pool] * pool.capacity):
             if missing <= 0 or spare[pool] <= 0:
                 return
@@ -343,28 +348,28 @@ class KVPools:
 
     def __init__(
         self,
-        shape: KVShape,
-        make: Callable[[KVShape, int], KVPool] = KVPool,
-        room: KVRoom | None = None,
+        spec: KVSpec,
+        pool_factory: Callable[[KVSpec, int], KVPool] = KVPool,
+        budget: KVBudget | None = None,
     ) -> None:
-        """`make` creates a pool of a given capacity; `room` is a budget shared with other pools."""
-        self.shape = shape
-        self._make = make
-        self._room = room or KVRoom()
+        """`pool_factory`: creates a pool of a capacity. `budget`: may be shared with other pools."""
+        self.spec = spec
+        self._pool_factory = pool_factory
+        self._budget = budget or KVBudget()
         self._pools: dict[int, KVPool] = {}
 
-    def of(self, capacity: int) -> KVPool:
+    def pool_for(self, capacity: int) -> KVPool:
         """Return the pool whose slots have this capacity, creating it if necessary."""
         if capacity not in self._pools:
-            self._pools[capacity] = self._make(self.shape, capacity)
-            self._room.pools.append(self._pools[capacity])
+            self._pools[capacity] = self._pool_factory(self.spec, capacity)
+            self._budget.pools.append(self._pools[capacity])
         return self._pools[capacity]
 
     def reserve(self, capacities: Iterable[int]) -> None:
         """Allocate one additional slot for each of these capacities (which may repeat)."""
         self._drop_empty()
-        wanted = {self.of(capacity): count for capacity, count in Counter(capacities).items()}
-        self._room.make(wanted)
+        wanted = {self.pool_for(capacity): count for capacity, count in Counter(capacities).items()}
+        self._budget.reclaim_for(wanted)
         for pool, count in wanted.items():
             pool.reserve(count)
 
@@ -377,7 +382,7 @@ class KVPools:
         for capacity, pool in list(self._pools.items()):
             if not pool.slots:
                 del self._pools[capacity]
-                self._room.pools.remove(pool)
+                self._budget.pools.remove(pool)
 
     def in_use(self) -> list[KVPool]:
         """Return the pools that have an owner, in the order of their capacity."""

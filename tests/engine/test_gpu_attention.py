@@ -21,7 +21,7 @@ from planish.model.kernels.reference.sampling_attention import (
     PrefillSpan,
 )
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVShape
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec
 from planish.model.positions import SPAN, capacity_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -32,7 +32,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 class Batch:
     """Running prompts and samples, in KV pools with random contents."""
 
-    shape: KVShape
+    shape: KVSpec
     q_heads: int
     running: list[Sample] = field(default_factory=list)
     kind: type[KVPool] = KVPool
@@ -44,25 +44,25 @@ class Batch:
     def begin(self, length: int, drawn: list[int]) -> None:
         """Add a prompt of `length` tokens with len(drawn) samples of `drawn[i]` tokens."""
         prompt = Prompt(length)
-        self.prompts.of(capacity_for(length)).add(prompt)
+        self.prompts.pool_for(capacity_for(length)).allocate(prompt)
         samples = [Sample(prompt, length % SPAN + count) for count in drawn]
         for sample in samples:
-            self.samples.of(capacity_for(sample.stored + 1)).add(sample)
+            self.samples.pool_for(capacity_for(sample.stored + 1)).allocate(sample)
         self.running += samples
 
     def end(self, sample: Sample) -> None:
-        self.samples.of(capacity_for(sample.stored + 1)).remove(sample)
+        self.samples.pool_for(capacity_for(sample.stored + 1)).free(sample)
         self.running.remove(sample)
 
     def store(self, sample: Sample) -> None:
         """Count one more stored position, and move the sample to a larger slot if it is full."""
         pool, more = (
-            self.samples.of(capacity_for(sample.stored + 1)),
+            self.samples.pool_for(capacity_for(sample.stored + 1)),
             capacity_for(sample.stored + 2),
         )
         sample.stored += 1
         if more > pool.capacity:
-            pool.move([sample], self.samples.of(more))
+            pool.move([sample], self.samples.pool_for(more))
 
     def random(self, *size: int) -> Tensor:
         return torch.randn(size, generator=self.generator).to(self.shape.dtype).to(DEVICE)
@@ -111,7 +111,7 @@ class Batch:
         if self.kind is KVPool:
             twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
         for sample in self.running if twin is None else ():
-            own, row = self.samples.of(capacity_for(sample.stored + 1)), rows[id(sample)]
+            own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[id(sample)]
             (
                 own.keys[layer][sample.slot, :, sample.stored],
                 own.values[layer][sample.slot, :, sample.stored],
@@ -137,8 +137,8 @@ class Batch:
         """Return softmax attention in float64 over the keys of one sample."""
         prompt, seen = sample.prompt, sample.prompt.length // SPAN * SPAN
         home, own = (
-            self.prompts.of(capacity_for(prompt.length)),
-            self.samples.of(capacity_for(sample.stored + 1)),
+            self.prompts.pool_for(capacity_for(prompt.length)),
+            self.samples.pool_for(capacity_for(sample.stored + 1)),
         )
         keys, values = (
             torch.cat(
@@ -166,7 +166,7 @@ def _spoil(pool: KVPool, ends: dict[int, int]) -> None:
 def batch(
     heads: int = 1, group: int = 2, head_dim: int = 16, dtype: torch.dtype = torch.float32
 ) -> Batch:
-    return Batch(KVShape(2, heads, head_dim, dtype, DEVICE), heads * group)
+    return Batch(KVSpec(2, heads, head_dim, dtype, DEVICE), heads * group)
 
 
 @pytest.mark.parametrize(
@@ -207,15 +207,15 @@ def test_attention_tables_are_reused_step_after_step():
     running.end(first)
     for sample in others:
         running.store(sample)  # one moves to a larger slot
-    pools = {id(pool): pool.replaced for pool in running.samples.in_use()}
+    pools = {id(pool): pool.reallocations for pool in running.samples.in_use()}
     running.begin(150, [1, 2, 3])
-    assert any(pool.replaced > pools.get(id(pool), 0) for pool in running.samples.in_use())
+    assert any(pool.reallocations > pools.get(id(pool), 0) for pool in running.samples.in_use())
     running.check(tables, padding=2)
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
 
 
 def test_attention_accepts_gaps_between_slots():
-    running = Batch(KVShape(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
+    running = Batch(KVSpec(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
     running.begin(70, [0, 3, 1, 2])
     running.begin(20, [20, 4])
     tables = running.tables(8)
@@ -265,16 +265,16 @@ drawn = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 131_000)), min_si
     group=st.integers(1, 5),
 )
 def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
-    shape = KVShape(1, heads, 16, torch.float32, torch.device("cpu"))
+    shape = KVSpec(1, heads, 16, torch.float32, torch.device("cpu"))
     prompts, samples, rows = KVPools(shape), KVPools(shape), {}
     running = []
     for length, counts in groups:
         prompt = Prompt(length)
         # only the capacities of the pools matter here
-        prompts.of(capacity_for(length)).owners.append(prompt)
+        prompts.pool_for(capacity_for(length)).owners.append(prompt)
         for count in counts:
             running.append(Sample(prompt, length % SPAN + count))
-            samples.of(capacity_for(length % SPAN + count + 1)).owners.append(running[-1])
+            samples.pool_for(capacity_for(length % SPAN + count + 1)).owners.append(running[-1])
     for pools in (prompts, samples):
         for pool in pools.in_use():
             for slot, owner in enumerate(pool.owners):
@@ -313,11 +313,11 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 32, torch.bfloat16)],
 )
 def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dtype):
-    shape = KVShape(2, heads, head_dim, dtype, DEVICE)
+    shape = KVSpec(2, heads, head_dim, dtype, DEVICE)
     running = Batch(shape, heads * group)
     for length in (3, 64, 200, 130):
         running.begin(length, [])
-    small, middle = running.prompts.of(64), running.prompts.of(256)
+    small, middle = running.prompts.pool_for(64), running.prompts.pool_for(256)
     running.redraw()
     spans = [
         PrefillSpan(small, 0, row=2, start=0, count=3),
@@ -341,11 +341,11 @@ def test_prompt_rows_are_assigned_to_blocks_and_slots(heads, group, head_dim, dt
 
 
 def test_pool_addresses_follow_reallocation():
-    shape = KVShape(2, 1, 16, torch.float32, DEVICE)
+    shape = KVSpec(2, 1, 16, torch.float32, DEVICE)
     bases, pools = PoolBases(shape, 4096), [KVPool(shape, 64), KVPool(shape, 128)]
     assert bases.numbers(pools) == [0, 1]
     for pool in pools:
-        pool.add(Sample(Prompt(1), 0))
+        pool.allocate(Sample(Prompt(1), 0))
     assert bases.numbers(pools[::-1]) == [1, 0]
     addresses = [
         [
@@ -360,10 +360,10 @@ def test_pool_addresses_follow_reallocation():
 
 
 def test_the_address_table_has_room_for_all_pools_of_a_long_context():
-    shape = KVShape(2, 1, 16, torch.float32, DEVICE)
+    shape = KVSpec(2, 1, 16, torch.float32, DEVICE)
     bases, pools = PoolBases(shape, 40_960), [KVPool(shape, 64 * n) for n in range(1, 1281)]
     assert bases.numbers(pools) == list(range(1280))
-    pools[700].add(Sample(Prompt(1), 0))
+    pools[700].allocate(Sample(Prompt(1), 0))
     assert bases.numbers([pools[700]]) == [700]
     assert bases.table[1, 700].tolist() == [
         pools[700].keys[1].data_ptr(),
@@ -385,7 +385,7 @@ def test_unsupported_head_shapes_are_not_served(monkeypatch):
 
 @pytest.mark.gpu
 def test_a_captured_decoding_step_serves_other_samples():
-    shape = KVShape(2, 8, 128, torch.bfloat16, torch.device("cuda"))
+    shape = KVSpec(2, 8, 128, torch.bfloat16, torch.device("cuda"))
     running = Batch(shape, 32)
     running.begin(300, [5] * 20)
     running.begin(5000, [400])

@@ -14,7 +14,7 @@ from planish.engine.sampling.cuda_graph_runner import GraphPasses, GraphRecorder
 from planish.engine.sampling.model_runner import PlainPasses
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
-from planish.model.kv_cache import KVShape
+from planish.model.kv_cache import KVSpec
 from planish.testing import tiny_model
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -259,7 +259,10 @@ def test_a_failed_capture_frees_its_memory(cuda):
 def recorded_sizes(decoder, patch, record) -> GraphPasses:
     """Return a model runner that has captured all its graphs with `record`."""
     passes = GraphPasses(
-        decoder, KVShape.of(decoder.config, decoder.dtype, DEVICE), max_batch=3, prefill_tokens=8
+        decoder,
+        KVSpec.from_config(decoder.config, decoder.dtype, DEVICE),
+        max_batch=3,
+        prefill_tokens=8,
     )
     passes.recorder = SimpleNamespace(recorded=record)  # type: ignore[assignment]
     passes.record()

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape
+from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec
 from planish.model.positions import capacity_for, grown_capacity, sample_capacity
 
-SHAPE = KVShape(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+SHAPE = KVSpec(layers=2, heads=3, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
 
 
 @dataclass(eq=False)
@@ -30,96 +30,96 @@ def held(pool: KVPool, owner: Owner) -> set[float]:
 def test_slots_stay_dense_and_keep_their_contents():
     pool, owners = KVPool(SHAPE, 64), [Owner() for _ in range(40)]
     for number, owner in enumerate(owners):
-        pool.add(owner)
+        pool.allocate(owner)
         fill(pool, owner, number)
     kept = list(enumerate(owners))
     for number in (39, 0, 17, 1, *range(20, 38)):
-        pool.remove(owners[number])
+        pool.free(owners[number])
         kept = [(n, owner) for n, owner in kept if n != number]
         assert sorted(owner.slot for _, owner in kept) == list(range(len(kept)))
         assert all(held(pool, owner) == {n} for n, owner in kept)
         assert pool.slots <= 2 * len(kept) + 8
     for _, owner in kept:
-        pool.remove(owner)
+        pool.free(owner)
     assert pool.slots == 0
 
 
 def test_gaps_stay_open_until_most_slots_are_free():
     pool, owners = GappedKVPool(SHAPE, 64), [Owner() for _ in range(30)]
     for number, owner in enumerate(owners):
-        pool.add(owner)
+        pool.allocate(owner)
         fill(pool, owner, number)
     for number in (29, 0, 17, 1):
-        pool.remove(owners[number])
+        pool.free(owners[number])
     kept = [(number, owner) for number, owner in enumerate(owners) if owner.slot >= 0]
     assert [owner.slot for _, owner in kept] == [number for number, _ in kept]
-    new, replaced = [Owner() for _ in range(3)], pool.replaced
+    new, replaced = [Owner() for _ in range(3)], pool.reallocations
     for number, owner in enumerate(new, 100):
-        pool.add(owner)
+        pool.allocate(owner)
         fill(pool, owner, number)
         kept.append((number, owner))
     assert [owner.slot for owner in new] == [0, 1, 17]
-    assert pool.replaced == replaced
+    assert pool.reallocations == replaced
     for number in (*range(2, 17), 18, 19, 20):
-        pool.remove(owners[number])
+        pool.free(owners[number])
     kept = [(number, owner) for number, owner in kept if owner.slot >= 0]
     assert pool.slots == len(kept) == 11
-    assert pool.replaced == replaced + 1
+    assert pool.reallocations == replaced + 1
     assert pool.owners == [owner for _, owner in kept]
     assert all(held(pool, owner) == {float(number)} for number, owner in kept)
     pool.reserve(2)
     for owner in (extra := [Owner(), Owner()]):
-        pool.add(owner)
+        pool.allocate(owner)
     assert [owner.slot for owner in extra] == [len(kept), len(kept) + 1]
     for owner in list(pool.owners):
-        pool.remove(owner)
+        pool.free(owner)
     assert pool.slots == 0
 
 
 def test_reserve_allocates_exactly_the_reserved_slots():
     pools = KVPools(SHAPE)
     pools.reserve([64, 256, 64, 64])
-    assert (pools.of(64).slots, pools.of(256).slots) == (3, 1)
+    assert (pools.pool_for(64).slots, pools.pool_for(256).slots) == (3, 1)
     for _ in range(3):
-        pools.of(64).add(Owner())
-    assert pools.of(64).slots == 3
-    assert pools.in_use() == [pools.of(64)]
+        pools.pool_for(64).allocate(Owner())
+    assert pools.pool_for(64).slots == 3
+    assert pools.in_use() == [pools.pool_for(64)]
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
 def test_unused_slots_are_freed_for_other_pools(kind):
     """Long prompts end, and short samples begin, which cannot use the freed long slots."""
-    room = KVRoom(most=9 * 256)
-    prompts, samples = KVPools(SHAPE, kind, room), KVPools(SHAPE, kind, room)
+    budget = KVBudget(max_positions=9 * 256)
+    prompts, samples = KVPools(SHAPE, kind, budget), KVPools(SHAPE, kind, budget)
     long = [Owner() for _ in range(8)]
     prompts.reserve([256] * 8)
     for number, owner in enumerate(long):
-        prompts.of(256).add(owner)
-        fill(prompts.of(256), owner, number)
-    prompts.of(256).remove(*long[1:4])
-    assert (room.taken, prompts.of(256).slots) == (8 * 256, 8)
+        prompts.pool_for(256).allocate(owner)
+        fill(prompts.pool_for(256), owner, number)
+    prompts.pool_for(256).free(*long[1:4])
+    assert (budget.allocated_positions, prompts.pool_for(256).slots) == (8 * 256, 8)
     samples.reserve([128, 128, 64, 64])
     for capacity in (128, 128, 64, 64):
-        samples.of(capacity).add(Owner())
-    assert (room.taken, prompts.of(256).slots) == (5 * 256 + 384, 5)
+        samples.pool_for(capacity).allocate(Owner())
+    assert (budget.allocated_positions, prompts.pool_for(256).slots) == (5 * 256 + 384, 5)
     kept = [(float(number), owner) for number, owner in enumerate(long) if owner.slot >= 0]
     assert len(kept) == 5
-    assert all(held(prompts.of(256), owner) == {number} for number, owner in kept)
+    assert all(held(prompts.pool_for(256), owner) == {number} for number, owner in kept)
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
 def test_removing_many_owners_reallocates_once(kind):
     pool, owners, stay = kind(SHAPE, 64), [Owner() for _ in range(40)], (3, 4, 8, 30, 31)
     for number, owner in enumerate(owners):
-        pool.add(owner)
+        pool.allocate(owner)
         fill(pool, owner, number)
-    before = pool.replaced
+    before = pool.reallocations
     gone = [owner for number, owner in enumerate(owners) if number not in stay]
-    pool.remove(*gone)
+    pool.free(*gone)
     assert all(owner.slot == -1 for owner in gone)
-    assert pool.replaced == before + 1
+    assert pool.reallocations == before + 1
     assert all(held(pool, owners[number]) == {float(number)} for number in stay)
-    pool.remove(*(owners[number] for number in stay))
+    pool.free(*(owners[number] for number in stay))
     assert pool.slots == 0
 
 
@@ -130,12 +130,12 @@ def test_removing_many_owners_reallocates_once(kind):
 def test_moving_slots_to_a_larger_pool_keeps_their_contents(moved, kind):
     """The other owners fill the gaps in a KVPool, and keep their slots in a GappedKVPool."""
     pools, owners = KVPools(SHAPE, kind), [Owner() for _ in range(6)]
-    small, large = pools.of(64), pools.of(128)
+    small, large = pools.pool_for(64), pools.pool_for(128)
     before = Owner()
-    large.add(before)
+    large.allocate(before)
     fill(large, before, 9.0)
     for number, owner in enumerate(owners):
-        small.add(owner)
+        small.allocate(owner)
         fill(small, owner, number + 1.0)
     small.move([owners[number] for number in moved], large)
     assert large.owners == [before, *(owners[number] for number in moved)]
@@ -157,18 +157,18 @@ def test_moving_slots_to_a_larger_pool_keeps_their_contents(moved, kind):
 
 def test_read_write_and_copy_touch_only_the_given_positions():
     pool, target, owner, other = KVPool(SHAPE, 64), KVPool(SHAPE, 128), Owner(), Owner()
-    pool.add(owner)
-    target.add(other)
+    pool.allocate(owner)
+    target.allocate(other)
     for layer in range(2):
         pool.keys[layer].copy_(torch.arange(64.0)[None, None, :, None])
         pool.values[layer].copy_(-torch.arange(64.0)[None, None, :, None])
     target.write(other.slot, 32, pool.read(owner.slot, 0, 32))
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
-    target.copy([other.slot], pool, [owner.slot], [50], 10)
+    target.copy_from(pool, [owner.slot], [50], [other.slot], 10)
     assert target.values[0][0, 2, :10, 3].tolist() == [-x for x in range(50, 60)]
     assert target.keys[1][0, 0, 32:64, 0].tolist() == list(range(32))
     # ten positions from 60 on exceed the source slot, so only four are copied
-    target.copy([other.slot], pool, [owner.slot], [60], 10)
+    target.copy_from(pool, [owner.slot], [60], [other.slot], 10)
     assert target.values[0][0, 2, :4, 3].tolist() == [-60, -61, -62, -63]
 
 
@@ -189,26 +189,26 @@ def test_only_as_many_pools_are_trimmed_as_needed(kind):
     """The pool with the most unused positions is trimmed first. A pool keeps the slots it will
     need.
     """
-    room = KVRoom(most=1024)
-    pools = KVPools(SHAPE, kind, room)
+    budget = KVBudget(max_positions=1024)
+    pools = KVPools(SHAPE, kind, budget)
     owners = {capacity: [Owner() for _ in range(4)] for capacity in (64, 128)}
     for capacity, some in owners.items():
         pools.reserve([capacity] * 4)
         for owner in some:
-            pools.of(capacity).add(owner)
-        pools.of(capacity).remove(*some[1:])
-    assert room.taken == 4 * 64 + 4 * 128
+            pools.pool_for(capacity).allocate(owner)
+        pools.pool_for(capacity).free(*some[1:])
+    assert budget.allocated_positions == 4 * 64 + 4 * 128
     pools.reserve([64, 64, 384])
-    assert {pool.capacity: pool.slots for pool in room.pools} == {64: 4, 128: 1, 384: 1}
-    assert room.taken <= room.most
+    assert {pool.capacity: pool.slots for pool in budget.pools} == {64: 4, 128: 1, 384: 1}
+    assert budget.allocated_positions <= budget.max_positions
 
 
 def test_empty_pools_are_dropped_from_the_budget():
-    room = KVRoom()
-    pools, owner = KVPools(SHAPE, GappedKVPool, room), Owner()
+    budget = KVBudget()
+    pools, owner = KVPools(SHAPE, GappedKVPool, budget), Owner()
     for capacity in (64, 128, 192):
         pools.reserve([capacity])
-        pools.of(capacity).add(owner)
-        pools.of(capacity).remove(owner)
+        pools.pool_for(capacity).allocate(owner)
+        pools.pool_for(capacity).free(owner)
     pools.reserve([256])
-    assert [pool.capacity for pool in room.pools] == [256]
+    assert [pool.capacity for pool in budget.pools] == [256]

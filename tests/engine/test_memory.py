@@ -18,7 +18,7 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kv_cache import held_bytes
+from planish.model.kv_cache import max_pool_bytes
 from planish.service import CreateSampler
 from planish.testing import tiny_model
 
@@ -100,7 +100,7 @@ def test_an_8b_model_fits_gpus_from_24_gb(shaped, gpu, total):
     assert found.total <= usable
     assert (
         found.keys_values
-        == held_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
+        == max_pool_bytes(found.sampler.kv_cache_bytes) + found.sampler.prefix_cache_bytes
     )
     positions = found.sampler.kv_cache_bytes // (2 * 36 * 8 * 128 * 2)
     assert positions > (7000 if total < 30 * GIB else 70_000)

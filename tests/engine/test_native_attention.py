@@ -13,7 +13,7 @@ from planish.model.kernels.cpp import cpu
 from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools, KVShape
+from planish.model.kv_cache import KVPools, KVSpec
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import Packed, pack
 
@@ -147,23 +147,23 @@ def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtyp
     k[..., half:] = -k[..., :half]
     with torch.no_grad():
         whole = NativeForest(packed)(0, q, k, v)
-    shape = KVShape(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
+    shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
-    home = prompts.of(capacity_for(prompt_tokens))
-    home.add(Prompt(3))
-    home.add(prompt)
+    home = prompts.pool_for(capacity_for(prompt_tokens))
+    home.allocate(Prompt(3))
+    home.allocate(prompt)
     for first, stop in ((0, prompt_tokens // 3), (prompt_tokens // 3, prompt_tokens)):
         part = slice(first, stop)
         span = PrefillSpan(home, prompt.slot, 0, first, stop - first)
         if stop > first:
             assert torch.equal(NativePrefill([span])(0, q[part], k[part], v[part]), whole[part])
     running = [Sample(prompt, prompt_tokens % SPAN) for _ in range(count)]
-    pool = samples.of(256)
+    pool = samples.pool_for(256)
     for sample in running:
-        pool.add(sample)
+        pool.allocate(sample)
         begin = prompt_tokens - prompt_tokens % SPAN
-        pool.copy([sample.slot], home, [prompt.slot], [begin], prompt_tokens % SPAN)
+        pool.copy_from(home, [prompt.slot], [begin], [sample.slot], prompt_tokens % SPAN)
     for position in range(prompt_tokens, total):
         # row 0 is padding
         rows = {id(sample): len(running) - number for number, sample in enumerate(running)}

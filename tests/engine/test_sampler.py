@@ -453,7 +453,7 @@ def test_unseeded_requests_differ_and_seeded_ones_repeat(decoder):
 
 def test_requests_beyond_memory_wait_and_give_the_same_samples(decoder, tiling):
     unlimited = drawn(run(sampler_of(decoder, tiling), *mixed_requests()))
-    per_position = sampler_of(decoder)._shape.bytes_per_position
+    per_position = sampler_of(decoder)._kv_spec.bytes_per_position
     tight = sampler_of(
         decoder,
         tiling,
@@ -489,7 +489,7 @@ def in_step() -> list[Sample]:
 def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
     decoder, monkeypatch, asked, most
 ):
-    per_position = sampler_of(decoder)._shape.bytes_per_position
+    per_position = sampler_of(decoder)._kv_spec.bytes_per_position
     sampler = sampler_of(
         decoder, max_batch=24, kv_cache_bytes=most * per_position, prefix_cache_bytes=0
     )
@@ -497,24 +497,24 @@ def test_kv_pools_allocate_at_most_an_eighth_more_than_the_budget(
 
     def noted(pool: KVPool, slots: int) -> None:
         resize(pool, slots)
-        taken.append(sampler._room.taken)
+        taken.append(sampler._budget.allocated_positions)
 
     monkeypatch.setattr(KVPool, "_resize", noted)
     run(sampler, *asked())
     assert 0.8 * most < max(taken) <= most * 9 // 8
-    assert sampler._room.taken == 0
+    assert sampler._budget.allocated_positions == 0
 
 
 def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
     """Freeing one slot at a time would copy or clear the pool once per slot, layer by layer."""
     freed = []
-    free = KVPool._free
+    free = KVPool._free_slots
 
     def noted(pool: KVPool, slots: list[int]) -> None:
         freed.append(len(slots))
         free(pool, slots)
 
-    monkeypatch.setattr(KVPool, "_free", noted)
+    monkeypatch.setattr(KVPool, "_free_slots", noted)
     run(sampler_of(decoder), request(tokens(9), n=8, max_tokens=5, stop=[], seed=0))
     assert freed == [8, 1]
 
@@ -753,7 +753,7 @@ def test_invalid_requests_are_rejected_by_option_name(decoder, op, message):
 
 def test_a_request_larger_than_the_kv_cache_is_rejected(decoder):
     sampler = sampler_of(
-        decoder, kv_cache_bytes=sampler_of(decoder)._shape.bytes_per_position * 100
+        decoder, kv_cache_bytes=sampler_of(decoder)._kv_spec.bytes_per_position * 100
     )
     with pytest.raises(ValueError, match="kv_cache_bytes"):
         sampler.validate(request(tokens(80), max_tokens=60))

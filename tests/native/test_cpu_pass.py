@@ -10,7 +10,7 @@ from torch import Tensor
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp.attention import NativeDecode
 from planish.model.kernels.cpp.cpu_pass import PanelPass
-from planish.model.kv_cache import KVPools, KVShape
+from planish.model.kv_cache import KVPools, KVSpec
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.testing import tiny_model
@@ -29,15 +29,15 @@ class Running:
 
     def __init__(self, decoder: Decoder) -> None:
         torch.manual_seed(3)
-        shape = KVShape.of(decoder.config, decoder.dtype, CPU)
+        shape = KVSpec.from_config(decoder.config, decoder.dtype, CPU)
         self.prompts, self.samples = KVPools(shape), KVPools(shape)
         self.owners = []
         for length, answers in ((2 * SPAN + 3, 4), (SPAN - 1, 9)):
             prompt = Prompt(length)
-            self.prompts.of(capacity_for(length)).add(prompt)
+            self.prompts.pool_for(capacity_for(length)).allocate(prompt)
             self.owners += [Sample(prompt, length % SPAN + n) for n in range(answers)]
         for sample in self.owners:
-            self.samples.of(256).add(sample)
+            self.samples.pool_for(256).allocate(sample)
         for pool in (*self.prompts.in_use(), *self.samples.in_use()):
             for stored in (*pool.keys, *pool.values):
                 stored.normal_()

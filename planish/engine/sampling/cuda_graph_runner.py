@@ -35,7 +35,7 @@ from planish.model.kernels import choose
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import KVPools, KVShape
+from planish.model.kv_cache import KVPools, KVSpec
 from planish.model.lora import AdapterRows
 from planish.model.transfer import on_device
 
@@ -59,7 +59,7 @@ class GraphPasses:
     """The model runner for GPUs, with one CUDA graph per batch size and kind of adapters."""
 
     def __init__(
-        self, decoder: Decoder, shape: KVShape, max_batch: int, prefill_tokens: int
+        self, decoder: Decoder, shape: KVSpec, max_batch: int, prefill_tokens: int
     ) -> None:
         """Allocate the tables for up to `max_batch` decoding and `prefill_tokens` prompt rows."""
         config, device = decoder.config, decoder.device

@@ -46,7 +46,7 @@ from planish.model.kernels.cpp.attention import ATTENDED_ROWS
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVRoom, KVShape, held_bytes
+from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec, max_pool_bytes
 from planish.model.lora import AdapterRows, LoraWeights
 from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
@@ -63,7 +63,7 @@ class SamplerSettings:
 
     kv_cache_bytes: int = 4 << 30
     """The maximum bytes that running requests may reserve for keys and values. The pools may
-    allocate up to `held_bytes(kv_cache_bytes)`.
+    allocate up to `max_pool_bytes(kv_cache_bytes)`.
     """
     prefix_cache_bytes: int = 1 << 30
     """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
@@ -117,15 +117,15 @@ class Sampler:
         self._decode_text = decode_text
         self._tiling = tiling
         self._head = SamplingHead(decoder, tiling)
-        self._shape = KVShape.of(decoder.config, decoder.dtype, decoder.device)
+        self._kv_spec = KVSpec.from_config(decoder.config, decoder.dtype, decoder.device)
         self._passes: Passes
         if tiling is None and GraphPasses.serve(decoder):
             self._passes = GraphPasses(
-                decoder, self._shape, settings.max_batch, settings.prefill_tokens
+                decoder, self._kv_spec, settings.max_batch, settings.prefill_tokens
             )
         else:
             self._passes = PlainPasses(decoder, tiling, self._head)
-        per_position = self._shape.bytes_per_position
+        per_position = self._kv_spec.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
         )
@@ -168,7 +168,7 @@ class Sampler:
         if needed > self._scheduler.max_positions:
             raise UserError(
                 f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
-                f"{needed * self._shape.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
+                f"{needed * self._kv_spec.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
                 f"{self.settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
             )
 
@@ -249,17 +249,19 @@ class Sampler:
 
     def _make_pools(self) -> None:
         kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
-        self._room = KVRoom(
-            held_bytes(self.settings.kv_cache_bytes) // self._shape.bytes_per_position
+        self._budget = KVBudget(
+            max_pool_bytes(self.settings.kv_cache_bytes) // self._kv_spec.bytes_per_position
         )
-        self._prompts, self._samples = (KVPools(self._shape, kind, self._room) for _ in range(2))
+        self._prompts, self._samples = (
+            KVPools(self._kv_spec, kind, self._budget) for _ in range(2)
+        )
 
     # Prompts
 
     def _place(self, prompt: Prompt) -> None:
         """Assign a slot to a new prompt and fill it with the cached prefix."""
-        pool = self._prompts.of(prompt.capacity)
-        pool.add(prompt)
+        pool = self._prompts.pool_for(prompt.capacity)
+        pool.allocate(prompt)
         known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
         request = prompt.scored_for
         first = (
@@ -289,7 +291,7 @@ class Sampler:
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(
-                PrefillSpan(self._prompts.of(prompt.capacity), prompt.slot, row, start, count)
+                PrefillSpan(self._prompts.pool_for(prompt.capacity), prompt.slot, row, start, count)
             )
         hidden = self._passes.prefill(Rows(tokens, positions, layout), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
@@ -311,7 +313,7 @@ class Sampler:
         del self._hidden[id(prompt)]
         self._last_hidden[id(prompt)] = hidden[-1:].clone()
         missing = self._cache.missing(prompt.version, prompt.tokens)
-        pool = self._prompts.of(prompt.capacity)
+        pool = self._prompts.pool_for(prompt.capacity)
         chunks = [(*pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK), known[i]) for i in missing]
         self._cache.add(prompt.version, prompt.tokens, chunks)
         if request is not None and not request.num_samples:
@@ -381,7 +383,7 @@ class Sampler:
 
     def _decode(self, samples: list[RunningSample]) -> None:
         """Run each sample's last token through the decoder and sample its next token."""
-        self._make_room(samples)
+        self._ensure_slots(samples)
         rows_of = Counter(sample.prompt.weights for sample in samples)
         multiple = self._passes.multiple(len(rows_of))
 
@@ -411,24 +413,25 @@ class Sampler:
         )
         self._draw(samples, layout.starts, hidden, logits, layout.adapters)
 
-    def _make_room(self, samples: list[RunningSample]) -> None:
+    def _ensure_slots(self, samples: list[RunningSample]) -> None:
         """Ensure that each sample has a slot with space for its last token's keys and values.
 
         A sample's first slot also receives a copy of its prompt's last, unfinished span.
         """
-        needs = [(sample, self._room_for(sample)) for sample in samples]
+        needs = [(sample, self._needed_capacity(sample)) for sample in samples]
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
-        if self._room.has(sum(need for _, need in needs)):
-            self._give_room(needs)
+        if self._budget.fits(sum(need for _, need in needs)):
+            self._grow_slots(needs)
             return
         # A sample being moved occupies its old and its new slot at the same time. Memory is short
         # here, so one eighth of the samples move at a time.
-        self._give_room([(sample, need) for sample, need in needs if not sample.capacity])
+        self._grow_slots([(sample, need) for sample, need in needs if not sample.capacity])
         moving = [(sample, need) for sample, need in needs if sample.capacity]
-        for first in range(0, len(moving), size := max(1, len(moving) // 8)):
-            self._give_room(moving[first : first + size])
+        size = max(1, len(moving) // 8)
+        for first in range(0, len(moving), size):
+            self._grow_slots(moving[first : first + size])
 
-    def _give_room(self, needs: list[tuple[RunningSample, int]]) -> None:
+    def _grow_slots(self, needs: list[tuple[RunningSample, int]]) -> None:
         """Move each sample to a new slot of the given capacity, or assign its first slot."""
         self._samples.reserve(need for _, need in needs)
         fresh: dict[tuple[int, int], list[RunningSample]] = {}
@@ -437,22 +440,22 @@ class Sampler:
             if sample.capacity:
                 grown.setdefault((need, sample.capacity), []).append(sample)
             else:
-                self._samples.of(need).add(sample)
+                self._samples.pool_for(need).allocate(sample)
                 fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
             sample.capacity = need
         for (capacity, source), same in grown.items():
-            self._samples.of(source).move(same, self._samples.of(capacity))
+            self._samples.pool_for(source).move(same, self._samples.pool_for(capacity))
         for (capacity, source), same in fresh.items():
             lengths = [sample.prompt.length for sample in same]
-            self._samples.of(capacity).copy(
-                [sample.slot for sample in same],
-                self._prompts.of(source),
+            self._samples.pool_for(capacity).copy_from(
+                self._prompts.pool_for(source),
                 [sample.prompt.slot for sample in same],
                 [length - length % SPAN for length in lengths],
+                [sample.slot for sample in same],
                 max(length % SPAN for length in lengths),
             )
 
-    def _room_for(self, sample: RunningSample) -> int:
+    def _needed_capacity(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next position.
 
         On a CPU a slot grows with its sample, because memory costs nothing until it is touched.
@@ -582,7 +585,7 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
     for owner in owners:
         by_capacity.setdefault(owner.capacity, []).append(owner)
     for capacity, some in by_capacity.items():
-        pools.of(capacity).remove(*some)
+        pools.pool_for(capacity).free(*some)
 
 
 def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:

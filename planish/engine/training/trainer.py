@@ -112,7 +112,7 @@ class TrainerSettings:
             )
         return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
 
-    def held_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    def reserved_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
 
         The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
@@ -161,7 +161,7 @@ class Trainer:
         self._tiling = tiling or RowTiling()
         self._is_deterministic = tiling is not None
         self.settings = settings
-        self._kept_bytes = settings.held_bytes(decoder.config, decoder.dtype, decoder.device)
+        self._kept_bytes = settings.reserved_bytes(decoder.config, decoder.dtype, decoder.device)
 
     def validate(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None

@@ -185,15 +185,15 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     pools = list({id(pool): pool for pool, _, _ in owners}.values())
     numbers = {id(pool): number for number, pool in enumerate(pools)}
     pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
-    shape = pools[0].shape
-    head_sizes = np.array([pool.capacity * shape.head_dim for pool in pools], np.int64)[pool_of]
+    spec = pools[0].spec
+    head_sizes = np.array([pool.capacity * spec.head_dim for pool in pools], np.int64)[pool_of]
     offsets = (
         np.array([slot for _, slot, _ in owners], np.int64)
         * head_sizes
-        * shape.heads
-        * shape.dtype.itemsize
+        * spec.heads
+        * spec.dtype.itemsize
     )
-    found = np.zeros((shape.layers, len(owners)), cpu.Range)
+    found = np.zeros((spec.layers, len(owners)), cpu.Range)
     for name, tensors in (
         ("k", [pool.keys for pool in pools]),
         ("v", [pool.values for pool in pools]),
@@ -201,5 +201,5 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
         bases = np.array([[tensor.data_ptr() for tensor in layers] for layers in tensors], np.int64)
         found[name] = (bases[pool_of] + offsets[:, None]).T
     found["count"] = [count for _, _, count in owners]
-    found["row"], found["head"] = shape.head_dim, head_sizes
+    found["row"], found["head"] = spec.head_dim, head_sizes
     return found

@@ -232,8 +232,8 @@ class _Part:
         """Store the rows' new keys and values at the last visible position of their slots."""
         slots, last = torch.arange(len(self.rows), device=k.device), self.visible.flatten() - 1
         rows = self.rows if self.span is None else self.span
-        self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.shape.dtype)
-        self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.shape.dtype)
+        self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.spec.dtype)
+        self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.spec.dtype)
 
 
 def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part:

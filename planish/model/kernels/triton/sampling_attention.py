@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.reference.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
-from planish.model.kv_cache import KVPool, KVPools, KVShape
+from planish.model.kv_cache import KVPool, KVPools, KVSpec
 from planish.model.positions import SPAN, capacity_for
 from planish.model.transfer import on_device, staged
 
@@ -47,7 +47,7 @@ class PoolBases:
     lives.
     """
 
-    def __init__(self, shape: KVShape, longest: int) -> None:
+    def __init__(self, shape: KVSpec, longest: int) -> None:
         """`longest`: the most positions of a sequence, which bounds the number of pools."""
         self.shape = shape
         # One pool for each capacity, for prompts and for samples. Twice, because a failed step
@@ -66,7 +66,7 @@ class PoolBases:
         changed = {
             number: pool
             for number, pool in zip(found, pools, strict=True)
-            if pool.replaced != self._replaced[number]
+            if pool.reallocations != self._replaced[number]
         }
         if changed:
             addresses = [
@@ -81,7 +81,7 @@ class PoolBases:
                 on_device(addresses, torch.int64, device),
             )
             for number, pool in changed.items():
-                self._replaced[number] = pool.replaced
+                self._replaced[number] = pool.reallocations
         return found
 
     def _number(self, pool: KVPool) -> int:
@@ -333,7 +333,7 @@ def _multiprocessors(device: torch.device) -> int:
     )
 
 
-def _heads(shape: KVShape, q_heads: int) -> Any:
+def _heads(shape: KVSpec, q_heads: int) -> Any:
     return _kernels().Heads(
         shape.heads,
         q_heads // shape.heads,
