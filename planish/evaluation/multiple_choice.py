@@ -24,7 +24,7 @@ ASK_FOR_LETTER = 'Answer with the letter of the right choice. End with "Answer: 
 NO_WORD = r"(?![A-Za-z0-9'])(?!(?<=[AI]) [a-z])"
 """Behind a letter that is not the article, the pronoun, or the beginning of a word."""
 STATED = re.compile(r"(?i:\banswer)\W{0,3}?(?:(?i:is\b)|[:=])\W{0,4}(?:boxed\{)?([A-Z])" + NO_WORD)
-LISTED = re.compile(r"^\s*\(?([A-Z])[).:]", re.MULTILINE)
+LISTED = re.compile(r"^[^\S\n]*\(?([A-Z])[).:]", re.MULTILINE)
 LEADING = re.compile(r"\s*\(?([A-Z])(?:[).:]|\s*(?:\n|\Z))")
 ALONE = re.compile(r"\W*([A-Za-z])\W*")
 

@@ -11,7 +11,6 @@ worked examples of the prompt are never trained on.
 """
 
 import random
-import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,8 +30,24 @@ from planish.runlog.model_renderer import model_renderer
 
 TEST_ENTRIES = 100
 SUFFIX = "\nWrite the final answer between <answer> and </answer>."
-TAGGED = re.compile(r"<answer>\s*(.*?)\s*</answer>", re.DOTALL)
+TAGS = "<answer>", "</answer>"
 FULL_SCORE = 1 - 1e-6
+
+
+def tagged_answers(text: str) -> list[str]:
+    """Return what stands between <answer> and the next </answer>, without white space around it.
+
+    A regular expression for this takes cubic time on a text of spaces.
+    """
+    answers, position = [], 0
+    before, after = TAGS
+    while True:
+        start = text.find(before, position)
+        end = text.find(after, start + len(before))
+        if start < 0 or end < 0:
+            return answers
+        answers.append(text[start + len(before) : end].strip())
+        position = end + len(after)
 
 
 @dataclass(frozen=True)
@@ -58,10 +73,10 @@ class TaskEnv(ProblemEnv):
         return question_of(self.entry)
 
     def check_format(self, sample_str: str) -> bool:
-        return TAGGED.search(sample_str) is not None
+        return bool(tagged_answers(sample_str))
 
     async def check_answer(self, sample_str: str) -> bool:
-        answers = TAGGED.findall(sample_str)
+        answers = tagged_answers(sample_str)
         if answers:
             self.score = await task_process(self.entry.task).score(self.entry.index, answers[-1])
         return self.score >= FULL_SCORE

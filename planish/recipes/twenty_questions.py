@@ -20,6 +20,7 @@ often.
 
 import random
 import re
+import string
 import sys
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -48,7 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},
 }
 MOST_CHOICES = 40
-GUESS = re.compile(r"\s*guess\s*:\s*(?:an?\s|the\s)?(.*?)[\s.!?]*", re.IGNORECASE | re.DOTALL)
+GUESS = re.compile(r"\s*guess\s*:\s*(?:an?\s|the\s)?", re.IGNORECASE)
+GUESS_END = string.whitespace + ".!?"
 
 
 @chz.chz
@@ -133,8 +135,8 @@ class TwentyQuestionsEnv(MessageEnv):
 
 def read_guess(text: str) -> str | None:
     """Return the word that a message guesses; None if it is not a guess."""
-    guess = GUESS.fullmatch(text)
-    return guess.group(1).lower() if guess else None
+    guess = GUESS.match(text)
+    return text[guess.end() :].rstrip(GUESS_END).lower() if guess else None
 
 
 def first_messages(riddle: Riddle) -> list[Message]:

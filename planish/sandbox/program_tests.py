@@ -24,7 +24,7 @@ CALL = Path(__file__).with_name("call.py").read_text(encoding="utf-8")
 TOLERANCE = 1e-6
 """The tolerance for floats: relative, or absolute for numbers below 1."""
 DECIMAL = re.compile(r"[+-]?(\d+\.\d*|\.\d+|\d+(?=[eE]))([eE][+-]?\d+)?")
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?")
+NUMBER = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?")
 
 
 class Outcome(StrEnum):
