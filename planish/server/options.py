@@ -13,7 +13,8 @@ from typing import Any
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.server.http.access import LEVELS, LogFormat
-from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings, is_loopback
+from planish.server.http.context import is_loopback
+from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
 
 _log = logging.getLogger("planish.serve")
 

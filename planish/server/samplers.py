@@ -21,10 +21,9 @@ from dataclasses import replace
 from weakref import WeakValueDictionary
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
-from planish.server.durable.checkpoints import check_source
+from planish.server.durable.checkpoints import check_source, source_path
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry, encode_request, result_of
-from planish.server.durable.names import source_path
 from planish.server.durable.records import SamplerRow, change, put, select
 from planish.server.durable.request_log import QueuedRequest, failure, new_row, run_uncancelled
 from planish.server.durable.store import crash_point
@@ -39,7 +38,7 @@ from planish.server.results import (
     NotFound,
     Tenant,
 )
-from planish.server.scheduling.adapter_cache import CachedAdapter
+from planish.server.scheduling import CachedAdapter
 from planish.server.services import Services
 from planish.service import CreateSampler, DrawnToken, ReleaseSampler, Sample, SamplerInfo
 from planish.types import SampleResponse

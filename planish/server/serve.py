@@ -60,7 +60,7 @@ connection that is being closed.
 """
 _BACKLOG = 2048
 
-_log = logging.getLogger("planish.serve")
+_log = logging.getLogger("planish.server")
 
 
 @dataclass(frozen=True)
@@ -332,9 +332,6 @@ def memory_plan(
         settings.adapter_memory_bytes,
         settings.request_memory_bytes + settings.result_memory_bytes + ALL_BODIES,
     )
-
-
-_log = logging.getLogger("planish.server")
 
 
 _LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"

@@ -27,7 +27,6 @@ from functools import partial
 from pathlib import Path
 
 from planish.errors import UnknownModelError, UserError
-from planish.server.cleanup import Cleanup
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry
@@ -43,10 +42,10 @@ from planish.server.durable.records import (
 from planish.server.durable.request_log import RequestLog, TenantLimits, new_row, run_uncancelled
 from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import NOBODYS_SAMPLE, EngineClient
+from planish.server.maintenance import Cleanup, Recovery
 from planish.server.metrics import Counters, Metrics, resident_bytes
 from planish.server.models.model import Model, ModelRegistry
 from planish.server.models.request_queue import RequestQueue
-from planish.server.recovery import Recovery
 from planish.server.results import (
     Accepted,
     BadRequest,
@@ -59,8 +58,7 @@ from planish.server.results import (
     stopping,
 )
 from planish.server.samplers import Samplers
-from planish.server.scheduling.adapter_cache import AdapterCache
-from planish.server.scheduling.fair_queue import FairQueue
+from planish.server.scheduling import AdapterCache, FairQueue
 from planish.server.services import Services
 from planish.server.sessions import ENDED, Sessions
 from planish.server.settings import ServerSettings

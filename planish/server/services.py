@@ -11,8 +11,7 @@ from planish.server.durable.request_log import RequestLog, TenantLimits
 from planish.server.durable.store import Store
 from planish.server.engine_client import DeviceClock, EngineClient
 from planish.server.metrics import Counters
-from planish.server.scheduling.adapter_cache import AdapterCache
-from planish.server.scheduling.fair_queue import FairQueue
+from planish.server.scheduling import AdapterCache, FairQueue
 from planish.server.sessions import Sessions
 from planish.server.settings import ServerSettings
 

@@ -212,7 +212,12 @@ class Sessions:
         )
         ended = None if row.ended is None else moment(row.ended)
         return SessionRecord(
-            session_id, _spec(row), _ids(models), _ids(samplers), moment(row.created), ended
+            session_id,
+            SessionSpec(**json.loads(row.spec)),
+            _ids(models),
+            _ids(samplers),
+            moment(row.created),
+            ended,
         )
 
     async def _row(self, tenant: Tenant, session_id: str) -> SessionRow:
@@ -222,10 +227,6 @@ class Sessions:
         if not rows:
             raise _not_found(session_id)
         return rows[0]
-
-
-def _spec(row: SessionRow) -> SessionSpec:
-    return SessionSpec(**json.loads(row.spec))
 
 
 def _ids(rows: Sequence[ModelRow | SamplerRow]) -> list[str]:

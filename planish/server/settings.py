@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -123,11 +122,3 @@ class HttpSettings:
     """Maps each API key to the name of its tenant. None: the server asks for no key and serves
     programs of its own machine only, never a web page.
     """
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether an address, or a host name in a URL, is this machine itself."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

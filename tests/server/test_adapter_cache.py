@@ -12,7 +12,7 @@ from server_client import run
 
 from planish.errors import StorageError
 from planish.server.metrics import Counters
-from planish.server.scheduling.adapter_cache import AdapterCache
+from planish.server.scheduling import AdapterCache
 
 
 @dataclass(eq=False)

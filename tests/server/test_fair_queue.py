@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from server_client import run
 
-from planish.server.scheduling.fair_queue import FairQueue
+from planish.server.scheduling import FairQueue
 
 
 async def quiet() -> None:

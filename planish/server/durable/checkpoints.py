@@ -2,13 +2,24 @@
 are downloaded.
 
 A tenant sees its own checkpoints, and can read public ones of others. The files know their own time
-to live, and are rejected after it even before they are deleted. Private checkpoints of the server
-(names.py) are not in the catalog.
+to live, and are rejected after it even before they are deleted.
 
 A client that saves external weights may name recipients, whose keys alone can read the download:
 the files are encrypted with age (age-encryption.org) as they are sent. The recipients are stored in
 the checkpoint's metadata. On the server's own disk the files are plain, because a reader of that
 disk has the model's state too.
+
+Some names have a special meaning. Private checkpoints are made by the server for itself, in the
+runs of its models and samplers. They are not in the catalog, and clients cannot give these names:
+
+    tinker://MODEL/weights/_planish.snapshot.SEQ          a snapshot of the model after request SEQ
+    tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of what request SEQ loaded
+    tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler published by request SEQ
+    tinker://SAMPLER/sampler_weights/_planish.source      a copy of the checkpoint of a sampler
+
+External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
+planish has that layout already. So external weights NAME are stored as the sampler checkpoint
+`external:NAME`, and shown under the kind and path that clients know.
 """
 
 from __future__ import annotations
@@ -31,9 +42,8 @@ from weakref import WeakValueDictionary
 import orjson
 
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.server.durable.names import is_external, is_private
 from planish.server.durable.records import CheckpointRow, change, count, remove, select
-from planish.server.durable.store import Store, Transaction, crash_point
+from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, NotFound, Page, Tenant
 from planish.server.settings import ServerSettings
@@ -391,3 +401,91 @@ def _pyrage() -> Any:
             f"{_RECIPIENTS}: this server lacks the package pyrage; install planish[age] on it"
         )
     return importlib.import_module("pyrage")  # the package has no type hints
+
+
+def snapshot_name(seq: int) -> str:
+    """Return the name of the snapshot after request `seq`."""
+    return f"{PRIVATE_PREFIX}snapshot.{seq}"
+
+
+def sampler_name(seq: int) -> str:
+    """Return the name of the sampler that request `seq` published."""
+    return f"{PRIVATE_PREFIX}sampler.{seq}"
+
+
+def loaded_path(model_id: str, seq: int, source: str) -> str:
+    """Return the path of the private copy of what request `seq` loads, of the same kind as
+    `source`.
+    """
+    return str(
+        CheckpointPath(
+            model_id, CheckpointPath.parse(source).checkpoint_type, f"{PRIVATE_PREFIX}loaded.{seq}"
+        )
+    )
+
+
+def source_path(sampler_id: str) -> str:
+    """Return the path of the private copy of a sampler's checkpoint."""
+    return str(CheckpointPath(sampler_id, "sampler", f"{PRIVATE_PREFIX}source"))
+
+
+def is_private(path: str) -> bool:
+    """Return whether the server made the checkpoint for itself."""
+    return CheckpointPath.parse(path).name.startswith(PRIVATE_PREFIX)
+
+
+def loading_seq(path: str) -> int | None:
+    """Return the request that a private copy was made for; None for any other checkpoint."""
+    name = CheckpointPath.parse(path).name
+    return int(name.rpartition(".")[2]) if name.startswith(f"{PRIVATE_PREFIX}loaded.") else None
+
+
+def is_superseded(path: str, seq: int) -> bool:
+    """Return whether a snapshot after request `seq` replaces this private checkpoint."""
+    loading = loading_seq(path)
+    return (
+        loading <= seq
+        if loading is not None
+        else CheckpointPath.parse(path).name != snapshot_name(seq)
+    )
+
+
+def check_name_is_not_private(name: str) -> None:
+    """UserError for a name that clients cannot give."""
+    if name.startswith(PRIVATE_PREFIX):
+        raise UserError(
+            f"path={name[:200]!r}: names that begin with {PRIVATE_PREFIX!r} are reserved for the "
+            "server; give another name"
+        )
+
+
+EXTERNAL_PREFIX = "external:"
+_SHOWN, _STORED = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
+
+
+def stored_path(path: str) -> str:
+    """Return the path under which a checkpoint is stored, from the path that clients use."""
+    stored = path.replace(_SHOWN, _STORED, 1)
+    parsed = CheckpointPath.parse(stored)
+    if stored == path:
+        check_name_is_not_external(parsed.name)
+    return str(parsed)
+
+
+def shown_path(path: str) -> str:
+    """Return the path that clients use, from the stored one."""
+    return path.replace(_STORED, _SHOWN, 1)
+
+
+def is_external(path: str) -> bool:
+    """Return whether a stored path is that of external weights."""
+    return _STORED in path
+
+
+def check_name_is_not_external(name: str) -> None:
+    """UserError for a name that is reserved for external weights."""
+    if name.startswith(EXTERNAL_PREFIX):
+        raise UserError(
+            f"path={name[:200]!r}: names that begin with {EXTERNAL_PREFIX!r} are reserved for "
+            "external weights; give another name"
+        )

@@ -53,10 +53,12 @@ from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.files import sync_directory
-from planish.server.durable.names import PRIVATE_PREFIX
 from planish.server.metrics import Disk
 
 R = TypeVar("R")
+
+PRIVATE_PREFIX = "_planish."
+"""Begins the names of checkpoints that the server makes for itself."""
 
 _log = logging.getLogger(__name__)
 

@@ -3,8 +3,7 @@
     context               one request: key, body, errors
     routes_sessions       client settings, sessions, telemetry, search
     routes_training       creating, training, saving and loading models
-    routes_sampling       samplers and samples
-    routes_results        results
+    routes_sampling       samplers, samples, and the results of all requests
     routes_checkpoints    training runs, checkpoints and their files, tokenizers
     this module           what is not offered, and why
 
@@ -31,7 +30,6 @@ from starlette.routing import Route
 from planish.errors import PlanishError
 from planish.server.http import (
     routes_checkpoints,
-    routes_results,
     routes_sampling,
     routes_sessions,
     routes_training,
@@ -44,7 +42,6 @@ _GROUPS = (
     routes_sessions,
     routes_training,
     routes_sampling,
-    routes_results,
     routes_checkpoints,
 )
 STOP_SECONDS = 30

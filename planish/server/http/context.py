@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
+import ipaddress
 import logging
 import re
 from collections import Counter
@@ -42,9 +43,9 @@ from planish.server.results import (
     retry_headers,
     status_of,
 )
-from planish.server.scheduling.fair_queue import FairQueue
+from planish.server.scheduling import FairQueue
 from planish.server.server import Server
-from planish.server.settings import HttpSettings, is_loopback
+from planish.server.settings import HttpSettings
 from planish.wire.bodies import open_body, too_large
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.fields import Fields
@@ -346,6 +347,14 @@ def _refuse_web_pages(request: Request) -> None:
         )
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or a host name in a URL, is this machine itself."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 EVERYBODY = Tenant("everybody")
 """The only tenant of a server without keys."""
 
@@ -421,8 +430,6 @@ class ApiKeys:
 def _key_digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
-
-_log = logging.getLogger("planish.server")
 
 _ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

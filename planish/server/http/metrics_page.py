@@ -11,8 +11,8 @@ tenants, so no tenant's own key opens it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, SummaryMetricFamily
@@ -25,7 +25,7 @@ from starlette.routing import Route
 from planish.errors import PlanishError
 from planish.server.http.access import given_key
 from planish.server.http.context import RequestContext, context_of, refused
-from planish.server.metrics import Counters, Metrics
+from planish.server.metrics import Counters, Disk, Metrics
 from planish.server.results import Unauthorized
 
 READER = "metrics"
@@ -71,136 +71,28 @@ class _Families:
 def families(measured: Metrics) -> Iterator[Metric]:
     """Yield each metric with its name and help."""
     counted = measured.counters
-    for name, text, by_tenant in _TENANT_COUNTERS:
-        yield _counter(
-            name, text, ("tenant",), {(tenant,): n for tenant, n in by_tenant(counted).items()}
-        )
-    yield _counter(
-        "planish_requests_accepted",
-        "Accepted requests by kind",
-        ("kind",),
-        {(kind,): n for kind, n in counted.accepted.items()},
-    )
-    yield _counter(
-        "planish_requests_answered",
-        "Answered requests by kind and state",
-        ("kind", "state"),
-        counted.answered,
-    )
+    yield from _families(counted, CounterMetricFamily)
     yield SummaryMetricFamily(
         "planish_batch_sequences",
         "Sequences in the engine whenever it gets a sample request",
         count_value=counted.samples,
         sum_value=counted.sequences_at_samples,
     )
-    for name, text, value in _COUNTERS:
-        yield CounterMetricFamily(name, text, value=value(counted))
-    queued = GaugeMetricFamily(
-        "planish_requests_queued", "Accepted requests without an answer", labels=("kind", "tenant")
-    )
-    for labels, count in measured.queued.items():
-        queued.add_metric(labels, count)
-    yield queued
-    kept = GaugeMetricFamily(
-        "planish_checkpoint_bytes", "Named checkpoints on disk", labels=("tenant",)
-    )
-    for tenant, size in measured.checkpoint_bytes.items():
-        kept.add_metric([tenant], size)
-    yield kept
-    for name, text, value in _GAUGES:
-        yield GaugeMetricFamily(name, text, value=float(value(measured)))
+    yield from _families(measured, GaugeMetricFamily)
+    yield from _families(measured.disk, GaugeMetricFamily)
 
 
-def _counter(
-    name: str, text: str, labels: Iterable[str], counts: Mapping[tuple[str, ...], int]
-) -> Metric:
-    family = CounterMetricFamily(name, text, labels=list(labels))
-    for values, count in counts.items():
-        family.add_metric(values, count)
-    return family
-
-
-_TENANT_COUNTERS: tuple[tuple[str, str, Callable[[Counters], Mapping[str, int]]], ...] = (
-    ("planish_sampled_tokens", "Sampled tokens", lambda c: c.sampled_tokens),
-    (
-        "planish_prompt_tokens",
-        "Tokens of prompts of sample requests",
-        lambda c: c.prompt_tokens,
-    ),
-    (
-        "planish_cached_prompt_tokens",
-        "Prompt tokens found in the prefix cache",
-        lambda c: c.cached_prompt_tokens,
-    ),
-    (
-        "planish_trained_tokens",
-        "Tokens of training data in forward and forward_backward",
-        lambda c: c.trained_tokens,
-    ),
-)
-_COUNTERS: tuple[tuple[str, str, Callable[[Counters], int]], ...] = (
-    ("planish_snapshots", "Snapshots of models", lambda c: c.snapshots),
-    (
-        "planish_replayed_requests",
-        "Requests that were replayed to load a model",
-        lambda c: c.replayed,
-    ),
-    ("planish_adapter_loads", "Adapters loaded into memory", lambda c: c.loads),
-    ("planish_adapter_unloads", "Adapters unloaded, idle or to make room", lambda c: c.unloads),
-)
-_GAUGES: tuple[tuple[str, str, Callable[[Metrics], int]], ...] = (
-    ("planish_sequences_running", "Sequences in the engine", lambda m: m.sequences),
-    (
-        "planish_samples_waiting",
-        "Sample requests that wait for their turn",
-        lambda m: m.waiting_sequences,
-    ),
-    (
-        "planish_training_running",
-        "Training operations in the engine",
-        lambda m: m.training_operations,
-    ),
-    (
-        "planish_training_waiting",
-        "Training operations that wait for their turn",
-        lambda m: m.waiting_training,
-    ),
-    ("planish_sessions_open", "Sessions", lambda m: m.open_sessions),
-    ("planish_models_open", "Models that take requests", lambda m: m.open_models),
-    ("planish_samplers_open", "Samplers", lambda m: m.open_samplers),
-    ("planish_adapters_resident", "Adapters in memory", lambda m: m.adapters_in_memory),
-    ("planish_adapter_bytes", "Memory of adapters", lambda m: m.adapter_bytes),
-    (
-        "planish_request_bytes",
-        "Memory of requests that are kept decoded",
-        lambda m: m.request_bytes,
-    ),
-    ("planish_result_bytes", "Memory of results", lambda m: m.result_bytes),
-    ("planish_resident_bytes", "Memory of the process", lambda m: m.resident_bytes),
-    ("planish_snapshot_models", "Models with a snapshot", lambda m: m.models_with_snapshot),
-    (
-        "planish_ephemeral_bytes",
-        "Weights on disk of unnamed samplers",
-        lambda m: m.unnamed_sampler_bytes,
-    ),
-    (
-        "planish_database_bytes",
-        "The database with journal and results, and its log",
-        lambda m: m.disk.database,
-    ),
-    ("planish_body_bytes", "Files of large requests and results", lambda m: m.disk.bodies),
-    (
-        "planish_body_files",
-        "Number of files of large requests and results",
-        lambda m: m.disk.body_files,
-    ),
-    ("planish_disk_free_bytes", "Free space in the data directory", lambda m: m.disk.free),
-    (
-        "planish_disk_full",
-        "1 while new work is rejected for lack of disk space",
-        lambda m: m.disk_is_full,
-    ),
-)
+def _families(
+    measured: Counters | Metrics | Disk, kind: type[CounterMetricFamily | GaugeMetricFamily]
+) -> Iterator[Metric]:
+    for described in fields(measured):
+        if not described.metadata:
+            continue
+        value, labels = getattr(measured, described.name), described.metadata["labels"]
+        family = kind(described.metadata["name"], described.metadata["help"], labels=labels)
+        for key, count in value.items() if labels else [((), value)]:
+            family.add_metric([key] if isinstance(key, str) else key, float(count))
+        yield family
 
 
 @dataclass(frozen=True, eq=False)

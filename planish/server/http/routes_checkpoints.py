@@ -23,8 +23,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from planish.errors import PlanishError, UserError
-from planish.server.durable.checkpoints import CheckpointFiles
-from planish.server.durable.names import is_external, shown_path, stored_path
+from planish.server.durable.checkpoints import CheckpointFiles, is_external, shown_path, stored_path
 from planish.server.http.context import (
     API,
     RequestContext,

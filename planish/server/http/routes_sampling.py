@@ -1,4 +1,5 @@
-"""Samplers and samples, one by one for the SDK, or many in one request for planish's own client.
+"""Samplers and samples, one by one for the SDK, or many in one request for planish's own client;
+and the results of all requests.
 
     POST /planish/draw     {"requests": [bodies of asample]}. The response is a stream of frames
                            (planish/wire/client_frames.py): one for each request when it is accepted
@@ -8,6 +9,10 @@
 Each request of a batch is treated like a single one: it is journaled, waits for its tenant's turn,
 and is identified by sampler and number. So a batch whose connection breaks is sent again as it is,
 and nothing is sampled twice.
+
+A request for a result is held until it is there, or for `poll_seconds`, after which the client asks
+again. "Not yet" is status 408: the SDK then asks again at once without a log line. Status 200 with
+the same body would log a warning on the user's side.
 """
 
 from __future__ import annotations
@@ -17,9 +22,11 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
+import orjson
 from starlette.responses import Response, StreamingResponse
 
 from planish.errors import PlanishError, UserError
+from planish.server.durable.checkpoints import shown_path
 from planish.server.http.context import SAMPLE_BODY, RequestContext, answered, endpoint, nothing
 from planish.server.http.routes_training import accepted
 from planish.server.results import (
@@ -27,6 +34,7 @@ from planish.server.results import (
     Done,
     Failed,
     NotFound,
+    Outcome,
     ServerError,
     TryAgain,
     status_of,
@@ -35,10 +43,20 @@ from planish.server.results import (
 from planish.wire.client_errors import ERROR_CLASS, name_of
 from planish.wire.client_frames import MEDIA, Frame
 from planish.wire.fields import Fields
+from planish.wire.messages import PROTOBUF
 from planish.wire.models import create_sampler_from_json
 from planish.wire.records import sampler_info_to_json
-from planish.wire.sampling import SampleRequest, sample_request_from_json, targets_of
+from planish.wire.sampling import (
+    SampleRequest,
+    sample_request_from_json,
+    sample_response_from_message,
+    sample_response_to_json,
+    targets_of,
+)
 from planish.wire.tensors import check_filled
+from planish.wire.training import output_from_message, output_to_json
+
+_log = logging.getLogger("planish.server")
 
 
 async def create_sampling_session(context: RequestContext) -> Response:
@@ -73,16 +91,7 @@ async def asample(context: RequestContext) -> Response:
         )
 
 
-ROUTES = [
-    endpoint("/create_sampling_session", create_sampling_session),
-    endpoint("/samplers/{sampler_id}", sampler, "GET"),
-    endpoint("/asample", asample),
-]
-
-
 MAX_REQUESTS = 1024
-
-_log = logging.getLogger("planish.server")
 
 
 async def sample_batch(context: RequestContext) -> Response:
@@ -220,4 +229,67 @@ def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
     }
 
 
+async def retrieve_future(context: RequestContext) -> Response:
+    """Answer with the result of a request."""
+    async with context.fields() as fields:
+        request_id = fields.identifier("request_id")
+    match await _outcome(context, request_id):
+        case Done() as done:
+            return await context.compute(
+                done.content, lambda: _result_response(done, context.takes_protobuf)
+            )
+        case Failed(message, category, error_class):
+            return answered({"error": message, "category": category, ERROR_CLASS: error_class})
+        case TryAgain():
+            return answered(
+                {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
+            )
+
+
+async def _outcome(context: RequestContext, request_id: str) -> Outcome:
+    """Return the answer of a request; TryAgain early if the server begins to stop."""
+    waiting = context.server.request_log.outcome(
+        context.tenant, request_id, context.state.settings.poll_seconds
+    )
+    return await context.cancelled_by_stop(waiting) or TryAgain()
+
+
+def _result_response(done: Done, takes_protobuf: bool) -> Response:
+    if done.media == "json":
+        return Response(_with_shown_path(done), media_type="application/json")
+    if takes_protobuf:
+        return Response(done.content, media_type=PROTOBUF)
+    if done.kind == "sample":
+        return answered(sample_response_to_json(sample_response_from_message(done.content)))
+    return answered(output_to_json(output_from_message(done.content)))
+
+
+def _with_shown_path(done: Done) -> bytes:
+    """Replace type and path in the result of saving external weights, which are stored as a sampler
+    checkpoint.
+    """
+    if done.kind != "save_weights_for_sampler":
+        return done.content
+    fields = orjson.loads(done.content)
+    path = fields.get("path")
+    if path is None or shown_path(path) == path:
+        return done.content
+    return orjson.dumps({**fields, "type": "save_weights_external", "path": shown_path(path)})
+
+
+async def cancel_future(context: RequestContext) -> Response:
+    """Cancel a sample request."""
+    async with context.fields() as fields:
+        request_id = fields.identifier("request_id")
+    context.server.samplers.cancel(context.tenant, request_id)
+    return nothing()
+
+
+ROUTES = [
+    endpoint("/create_sampling_session", create_sampling_session),
+    endpoint("/samplers/{sampler_id}", sampler, "GET"),
+    endpoint("/asample", asample),
+    endpoint("/retrieve_future", retrieve_future),
+    endpoint("/cancel_future", cancel_future),
+]
 PLANISH_ROUTES = [endpoint("/planish/draw", sample_batch), endpoint("/planish/release", release)]

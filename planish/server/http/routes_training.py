@@ -12,8 +12,11 @@ from typing import Any
 
 from starlette.responses import Response
 
-from planish.server.durable.checkpoints import metadata_of
-from planish.server.durable.names import EXTERNAL_PREFIX, check_name_is_not_external
+from planish.server.durable.checkpoints import (
+    EXTERNAL_PREFIX,
+    check_name_is_not_external,
+    metadata_of,
+)
 from planish.server.http.context import TRAINING_BODY, Handler, RequestContext, answered, endpoint
 from planish.server.results import Accepted, stopping
 from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 
 from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
 from planish.server.durable import journal
+from planish.server.durable.checkpoints import is_superseded, snapshot_name
 from planish.server.durable.journal import RequestRow, result_of
-from planish.server.durable.names import is_superseded, snapshot_name
 from planish.server.durable.records import ModelRow, change
 from planish.server.durable.request_log import (
     AlsoWrite,
@@ -232,7 +232,13 @@ class Model:
                     await self._repeat(item)
                 case QueuedRequest(row=RequestRow(state="refused") as row):
                     await self.in_flight.drained()
-                    self._settle(item, _refusal(row), state="refused")
+                    self._settle(
+                        item,
+                        Failed(
+                            row.message or "it was refused", row.category or "user", row.error_class
+                        ),
+                        state="refused",
+                    )
                     await self._repeat(row)
                 case QueuedRequest(row=RequestRow(kind="unload_model") as row):
                     await self.in_flight.drained()
@@ -701,7 +707,3 @@ class Model:
 def unloaded(row: RequestRow) -> Done:
     """Return the answer of an unload request."""
     return result_of(row.kind, UnloadModel(row.owner), None)
-
-
-def _refusal(row: RequestRow) -> Failed:
-    return Failed(row.message or "it was refused", row.category or "user", row.error_class)

@@ -24,8 +24,8 @@ from typing import Any
 import orjson
 
 from planish.server.durable import journal
+from planish.server.durable.checkpoints import loaded_path
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.names import loaded_path
 from planish.server.durable.records import ModelRow, change
 from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import EngineClient

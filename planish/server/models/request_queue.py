@@ -25,9 +25,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from planish.errors import StorageError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import check_source
+from planish.server.durable.checkpoints import check_name_is_not_private, check_source
 from planish.server.durable.journal import JournalEntry, RequestRow, encode_request, kind_of
-from planish.server.durable.names import check_name_is_not_private
 from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
 from planish.server.durable.request_log import AlsoWrite, QueuedRequest, new_row, run_uncancelled
 from planish.server.results import Accepted, BadRequest, Gone, ServerError

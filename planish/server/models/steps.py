@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from planish.errors import UserError
+from planish.server.durable.checkpoints import loaded_path, sampler_name
 from planish.server.durable.journal import result_of
-from planish.server.durable.names import loaded_path, sampler_name
 from planish.server.durable.records import put_checkpoint
 from planish.server.durable.request_log import AlsoWrite, QueuedRequest
 from planish.server.durable.store import crash_point

@@ -19,18 +19,21 @@ from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
-from planish.server.openai.answers import (
+from planish.server.openai.models import OpenAIModels, Served, TokenTexts
+from planish.server.openai.protocol import (
     Envelope,
     Finished,
+    Options,
     Sampled,
     Usage,
+    check_size,
+    optional,
+    read_chat_options,
     sample_all,
     sample_events,
     stream_response,
     while_connected,
 )
-from planish.server.openai.models import OpenAIModels, Served, TokenTexts
-from planish.server.openai.options import Options, optional, read_chat_options
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
@@ -62,6 +65,7 @@ async def chat_completions(
     chat = await asyncio.to_thread(
         _parsed, await models.find(tenant, options.model), options, fields
     )
+    check_size([chat.operation], chat.model.texts.max_context)
     sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
     if options.stream:
         return stream_response(

@@ -17,18 +17,21 @@ from starlette.responses import Response
 
 from planish.renderers.stream_parser import Growing, read_text
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
-from planish.server.openai.answers import (
+from planish.server.openai.models import OpenAIModels, Served, TokenTexts
+from planish.server.openai.protocol import (
     Envelope,
     Finished,
+    Options,
     Sampled,
     Usage,
+    check_size,
+    optional,
+    read_text_options,
     sample_all,
     sample_events,
     stream_response,
     while_connected,
 )
-from planish.server.openai.models import OpenAIModels, Served, TokenTexts
-from planish.server.openai.options import Options, optional, read_text_options
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
@@ -66,6 +69,7 @@ async def completions(
     completion = await asyncio.to_thread(
         _parsed, await models.find(tenant, options.model), options, fields
     )
+    check_size(completion.operations, completion.model.texts.max_context)
     sampler_id = await models.sampler(tenant, completion.model, completion.operations)
     if options.stream:
         return stream_response(

@@ -32,7 +32,6 @@ from planish.renderers import FORMATS, Renderer, get_renderer, recommended_rende
 from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
 from planish.server.http.context import ModelNotFoundError
-from planish.server.openai.options import check_size
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
 from planish.server.server import Server
 from planish.service import CreateSampler, Sample
@@ -158,7 +157,6 @@ class OpenAIModels:
         """Return the id of a sampler of the model. Raises what is wrong with the operations, or
         prevents their acceptance now.
         """
-        check_size(operations, model.texts.max_context)
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
             await self.server.samplers.check(model.base_model, operation)

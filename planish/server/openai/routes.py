@@ -27,10 +27,10 @@ from planish.server.http.context import (
     context_of,
     error_response,
 )
-from planish.server.openai.answers import ClientGoneError
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels
+from planish.server.openai.protocol import ClientGoneError
 from planish.server.results import Tenant
 from planish.server.server import Server
 from planish.wire.fields import Fields

@@ -1,23 +1,36 @@
-"""The sampling options of an OpenAI-compatible request. Unsupported parameters are rejected by
-name.
+"""What both OpenAI-compatible endpoints share: the sampling options of a request, and its samples,
+streamed or as a whole.
 
-Besides OpenAI's parameters, `top_k` and `min_p` are supported, as in other servers. Parameters that
-describe the client and change nothing in the answer are accepted.
+Unsupported parameters are rejected by name. Besides OpenAI's parameters, `top_k` and `min_p` are
+supported, as in other servers. Parameters that describe the client and change nothing in the answer
+are accepted. Cancelling the answer, or losing the client, cancels the samples that are still
+running.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+import orjson
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+
 from planish.errors import UserError
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError
-from planish.service import Sample
-from planish.types import SamplingParams
+from planish.server.http.context import UnsupportedParameterError, WrongParameterError, error_body
+from planish.server.openai.models import OpenAIModels
+from planish.server.results import Tenant
+from planish.service import DrawnToken, Sample
+from planish.types import SampleResponse, SamplingParams
 from planish.wire.fields import Fields
 
 T = TypeVar("T")
+
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS = 128, 20, 16
 
@@ -239,3 +252,171 @@ def _reject_others(
         values, remedy = neutral[name]
         if value not in values:
             raise UnsupportedParameterError(name, remedy)
+
+
+class ClientGoneError(Exception):
+    """The client has closed the connection."""
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A token of one prompt's samples."""
+
+    prompt: int
+    token: DrawnToken
+
+
+@dataclass(frozen=True)
+class Finished:
+    """All samples of one prompt are finished."""
+
+    prompt: int
+    response: SampleResponse
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Token counts of a request."""
+
+    prompt: int
+    sampled: int
+    cached: int
+
+    @classmethod
+    def of(cls, operations: Sequence[Sample], responses: Sequence[SampleResponse]) -> Usage:
+        """Count the tokens of requests and responses."""
+        return cls(
+            prompt=sum(operation.prompt.length for operation in operations),
+            sampled=sum(
+                len(sequence.tokens_np) for response in responses for sequence in response.sequences
+            ),
+            cached=sum(response.prompt_cache_hit_tokens for response in responses),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the JSON of the counts."""
+        return {
+            "prompt_tokens": self.prompt,
+            "completion_tokens": self.sampled,
+            "total_tokens": self.prompt + self.sampled,
+            "prompt_tokens_details": {"cached_tokens": self.cached},
+        }
+
+
+@dataclass(frozen=True)
+class Envelope:
+    """The fields that every body of one answer has."""
+
+    kind: str
+    model: str
+    id: str
+    created: int
+
+    @classmethod
+    def of(cls, prefix: str, kind: str, model: str) -> Envelope:
+        """Return an envelope with a new id."""
+        return cls(kind, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
+
+    def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
+        """Return a body with these choices."""
+        head = {
+            "id": self.id,
+            "object": self.kind,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+        }
+        return head if usage is None else {**head, "usage": usage.to_json()}
+
+
+async def sample_all(
+    models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
+) -> list[SampleResponse]:
+    """Return the samples of every prompt. The first error cancels all of them."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            sampling = [
+                tasks.create_task(models.sample(tenant, sampler_id, operation))
+                for operation in operations
+            ]
+    except BaseExceptionGroup as group:
+        raise group.exceptions[0] from None
+    return [task.result() for task in sampling]
+
+
+async def sample_events(
+    models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
+) -> AsyncIterator[Sampled | Finished]:
+    """Yield tokens as they are sampled, and each prompt's samples when they are finished. Closing
+    the iterator cancels the rest.
+    """
+    events: asyncio.Queue[Sampled | asyncio.Task[SampleResponse]] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
+    order: dict[asyncio.Task[SampleResponse], int] = {}
+
+    def listening(index: int, operation: Sample) -> Sample:
+        def on_token(token: DrawnToken) -> None:
+            loop.call_soon_threadsafe(events.put_nowait, Sampled(index, token))
+
+        return replace(operation, on_token=on_token)
+
+    for index, operation in enumerate(operations):
+        task = asyncio.create_task(models.sample(tenant, sampler_id, listening(index, operation)))
+        order[task] = index
+        task.add_done_callback(events.put_nowait)
+    try:
+        left = len(order)
+        while left:
+            event = await events.get()
+            if isinstance(event, Sampled):
+                yield event
+            else:
+                left -= 1
+                yield Finished(order[event], event.result())
+    finally:
+        for task in order:
+            task.cancel()
+        await asyncio.gather(*order, return_exceptions=True)
+
+
+async def while_connected(request: Request, work: Awaitable[T]) -> T:
+    """Return the result of `work`. If the client closes the connection first, cancel `work` and
+    raise ClientGoneError.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_until_gone(request))
+    try:
+        await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGoneError
+        return working.result()
+    finally:
+        watching.cancel()
+        working.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await working
+
+
+async def _until_gone(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
+    """Return server-sent events in OpenAI's format. An error in the middle is an event too."""
+
+    async def events() -> AsyncIterator[bytes]:
+        try:
+            async for body in bodies:
+                yield _event(body)
+        except Exception as error:
+            yield _event(error_body(error))
+        yield b"data: [DONE]\n\n"
+
+    return StreamingResponse(
+        events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+    )
+
+
+def _event(body: dict[str, Any]) -> bytes:
+    return b"data: " + orjson.dumps(body) + b"\n\n"

@@ -1,0 +1,305 @@
+"""Recovery at a start, and cleanup in the background.
+
+At a start, what an earlier process left in the database is opened again, and unanswered requests
+resume. Models and samplers are loaded when they are used, or when one of their requests is
+unanswered.
+
+Later, idle adapters leave memory, expired results and checkpoints are deleted, stale sessions end,
+and what exceeds its share of the disk goes. Nothing that a restart needs is removed: a request
+after the last snapshot of its model keeps its row, but not its result. Training runs are kept for
+good, because checkpoints name them. Sessions and samplers are deleted a week after their end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from planish.errors import EngineClosedError
+from planish.server.durable import journal
+from planish.server.durable.checkpoints import is_private, loading_seq
+from planish.server.durable.journal import RequestRow
+from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
+from planish.server.durable.store import Transaction
+from planish.server.models.model import ModelRegistry, unloaded
+from planish.server.models.request_queue import QueueItem, RequestQueue
+from planish.server.results import Failed
+from planish.server.samplers import Sampler, Samplers
+from planish.server.services import Services
+from planish.types import CheckpointPath
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """How many things were recovered."""
+
+    sessions: int
+    models: int
+    samplers: int
+    requests: int
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """Opens what an earlier process left."""
+
+    _services: Services
+    _models: ModelRegistry
+    _samplers: Samplers
+    _loads: set[tuple[str, int]] = field(default_factory=set)
+    """Models and numbers of the loads that a replay would repeat."""
+
+    async def recover(self) -> Recovered:
+        """Open sessions, models and samplers, delete what no row names, and resume the unanswered
+        requests.
+        """
+        store, sessions = self._services.store, self._services.sessions
+        session_rows = await store.read(lambda db: select(db, SessionRow, "ended IS NULL"))
+        still_open = "closed IS NULL ORDER BY created"
+        models = await store.read(lambda db: select(db, ModelRow, still_open))
+        samplers = await store.read(lambda db: select(db, SamplerRow, still_open))
+        to_do = await store.read(journal.to_do)
+        for session in session_rows:
+            sessions.add(session)
+        for model in models:
+            await self._add_model(model)
+        for sampler in samplers:
+            await self._add_sampler(sampler)
+        await self._services.engine.clear_leftovers()
+        await self._services.checkpoints.reconcile()
+        await self._delete_unnamed()
+        for row in to_do:
+            self._resume(row)
+        for model in list(self._models.open.values()):
+            model.wake()
+        owners = {row.session for row in (*models, *samplers)}
+        for session_id in owners:
+            sessions.clear_if_ended(session_id)
+        return Recovered(len(session_rows), len(models), len(samplers), len(to_do))
+
+    async def _add_model(self, row: ModelRow) -> None:
+        snapshot_seq = -1 if row.snapshot_seq is None else row.snapshot_seq
+        rows = await self._services.store.read(
+            lambda db: journal.of_model(db, row.id, snapshot_seq)
+        )
+        queue: RequestQueue[QueueItem] = RequestQueue(snapshot_seq + 1, row.passed)
+        unload_seq = None
+        # Older versions may have stored an unload request under the number of another request that
+        # arrived at the same moment.
+        for found in sorted(rows, key=lambda row: row.kind == "unload_model"):
+            if found.kind == "load_weights" and found.state in ("started", "done"):
+                self._loads.add((row.id, found.seq))
+            if found.kind == "unload_model":
+                unload_seq = max(found.seq, queue.end)
+                found = replace(found, seq=unload_seq)
+            is_open = found.is_to_do
+            queue.add(found.seq, self._services.request_log.restore(found) if is_open else found)
+        # Answered requests before the first unanswered one are replayed when the model is loaded.
+        while isinstance(queue.peek(), RequestRow):
+            queue.take()
+        self._models.add(row, queue, unload_seq)
+
+    async def _add_sampler(self, row: SamplerRow) -> None:
+        model = self._models.open.get(row.model) if row.model is not None else None
+        sampler = self._samplers.add(row, model)
+        if row.model is None or row.source is not None:
+            sampler.ready.set()
+        elif model is None:
+            await self._samplers.close(
+                sampler, "its weights were not saved when its model was unloaded"
+            )
+        else:
+            await self._decide_published(sampler, f"{row.model}:{row.seq}")
+
+    async def _decide_published(self, sampler: Sampler, request_id: str) -> None:
+        """Open or close a published sampler, depending on the request that publishes it."""
+        row = await self._services.store.read(lambda db: journal.row(db, request_id))
+        if row is not None and row.state == "done":
+            sampler.ready.set()
+        elif row is None or not row.is_to_do:
+            await self._samplers.close(sampler, "the request that should have published it failed")
+
+    def _resume(self, row: RequestRow) -> None:
+        """Resume an unanswered request. Those of open models are in the models' queues already."""
+        request_log = self._services.request_log
+        if row.kind == "sample":
+            sampler, request = self._samplers.get(row.owner), request_log.restore(row)
+            if sampler is not None:
+                self._samplers.start(sampler, request)
+            else:
+                why = Failed(f"sampling_session_id={row.owner!r} is closed", "user")
+                request_log.settle(request, why)
+        elif row.owner not in self._models.open:
+            request = request_log.restore(row)
+            if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
+                request_log.settle(request, unloaded(row))
+            else:
+                why = Failed(f"model_id={row.owner!r} is closed", "user")
+                request_log.settle(request, why, state="refused")
+
+    async def _delete_unnamed(self) -> None:
+        """Delete private checkpoints that no row names. A crash between making and recording a
+        private checkpoint leaves one.
+        """
+        sources = {sampler.row.source for sampler in self._samplers.all()}
+        for checkpoint in await self._services.engine.checkpoints():
+            path = checkpoint.tinker_path
+            if not is_private(path) or path in sources:
+                continue
+            model = self._models.open.get(CheckpointPath.parse(path).run_id)
+            seq = loading_seq(path)
+            is_loaded = model is not None and seq is not None and (model.id, seq) in self._loads
+            if model is not None and (is_loaded or path == model.row.snapshot):
+                model.keep_private(path)
+            else:
+                await self._services.engine.delete_checkpoint(path)
+
+
+_TICK_SECONDS = 1.0
+_ROUND_SECONDS = 30.0
+_FRESH_SECONDS = 600.0
+"""No result younger than this is deleted to make room."""
+_ENDED_SECONDS = 7 * 86400.0
+"""How long ended sessions and their samplers stay in the database."""
+_BATCH = 5000
+"""Rows that one transaction deletes."""
+_PAGES = 1000
+"""Database pages that one transaction returns to the file system."""
+
+_NOT_NEEDED = (
+    "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner AND closed IS "
+    "NULL"
+    " AND requests.seq > COALESCE(snapshot_seq, -1)))"
+)
+"""Requests that no replay needs."""
+
+
+@dataclass(frozen=True)
+class Cleanup:
+    """Removes what has expired, in a background task."""
+
+    _services: Services
+    _models: ModelRegistry
+    _samplers: Samplers
+
+    async def run(self) -> None:
+        """Clean up until the task is cancelled."""
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(
+                min(_TICK_SECONDS, self._services.settings.missing_request_timeout / 4)
+            )
+            await self._guarded(self._expire_missing_requests)
+            await self._guarded(
+                lambda: self._services.adapter_cache.unload_idle(
+                    self._services.settings.idle_seconds
+                )
+            )
+            if time.monotonic() - last >= _ROUND_SECONDS:
+                last = time.monotonic()
+                await self.clean()
+
+    async def clean(self) -> None:
+        """Do what need not be done every second. Files are deleted first: on a full disk, every
+        write waits for space.
+        """
+        await self._guarded(self._services.checkpoints.remove_expired)
+        await self._guarded(self._services.sessions.write_seen)
+        await self._guarded(self._end_stale_sessions)
+        await self._guarded(self._close_samplers)
+        await self._guarded(self._drop_results)
+
+    async def _guarded(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Run one part of the cleanup. Its failure must not prevent the other parts."""
+        try:
+            await work()
+        except EngineClosedError:
+            return
+        except Exception:
+            _log.exception("cleaning up failed; it is tried again")
+
+    async def _expire_missing_requests(self) -> None:
+        for model in list(self._models.open.values()):
+            await model.expire_missing_request()
+
+    async def _end_stale_sessions(self) -> None:
+        sessions = self._services.sessions
+        for session_id in sessions.stale(self._services.settings.session_timeout):
+            await sessions.end(session_id, "its client was not heard of for too long")
+
+    async def _close_samplers(self) -> None:
+        """Close the least recently used published samplers while all together exceed their limit on
+        disk.
+        """
+        published = [
+            sampler for sampler in self._samplers.all() if sampler.row.model and sampler.row.source
+        ]
+        total = sum(sampler.row.bytes for sampler in published)
+        for sampler in sorted(published, key=lambda sampler: sampler.used):
+            if total <= self._services.settings.unnamed_sampler_bytes:
+                return
+            total -= sampler.row.bytes
+            await self._samplers.close(
+                sampler,
+                "it was the least recently used one when unnamed samplers took more than "
+                f"{self._services.settings.unnamed_sampler_bytes:,} bytes; save weights under a name to "
+                "keep them",
+            )
+
+    async def _drop_results(self) -> None:
+        now = time.time()
+        while (
+            await self._services.store.keep(lambda transaction: self._drop_before(transaction, now))
+            == _BATCH
+        ):
+            pass
+        await self._services.store.keep(lambda transaction: self._drop_large(transaction, now))
+        await self._services.store.keep(
+            lambda transaction: _drop_sessions(transaction, now - _ENDED_SECONDS)
+        )
+        await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
+
+    def _drop_before(self, transaction: Transaction, now: float) -> int:
+        oldest = now - self._services.settings.result_retention
+        aged = "finished < ? AND result_bytes > 0"
+        journal.drop_results(transaction, aged, [oldest])
+        return journal.delete(
+            transaction,
+            f"id IN (SELECT id FROM requests WHERE finished < ? AND {_NOT_NEEDED} ORDER BY "
+            f"finished LIMIT {_BATCH})",
+            [oldest],
+        )
+
+    def _drop_large(self, transaction: Transaction, now: float) -> None:
+        """Delete the oldest results while all together exceed their limit."""
+        query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
+        total = transaction.execute(query).fetchone()[0] or 0
+        if total <= self._services.settings.result_bytes:
+            return
+        rows = transaction.execute(
+            "SELECT id, result_bytes FROM requests WHERE finished < ? AND result_bytes > 0 ORDER "
+            "BY finished",
+            [now - _FRESH_SECONDS],
+        )
+        for request_id, size in rows.fetchall():
+            if total <= self._services.settings.result_bytes:
+                return
+            total -= size
+            journal.drop_results(transaction, "id = ?", [request_id])
+
+
+def _drop_sessions(transaction: Transaction, oldest: float) -> None:
+    ended = "SELECT id FROM sessions WHERE ended < ?"
+    transaction.execute(
+        f"DELETE FROM samplers WHERE closed IS NOT NULL AND session IN ({ended})", [oldest]
+    )
+    open_parts = " AND ".join(
+        f"NOT EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"
+        for table in ("models", "samplers")
+    )
+    transaction.execute(f"DELETE FROM sessions WHERE ended < ? AND {open_parts}", [oldest])

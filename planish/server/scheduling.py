@@ -1,0 +1,360 @@
+"""When requests run: whose turn comes next, and which adapters are in memory.
+
+Turns. `FairQueue` gives the next turn to the tenant that has had the fewest tokens. Requests of one
+tenant wait in the order in which they were sent. The engine gets enough requests to be busy, and
+few enough that a newcomer does not wait behind all the work of an earlier tenant. While others are
+active, one tenant cannot take all slots, so some are free for newcomers. Some slots are kept for
+short requests of any tenant.
+
+Memory. `AdapterCache` is an LRU cache. An adapter is loaded before its first use, stays in memory
+while it is pinned, and may be evicted afterwards. A caller that needs room waits until enough
+adapters can be evicted; an adapter with a size of 0 never waits. An adapter larger than the budget
+is loaded alone. A load or an unload, once started, always completes even if the caller is
+cancelled, because the engine thread doing the work cannot be interrupted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from planish.server.metrics import Counters
+
+_log = logging.getLogger(__name__)
+
+
+_ACTIVE_SECONDS = 600.0
+"""A tenant counts as active for this long after its last request."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Waiting:
+    """A request that waits for its turn."""
+
+    size: int
+    tokens: int
+    is_long: bool
+    granted: asyncio.Future[None]
+
+
+class Turn:
+    """A request's slots in the engine, until they are given back."""
+
+    def __init__(self, give_back: Callable[[], None]) -> None:
+        self._give_back: Callable[[], None] | None = give_back
+
+    def give_back(self) -> None:
+        """Give the slots back. Idempotent."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class FairQueue:
+    """Gives turns to the tenants by the number of tokens that each has had."""
+
+    def __init__(
+        self,
+        capacity: int,
+        max_per_tenant: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        long_capacity: int | None = None,
+        long_tokens: int = 0,
+    ) -> None:
+        """Turns whose sizes add up to at most `capacity` are granted at once; a larger one is
+        granted alone.
+
+        `max_per_tenant` limits the slots of one tenant while others are active, except for its
+        first turn. `long_capacity` limits the slots of long requests, those of more than
+        `long_tokens` tokens. By default both limits equal `capacity`.
+        """
+        self._capacity = capacity
+        self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
+        self._long_capacity = capacity if long_capacity is None else long_capacity
+        self._long_tokens = long_tokens
+        self._clock_now = clock
+        self._held: Counter[str] = Counter()
+        self._held_long = 0
+        self._asked: dict[str, float] = {}
+        """When each tenant sent its last request."""
+        self._queues: dict[str, deque[_Waiting]] = {}
+        self._clocks: dict[str, int] = {}
+        """Tokens that each tenant has had. A tenant that was absent starts with the count of those
+        being served.
+        """
+        self._now = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of requests that wait for their turn."""
+        return sum(
+            not request.granted.done() for queue in self._queues.values() for request in queue
+        )
+
+    @property
+    def used(self) -> int:
+        """The sum of the sizes of all granted turns."""
+        return self._held.total()
+
+    async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
+        """Wait for the tenant's turn. `tokens` is the known cost of the request, `ahead` the cost
+        of what runs before it while it holds its slots.
+        """
+        size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
+        request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
+        self._queues.setdefault(tenant, deque()).append(request)
+        self._asked[tenant] = self._clock_now()
+        self._grant()
+        try:
+            await request.granted
+        except asyncio.CancelledError:
+            if not request.granted.cancelled():
+                # the turn was granted at the moment of the cancellation
+                self._free(tenant, request)
+            else:
+                self._grant()
+            raise
+        return Turn(lambda: self._free(tenant, request))
+
+    def charge(self, tenant: str, tokens: int) -> None:
+        """Charge tokens that were not known when the turn was granted."""
+        self._clocks[tenant] = self._clock(tenant) + tokens
+
+    def _free(self, tenant: str, request: _Waiting) -> None:
+        self._held[tenant] -= request.size
+        if not self._held[tenant]:
+            del self._held[tenant]
+        if request.is_long:
+            self._held_long -= request.size
+        self._grant()
+
+    def _grant(self) -> None:
+        while (tenant := self._next()) is not None:
+            request = self._queues[tenant].popleft()
+            self._held[tenant] += request.size
+            if request.is_long:
+                self._held_long += request.size
+            self._now = self._clock(tenant)
+            self._clocks = {
+                name: clock for name, clock in self._clocks.items() if clock > self._now
+            }
+            self.charge(tenant, request.tokens)
+            request.granted.set_result(None)
+
+    def _next(self) -> str | None:
+        """Return the tenant whose turn it is, if its request fits."""
+        limit = self._capacity if self._is_alone() else self._max_per_tenant
+        for tenant in sorted(self._tenants_waiting(), key=self._clock):
+            request, held = self._queues[tenant][0], self._held[tenant]
+            if (
+                request.is_long
+                and self._held_long
+                and self._held_long + request.size > self._long_capacity
+            ):
+                continue
+            if not held or held + request.size <= limit:
+                return tenant if self.used + request.size <= self._capacity else None
+        return None
+
+    def _is_alone(self) -> bool:
+        latest = self._clock_now() - _ACTIVE_SECONDS
+        self._asked = {tenant: asked for tenant, asked in self._asked.items() if asked > latest}
+        return len(self._asked) < 2
+
+    def _clock(self, tenant: str) -> int:
+        return max(self._clocks.get(tenant, 0), self._now)
+
+    def _tenants_waiting(self) -> list[str]:
+        """Return the tenants with a request that was not cancelled."""
+        for tenant, queue in list(self._queues.items()):
+            while queue and queue[0].granted.done():
+                queue.popleft()
+            if not queue:
+                del self._queues[tenant]
+        return list(self._queues)
+
+
+R = TypeVar("R")
+
+
+class CachedAdapter(Protocol):
+    """A training model or a sampler, as the cache sees it."""
+
+    @property
+    def key(self) -> str: ...
+
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def is_evictable(self) -> bool:
+        """Whether it can be loaded again. Only read while it is not pinned."""
+        ...
+
+    async def load(self) -> None: ...
+
+    async def unload(self) -> None:
+        """Remove it from memory. Must change nothing if it raises."""
+        ...
+
+
+@dataclass(eq=False)
+class _CacheEntry:
+    adapter: CachedAdapter
+    is_loaded: bool = False
+    reserved: int = 0
+    pins: int = 0
+    used: float = 0.0
+    changing: asyncio.Task[Any] | None = None
+    """The task that loads or unloads it."""
+
+    @property
+    def is_idle(self) -> bool:
+        return (
+            self.is_loaded and not self.pins and self.changing is None and self.adapter.is_evictable
+        )
+
+
+class AdapterCache:
+    """An LRU cache of adapters with a limit on their memory. Pinned adapters are never evicted."""
+
+    def __init__(self, budget: int, counters: Counters) -> None:
+        self._counters = counters
+        self._budget = budget
+        self._entries: dict[str, _CacheEntry] = {}
+        self._changed = asyncio.Event()
+        self._room_lock = asyncio.Lock()
+        """Held by the caller that room is being made for. Later callers wait for the lock."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Memory of the adapters that are loaded or being loaded."""
+        return sum(entry.reserved for entry in self._entries.values())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a caller waits for room."""
+        return self._room_lock.locked()
+
+    def loaded(self) -> list[CachedAdapter]:
+        """Return the adapters in memory."""
+        return [entry.adapter for entry in self._entries.values() if entry.is_loaded]
+
+    def is_loaded(self, adapter: CachedAdapter) -> bool:
+        """Return whether an adapter is in memory."""
+        entry = self._entries.get(adapter.key)
+        return entry is not None and entry.is_loaded
+
+    @asynccontextmanager
+    async def pinned(self, adapter: CachedAdapter) -> AsyncIterator[None]:
+        """Keep an adapter in memory for the block. If `load` raises, its error is raised here, and
+        the adapter is not loaded.
+        """
+        entry = self._entry(adapter)
+        entry.pins += 1
+        try:
+            while entry.changing is not None or not entry.is_loaded:
+                await asyncio.shield(entry.changing or self._change(entry, self._load(entry)))
+            yield
+        finally:
+            entry.pins -= 1
+            entry.used = time.monotonic()
+            self._notify(entry)
+
+    def insert_loaded(self, adapter: CachedAdapter) -> None:
+        """Insert an adapter that is in memory already. It may exceed the budget until somebody
+        needs room.
+        """
+        entry = self._entry(adapter)
+        entry.is_loaded, entry.reserved, entry.used = True, adapter.memory_bytes, time.monotonic()
+
+    def discard(self, adapter: CachedAdapter) -> None:
+        """Remove an adapter that has left memory for good."""
+        self._entries.pop(adapter.key, None)
+        self._changed.set()
+
+    async def unload_idle(self, seconds: float) -> None:
+        """Unload adapters that were idle for `seconds`, and the least recently used ones until the
+        rest fits the budget.
+        """
+        latest = time.monotonic() - seconds
+        for entry in self._idle():
+            if entry.used <= latest or self.used_bytes > self._budget:
+                await self._unload(entry)
+
+    def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
+        return self._entries.setdefault(adapter.key, _CacheEntry(adapter))
+
+    def _change(self, entry: _CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
+        async def run() -> R:
+            try:
+                return await work
+            finally:
+                entry.changing = None
+                self._notify(entry)
+
+        entry.changing = task = asyncio.create_task(run())
+        # If all who waited were cancelled, its error stays unread.
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        return task
+
+    def _notify(self, entry: _CacheEntry) -> None:
+        """Wake the callers that wait for room, and drop the entry if nothing uses it."""
+        if (
+            not (entry.is_loaded or entry.pins or entry.changing)
+            and self._entries.get(entry.adapter.key) is entry
+        ):
+            del self._entries[entry.adapter.key]
+        self._changed.set()
+
+    async def _load(self, entry: _CacheEntry) -> None:
+        if entry.adapter.memory_bytes:
+            await self._reserve(entry)
+            if not entry.pins:  # all were cancelled while there was no room
+                return
+        try:
+            await entry.adapter.load()
+        except BaseException:
+            entry.reserved = 0
+            raise
+        entry.is_loaded = True
+        self._counters.loads += 1
+
+    async def _reserve(self, entry: _CacheEntry) -> None:
+        """Wait for room, in the order of the callers, for as long as the entry is pinned."""
+        needed = entry.adapter.memory_bytes
+        async with self._room_lock:
+            while entry.pins and (used := self.used_bytes) and used + needed > self._budget:
+                self._changed.clear()
+                if not any([await self._unload(idle) for idle in self._idle()[:1]]):
+                    await self._changed.wait()
+            if entry.pins:
+                entry.reserved = needed
+
+    def _idle(self) -> list[_CacheEntry]:
+        """Return the entries that may be evicted and take memory, the least recently used one
+        first.
+        """
+        idle = [entry for entry in self._entries.values() if entry.is_idle and entry.reserved]
+        return sorted(idle, key=lambda entry: entry.used)
+
+    async def _unload(self, entry: _CacheEntry) -> bool:
+        return entry.is_idle and await asyncio.shield(self._change(entry, self._evict(entry)))
+
+    async def _evict(self, entry: _CacheEntry) -> bool:
+        try:
+            await entry.adapter.unload()
+        except Exception:
+            _log.exception("%s could not be unloaded", entry.adapter.key)
+            entry.used = time.monotonic()
+            return False
+        entry.is_loaded, entry.reserved = False, 0
+        self._counters.unloads += 1
+        return True
