@@ -5,8 +5,8 @@ Everything is durable and belongs to one tenant. The parts:
     models/       a training model is an actor with one ordered queue
     samplers      each sample request is a task
     durable/      the journal of requests, their answers, checkpoints, and the crash guard
-    scheduling/   whose turn it is, and which adapters are in memory
-    recovery      what an earlier process left; cleanup removes what has expired
+    scheduling    whose turn it is, and which adapters are in memory
+    maintenance   opens what an earlier process left, and removes what has expired
 
 All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id), and
 the id of another tenant raises NotFound. Errors are those of results.py and UserError; `status_of`

@@ -1,4 +1,4 @@
-"""The parts of a server that models, samplers, recovery and cleanup work with."""
+"""The parts of a server that models, samplers and maintenance work with."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ of it. If the database is missing but other files of a server exist, it is not c
 start would then remove all files, because no row would name them.
 
 The module also holds the tables and the crash points of the tests. Times are seconds since 1970.
-Rows of ended sessions and closed samplers expire (cleanup.py); rows of models are kept for good.
+Rows of ended sessions and closed samplers expire (maintenance.py); rows of models are kept for good.
 
 A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is
 number 0), `{sampler}:{seq_id}` for sampling. Its state:
