@@ -118,7 +118,7 @@ MOVED = {
     "rl.rollout_pool": "rl.rollout.processes.pool",
     "rl.rollout_process": "rl.rollout.processes.process",
     "rl.rollout_strategy": "rl.rollout.strategy",
-    "rl.rollout_summaries": "reports.rollout_summaries",
+    "rl.rollout_summaries": "reports.rollout_rows",
     "rl.rollout_tokens": "reports.rollout_tokens",
     "rl.rollout_tree": "reports.rollout_tree",
     "rl.rollout_views": "reports.rollout_views",

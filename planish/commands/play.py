@@ -20,7 +20,7 @@ from planish.completers import StopCondition, TokensWithLogprobs
 from planish.errors import UserError
 from planish.logtree.html import visible
 from planish.recipes import rl_options, training_run
-from planish.reports.rollout_tree import new_tokens
+from planish.reports.rollout_records import new_tokens
 from planish.rl.rollout.play import Answer, AnswersAsTokens, FirstEnv
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDataset, Trajectory, TrajectoryGroup

@@ -1,1 +1,1 @@
-"""What was rolled out, for people and programs: pages, trees and summaries."""
+"""Reports of rollouts: HTML pages for people; log trees and JSON rows for programs."""

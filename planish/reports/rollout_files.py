@@ -1,4 +1,4 @@
-"""The rollout files of a run: for each iteration a page for people, and three files for programs.
+"""The rollout files of a run: for each iteration an HTML page, and three files for programs.
 
     flat       train_iteration_000010.html, train_iteration_000010_logtree.json,
                train_iteration_000010_rollout_summaries.jsonl,
@@ -6,11 +6,12 @@
     folders    iteration_000010/train.html, iteration_000010/train_logtree.json,
                iteration_000010/eval_NAME.html, ...
 
-In the flat layout the tree and the summaries also have their names in the folders, as hard links:
-readers of the public cookbook look there. The summaries and the texts (rollouts.jsonl) have a row
-for every trajectory. The page shows groups in full until it has PAGE_TOKENS, and links the texts of
-the others. The tree has the first `num_groups_to_log` groups, of which environments' logs are kept.
-Each file is whole or absent, and an iteration that is done again replaces its files.
+In the flat layout, the tree and the summaries are also hard links under their names of the folder
+layout, where readers of the public cookbook look. The summaries and the texts (rollouts.jsonl) have
+a row for every trajectory. The page shows groups in full until it has PAGE_TOKENS tokens, and links
+the texts of the others. The tree has the first `num_groups_to_log` groups, for which the logs of
+the environments are kept. Files are written atomically. An iteration that is repeated replaces its
+files.
 """
 
 import json
@@ -26,8 +27,7 @@ from planish.errors import StorageError, UserError
 from planish.files import write_whole
 from planish.logtree.nodes import Node
 from planish.reports.rollout_page import rollout_page
-from planish.reports.rollout_summaries import summary_rows
-from planish.reports.rollout_texts import text_rows
+from planish.reports.rollout_rows import summary_rows, text_rows
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import iteration_trace
 from planish.rl.rollout.rollouts import GroupRollout
@@ -35,7 +35,9 @@ from planish.rl.rollout.rollouts import GroupRollout
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
 TEXTS = "_rollouts.jsonl"
 PAGE_TOKENS = 50_000
-"""Of prompts and answers; more makes a page of over a megabyte, which browsers scroll badly."""
+"""Tokens of prompts and answers on a page. With more, a page has over a megabyte, and browsers
+scroll it badly.
+"""
 _OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"
 _KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl|_rollouts\.jsonl)"
 _FLAT_NAME = re.compile(rf"{_OF_SPLIT}_iteration_(\d{{6,}}){_KIND}")
@@ -44,8 +46,8 @@ _NAME_IN_FOLDER = re.compile(_OF_SPLIT + _KIND)
 
 
 def split_label(split: str) -> str:
-    """How files name a split: "train", or "eval_NAME" for "eval/NAME" with "_" for all but letters,
-    digits and "_.-".
+    """Return the name of a split in file names: "train", or "eval_NAME" for "eval/NAME". In NAME,
+    characters other than letters, digits and "_.-" become "_".
     """
     kind, _, name = split.partition("/")
     if split == "train":
@@ -56,9 +58,7 @@ def split_label(split: str) -> str:
 
 
 def find_texts(directory: Path) -> dict[tuple[str, int], Path]:
-    """Return the files with texts below a run's directory, in both layouts, by the name of their
-    split (as `split_label` makes it) and their iteration.
-    """
+    """Return the paths of the text files of a run in either layout, by (split label, iteration)."""
     found = {}
     for path in sorted(directory.glob(f"*{TEXTS}")):
         name, _, iteration = path.name.removesuffix(TEXTS).rpartition("_iteration_")
@@ -79,7 +79,7 @@ class RolloutFiles:
     layout: Literal["flat", "folders"]
     num_groups_to_log: int
     json_export: bool
-    """False: only the pages."""
+    """Whether the files for programs are written, too."""
     tokenizer: Any = field(repr=False)
     _texts: TokenTexts = field(init=False, repr=False, compare=False)
 
@@ -101,10 +101,10 @@ class RolloutFiles:
         title: str | None = None,
         sections: Sequence[Node] = (),
     ) -> Path:
-        """Write the files of one iteration; returns the page's path.
+        """Write the files of one iteration and return the path of the page.
 
-        `split` is "train" or "eval/NAME". `advantages_P_G` goes with `groups`; None where nothing
-        is trained. `sections` are captured trees to show behind the groups.
+        `split` is "train" or "eval/NAME". `advantages_P_G` has a row for each of `groups`; None if
+        nothing is trained. `sections` are captured log trees, shown after the groups.
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
@@ -126,12 +126,13 @@ class RolloutFiles:
             files=[path.name for path in exported],
             texts_file=exported[-1].name if exported else None,
         )
-        self._make_room(page_path)
+        self._make_parent(page_path)
         if self.json_export:
-            rows = (json.dumps(row) + "\n" for row in summary_rows(split, iteration, groups))
-            write_whole(self.path(split, iteration, SUMMARIES), "".join(rows))
-            spoken = text_rows(split, iteration, groups, advantages_P_G, self._texts)
-            lines = "".join(json.dumps(row) + "\n" for row in spoken)
+            rows = summary_rows(split, iteration, groups)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            write_whole(self.path(split, iteration, SUMMARIES), lines)
+            rows = text_rows(split, iteration, groups, advantages_P_G, self._texts)
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
             write_whole(self.path(split, iteration, TEXTS), lines)
             write_whole(self.path(split, iteration, TREE), json.dumps(trace.to_json()) + "\n")
         write_whole(page_path, page.encode(errors="backslashreplace"))
@@ -140,26 +141,26 @@ class RolloutFiles:
         return page_path
 
     def path(self, split: str, iteration: int, kind: str = PAGE) -> Path:
-        """Where a file of an iteration is; `kind` is PAGE, TREE, SUMMARIES or TEXTS."""
+        """Return the path of a file of an iteration; `kind` is PAGE, TREE, SUMMARIES or TEXTS."""
         name = split_label(split)
         if self.layout == "folders":
             return self.directory / f"iteration_{iteration:06d}" / f"{name}{kind}"
         return self.directory / f"{name}_iteration_{iteration:06d}{kind}"
 
     def _link_into_folder(self, split: str, iteration: int) -> None:
-        """Give the files for programs the names of the other layout too, which readers of the
-        public cookbook look for. On a disk without hard links there is one name only.
+        """Link the tree and the summaries under their names of the folder layout, which readers of
+        the public cookbook expect. A disk without hard links has only the first names.
         """
         folder = self.directory / f"iteration_{iteration:06d}"
         for kind in (TREE, SUMMARIES) if self.json_export else ():
             second = folder / f"{split_label(split)}{kind}"
-            self._make_room(second)
+            self._make_parent(second)
             with suppress(OSError):
                 second.unlink(missing_ok=True)
                 os.link(self.path(split, iteration, kind), second)
 
     def remove_from(self, iteration: int) -> None:
-        """Remove the files of `iteration` and all later ones, which are going to be done again."""
+        """Remove the files of `iteration` and of all later ones, which will be repeated."""
         for path in list(self._files_from(iteration)):
             path.unlink(missing_ok=True)
         for folder in list(self._folders_from(iteration)):
@@ -182,24 +183,25 @@ class RolloutFiles:
             if found is not None and int(found[1]) >= iteration and path.is_dir():
                 yield path
 
-    def _make_room(self, path: Path) -> None:
+    def _make_parent(self, path: Path) -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise StorageError(
-                f"cannot make {path.parent} ({error}); free space or rights there"
+                f"cannot make {path.parent} ({error}); free disk space or allow writing there"
             ) from error
 
 
 def _shown(groups: Sequence[GroupRollout], least: int) -> int:
-    """How many groups a page shows: `least`, and more while there is room; none if that is 0."""
+    """Return how many groups a page shows: at least `least`, and more up to PAGE_TOKENS tokens. If
+    `least` is 0, the page shows none.
+    """
     tokens = 0
     for count, rollout in enumerate(groups):
-        tokens += sum(
-            turn.ob.length * (place == 0) + len(turn.ac.tokens)
-            for trajectory in rollout.group.trajectories_G
-            for place, turn in enumerate(trajectory.transitions)
-        )
+        for trajectory in rollout.group.trajectories_G:
+            turns = trajectory.transitions
+            tokens += turns[0].ob.length if turns else 0
+            tokens += sum(len(turn.ac.tokens) for turn in turns)
         if count >= least and (least == 0 or tokens > PAGE_TOKENS):
             return count
     return len(groups)

@@ -1,10 +1,10 @@
-"""What the environments of a group logged, as the rollout page shows it.
+"""The logs of a group's environments on the rollout page.
 
-A section "Trajectory i" or "Trajectory i, attempt k" is what the environment at place i of the
-group logged in one attempt (planish/rl/rollout/group_rollout.py opens it). It is shown with its trajectory if
-that attempt was the one that counted; failed attempts, and all that belongs to no trajectory, are
-shown with the group. Sections fold; those that hold messages begin folded, since the tokens of the
-turns say the same. Messages that are on the page already are named and not drawn again.
+A section "Trajectory i" or "Trajectory i, attempt k" has the logs of the environment with index i
+in one attempt (planish/rl/rollout/group_rollout.py opens the section). The successful attempt is
+shown with its trajectory. Failed attempts, and logs that belong to no trajectory, are shown with
+the group. Sections can be folded; sections with messages begin folded, since the tokens of the
+turns show the same text. Messages that are on the page already are linked and not repeated.
 """
 
 import json
@@ -23,35 +23,37 @@ _ATTEMPT = re.compile(r"Trajectory (\d+)(?:, attempt \d+)?")
 
 @dataclass(frozen=True)
 class GroupLog:
-    """One group's."""
+    """The logs of one group."""
 
     group: int
     parts: list[Node]
-    """For each trajectory; none where it is not known which is which."""
+    """The log of each trajectory; empty if logs cannot be matched with trajectories."""
     rest: Node | None
+    """Logs that belong to no trajectory."""
     shown: dict[str, Node] = field(default_factory=dict)
-    """Messages that were drawn, and a link to where."""
+    """For messages on the page (as JSON), a link to their place."""
 
     @classmethod
     def of(cls, tree: Node | None, group: int, trajectories: int) -> "GroupLog":
+        """Split the log tree of group number `group` with this many trajectories."""
         if tree is None:
             return cls(group, [], None)
-        parts = _attempts_that_count(tree)
+        parts = _successful_attempts(tree)
         if len(parts) != trajectories:
             return cls(group, [], tree)
         return cls(group, parts, _without(tree, parts))
 
     def of_trajectory(self, number: int, answers: Sequence[str]) -> Markup:
-        """HTML of its log; `answers` are the texts that the policy wrote in it."""
+        """Return the log of a trajectory as HTML; `answers` are the texts that the policy wrote."""
         nodes = _body(self.parts[number]) if self.parts else []
-        return self._drawn(nodes, f"trajectory {number}", f"g{self.group}t{number}", answers)
+        return self._html(nodes, f"trajectory {number}", f"g{self.group}t{number}", answers)
 
     def of_group(self) -> Markup:
-        """HTML of what belongs to no trajectory."""
-        nodes = _body(self.rest) if self.rest is not None and _says_something(self.rest) else []
-        return self._drawn(nodes, "the group", f"g{self.group}", ())
+        """Return the logs that belong to no trajectory as HTML."""
+        nodes = _body(self.rest) if self.rest is not None and _has_content(self.rest) else []
+        return self._html(nodes, "the group", f"g{self.group}", ())
 
-    def _drawn(
+    def _html(
         self, nodes: Sequence[Node], name: str, anchor: str, answers: Sequence[str]
     ) -> Markup:
         link = Node("a", {"href": f"#{anchor}"}, [name])
@@ -59,13 +61,16 @@ class GroupLog:
         return Markup("").join(to_html(node) for node in folded if node is not None)
 
     def _folded(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
-        """The node with sections that fold; None if it says nothing that is not in `answers`."""
+        """Return the node with foldable sections; None if it has nothing besides `answers`. `here`
+        is a link to the node's place on the page.
+        """
         if node.data is not None and node.data.get("type") == "conversation":
             return self._conversation(node, here, answers)
         children: list[Node | str] = []
         for child in node.children:
             kept = self._folded(child, here, answers) if isinstance(child, Node) else child
-            children += [] if kept is None else [kept]
+            if kept is not None:
+                children.append(kept)
         if node.children and not children:
             return None
         if node.tag != "section":
@@ -101,21 +106,21 @@ def _is_plain_answer(message: dict[str, Any]) -> bool:
     )
 
 
-def _attempts_that_count(tree: Node) -> list[Node]:
-    """For each place of the group the last attempt that did not fail, in the order of the places."""
-    counting: dict[int, Node] = {}
+def _successful_attempts(tree: Node) -> list[Node]:
+    """Return for each environment its last attempt that did not fail, in the group's order."""
+    attempts: dict[int, Node] = {}
     for node in _body(tree):
-        named = _ATTEMPT.fullmatch(_title(node))
-        if named is not None and "data-failed" not in node.attrs:
-            counting[int(named[1])] = node
-    return [counting[place] for place in sorted(counting)]
+        title = _ATTEMPT.fullmatch(_title(node))
+        if title is not None and "data-failed" not in node.attrs:
+            attempts[int(title[1])] = node
+    return [attempts[index] for index in sorted(attempts)]
 
 
 def _without(tree: Node, parts: Sequence[Node]) -> Node:
-    """The tree without these sections of its body."""
-    taken = {id(part) for part in parts}
-    left: list[Node | str] = [node for node in _body(tree) if id(node) not in taken]
-    return Node("div", children=left)
+    """Return the tree without these sections of its body."""
+    removed = {id(part) for part in parts}
+    remaining: list[Node | str] = [node for node in _body(tree) if id(node) not in removed]
+    return Node("div", children=remaining)
 
 
 def _title(node: Node) -> str:
@@ -124,21 +129,19 @@ def _title(node: Node) -> str:
 
 
 def _body(node: Node) -> list[Node]:
-    """What a section holds below its heading."""
+    """Return the nodes of a section below its heading."""
     inner = node.children[-1] if node.tag == "section" and node.children else node
-    return (
-        [child for child in inner.children if isinstance(child, Node)]
-        if isinstance(inner, Node)
-        else []
-    )
+    if not isinstance(inner, Node):
+        return []
+    return [child for child in inner.children if isinstance(child, Node)]
 
 
-def _says_something(node: Node) -> bool:
+def _has_content(node: Node) -> bool:
+    """Return whether there is anything but headings."""
     if node.data is not None:
         return True
     if node.tag in ("h1", "h2", "h3", "h4", "h5", "h6"):
         return False
     return any(
-        _says_something(child) if isinstance(child, Node) else child.strip()
-        for child in node.children
+        _has_content(child) if isinstance(child, Node) else child.strip() for child in node.children
     )

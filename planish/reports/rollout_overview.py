@@ -1,5 +1,5 @@
-"""What the head of a rollout page says about all groups of an iteration: a few numbers, and how
-rewards are spread.
+"""The head of a rollout page: a few numbers about all groups of an iteration, and a histogram of
+their rewards.
 """
 
 import math
@@ -11,18 +11,20 @@ from statistics import fmean, pstdev
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import Metrics, Trajectory
 
-MOST_BARS = 12
+MAX_BARS = 12
 
 
 @dataclass(frozen=True)
 class Scale:
-    """The rewards of an iteration from worst to best."""
+    """The range of the rewards of an iteration, from worst to best."""
 
     low: float
     high: float
 
     def place(self, reward: float) -> float:
-        """0 for the worst, 1 for the best; 0.5 where all are the same or one is no number."""
+        """Return the position of a reward in the range: 0 for the worst, 1 for the best. It is 0.5
+        if all rewards are equal, or if `reward` is not finite.
+        """
         if not self.high > self.low or not math.isfinite(reward):
             return 0.5
         return (reward - self.low) / (self.high - self.low)
@@ -36,14 +38,14 @@ class Bar:
     high: float
     count: int
     height: float
-    """Of the highest bar."""
+    """Fraction of the highest bar."""
     place: float
-    """On the scale of rewards."""
+    """Position of its centre in the range of rewards, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One number of the head."""
+    """One number of the head, as text."""
 
     name: str
     value: str
@@ -52,14 +54,17 @@ class Fact:
 
 @dataclass(frozen=True)
 class Overview:
+    """Everything that the head of a page shows."""
+
     scale: Scale
     bars: list[Bar]
     facts: list[Fact]
     metrics: list[Fact]
-    """Means of what the environments report."""
+    """Means of the environments' metrics."""
 
 
 def overview(iteration: int, groups: Sequence[GroupRollout]) -> Overview:
+    """Return the overview of all groups of an iteration."""
     rewards_P_G = [rollout.group.get_total_rewards() for rollout in groups]
     finite = [reward for rewards_G in rewards_P_G for reward in rewards_G if math.isfinite(reward)]
     scale = Scale(min(finite), max(finite)) if finite else Scale(0.0, 0.0)
@@ -75,18 +80,19 @@ def overview(iteration: int, groups: Sequence[GroupRollout]) -> Overview:
 
 
 def histogram(rewards: Sequence[float], scale: Scale) -> list[Bar]:
-    """A bar for each value where there are few, else bars of equal width."""
+    """Return a bar for each value if there are at most MAX_BARS values, else MAX_BARS bars of equal
+    width.
+    """
     values = Counter(rewards)
-    if len(values) <= MOST_BARS:
+    if len(values) <= MAX_BARS:
         spans = [(value, value, count) for value, count in sorted(values.items())]
     else:
-        width = (scale.high - scale.low) / MOST_BARS
+        width = (scale.high - scale.low) / MAX_BARS
         counts = Counter(
-            min(MOST_BARS - 1, int(scale.place(reward) * MOST_BARS)) for reward in rewards
+            min(MAX_BARS - 1, int(scale.place(reward) * MAX_BARS)) for reward in rewards
         )
         spans = [
-            (scale.low + i * width, scale.low + (i + 1) * width, counts[i])
-            for i in range(MOST_BARS)
+            (scale.low + i * width, scale.low + (i + 1) * width, counts[i]) for i in range(MAX_BARS)
         ]
     highest = max((count for _, _, count in spans), default=1)
     return [
@@ -96,7 +102,7 @@ def histogram(rewards: Sequence[float], scale: Scale) -> list[Bar]:
 
 
 def short(value: float) -> str:
-    """A number for people: three decimals, more only where it would else be 0."""
+    """Return a number with at most three decimals; smaller numbers than 0.0005 keep one digit."""
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     if 0 < abs(value) < 0.0005:
@@ -106,8 +112,8 @@ def short(value: float) -> str:
 
 
 def kind_of(rewards_G: Sequence[float]) -> str:
-    """Whether a group teaches anything: "mixed" if its rewards differ; by_group/... of the metrics
-    counts the same way.
+    """Return "mixed" if the rewards of a group differ, so that the group has a gradient; else "all
+    good" or "all bad". The metrics by_group/... use the same classes.
     """
     if any(reward != rewards_G[0] for reward in rewards_G):
         return "mixed"
@@ -154,7 +160,7 @@ def _length_facts(trajectories: Sequence[Trajectory]) -> list[Fact]:
 
 
 def token_probability(trajectories: Sequence[Trajectory]) -> float | None:
-    """Geometric mean of the probabilities of all sampled tokens; None where the policy gave none."""
+    """Return the geometric mean of the probabilities of all sampled tokens; None without logprobs."""
     turns = [
         turn.ac.maybe_logprobs or ()
         for trajectory in trajectories
@@ -178,7 +184,7 @@ def _ending_facts(trajectories: Sequence[Trajectory], groups: Sequence[GroupRoll
 
 
 def ending(trajectory: Trajectory) -> str:
-    """Why it ended."""
+    """Return the stop reason of a trajectory."""
     return str(trajectory.stop_reason or "completed")
 
 
@@ -191,23 +197,16 @@ def _sampler_facts(iteration: int, groups: Sequence[GroupRollout]) -> list[Fact]
 
 
 def _metric_facts(groups: Sequence[GroupRollout]) -> list[Fact]:
-    dictionaries: list[Metrics] = [
-        metrics
-        for rollout in groups
-        for metrics in (
-            *(
-                turn.metrics
-                for trajectory in rollout.group.trajectories_G
-                for turn in trajectory.transitions
-            ),
-            *rollout.group.metrics_G,
-        )
-    ]
+    dictionaries: list[Metrics] = []
+    for rollout in groups:
+        for trajectory in rollout.group.trajectories_G:
+            dictionaries += [turn.metrics for turn in trajectory.transitions]
+        dictionaries += rollout.group.metrics_G
     return [Fact(name, short(value)) for name, value in own_metrics(pooled(dictionaries)).items()]
 
 
 def pooled(dictionaries: Sequence[Metrics]) -> dict[str, float]:
-    """The mean of each name over the dictionaries that have it."""
+    """Return for each name its mean over the dictionaries that have it."""
     names = dict.fromkeys(name for metrics in dictionaries for name in metrics)
     return {
         name: fmean([metrics[name] for metrics in dictionaries if name in metrics])
@@ -216,5 +215,5 @@ def pooled(dictionaries: Sequence[Metrics]) -> dict[str, float]:
 
 
 def own_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Metrics without those that the page says in words: why the episode ended."""
+    """Return the metrics without stop/..., since the page names the stop reason in words."""
     return {name: value for name, value in metrics.items() if not name.startswith("stop/")}

@@ -1,9 +1,9 @@
-"""The rollout page: one iteration's groups, trajectories and tokens, for a person to read.
+"""The rollout page: the groups, trajectories and tokens of one iteration, as HTML.
 
-The page needs no other file and no network, and runs no script but its own: a content security
-policy says so, because what it shows was written by a model. Text stands in the page as text, so
-that a browser can search it; the script adds colours, and reads the numbers of each token from
-three short attributes instead of one element a token.
+The page needs no other file and no network. It shows text that a model wrote, so a content security
+policy allows no script but the page's own. Texts are plain text in the HTML, so that a browser can
+search them. The script adds colours: it reads the numbers of all tokens of an answer from a few
+attributes, which is smaller than one HTML element per token.
 """
 
 import hashlib
@@ -39,18 +39,18 @@ def _signed(value: float) -> str:
 
 
 def _begins_open(group: GroupView) -> set[int]:
-    """The trajectories that a reader sees first: the best and the worst."""
+    """Return the numbers of the trajectories that are unfolded at first: the best and the worst."""
     by_reward = sorted(group.trajectories, key=lambda trajectory: trajectory.reward)
     return {by_reward[-1].number, by_reward[0].number}
 
 
-def _in_order(trajectory: TrajectoryView) -> str:
-    """The reward as a script reads it; what is no number stands below all others."""
+def _sort_key(trajectory: TrajectoryView) -> str:
+    """Return the reward as the script reads it. NaN and infinite rewards sort below all others."""
     return repr(float(trajectory.reward)) if math.isfinite(trajectory.reward) else "-1e308"
 
 
 _PAGES.filters.update(
-    short=short, number=number, signed=_signed, opened=_begins_open, sortable=_in_order
+    short=short, number=number, signed=_signed, opened=_begins_open, sortable=_sort_key
 )
 _SCRIPT = _PAGES.loader.get_source(_PAGES, "rollout_page.js")[0] if _PAGES.loader else ""
 _SCRIPT_HASH = b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
@@ -68,10 +68,12 @@ def rollout_page(
     files: Sequence[str] = (),
     texts_file: str | None = None,
 ) -> str:
-    """The page as text: the head is about all `groups`, the rest shows the first `shown` of them.
+    """Return the page as HTML. Its head summarises all `groups`; the rest shows the first `shown`
+    groups, and then `sections`.
 
-    `advantages_P_G` goes with `groups`; `files` are names of the files beside the page, and
-    `texts_file` is the one with the texts of all groups.
+    `advantages_P_G` has a row for each of `groups`; None if nothing is trained. `files` are names
+    of files in the same directory, which the page links; `texts_file` is the one with the texts of
+    all groups.
     """
     rows_P = [None] * len(groups) if advantages_P_G is None else advantages_P_G
     paired = list(zip(groups, rows_P, strict=True))

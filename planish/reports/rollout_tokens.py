@@ -1,9 +1,9 @@
-"""Tokens as a person reads them: which text each one is, and which are controls.
+"""The text of each token, and which tokens are control tokens.
 
-Text comes from decoding, never from the vocabulary file. A token is decoded behind another one,
-since some tokenizers drop the space before a first word. Where a character is split over several
-tokens, those are one piece and show the character once; bytes that make no character show as
-U+FFFD. Pieces are kept for the whole run, so a token is decoded once.
+Text comes from decoding, never from the vocabulary file. A token is decoded after another one,
+since some tokenizers drop the space before a first word. If a character is split over several
+tokens, these tokens form one piece with that character. Bytes that are no valid character show as
+U+FFFD. Pieces are cached for the whole run, so each token is decoded once.
 """
 
 from collections.abc import Sequence
@@ -18,56 +18,62 @@ from planish.logtree.html import visible
 
 REPLACEMENT = "\ufffd"
 LONGEST_PIECE = 16
+"""Maximum tokens of a piece."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The fewest tokens that are whole text."""
+    """A token, or the fewest tokens that decode to whole characters."""
 
     text: str
-    """With signs in place of what a page cannot show."""
+    """Its text, with visible signs for control characters."""
     tokens: int = 1
+    """Number of tokens."""
     is_control: bool = False
-    """A special or added token, or one without text."""
+    """Whether it is a special or added token, or a token without text."""
 
     @cached_property
     def size(self) -> str:
-        """Length in UTF-16 units, as browsers count, and "*n" where n tokens share it."""
+        """Length of the text in UTF-16 units, as browsers count, followed by "*n" for a piece of n
+        > 1 tokens.
+        """
         units = len(self.text.encode("utf-16-le")) // 2
         return str(units) if self.tokens == 1 else f"{units}*{self.tokens}"
 
 
 class TokenTexts:
-    """The pieces of one tokenizer (of `transformers`, or with its `encode`, `decode` and
-    `added_tokens_decoder`).
+    """Splits tokens into pieces of text. The tokenizer is one of `transformers`, or has its
+    `encode`, `decode`, `all_special_ids` and `added_tokens_decoder`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._controls = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]
-        self._behind = len(self._decode(self._before))
-        self._known: dict[int, Piece] = {}
+        self._before_length = len(self._decode(self._before))
+        self._pieces: dict[int, Piece] = {}
         self._runs: dict[tuple[int, ...], str] = {}
+        """Texts of runs of tokens that end with an incomplete one."""
         self._replacement = tuple(tokenizer.encode(REPLACEMENT, add_special_tokens=False))
 
     def pieces(self, tokens: Sequence[int]) -> list[Piece]:
-        """The pieces in order; their `tokens` sum to the number of tokens."""
+        """Return the pieces in order; their `tokens` sum to the number of tokens."""
         pieces: list[Piece] = []
-        known, at = self._known, 0
-        while at < len(tokens):
-            piece = known.get(tokens[at]) or self._learn(tokens[at])
+        cached, start = self._pieces, 0
+        while start < len(tokens):
+            piece = cached.get(tokens[start]) or self._decode_piece(tokens[start])
             if REPLACEMENT in piece.text:
-                piece = self._joined(tokens, at)
+                piece = self._join(tokens, start)
             pieces.append(piece)
-            at += piece.tokens
+            start += piece.tokens
         return pieces
 
     def text(self, tokens: Sequence[int]) -> str:
+        """Return the text of `tokens`, with visible signs for control characters."""
         return "".join(piece.text for piece in self.pieces(tokens))
 
     def html(self, tokens: Sequence[int]) -> Markup:
-        """The text with its control tokens in <b>."""
+        """Return the text with control tokens in <b>."""
         parts: list[str] = []
         plain: list[str] = []
         for piece in self.pieces(tokens):
@@ -78,30 +84,31 @@ class TokenTexts:
                 plain.append(piece.text)
         return Markup("".join((*parts, escape("".join(plain)))))
 
-    def _learn(self, token: int) -> Piece:
-        text = visible(self._decoded([token]))
+    def _decode_piece(self, token: int) -> Piece:
+        text = visible(self._decode_after([token]))
         piece = Piece(text or f"<{token}>", is_control=not text or token in self._controls)
-        self._known[token] = piece
+        self._pieces[token] = piece
         return piece
 
-    def _joined(self, tokens: Sequence[int], start: int) -> Piece:
-        """The piece that begins with the incomplete token at `start`; that token alone if no
-        character comes of it.
+    def _join(self, tokens: Sequence[int], start: int) -> Piece:
+        """Return the piece that begins with the incomplete token at `start`. If no character
+        results, return the piece of that token alone.
         """
         for end in range(start + 1, min(start + LONGEST_PIECE, len(tokens)) + 1):
-            last = self._known.get(tokens[end - 1]) or self._learn(tokens[end - 1])
+            last = self._pieces.get(tokens[end - 1]) or self._decode_piece(tokens[end - 1])
             if REPLACEMENT not in last.text:
                 break
             run = tuple(tokens[start:end])
             text = self._runs.get(run)
             if text is None:
-                text = self._runs[run] = visible(self._decoded(run))
+                text = self._runs[run] = visible(self._decode_after(run))
             if REPLACEMENT not in text or run == self._replacement:
                 return Piece(text, len(run))
-        return self._known[tokens[start]]
+        return self._pieces[tokens[start]]
 
-    def _decoded(self, tokens: Sequence[int]) -> str:
-        return self._decode([*self._before, *tokens])[self._behind :]
+    def _decode_after(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens that do not begin a text."""
+        return self._decode([*self._before, *tokens])[self._before_length :]
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(

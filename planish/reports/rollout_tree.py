@@ -1,12 +1,14 @@
-"""The tree of an iteration, *_logtree.json: what the environments logged, and the numbers of every
-turn.
+"""The log tree of an iteration, *_logtree.json: the logs of the environments, and the numbers of
+every turn.
 
-    body > title, subtitle, then for each group that is logged
-      section "Group i" > what its environments logged while it was played
-                        > "Trajectory Details" > "Trajectory i Episode" > "Episode Details" > "Turn k", and totals
+    body > title, subtitle, then for each logged group
+      section "Group i" > what its environments logged during the rollout
+                        > "Trajectory Details" > "Trajectory i Episode" > "Episode Details" >
+                          "Turn k", and totals
 
-Invariant: a reader that looks for conversations finds every rollout. Environments usually log
-theirs; for a group in which none did, each turn holds one made of its tokens.
+Invariant: a program that searches the tree for conversations finds every logged rollout. Most
+environments log their conversation. In a group without any, each turn gets a conversation made from
+its tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,11 +17,13 @@ from typing import Any
 
 from planish import logtree
 from planish.logtree.nodes import Node, section
+from planish.reports.rollout_records import TrajectoryRecord, TurnRecord, trajectory_records
 from planish.reports.rollout_tokens import TokenTexts
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.types import Logs, Observation, RolloutError, Trajectory, Transition
+from planish.rl.types import Logs, RolloutError
 
 SHORT_LOG = 120
+"""Maximum characters of a log that is shown unfolded."""
 
 
 def iteration_trace(
@@ -29,7 +33,7 @@ def iteration_trace(
     texts: TokenTexts,
     sections: Sequence[Node] = (),
 ) -> logtree.Trace:
-    """The trace of these groups and `sections`, for the page at `path`."""
+    """Return the log tree of `groups`, followed by `sections`; `path` is that of the page."""
     trace = logtree.Trace(title, path)
     for rollout in groups:
         trace.attach(_group_section(rollout, texts))
@@ -39,64 +43,50 @@ def iteration_trace(
 
 
 def number(value: Any) -> str:
-    """A number as people read it: at most six digits, and no zeros for show."""
+    """Return a number as text with at most six digits and no trailing zeros."""
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
-def new_tokens(seen: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
-    """The tokens of an observation behind those the policy has `seen`; all of them, and False, if
-    it does not go on from those.
-    """
-    tokens = observation.to_ints()
-    goes_on = tokens[: len(seen)] == list(seen)
-    return (tokens[len(seen) :], True) if goes_on else (tokens, False)
-
-
 def _group_section(rollout: GroupRollout, texts: TokenTexts) -> Node:
-    """The group's own tree, which stays as it is, with the details behind what it holds."""
+    """Return a copy of the group's own tree with the details of its trajectories at the end."""
     tree = rollout.tree
     if tree is None:
         tree, _ = section(f"Group {rollout.group_idx}", 2)
-    says_nothing = not any(node.data for node in tree.walk())
+    has_conversation = any(node.data for node in tree.walk())
     details, body = section("Trajectory Details", 3)
-    group = rollout.group
-    for index, (trajectory, final) in enumerate(
-        zip(group.trajectories_G, group.final_rewards_G, strict=True)
-    ):
-        episode = _episode(index, trajectory, final, texts if says_nothing else None)
-        body.children.append(episode)
+    for record in trajectory_records(rollout):
+        body.children.append(_episode(record, None if has_conversation else texts))
     heading, inner = tree.children
     assert isinstance(inner, Node)
-    errors = [_errors(group.rollout_errors)] if group.rollout_errors else []
+    failures = rollout.group.rollout_errors
+    errors = [_errors(failures)] if failures else []
     contents = Node(inner.tag, inner.attrs, [*inner.children, details, *errors])
     return Node(tree.tag, {**tree.attrs, "data-group": str(rollout.group_idx)}, [heading, contents])
 
 
-def _episode(
-    index: int, trajectory: Trajectory, final_reward: float, texts: TokenTexts | None
-) -> Node:
-    episode, body = section(f"Trajectory {index} Episode", 4)
+def _episode(record: TrajectoryRecord, texts: TokenTexts | None) -> Node:
+    """Return the section of a trajectory, with a conversation per turn if `texts` is given."""
+    episode, body = section(f"Trajectory {record.number} Episode", 4)
     details, turns = section("Episode Details", 5)
-    seen: list[int] = []
-    for number_of_turn, transition in enumerate(trajectory.transitions, start=1):
-        new, _ = new_tokens(seen, transition.ob)
-        turns.children.append(_turn(number_of_turn, transition, new, texts))
-        seen = [*transition.ob.to_ints(), *transition.ac.tokens]
+    for number_of_turn, turn in enumerate(record.turns, start=1):
+        turns.children.append(_turn(number_of_turn, turn, texts))
     totals = {
-        "num_turns": len(trajectory.transitions),
-        "final_ob_len": trajectory.final_ob.length,
-        "sum_step_rewards": trajectory.step_rewards,
-        "final_group_reward": final_reward,
-        "total_return": trajectory.step_rewards + final_reward,
+        "num_turns": len(record.turns),
+        "final_ob_len": record.trajectory.final_ob.length,
+        "sum_step_rewards": record.trajectory.step_rewards,
+        "final_group_reward": record.group_reward,
+        "total_return": record.total_reward,
     }
     body.children += [details, _table(totals, "Episode totals")]
     return episode
 
 
-def _turn(index: int, transition: Transition, new: Sequence[int], texts: TokenTexts | None) -> Node:
+def _turn(index: int, record: TurnRecord, texts: TokenTexts | None) -> Node:
     turn, body = section(f"Turn {index}", 6)
+    transition = record.transition
     if texts is not None:
-        body.children.append(_conversation(texts.text(new), texts.text(transition.ac.tokens)))
+        prompt, answer = texts.text(record.new_tokens), texts.text(transition.ac.tokens)
+        body.children.append(_conversation(prompt, answer))
     sizes = {
         "ob_len": transition.ob.length,
         "ac_len": len(transition.ac.tokens),

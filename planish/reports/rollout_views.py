@@ -1,8 +1,7 @@
-"""What a rollout page shows of a group, its trajectories and their turns: text, numbers, and what
-to say of them.
+"""What a rollout page shows of a group, its trajectories and their turns, for the template.
 
-A prompt that all trajectories of a group begin with is shown once; a turn shows only what is new to
-the policy.
+A prompt that all trajectories of a group begin with is shown once. A turn shows only the part of
+its observation that the policy has not seen before.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,18 +15,26 @@ from planish.completers import TokensWithLogprobs
 from planish.logtree.html import visible
 from planish.reports.rollout_log import GroupLog
 from planish.reports.rollout_overview import ending, kind_of, own_metrics, pooled, token_probability
+from planish.reports.rollout_records import (
+    TrajectoryRecord,
+    TurnRecord,
+    new_tokens,
+    seen_after,
+    trajectory_records,
+)
 from planish.reports.rollout_tokens import TokenTexts
-from planish.reports.rollout_tree import new_tokens
 from planish.rl.rollout.rollouts import GroupRollout
-from planish.rl.types import Observation, RolloutError, Trajectory, Transition
+from planish.rl.types import RolloutError, Trajectory
 
 LAST_WORDS = 150
+"""Characters of the end of a text that a folded section shows."""
 LONG_TEXT, MANY_LINES = 1200, 18
+"""Characters and lines above which a text is folded."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Text that the policy was given."""
+    """Text that the policy read."""
 
     html: Markup
     tokens: int
@@ -37,26 +44,31 @@ class Reading:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the policy sampled. The strings have one number a piece (sizes) or a token
-    (others), between spaces.
+    """Tokens that the policy sampled. The page's script reads the strings of numbers, which are
+    separated by spaces.
     """
 
     text: str
     sizes: str
+    """Size of each piece of text (`Piece.size`)."""
     ids: str
+    """Token ids."""
     losses: str
-    """-1000 x logprob; "" if the policy gave none."""
+    """-1000 x logprob of each token; "" if the policy gave no logprobs."""
     controls: str
-    """The pieces that are control tokens, by number."""
+    """Indices of the pieces that are control tokens."""
     tokens: int
+    """Number of tokens."""
 
 
 @dataclass(frozen=True)
 class Turn:
+    """One turn of a trajectory."""
+
     reading: Reading | None
-    """What is new; None for the prompt of the group."""
-    goes_on: bool
-    """The observation begins with all that the policy saw and wrote before."""
+    """The new part of the observation; None if it is the prompt of the group."""
+    continues: bool
+    """As `TurnRecord.continues`."""
     ob_len: int
     answer: Answer
     was_cut_off: bool
@@ -68,6 +80,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class TrajectoryView:
+    """One trajectory."""
+
     number: int
     reward: float
     step_rewards: float
@@ -76,13 +90,14 @@ class TrajectoryView:
     ending: str
     turns: list[Turn]
     after: Reading | None
-    """What the environment said behind the last turn."""
+    """What the environment wrote after the last turn."""
     metrics: Mapping[str, float]
-    """Means over its turns and of the group's grading."""
+    """Metrics of the turns, averaged, with those of the group's grading."""
     group_metrics: Mapping[str, float]
     probability: float | None
-    """Geometric mean of its tokens' probabilities."""
+    """Geometric mean of the probabilities of its tokens; None without logprobs."""
     log: Markup
+    """What the environment logged, as HTML."""
 
     @property
     def tokens(self) -> int:
@@ -95,6 +110,8 @@ class TrajectoryView:
 
 @dataclass(frozen=True)
 class GroupView:
+    """One group."""
+
     number: int
     tags: list[str]
     kind: str
@@ -117,62 +134,54 @@ class GroupView:
 def group_view(
     rollout: GroupRollout, advantages_G: Sequence[float] | None, texts: TokenTexts
 ) -> GroupView:
-    group = rollout.group
-    rewards_G = group.get_total_rewards()
-    advantages = [None] * len(rewards_G) if advantages_G is None else advantages_G
-    log = GroupLog.of(rollout.tree, rollout.group_idx, len(rewards_G))
-    prompt = _first_tokens(group.trajectories_G[0])
-    views: list[TrajectoryView] = []
-    played = zip(
-        group.trajectories_G,
-        rewards_G,
-        group.final_rewards_G,
-        advantages,
-        group.metrics_G,
-        strict=True,
-    )
-    for number, (trajectory, reward, final, advantage, metrics) in enumerate(played):
-        turns = _turns(trajectory, prompt, texts)
-        view = TrajectoryView(
-            number=number,
-            reward=reward,
-            step_rewards=trajectory.step_rewards,
-            final_reward=final,
-            advantage=advantage,
-            ending=ending(trajectory),
-            turns=turns,
-            after=_after(trajectory, texts),
-            metrics=own_metrics(
-                pooled([*(turn.metrics for turn in trajectory.transitions), metrics])
-            ),
-            group_metrics=metrics,
-            probability=token_probability([trajectory]),
-            log=log.of_trajectory(number, [turn.answer.text for turn in turns]),
-        )
-        views.append(view)
+    """Return the view of a group; `advantages_G` is None if nothing is trained on it."""
+    records = list(trajectory_records(rollout, advantages_G))
+    log = GroupLog.of(rollout.tree, rollout.group_idx, len(records))
+    prompt = records[0].turns[0].new_tokens if records[0].turns else []
     return GroupView(
         number=rollout.group_idx,
         tags=rollout.tags,
-        kind=kind_of(rewards_G),
+        kind=kind_of([record.total_reward for record in records]),
         sampler_step=rollout.sampler_step,
         prompt=_reading(prompt, texts),
-        trajectories=views,
+        trajectories=[_trajectory(record, prompt, log, texts) for record in records],
         log=log.of_group(),
-        errors=group.rollout_errors,
+        errors=rollout.group.rollout_errors,
+    )
+
+
+def _trajectory(
+    record: TrajectoryRecord, prompt: Sequence[int], log: GroupLog, texts: TokenTexts
+) -> TrajectoryView:
+    trajectory = record.trajectory
+    turns = []
+    for index, turn in enumerate(record.turns):
+        is_prompt = index == 0 and turn.new_tokens == prompt
+        turns.append(_turn(turn, None if is_prompt else _reading(turn.new_tokens, texts), texts))
+    metrics = [*(turn.metrics for turn in trajectory.transitions), record.group_metrics]
+    return TrajectoryView(
+        number=record.number,
+        reward=record.total_reward,
+        step_rewards=trajectory.step_rewards,
+        final_reward=record.group_reward,
+        advantage=record.advantage,
+        ending=ending(trajectory),
+        turns=turns,
+        after=_after(trajectory, texts),
+        metrics=own_metrics(pooled(metrics)),
+        group_metrics=record.group_metrics,
+        probability=token_probability([trajectory]),
+        log=log.of_trajectory(record.number, [turn.answer.text for turn in turns]),
     )
 
 
 def last_words(text: str) -> str:
-    """The end of a text on one line."""
+    """Return the end of a text as one line."""
     words = " ".join(text[-4 * LAST_WORDS :].split())
     if len(words) <= LAST_WORDS:
         return words
     cut, space, rest = words[-LAST_WORDS:].partition(" ")
     return f"… {rest}" if space else f"…{cut}"
-
-
-def _first_tokens(trajectory: Trajectory) -> list[int]:
-    return trajectory.transitions[0].ob.to_ints() if trajectory.transitions else []
 
 
 def _reading(tokens: Sequence[int], texts: TokenTexts) -> Reading | None:
@@ -184,23 +193,11 @@ def _reading(tokens: Sequence[int], texts: TokenTexts) -> Reading | None:
     return Reading(first_break + texts.html(tokens), len(tokens), is_long, last_words(text))
 
 
-def _turns(trajectory: Trajectory, prompt: Sequence[int], texts: TokenTexts) -> list[Turn]:
-    turns: list[Turn] = []
-    seen: list[int] = []
-    for transition in trajectory.transitions:
-        new, goes_on = new_tokens(seen, transition.ob)
-        is_prompt = not turns and new == prompt
-        turns.append(_turn(transition, None if is_prompt else _reading(new, texts), goes_on, texts))
-        seen = [*transition.ob.to_ints(), *transition.ac.tokens]
-    return turns
-
-
-def _turn(
-    transition: Transition, reading: Reading | None, goes_on: bool, texts: TokenTexts
-) -> Turn:
+def _turn(record: TurnRecord, reading: Reading | None, texts: TokenTexts) -> Turn:
+    transition = record.transition
     return Turn(
         reading=reading,
-        goes_on=goes_on,
+        continues=record.continues,
         ob_len=transition.ob.length,
         answer=_answer(transition.ac, texts),
         was_cut_off=transition.ac.stop_reason == "length",
@@ -214,11 +211,8 @@ def _turn(
 def _after(trajectory: Trajectory, texts: TokenTexts) -> Reading | None:
     if not trajectory.transitions:
         return None
-    last = trajectory.transitions[-1]
-    seen = [*last.ob.to_ints(), *last.ac.tokens]
-    final: Observation = trajectory.final_ob
-    new, goes_on = new_tokens(seen, final)
-    return _reading(new, texts) if goes_on else None
+    new, continues = new_tokens(seen_after(trajectory.transitions[-1]), trajectory.final_ob)
+    return _reading(new, texts) if continues else None
 
 
 def _answer(action: TokensWithLogprobs, texts: TokenTexts) -> Answer:
