@@ -1,11 +1,10 @@
-"""GRPO by hand, in one notebook: sample answers, grade them, train on the difference, watch the
-reward.
+"""GRPO in one notebook: sample answers, grade them, train on the advantages, plot the reward.
 
     marimo edit examples/tutorial_grpo.py                 as a notebook
     python examples/tutorial_grpo.py                      as a script, on GSM8K from the hub
     python examples/tutorial_grpo.py dataset=DIRECTORY steps=3 batch_size=4 group_size=4
 
-Every piece of the algorithm is in sight here. planish/recipes/rl_loop.py is the same loop with
+The notebook contains the whole algorithm. planish/recipes/rl_loop.py is the same loop with
 checkpoints and metrics.
 """
 
@@ -32,9 +31,9 @@ def _(mo):
     mo.md(r"""
     # Learning from rewards
 
-    In supervised training somebody writes the answers. Here the model writes them: it tries every question several times,
-    a program says which tries were right, and training makes the right ones likelier. Nobody has to show *how* to
-    solve anything. It is enough to recognise a solution.
+    In supervised training, people write the answers. Here the model writes them: it tries every question several
+    times, a program decides which tries were right, and training makes the right ones likelier. You do not have to
+    show *how* to solve a problem. It is enough to recognise a solution.
 
     The algorithm is **GRPO** (group relative policy optimization). For one step:
 
@@ -44,8 +43,8 @@ def _(mo):
     4. an answer's *advantage* is its reward minus the mean reward of its group;
     5. raise the probability of answers with a positive advantage and lower that of the others.
 
-    Why the group? An answer that is right to an easy question says little, since most tries are right. The mean of
-    the group measures how easy the question is for this model today, so no second model has to estimate it.
+    Why groups? A right answer to an easy question says little, because most tries are right. The mean of the group
+    measures how easy the question is for the current model, so no second model has to estimate it.
     """)
 
 
@@ -118,9 +117,10 @@ def _(mo):
     mo.md(r"""
     ## Model, renderer, sampling
 
-    `ServiceClient()` without a URL is an engine in this very process. A *training client* is one LoRA adapter on a base
-    model: it can compute gradients, step, and hand out samplers of its current weights. The *renderer* turns chat
-    messages into the tokens that this family of models was trained on, and sampled tokens back into a message.
+    `ServiceClient()` without a URL creates an engine in this process. A *training client* is one LoRA adapter on a
+    base model: it computes gradients, takes optimizer steps, and creates sampling clients for its current weights. The
+    *renderer* turns chat messages into tokens in the format that this model family was trained on, and sampled tokens
+    back into a message.
     """)
 
 
@@ -148,8 +148,8 @@ def _(mo):
     mo.md(r"""
     ## The reward
 
-    The model is asked to put its result into `\boxed{}`. Whatever stands in the last box is compared with the known
-    result. That is all the supervision there is. (`planish.datasets.grading` also accepts fractions, units and
+    The prompt asks the model to put its result into `\boxed{}`. The content of the last box is compared with the known
+    result. There is no other supervision. (`planish.datasets.grading` also accepts fractions, units and
     expressions.)
     """)
 
@@ -181,8 +181,8 @@ def _(mo):
     mo.md(r"""
     ## The questions
 
-    GSM8K has about 7500 word problems from school, with worked solutions. Only the final number of each is used. In
-    front of each question stands one solved example, so that a model that never saw a box knows what is wanted.
+    GSM8K has about 7500 school-level word problems with worked solutions. Only the final number of each solution is
+    used. The prompt contains one solved example before the question, so that the model knows the required format.
     """)
 
 
@@ -201,13 +201,13 @@ def _(mo):
     mo.md(r"""
     ## From an answer to a training example
 
-    A `Datum` is one token sequence with one target, one old logprob and one advantage for each position. Position *i*
-    reads token *i* and is scored on token *i + 1*; so the input is prompt + answer without its last token. The prompt is
-    not to be learned: its positions get advantage 0.
+    A `Datum` is one token sequence with one target, one sampled logprob and one advantage per position. Position *i*
+    reads token *i* and predicts token *i + 1*. So the input is the prompt and the answer without its last token. The
+    model should not learn the prompt, so positions in the prompt have advantage 0.
 
-    The loss `importance_sampling` is, summed over tokens, $-\frac{p_{now}(token)}{p_{sampled}(token)} \cdot advantage$. The ratio
-    corrects for the weights having moved since the answer was sampled. Here they have not, so it is 1 at every
-    token, but its gradient is exactly the policy gradient.
+    The loss `importance_sampling` is $-\frac{p_{now}(token)}{p_{sampled}(token)} \cdot advantage$, summed over tokens. The
+    ratio corrects for changes of the weights since the answer was sampled. Here the weights have not changed, so the
+    ratio is 1 at every token, and its gradient is exactly the policy gradient.
     """)
 
 
@@ -233,9 +233,10 @@ def _(mo):
     mo.md(r"""
     ## The loop
 
-    All requests of a step are in flight together: the engine batches them, and computes what they share (the example in
-    front, the question of a group) once. A group in which all rewards are equal has only zero advantages; it is
-    *degenerate* and is left out. `forward_backward` and `optim_step` are both submitted before either is waited for.
+    All requests of a step are in flight together. The engine batches them and computes shared prefixes (the solved
+    example, the question of a group) once. A group in which all rewards are equal has only zero advantages; it is
+    *degenerate* and is skipped. `forward_backward` and `optim_step` are both submitted before the loop waits for
+    either result.
     """)
 
 
@@ -260,7 +261,7 @@ async def _(
     for step in range(n_steps):
         batch = [problems[(step * batch_size + row) % len(problems)] for row in range(batch_size)]
 
-        # A sampler of the weights as they are now. It stays as it is while training goes on.
+        # This client samples from the current weights. Later steps do not change them.
         sampling_client = await training_client.save_weights_and_get_sampling_client_async()
 
         prompts = [renderer.build_generation_prompt(problem_prompt(problem)) for problem in batch]
@@ -314,10 +315,10 @@ def _(mo):
     mo.md(r"""
     ## The curve
 
-    A small model rewarded on GSM8K from scratch is flat at first: it is hardly ever right, so nearly every group is
-    degenerate and there is nothing to compare. After a short supervised warm start (`python -m planish.recipes.sl_loop`) some
-    groups are mixed, and answers keep to the form; right ones stay rare with 135M parameters (`docs/results.md`). `make demo`
-    shows a task where the curve rises within minutes.
+    For a small model on GSM8K the curve is flat at first. The model is hardly ever right, so nearly every group is
+    degenerate and has no signal. After a short supervised warm start (`python -m planish.recipes.sl_loop`) some groups
+    are mixed, and answers keep to the format. Right answers stay rare with 135M parameters (`docs/results.md`).
+    `make demo` shows a task where the curve rises within minutes.
     """)
 
 
@@ -339,14 +340,15 @@ def _(history, mo, plot_path):
 @app.cell
 def _(mo):
     mo.md(r"""
-    ## What to take along
+    ## Summary
 
-    * Comparing within a group replaces a learned estimate of how hard a question is.
-    * Groups that agree carry no signal. Many of them mean: other questions, larger groups, or a warm start.
-    * The logprobs that the sampler returned travel with the answer. Engine and trainer here are one model, so they agree
-      with the trainer's (metric `optim/kl_sample_train_v2` of the recipe).
+    * The comparison within a group replaces a learned estimate of how hard a question is.
+    * Groups with equal rewards carry no signal. If many groups are degenerate, use other questions, larger groups, or a
+      warm start.
+    * Training uses the logprobs that the sampler returned. Sampler and trainer are the same model here, so the logprobs
+      agree with the trainer's (metric `optim/kl_sample_train_v2` of the recipe).
 
-    Next: `planish/recipes/rl_loop.py` adds checkpoints, resume, metrics and evaluation to these lines.
+    Next: `planish/recipes/rl_loop.py` adds checkpoints, resume, metrics and evaluation to this loop.
     """)
 
 
