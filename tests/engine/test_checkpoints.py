@@ -347,6 +347,30 @@ def test_a_save_on_a_full_file_system_raises_storage_error(tmp_path, model_dir):
         subprocess.run(["umount", disk], check=True)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_all_files_are_on_disk_before_the_checkpoint_gets_its_name(store, model_dir, monkeypatch):
+    adapter, done = trained(model_dir), []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(handle: int) -> None:
+        fsync(handle)
+        done.append(("fsync", Path(os.readlink(f"/proc/self/fd/{handle}"))))
+
+    def noted_rename(source: Path, target: Path) -> None:
+        rename(source, target)
+        done.append(("rename", Path(source)))
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    store.save(Label(TRAINING), saved(adapter))
+    target = store.directory / "run:train:0" / "weights" / "a"
+    (renamed,) = (number for number, (kind, _) in enumerate(done) if kind == "rename")
+    aside = done[renamed][1]
+    synced = {path for kind, path in done[:renamed] if kind == "fsync"}
+    assert {aside, *(aside / name for name in files_under(target))} <= synced
+    assert ("fsync", target.parent) in done[renamed:]
+
+
 def test_a_crash_between_the_two_renames_loses_no_checkpoint(store, model_dir, monkeypatch):
     old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
     store.save(Label(TRAINING), saved(old))

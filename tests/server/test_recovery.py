@@ -95,6 +95,27 @@ def test_a_restart_resumes_everything(model_dir, tmp_path):
     assert run(play("restarted", True)) == run(play("running", False))
 
 
+def test_more_than_ten_requests_are_replayed_in_order(model_dir, tmp_path):
+    """A pending gradient prevents a snapshot, so the start replays all requests of the model."""
+
+    async def play(name: str, restarts: bool) -> dict[str, bytes]:
+        async with running(model_dir, tmp_path / name) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            for turn in range(6):
+                await model.step(turn)
+            await model.run(gradient(model.model_id, 6))
+            if not restarts:
+                await model.run(adam(model.model_id))
+                return state(tmp_path / name, await model.save("last"))
+        async with running(model_dir, tmp_path / name) as server:
+            client.server = server
+            await model.run(adam(model.model_id))
+            return state(tmp_path / name, await model.save("last"))
+
+    assert run(play("restarted", True)) == run(play("running", False))
+
+
 def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_dir, tmp_path):
     tokens = ModelInput.from_ints([1, 2, 3])
     inputs = {"target_tokens": [2, 3, 4], "logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
