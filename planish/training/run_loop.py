@@ -266,7 +266,9 @@ async def run_training(
             start_run, options, service_client, run, data_size, options.recipe_name
         )
         if start.batch > steps or (start.batch == steps and start.was_finished):
-            print(f"{run.path}: all {start.batch} steps are done{remedy}")
+            print(
+                f"{run.path}: all {start.batch} steps are done{remedy}; give another log_path to begin a new run"
+            )
             return run.path
         run.resume_at(start.batch)
         diff = await asyncio.to_thread(code_diff, [Path(__file__), Path.cwd()])
@@ -288,7 +290,7 @@ async def run_training(
             TraceFile(run.path, start.batch) if options.enable_trace else nullcontext() as trace,
         ):
             display.say(
-                f"{options.model_name}: steps {start.batch} to {steps}, written to {run.path}"
+                f"{options.model_name}: steps {start.batch} to {steps}{shortened(options, steps)}, written to {run.path}"
             )
             loop = RunLoop(options, steps, start, run, checkpoints, display, log, trace)
             learner = await make_learner(loop)
@@ -297,3 +299,11 @@ async def run_training(
     if not is_finished:
         raise loop.interruption.ending
     return run.path
+
+
+def shortened(options: RunOptions, steps: int) -> str:
+    """Why a run has fewer steps than `max_steps`; "" if it has not."""
+    if options.max_steps is None or options.max_steps <= steps:
+        return ""
+    passes = "one pass" if options.num_epochs == 1 else f"{options.num_epochs} passes"
+    return f" (num_epochs={options.num_epochs}: {passes} over the data; max_steps={options.max_steps} needs more)"

@@ -150,3 +150,11 @@ def test_rows_without_a_question_are_named_in_the_error(model, tmp_path, rows, c
     builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model, **change)
     with pytest.raises(UserError, match=named):
         asyncio.run(builder())
+
+
+def test_a_file_without_rows_is_refused_by_name(model, tmp_path):
+    path = tmp_path / "empty.jsonl"
+    path.write_text("")
+    builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model)
+    with pytest.raises(UserError, match=r"empty\.jsonl has no rows to train on; give at least one"):
+        asyncio.run(builder())

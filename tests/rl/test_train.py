@@ -280,7 +280,26 @@ def test_a_finished_run_prints_how_to_extend_it(service, tmp_path, capsys, optio
     train(service, tmp_path, **options)
     capsys.readouterr()
     train(service, tmp_path, **options)
-    assert capsys.readouterr().out.endswith(f"steps are done{remedy}\n")
+    end = f"steps are done{remedy}; give another log_path to begin a new run\n"
+    assert capsys.readouterr().out.endswith(end)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"max_steps": 2}, "steps 0 to 2, written"),
+        ({}, f"steps 0 to {STEPS}, written"),
+        (
+            {"max_steps": STEPS + 5},
+            f"steps 0 to {STEPS} (num_epochs=1: one pass over the data; max_steps={STEPS + 5} needs more), written",
+        ),
+    ],
+)
+def test_a_run_says_why_it_has_fewer_steps_than_max_steps(
+    service, tmp_path, capsys, options, reason
+):
+    train(service, tmp_path, **options)
+    assert reason in " ".join(capsys.readouterr().out.split())
 
 
 def test_staleness_reaches_but_never_exceeds_its_bound(service, tmp_path):

@@ -99,6 +99,8 @@ class RewardDatasetBuilder(RLDatasetBuilder):
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train = await asyncio.to_thread(self._questions, "train")
         test: list[tuple[list[Message], Row]] = []
+        if not train:
+            raise UserError(f"dataset={self.dataset} has no rows to train on; give at least one")
         if not 0 <= self.test_size < len(train):
             raise UserError(
                 f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no tests"
