@@ -11,16 +11,14 @@ from planish.model.kernels.cpp import build, cpu, cpu_products
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    """Where Triton's kernels run: a GPU if there is one, else the CPU, interpreted
-    (tests/conftest.py).
-    """
+    """Return the device of the Triton kernels: a GPU, or the CPU, where they are interpreted."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="session")
 def emulated_library() -> Path:
-    """The kernels with AMX's instructions written out; kept beside the real ones, as it takes ten
-    seconds to compile.
+    """Return the kernels with emulated AMX instructions. The compiled library is cached, because
+    the compilation takes ten seconds.
     """
     with pytest.MonkeyPatch.context() as patch:
         flags = ["-O1" if flag == "-O3" else flag for flag in build.FLAGS]
@@ -30,7 +28,9 @@ def emulated_library() -> Path:
 
 @pytest.fixture(params=["all instructions", "AVX2"])
 def cpu_kernels(request):
-    """The CPU's kernels, also as a CPU with no more than AVX2 has them; skips where there are none."""
+    """Run the test with the CPU kernels of this machine and with those for AVX2; skip without
+    kernels.
+    """
     if cpu.loaded() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     with _served(request.param):
@@ -39,7 +39,7 @@ def cpu_kernels(request):
 
 @pytest.fixture(params=["all instructions", "AVX2", "emulated tiles"])
 def products(request):
-    """Products by this CPU's kernels, as one with AVX2 makes them and as one with AMX does."""
+    """Run the test with the matmuls of this CPU, with those for AVX2, and with those for AMX."""
     if not cpu_products.multiplies_bfloat16():
         pytest.skip("this machine does not multiply bf16 by our kernels")
     tiles = (
@@ -51,7 +51,7 @@ def products(request):
 
 @contextmanager
 def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
-    """The kernels are those for these instructions."""
+    """Use the kernels for these instructions during the block."""
     with pytest.MonkeyPatch.context() as patch:
         if by != "all instructions":
             if by == "AVX2" and cpu.instructions() == "AVX2":

@@ -1,8 +1,8 @@
-"""Compiles Triton kernels for an H100 or H200, or for another GPU, which needs no such machine: what
-the interpreter accepts, the compiler may not.
+"""Compile Triton kernels for an H100, H200 or another GPU, without such a machine. The compiler
+rejects some programs that the interpreter accepts.
 
-It runs in a process of its own, `python hopper.py MODULE` with the cases as JSON on its input,
-since a process either interprets or compiles.
+Usage: `python hopper.py MODULE`, with the cases as JSON on its input. It needs a separate process,
+because a process either interprets or compiles.
 """
 
 import importlib
@@ -22,37 +22,36 @@ class Case:
 
     kernel: str
     types: dict[str, str]
-    """Of the arguments that are no constants, as Triton writes them: "*bf16", "*fp32", "*i64",
-    "i32", "fp32".
+    """Types of the arguments that are not constants, in Triton's notation: "*bf16", "*fp32",
+    "*i64", "i32", "fp32".
     """
     constants: dict[str, int | bool | float | str | None] = field(default_factory=dict)
     warps: int = 4
     stages: int = 3
     multiples: tuple[str, ...] = ()
-    """Names of whole numbers that are multiples of 16, for which Triton specializes as it does for
-    addresses.
-    """
+    """Names of integer arguments that are multiples of 16, for which Triton specializes kernels."""
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What one specialization takes on the machine."""
+    """The resources that one specialization needs."""
 
     kernel: str
     registers: int
-    """Of a thread."""
+    """Registers per thread."""
     spilled: int
-    """Bytes of local memory of a thread."""
+    """Bytes of local memory per thread."""
     shared: int
-    """Bytes of shared memory of a program."""
+    """Bytes of shared memory per program."""
 
 
 def resources(
     module: str, cases: list[Case], target: tuple[str, int | str, int] = ("cuda", 90, 32)
 ) -> list[Resources]:
-    """Compiles each case with the kernels of `module`; RuntimeError with the compiler's words if
-    one fails. `target`: backend, architecture and threads of a warp. For AMD registers and spills
-    are 0: they are not looked up.
+    """Compile each case with the kernels of `module`. RuntimeError with the compiler's message if
+    one fails.
+
+    `target`: backend, architecture and threads per warp. Registers and spills are 0 for AMD.
     """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)

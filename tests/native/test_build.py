@@ -1,4 +1,4 @@
-"""The library is made once, whole, and its absence is said and no more than that."""
+"""The kernel library is compiled once, atomically; without it, torch does the work."""
 
 import logging
 import shutil
@@ -35,15 +35,15 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
 @pytest.mark.parametrize(
     ("wanted", "message"), [("native", "no AVX2"), ("fast", "'auto', 'native' or 'torch'")]
 )
-def test_what_cannot_be_had_is_refused(wanted, message, monkeypatch, asked_anew):
+def test_requesting_unavailable_kernels_is_rejected(wanted, message, monkeypatch, asked_anew):
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(UserError, match=message):
         cpu.loaded()
 
 
-def test_where_kernels_can_be_compiled_they_are():
-    """Else all tests of them would be skipped."""
+def test_kernels_load_on_every_machine_that_can_compile_them():
+    """Otherwise all tests of the kernels would be skipped."""
     if shutil.which("g++") is None or torch.backends.cpu.get_cpu_capability() not in (
         "AVX512",
         "AMX",
@@ -55,7 +55,7 @@ def test_where_kernels_can_be_compiled_they_are():
 
 @pytest.fixture
 def small_source(tmp_path, monkeypatch):
-    """Compiled in a moment, by a compiler with an argument."""
+    """Use a small source that compiles quickly, and a compiler with an argument."""
     source = tmp_path / "kernels.cpp"
     source.write_text(
         'extern "C" __attribute__((visibility("default"))) int has_tiles() { return 0; }'
@@ -69,7 +69,7 @@ def small_source(tmp_path, monkeypatch):
 
 
 @pytest.mark.usefixtures("small_source")
-def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path, asked_anew):
+def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, asked_anew):
     path = build.library(tmp_path / "kernels", "AVX2")
     whole = path.read_bytes()
     path.write_bytes(whole[:20])
@@ -77,12 +77,12 @@ def test_a_library_that_cannot_be_loaded_is_made_anew(tmp_path, asked_anew):
     assert path.read_bytes() == whole
 
 
-def test_torch_can_be_asked_for(monkeypatch, asked_anew):
+def test_planish_kernels_torch_disables_the_kernels(monkeypatch, asked_anew):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
     assert cpu.loaded() is None
 
 
-def test_a_source_that_does_not_compile_leaves_nothing(tmp_path, monkeypatch):
+def test_a_failed_compilation_leaves_no_files(tmp_path, monkeypatch):
     source = tmp_path / "kernels.cpp"
     source.write_text("this is no C++")
     monkeypatch.setattr(build, "SOURCE", source)

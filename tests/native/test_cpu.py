@@ -1,6 +1,4 @@
-"""Each kernel against its twin in torch, in all types and odd sizes; and that a row's bits are its
-own.
-"""
+"""Each CPU kernel equals torch, in all dtypes and odd sizes, and is batch-invariant."""
 
 import pytest
 import torch
@@ -27,7 +25,7 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """The last output, and the gradients of the leaves."""
+    """Return the last output and the gradients of the leaves."""
     fresh = [leaf.clone().requires_grad_() for leaf in leaves]
     out = function(*fresh)
     out = out[-1] if isinstance(out, tuple) else out
@@ -47,7 +45,7 @@ def both(function, leaves: list[Tensor], upstream: Tensor, monkeypatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 67), (300, 576)])
-def test_norm(rows, width, dtype, monkeypatch):
+def test_the_norm_equals_torch(rows, width, dtype, monkeypatch):
     weight = normal(width)
 
     def summed(x, more):
@@ -61,7 +59,7 @@ def test_norm(rows, width, dtype, monkeypatch):
     both(alone, [x], upstream, monkeypatch)
 
 
-def test_the_sum_of_a_norm_passes_its_own_gradient_on():
+def test_the_residual_of_a_norm_has_its_own_gradient():
     x, more, weight = normal(9, 64), normal(9, 64).neg(), normal(64)
     for use in (lambda total, _: total, lambda total, out: total + out):
         leaves = [x.clone().requires_grad_(), more.clone().requires_grad_()]
@@ -75,12 +73,12 @@ def test_the_sum_of_a_norm_passes_its_own_gradient_on():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 64), (7, 2, 20), (200, 9, 128)])
-def test_rotation(rows, heads, size, dtype, monkeypatch):
+def test_the_rotation_equals_torch(rows, heads, size, dtype, monkeypatch):
     angles = normal(rows, 1, size // 2)
     rotation = Rotation(angles.cos(), angles.sin())
 
     def turn(x):
-        # rows that lie apart, as in the product of q, k and v
+        # strided rows, as in the joint output of q, k and v
         return rotate(x[:, :heads], rotation)
 
     both(
@@ -93,7 +91,7 @@ def test_rotation(rows, heads, size, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (250, 1536)])
-def test_swiglu(rows, width, dtype, monkeypatch):
+def test_swiglu_equals_torch(rows, width, dtype, monkeypatch):
     both(
         swiglu,
         [normal(rows, 2 * width, dtype=dtype) * 4],
@@ -104,7 +102,7 @@ def test_swiglu(rows, width, dtype, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 128, 3001])
-def test_logprobs_and_their_gradient(dtype, vocab, monkeypatch):
+def test_logprobs_and_their_gradients_equal_torch(dtype, vocab, monkeypatch):
     head, rows = (
         FrozenLinear([normal(vocab, 32, dtype=dtype)]),
         torch.arange(0, 70, 2).repeat_interleave(2),
@@ -118,7 +116,7 @@ def test_logprobs_and_their_gradient(dtype, vocab, monkeypatch):
     both(logprobs, [normal(70, 32, dtype=dtype)], upstream, monkeypatch)
 
 
-def test_normalizers_leave_the_weights_that_tokens_are_drawn_by():
+def test_the_normalizer_kernel_leaves_the_sampling_weights():
     logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
     weights = logits.clone()
     found = cpu.normalizers(weights, temperature, weights=weights)
@@ -133,19 +131,19 @@ def test_normalizers_leave_the_weights_that_tokens_are_drawn_by():
     assert torch.equal(bad[others], found[others])
 
 
-def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite():
+def test_bf16_is_rounded_to_nearest_even_and_non_finite_values_stay():
     wide = torch.cat(
         [normal(1000), torch.tensor([float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 3e38])]
     )[None]
     ones = torch.ones_like(wide)
-    # silu(100) is 100: what comes out is the product with `up`, rounded once.
+    # silu(100) is 100, so the result is the product with `up`, rounded once.
     out = cpu.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
     expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
+def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
     x, weight, angles = normal(500, 576), normal(576), normal(500, 1, 32)
     heads = normal(500, 9, 64, dtype=dtype)
 
@@ -193,14 +191,14 @@ def panels(weight: Tensor) -> PanelWeight:
 )
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products(rows, fan_out, fan_in, biased, dtype):
-    """Of numbers whose terms cancel: what is missing or twice there shows."""
+def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
+    """The terms cancel, so a missing or repeated term changes the result."""
     x, weight = (tensor.to(dtype) for tensor in cancelling(rows, fan_out, fan_in))
     bias = normal(fan_out, dtype=dtype) if biased else None
     found = panels(weight).product(x, bias)
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
     assert found.dtype == dtype
-    # Of more columns than 1538 terms, and with them errors, are larger.
+    # With more than 1538 columns, the terms are larger, and so are the errors.
     rtol, atol = (
         4e-3 if dtype == torch.bfloat16 else 1e-6,
         1e-4 if fan_in <= 1538 else 1e-7 * fan_in + 1e-4,
@@ -208,7 +206,7 @@ def test_products(rows, fan_out, fan_in, biased, dtype):
     torch.testing.assert_close(found.double(), expected, rtol=rtol, atol=atol)
 
 
-def test_weights_of_one_room_keep_apart():
+def test_weights_in_one_arena_do_not_overlap():
     weights = [normal(fan_out, 64, dtype=dtype) for dtype in DTYPES for fan_out in (16, 64, 112)]
     if not all(multiplies(16, 64, dtype, torch.device("cpu")) for dtype in DTYPES):
         pytest.skip("this machine has no kernels of our own")
@@ -221,7 +219,7 @@ def test_weights_of_one_room_keep_apart():
 
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(32, 2), (101, 50), (176, 576)])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_matrix_may_be_given_turned(fan_out, fan_in, dtype):
+def test_a_transposed_matrix_can_be_packed(fan_out, fan_in, dtype):
     weight, x = normal(fan_out, fan_in, dtype=dtype), normal(7, fan_in, dtype=dtype)
     expected = panels(weight).product(x, None)
     assert torch.equal(
@@ -230,13 +228,13 @@ def test_a_matrix_may_be_given_turned(fan_out, fan_in, dtype):
 
 
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(16, 2), (101, 50), (176, 576)])
-def test_a_matrix_comes_back_from_its_panels(fan_out, fan_in):
+def test_unpacking_returns_the_packed_matrix(fan_out, fan_in):
     weight = normal(fan_out, fan_in)
     assert torch.equal(panels(weight).matrix(), weight)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_of_a_product_has_the_same_bits_in_any_company_and_with_any_threads(dtype):
+def test_matmul_rows_do_not_depend_on_batch_or_threads(dtype):
     x, weight = (tensor.to(dtype) for tensor in cancelling(1500, 224, 576))
     packed = panels(weight)
     whole = packed.product(x, None)

@@ -1,4 +1,4 @@
-"""The self-test of the CPU's kernels: it passes those that are right, and catches each fault."""
+"""The self-test of the CPU kernels passes correct kernels and detects each fault."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from planish.model.kernels.cpp import cpu, cpu_check, self_test
 from planish.model.kernels.verdicts import Verdict
 
 FLOAT, HALF = torch.float32, torch.bfloat16
-# Of each kernel: the family that tests it, and which of its arguments it writes.
+# For each kernel: the family that tests it, and the arguments that it writes.
 OUTPUTS = {
     "rms_norm": ("norms", (4, 5, 6)),
     "rms_norm_backward": ("norms", (5,)),
@@ -31,7 +31,7 @@ OUTPUTS = {
     "decode": ("decode", (1,)),
 }
 IN_MEMORY = {"keep": "attention", "pack_panels": "matmul"}
-"""Kernels that write to addresses."""
+"""Kernels that write to addresses instead of tensors."""
 FLOAT_ONLY, HALF_ONLY = ("invert", "draw"), ("likeliest", "single_logits")
 FAULTS = [
     (name, output, dtype)
@@ -42,21 +42,21 @@ FAULTS = [
 ]
 
 
-def test_every_kernel_has_a_fault_here():
+def test_every_kernel_has_a_fault_in_this_file():
     assert cpu._SIGNATURES.keys() == OUTPUTS.keys() | IN_MEMORY.keys()
     assert tuple(cpu_check.CHECKS) == self_test.FAMILIES
 
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("family", [name for name in self_test.FAMILIES if name != "amx"])
-def test_kernels_pass(family):
+def test_correct_cpu_kernels_pass_the_self_test(family):
     assert cpu_check.verdict_of(family) == Verdict(family, True)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize(("name", "output", "dtype"), FAULTS)
-def test_a_wrong_entry_is_found(name, output, dtype, monkeypatch):
-    """One entry of one output is off by a twentieth of the largest."""
+def test_the_self_test_detects_one_wrong_entry(name, output, dtype, monkeypatch):
+    """One entry of one output is wrong by a twentieth of the largest entry."""
     plain, faults = cpu.call, []
 
     def faulty(called, called_dtype, *arguments):
@@ -78,7 +78,7 @@ def test_a_wrong_entry_is_found(name, output, dtype, monkeypatch):
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("name", [*OUTPUTS, *IN_MEMORY])
-def test_a_kernel_that_writes_nothing_is_found(name, monkeypatch):
+def test_the_self_test_detects_a_kernel_that_writes_nothing(name, monkeypatch):
     plain = cpu.call
 
     def lazy(called, dtype, *arguments):
@@ -91,13 +91,13 @@ def test_a_kernel_that_writes_nothing_is_found(name, monkeypatch):
 
 
 @pytest.mark.usefixtures("cpu_kernels")
-def test_a_row_that_depends_on_others_is_found(monkeypatch):
+def test_the_self_test_detects_a_row_that_depends_on_others(monkeypatch):
     plain = cpu.call
 
     def leaky(called, dtype, *arguments):
         plain(called, dtype, *arguments)
         if called == "product" and len(arguments[3]) > 1:
-            arguments[3].view(torch.int16)[len(arguments[3]) // 2, 0] ^= 1  # the last bit
+            arguments[3].view(torch.int16)[len(arguments[3]) // 2, 0] ^= 1  # changes the last bit
 
     monkeypatch.setattr(cpu, "call", leaky)
     assert "depend on the other rows" in cpu_check.verdict_of("matmul").reason

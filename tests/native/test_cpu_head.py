@@ -1,4 +1,4 @@
-"""The head's kernels against the same in float64 and by sorting; and that a row's bits are its own."""
+"""The head kernels equal float64 and sorting, and are batch-invariant."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def sorted_first(logits: Tensor, k: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 5, 16, 31, 129, 272, 3001, 49152])
 @pytest.mark.parametrize("kind", ["different", "tied", "rising", "equal", "infinite"])
-def test_the_largest_entries_are_those_of_a_stable_sort(vocab, kind, normal):
+def test_the_largest_entries_equal_those_of_a_stable_sort(vocab, kind, normal):
     logits = {
         "different": lambda: normal(9, vocab) * 10,
         "tied": lambda: normal(9, vocab).float().round().to(torch.bfloat16) + 3,
@@ -63,9 +63,9 @@ def test_the_largest_entries_are_those_of_a_stable_sort(vocab, kind, normal):
     assert torch.equal(wide, logits.float().scatter_(1, tokens, values))
 
 
-def test_the_largest_entries_may_lie_anywhere(normal):
-    """All in one of the kernel's classes, so that none bars the others: sixteen, then some that are
-    larger by as little as there is.
+def test_the_largest_entries_are_found_at_any_position(normal):
+    """Sixteen large entries are in one of the kernel's classes, followed by entries that are larger
+    by one bit.
     """
     logits = torch.full((1, 128 * 20), -5.0, dtype=torch.bfloat16)
     logits[0, ::128] = 1.0
@@ -74,11 +74,11 @@ def test_the_largest_entries_may_lie_anywhere(normal):
     assert tokens[0].tolist() == [128 * i for i in (*range(16, 20), *range(12))]
 
 
-def test_what_is_not_finite_stays_in_its_row(normal):
+def test_non_finite_logits_stay_in_their_row(normal):
     logits, hidden, weight = normal(4, 300), normal(4, WIDTH), normal(300, WIDTH)
     expected, _ = single(hidden, weight).likeliest(logits, 16, None)
     logits[1, ::2], logits[2, 7] = torch.nan, torch.inf
-    logits.view(torch.int16)[3] = -1  # a NaN that is below all numbers
+    logits.view(torch.int16)[3] = -1  # a NaN whose bits compare below all numbers
     tokens, _ = single(hidden, weight).likeliest(logits, 16, None)
     assert torch.equal(tokens[0], expected[0])
     assert tokens[2, 0] == 7
@@ -89,10 +89,8 @@ def test_what_is_not_finite_stays_in_its_row(normal):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("vocab", [200, 2080])
-def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
-    """2080 is a multiple of 16, so the kernel multiplies by them; their products with 200 are
-    torch's.
-    """
+def test_adapters_of_the_head_equal_the_formula(rank, vocab, dtype, normal):
+    """The kernel takes a vocabulary of 2080, a multiple of 16; torch takes 200."""
 
     def drawn(*shape: int) -> Tensor:
         return normal(*shape).to(dtype)
@@ -109,7 +107,7 @@ def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
     ) * expected.abs().max()
     rows, tokens = torch.arange(7).repeat_interleave(40), torch.arange(280) * 7 % vocab
     exact = exact_logits(hidden, FrozenLinear([weight]), rows, tokens, members)
-    # Sums in float32 may tip the rounding of what lies between A and B.
+    # Summation in float32 may change how the result of A is rounded.
     error = (exact - expected[rows, tokens]).abs()
     assert error.median() < 1e-5
     assert error.max() < (0.5 if dtype == torch.bfloat16 else 1e-3)
@@ -119,8 +117,8 @@ def test_adapters_equal_the_plain_formula(rank, vocab, dtype, normal):
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_has_the_same_bits_in_any_company(threads, dtype, normal):
-    """Adapters of several ranks and rows without any, together and each row alone."""
+def test_kernel_rows_are_batch_invariant(threads, dtype, normal):
+    """A batch with adapters of several ranks and rows of the base model equals each row alone."""
 
     def drawn(*shape: int) -> Tensor:
         return normal(*shape).to(dtype)
@@ -149,7 +147,7 @@ def test_a_row_has_the_same_bits_in_any_company(threads, dtype, normal):
         torch.set_num_threads(before)
 
 
-def test_a_likeliest_logit_is_the_single_one(normal):
+def test_a_selected_logit_equals_the_one_computed_alone(normal):
     hidden, head, site = (
         normal(5, WIDTH),
         FrozenLinear([normal(320, WIDTH)]),

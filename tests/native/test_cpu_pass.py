@@ -1,5 +1,5 @@
-"""A decoding step as one call against the same call by call: hidden states, keys and values have
-the same bits.
+"""A decoding step in one native call equals separate calls bitwise, in hidden states, keys and
+values.
 """
 
 import pytest
@@ -18,14 +18,14 @@ from planish.types import LoraConfig
 
 CPU = torch.device("cpu")
 PADDING = 5
-"""A row of each step that belongs to nobody."""
+"""A padding row in each step."""
 
 
 pytestmark = pytest.mark.usefixtures("products")
 
 
 class Running:
-    """Samples of two prompts, one shorter than a span, in pools of random keys and values."""
+    """Samples of two prompts, one shorter than a span, with random keys and values."""
 
     def __init__(self, decoder: Decoder) -> None:
         torch.manual_seed(3)
@@ -53,7 +53,7 @@ class Running:
 
 
 def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
-    """Of two shapes, and rows without."""
+    """Return rows of adapters of two shapes; the other rows have no adapter."""
     found, stop = [], 2
     for seed, rank in enumerate((4, 16)):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank, train_mlp=rank == 16))
@@ -68,7 +68,9 @@ def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("adapted", [False, True])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_one_call_has_the_bits_of_many(family, adapted, dtype, tmp_path, monkeypatch):
+def test_one_decoding_call_equals_separate_calls_bitwise(
+    family, adapted, dtype, tmp_path, monkeypatch
+):
     decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), dtype, CPU)
     running = Running(decoder)
     given = adapters(decoder, dtype) if adapted else ()
@@ -86,7 +88,7 @@ def test_one_call_has_the_bits_of_many(family, adapted, dtype, tmp_path, monkeyp
         for stored, sample in [
             (stored, sample) for stored in running.stored() for sample in running.owners
         ]:
-            stored[sample.slot, :, sample.stored] = 0  # what the call is to keep again
+            stored[sample.slot, :, sample.stored] = 0  # the positions that the call stores again
         fast = decoder.hidden(tokens, positions, running.attention(), given)
     assert calls
     assert torch.equal(fast, slow)

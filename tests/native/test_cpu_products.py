@@ -1,6 +1,4 @@
-"""Products with adapters in the CPU's own kernel against the same in float64, and that rows keep to
-themselves.
-"""
+"""The CPU kernel for matmuls with adapters equals float64 and is batch-invariant."""
 
 import pytest
 import torch
@@ -28,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("products")
 
 @pytest.fixture(params=[torch.bfloat16, torch.float32])
 def normal(request):
-    """Random numbers of each type that there are products of."""
+    """Return a function for random tensors, in each dtype with matmul kernels."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(*shape, generator=generator).to(request.param)
 
@@ -44,7 +42,7 @@ def site_of(a: Tensor, bs: list[Tensor]) -> PanelSite:
 
 
 def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
-    """float64, but for what lies between A and B, which is rounded."""
+    """Return the result in float64, but with the result of A rounded to its dtype."""
     low = (x.double() @ a.double().t()).to(x.dtype).double()
     return torch.cat(
         [part @ b.double().t() for part, b in zip(low.chunk(len(bs), 1), bs, strict=True)], 1
@@ -52,15 +50,15 @@ def adapted(x: Tensor, a: Tensor, bs: list[Tensor]) -> Tensor:
 
 
 def close(found: Tensor, expected: Tensor) -> None:
-    """Rounded once to its type; sums in float32 may also tip the rounding between A and B."""
+    """Assert equality up to one rounding; float32 sums may also change the rounding after A."""
     size = expected.abs().max()
-    # In float32 an error is of the terms' size, which the sum may be far below.
+    # In float32, errors are relative to the terms, which may be far larger than the sum.
     allowed = 0.01 * size if found.dtype == torch.bfloat16 else 2e-6 * size.clamp(min=1)
     assert (found.double() - expected).abs().max() <= allowed
 
 
-def test_products_are_rounded_as_torch_does(normal):
-    """To the nearest, halves to even; infinities and what is no number stay so."""
+def test_matmul_results_are_rounded_as_in_torch(normal):
+    """Rounding is to nearest even; infinities and NaN stay unchanged."""
     dtype = normal(1).dtype
     x = torch.cat(
         [normal(50, 2) * 3, torch.tensor([[torch.inf, 0], [torch.nan, 0], [1e38, 0]], dtype=dtype)]
@@ -77,7 +75,7 @@ def test_products_are_rounded_as_torch_does(normal):
 @pytest.mark.parametrize("sizes", [SIZES, (128,)])
 @pytest.mark.parametrize("rank", [1, 5, 8, 16, 32, 40])
 @pytest.mark.parametrize("rows", [1, 7, 130])
-def test_forth_and_back(rows, rank, sizes, normal):
+def test_forward_and_backward_matmuls_with_adapters_equal_float64(rows, rank, sizes, normal):
     a, bs = matrices(normal, rank, sizes)
     x, out, grad, grad_x = (
         normal(rows, 64),
@@ -102,9 +100,9 @@ def test_forth_and_back(rows, rank, sizes, normal):
 @pytest.mark.parametrize("sizes", [SIZES, (320,)])
 @pytest.mark.parametrize("rank", [1, 3, 8, 32, 64])
 @pytest.mark.parametrize("rows", [0, 1, 7, 512, 1101])
-def test_gradients_of_the_matrices(rows, rank, sizes, normal):
-    """Within float32's rounding; a rank and a number of rows that the kernel has no whole tiles or
-    pairs for included.
+def test_gradients_of_adapter_matrices_equal_float64(rows, rank, sizes, normal):
+    """The gradients agree up to float32 rounding, also for ranks and row counts that do not fill
+    the kernel's tiles.
     """
     site = site_of(*matrices(normal, rank, sizes, 288))
     x, grad, out, grad_x = (
@@ -124,7 +122,7 @@ def test_gradients_of_the_matrices(rows, rank, sizes, normal):
         )
 
 
-def test_gradients_have_the_same_bits_for_any_number_of_threads(normal):
+def test_gradients_do_not_depend_on_the_number_of_threads(normal):
     site = site_of(*matrices(normal, 5))
     rows = [normal(700, width) for width in (64, sum(SIZES), sum(SIZES), 64)]
     low, low_grad = site.add_(rows[0], rows[1], SIZES), site.backward_(rows[2], rows[3], SIZES)
@@ -140,9 +138,9 @@ def test_gradients_have_the_same_bits_for_any_number_of_threads(normal):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_a_row_has_the_same_bits_in_any_company(threads, normal):
-    """Adapters of several ranks, one that lacks the site, rows without any; in the sampler's batch
-    and in the trainer's.
+def test_kernel_rows_are_batch_invariant(threads, normal):
+    """The batch has adapters of several ranks, one without this target module, and rows of the base
+    model, as in the sampler and in the trainer.
     """
     adapters = [AdapterPanels([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
     x, base = normal(60, 64), normal(60, sum(SIZES))
@@ -168,7 +166,7 @@ def test_a_row_has_the_same_bits_in_any_company(threads, normal):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_decoder_s_way_is_that_of_torch(dtype, tmp_path, monkeypatch):
+def test_the_decoder_with_native_adapters_equals_torch(dtype, tmp_path, monkeypatch):
     decoder = Decoder.load(tiny_model(tmp_path), dtype, CPU)
     if not adapts([(decoder.config.intermediate_size, decoder.config.hidden_size)], dtype, CPU):
         pytest.fail("the tiny model is no multiple of 16 wide any more: this test compares nothing")

@@ -1,5 +1,5 @@
-"""The threads of the CPU's kernels (cpp/pool.h), by a program of their own (pool_check.cpp); and the
-kernels on them from several threads of Python, after a fork, and at exit.
+"""The thread pool of the CPU kernels (cpp/pool.h), tested by pool_check.cpp, and kernels called
+from several Python threads, after a fork, and at exit.
 """
 
 import subprocess
@@ -39,7 +39,7 @@ def _program(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
-def test_the_pool_does_each_item_once(way, program):
+def test_the_thread_pool_runs_each_item_once(way, program):
     done = subprocess.run([program, way], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -58,8 +58,9 @@ def inputs() -> tuple[torch.Tensor, ...]:
 
 
 def kernel_results(given: tuple[torch.Tensor, ...]) -> list[bytes]:
-    """Of kernels that share rows, and items, among threads. torch computes nothing here: its OpenMP
-    threads hang in the child of a fork.
+    """Return results of kernels that split rows and items among threads.
+
+    torch must compute nothing here, because its OpenMP threads hang in a forked child.
     """
     x, narrow, weight, temperature = given
     found = (
@@ -71,7 +72,7 @@ def kernel_results(given: tuple[torch.Tensor, ...]) -> list[bytes]:
 
 
 @pytest.mark.usefixtures("cpu_kernels", "three_threads")
-def test_kernels_may_be_called_by_many_threads_at_once():
+def test_kernels_can_be_called_by_many_threads_concurrently():
     given, right = inputs(), []
     expected = kernel_results(given)
 
@@ -113,7 +114,7 @@ else:
 @pytest.mark.slow
 @pytest.mark.usefixtures("program")
 @pytest.mark.parametrize(("fork", "status"), [(True, 0), (False, 7)])
-def test_kernels_work_after_a_fork_and_do_not_hold_up_an_exit(fork, status):
+def test_kernels_work_after_a_fork_and_do_not_delay_exit(fork, status):
     program = PROGRAM.format(directory=str(HERE), fork=fork)
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],

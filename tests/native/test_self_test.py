@@ -1,4 +1,4 @@
-"""How the self-test of the CPU's kernels is run: once, in processes of its own, whatever they do."""
+"""The self-test of the CPU kernels runs once per machine, in separate processes that may crash."""
 
 import logging
 import os
@@ -36,7 +36,7 @@ for family in families:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A library in a cache of its own; another program, which says what it is told, tests it."""
+    """Return a library in its own cache, tested by a fake program with given answers."""
     (tmp_path / "program").mkdir()
     (tmp_path / "program" / "stated_verdicts.py").write_text(PROGRAM)
     monkeypatch.syspath_prepend(tmp_path / "program")
@@ -58,16 +58,16 @@ def failed(verdicts: list[Verdict]) -> dict[str, str]:
     return {verdict.family: verdict.reason for verdict in verdicts if not verdict.passed}
 
 
-def test_a_machine_is_tested_once(library, monkeypatch):
+def test_the_self_test_runs_once_per_machine(library, monkeypatch):
     first = verdicts_of(library, True)
     assert [verdict.family for verdict in first] == list(FAMILIES)
     assert not failed(first)
-    monkeypatch.setattr(subprocess, "run", None)  # a second time, no process is started
+    monkeypatch.setattr(subprocess, "run", None)  # the second time, no process is started
     assert verdicts_of(library, True) == first
     assert len(verdict_files(library)) == 1
 
 
-def test_another_cpu_torch_or_library_is_tested_again(library, monkeypatch):
+def test_the_self_test_runs_again_for_another_cpu_torch_or_library(library, monkeypatch):
     verdicts_of(library, False)
     monkeypatch.setattr(self_test.platform, "machine", lambda: "another")
     verdicts_of(library, False)
@@ -81,7 +81,7 @@ def test_another_cpu_torch_or_library_is_tested_again(library, monkeypatch):
 @pytest.mark.parametrize(
     "content", [b"", b"[{", b'[{"family": "norms", "passed": true, "reason": ""}]']
 )
-def test_a_damaged_file_is_made_again(library, content):
+def test_a_damaged_verdict_file_is_written_again(library, content):
     first = verdicts_of(library, False)
     (path,) = verdict_files(library)
     path.write_bytes(content)
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_made_again(library, content):
     assert len(calls(library)) == 2
 
 
-def test_where_the_cache_is_read_only_verdicts_hold_for_the_process(library, monkeypatch):
+def test_with_a_read_only_cache_verdicts_last_for_the_process(library, monkeypatch):
     def refuse(*_: object) -> bool:
         return False
 
@@ -99,7 +99,7 @@ def test_where_the_cache_is_read_only_verdicts_hold_for_the_process(library, mon
     assert not verdict_files(library)
 
 
-def test_a_family_that_ends_the_process_fails_alone(library, monkeypatch):
+def test_a_crash_in_one_cpu_family_fails_only_that_family(library, monkeypatch):
     monkeypatch.setenv("FATE_lora", "trap")
     monkeypatch.setenv("FATE_norms", "wrong")
     monkeypatch.setenv("FATE_rope", "trap")
@@ -114,7 +114,7 @@ def test_a_family_that_ends_the_process_fails_alone(library, monkeypatch):
     assert len(verdict_files(library)) == 1
 
 
-def test_where_amx_fails_the_others_are_tested_without(library, monkeypatch):
+def test_if_amx_fails_the_other_families_are_tested_without_it(library, monkeypatch):
     monkeypatch.setenv("FATE_amx", "trap")
     assert failed(verdicts_of(library, True)) == {"amx": "illegal instruction in the self-test"}
     assert [line.split()[:2] for line in calls(library)] == [["0", "amx"], ["0", "matmul"]]
@@ -129,7 +129,7 @@ def test_where_amx_fails_the_others_are_tested_without(library, monkeypatch):
         ("error", "ImportError: no torch", len(FAMILIES) - 2),
     ],
 )
-def test_what_is_no_fault_of_the_kernels_is_tried_again_next_time(
+def test_a_failure_of_the_environment_is_tested_again_next_time(
     fate, reason, count, library, monkeypatch
 ):
     monkeypatch.setattr(self_test, "TIMEOUT", 2)
@@ -153,7 +153,7 @@ def loaded_anew():
     ("family", "refused"),
     [("norms", {"norms", "decode"}), ("sampling", {"sampling"}), ("decode", {"decode"})],
 )
-def test_torch_replaces_a_family_that_failed(family, refused, monkeypatch, caplog):
+def test_torch_replaces_a_failed_cpu_family(family, refused, monkeypatch, caplog):
     verdicts = [Verdict(each, each != family, "differs" * (each == family)) for each in FAMILIES]
     monkeypatch.setattr(cpu, "verdicts_of", lambda *_: verdicts[1:])
     with caplog.at_level(logging.WARNING):
@@ -175,7 +175,7 @@ def test_torch_replaces_a_family_that_failed(family, refused, monkeypatch, caplo
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 @pytest.mark.usefixtures("loaded_anew")
-def test_a_library_that_ends_its_process_is_not_used(tmp_path, monkeypatch, caplog):
+def test_a_library_that_crashes_on_loading_is_not_used(tmp_path, monkeypatch, caplog):
     source, path = tmp_path / "library.cpp", tmp_path / "library.so"
     source.write_text(
         'extern "C" { int has_tiles() { return 1; } void use_tiles(int) {}\n'
@@ -190,8 +190,8 @@ def test_a_library_that_ends_its_process_is_not_used(tmp_path, monkeypatch, capl
 
 
 @pytest.mark.slow
-def test_the_real_test_passes_also_with_tiles(emulated_library, tmp_path):
-    """The emulator ends a process that uses tiles without permission."""
+def test_the_real_self_test_passes_with_emulated_amx(emulated_library, tmp_path):
+    """The emulator ends a process that uses AMX without permission."""
     copy = tmp_path / emulated_library.name
     os.symlink(emulated_library, copy)
     assert not failed(verdicts_of(copy, True))

@@ -1,5 +1,5 @@
-"""How many threads compute: by control groups, affinity, and what the user chose; how torch's wait;
-and the interpreter's switch interval while an engine runs.
+"""The number of threads by control groups, affinity and user settings, the spinning of OpenMP
+threads, and the interpreter's switch interval while an engine runs.
 """
 
 import logging
@@ -18,7 +18,7 @@ CPUS = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.
 
 
 def groups(directory: Path, memberships: str, files: dict[str, str]) -> float | None:
-    """The quota that these made-up control groups set."""
+    """Return the quota of simulated control groups."""
     (directory / "cgroup").write_text(memberships)
     for name, text in files.items():
         path = directory / "groups" / name
@@ -37,7 +37,7 @@ V2, V1 = "0::/a/b\n", "9:name=systemd:/x\n4:cpu,cpuacct:/a/b\n0::/\n"
         (V2, {"a/b/cpu.max": "max 100000\n"}, None),
         (V2, {"a/b/cpu.max": "max 100000\n", "a/cpu.max": "50000 100000\n"}, 0.5),
         (V2, {"a/b/cpu.max": "300000 100000\n", "a/cpu.max": "200000 100000\n"}, 2.0),
-        # in a container that sees the host's path
+        # a container in which the path of the host is visible
         (V2, {"cpu.max": "400000 100000\n"}, 4.0),
         (V2, {"a/b/cpu.max": "what is this"}, None),
         (V2, {"a/b/cpu.max": "1 0\n"}, None),
@@ -60,9 +60,7 @@ V2, V1 = "0::/a/b\n", "9:name=systemd:/x\n4:cpu,cpuacct:/a/b\n0::/\n"
         ("4:cpuset:/a\n", {"cpuset/a/cpu.cfs_quota_us": "1\n"}, None),
     ],
 )
-def test_the_smallest_quota_of_a_group_and_those_around_it_counts(
-    memberships, files, quota, tmp_path
-):
+def test_the_smallest_quota_of_a_group_and_its_parents_counts(memberships, files, quota, tmp_path):
     assert groups(tmp_path, memberships, files) == quota
 
 
@@ -73,14 +71,14 @@ def test_without_control_groups_there_is_no_quota(tmp_path):
 @pytest.mark.parametrize(
     ("quota", "cpus"), [(None, CPUS), (0.2, 1), (1.0, 1), (1.01, min(CPUS, 2)), (1e6, CPUS)]
 )
-def test_a_quota_is_rounded_up_and_affinity_bounds_it(quota, cpus, monkeypatch):
+def test_a_quota_is_rounded_up_and_limited_by_affinity(quota, cpus, monkeypatch):
     monkeypatch.setattr(threads, "cpu_quota", lambda: quota)
     assert threads.usable_cpus() == cpus
 
 
 @pytest.fixture(name="default_threads")
 def _default_threads(monkeypatch):
-    """torch has as many threads as it gives itself on this machine."""
+    """Give torch 4 threads without environment variables, and restore the number afterwards."""
     before = torch.get_num_threads()
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
@@ -91,7 +89,7 @@ def _default_threads(monkeypatch):
 
 
 @pytest.mark.usefixtures("default_threads")
-def test_a_quota_limits_torch_s_threads_and_says_so(monkeypatch, caplog):
+def test_a_quota_limits_torch_threads_with_a_log_line(monkeypatch, caplog):
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.2)
     with caplog.at_level(logging.INFO):
         threads.limit_threads()
@@ -101,7 +99,7 @@ def test_a_quota_limits_torch_s_threads_and_says_so(monkeypatch, caplog):
 
 @pytest.mark.usefixtures("default_threads")
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "MKL_NUM_THREADS"])
-def test_the_user_s_number_of_threads_stays(name, monkeypatch):
+def test_an_explicit_number_of_threads_is_kept(name, monkeypatch):
     monkeypatch.setattr(threads, "cpu_quota", lambda: 1.0)
     with monkeypatch.context() as patch:
         patch.setenv(name, "4")
@@ -127,19 +125,19 @@ def environment_after(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-def test_torch_s_threads_spin_shortly_unless_the_user_says_otherwise():
+def test_openmp_threads_spin_briefly_unless_configured():
     assert environment_after("import planish") == threads.SPINS
     assert environment_after("import planish", GOMP_SPINCOUNT="7") == "7"
     assert environment_after("import planish", OMP_WAIT_POLICY="active") == "None"
 
 
-def test_where_torch_was_imported_first_the_environment_does_not_claim_otherwise():
+def test_the_environment_is_unchanged_if_torch_was_imported_first():
     assert environment_after("import torch, planish") == "None"
 
 
 @pytest.fixture
 def python_s_own_interval(monkeypatch):
-    monkeypatch.setattr(threads, "_holders", 0)  # engines that other tests left
+    monkeypatch.setattr(threads, "_holders", 0)  # engines that other tests left open
     before = sys.getswitchinterval()
     sys.setswitchinterval(5e-3)
     yield
@@ -156,7 +154,7 @@ def test_the_last_engine_restores_the_switch_interval():
 
 
 @pytest.mark.usefixtures("python_s_own_interval")
-def test_an_interval_that_the_user_chose_stays():
+def test_an_explicit_switch_interval_is_kept():
     sys.setswitchinterval(1e-3)
     with threads.short_switch_interval():
         assert sys.getswitchinterval() == pytest.approx(1e-3)
@@ -168,7 +166,7 @@ def test_an_interval_that_the_user_chose_stays():
 
 
 @pytest.mark.usefixtures("python_s_own_interval")
-def test_an_engine_has_it_while_its_thread_runs(tmp_path):
+def test_the_switch_interval_is_set_while_an_engine_runs(tmp_path):
     from planish.engine.engine import Engine
 
     before = set(threading.enumerate())  # engines that other tests of this process left open

@@ -1,5 +1,5 @@
-"""Products by AMX, whose instructions are emulated where the CPU has none: the emulator refuses
-what the instructions would.
+"""Matmuls with AMX, emulated on a CPU without AMX. The emulator rejects what the instructions
+reject.
 """
 
 import pytest
@@ -10,7 +10,7 @@ from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(96, 576), (64, 34), (176, 8), (16, 2)])
-def test_a_row_s_bits_are_its_own(fan_out, fan_in):
+def test_amx_rows_are_batch_invariant(fan_out, fan_in):
     generator = torch.Generator().manual_seed(fan_in)
     weight, x, bias = (
         torch.randn(*n, generator=generator).bfloat16()
@@ -24,7 +24,7 @@ def test_a_row_s_bits_are_its_own(fan_out, fan_in):
         assert torch.equal(panels.product(x[first:stop], bias), whole[first:stop])
 
 
-def test_rows_beside_one_that_is_not_finite_stay_as_they_are(products):
+def test_a_non_finite_row_does_not_change_other_amx_rows(products):
     x = torch.ones(33, 34, dtype=torch.bfloat16)
     x[16] = torch.nan
     found = PanelWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightRoom(0)).product(x, None)

@@ -1,5 +1,5 @@
-"""The sampler's attention kernels, told by hand-made tables; with pools and samples they are tested
-in tests/engine/test_gpu_attention.py.
+"""The decoding attention kernels with hand-made tables. tests/engine/test_gpu_attention.py tests
+them with KV pools and samples.
 """
 
 import math
@@ -22,7 +22,7 @@ def table(record: np.dtype, rows: list[tuple[int, ...]], device: torch.device) -
 def pools(
     device: torch.device, dtype: torch.dtype, *sizes: tuple[int, int, int, int]
 ) -> tuple[list[Tensor], Tensor]:
-    """Keys and values of pools of these sizes, and their addresses."""
+    """Return keys and values of pools of these sizes, and their addresses."""
     generator = torch.Generator().manual_seed(0)
     kept = [torch.randn(2, *size, generator=generator).to(dtype).to(device) for size in sizes]
     return kept, torch.tensor(
@@ -30,7 +30,7 @@ def pools(
     )
 
 
-def test_keep_puts_rows_where_they_belong(device):
+def test_keep_stores_rows_at_their_positions(device):
     kept, bases = pools(device, torch.bfloat16, (2, 3, 64, 16), (3, 3, 128, 16))
     rows = table(Row, [(1, 2, 128, 77, 0, 0), (0, 0, 0, 0, 0, 0), (0, 1, 64, 63, 0, 0)], device)
     wide = torch.randn(4, 9, 16, dtype=torch.bfloat16, device=device)
@@ -45,7 +45,7 @@ def test_keep_puts_rows_where_they_belong(device):
 def decode_work(
     device: torch.device, pieces: list[tuple[int, ...]], wide: int, rows: list[tuple[int, ...]]
 ) -> DecodeWork:
-    """Each row is an entry. Room for parts is not zeroed."""
+    """Return work in which each row is an entry. The buffers for parts contain NaN."""
     return DecodeWork(
         counts=torch.tensor([wide, len(pieces)], dtype=torch.int32, device=device),
         rows=table(Row, rows, device),
@@ -57,9 +57,9 @@ def decode_work(
 
 
 @pytest.mark.parametrize("programs", [1, 3])
-def test_parts_of_a_row_add_up_in_any_number_of_programs(device, programs):
-    """Two rows share positions 0 .. 39 of a slot; the first has positions 0 .. 9 of another too;
-    the third has nothing.
+def test_split_attention_of_a_row_is_combined_for_any_number_of_programs(device, programs):
+    """Two rows share positions 0 .. 39 of a slot, the first also has positions 0 .. 9 of another
+    slot, and the third has no positions.
     """
     kept, bases = pools(device, torch.float32, (2, 2, 64, 16))
     pieces = [(0, 0, 64, 0, 25, 0, 2, 0), (0, 0, 64, 25, 40, 0, 2, 1), (0, 1, 64, 0, 10, 0, 1, 2)]
@@ -78,7 +78,7 @@ def test_parts_of_a_row_add_up_in_any_number_of_programs(device, programs):
 
 
 @pytest.mark.parametrize("head_dim", [16, 80])
-def test_blocks_see_up_to_their_own_rows(device, head_dim):
+def test_prefill_blocks_attend_causally(device, head_dim):
     kept, bases = pools(device, torch.bfloat16, (2, 1, 128, head_dim))
     blocks = table(Block, [(0, 1, 128, 70, 3, 5), (0, 0, 128, 0, 0, 2)], device)
     q = torch.randn(9, 3, head_dim, dtype=torch.bfloat16, device=device)
@@ -91,7 +91,7 @@ def test_blocks_see_up_to_their_own_rows(device, head_dim):
 
 
 def cases(heads: Heads) -> list[Case]:
-    """What serves one shape."""
+    """Return the kernel specializations for one shape."""
     pointers = dict.fromkeys(("counts", "pieces", "entries", "rows", "blocks"), "*i32") | {
         "bases": "*i64"
     }
@@ -134,15 +134,15 @@ def cases(heads: Heads) -> list[Case]:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_fits_other_gpus(target, size):
+def test_every_kernel_compiles_for_other_gpus(target, size):
     kind, shared = TARGETS[target]
     heads = Heads(8, 4, size, torch.bfloat16, shared)
     for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads), kind):
         assert found.shared <= shared, found
 
 
-def test_blocks_shrink_with_the_shared_memory_of_a_gpu():
-    """Those for an H100 are what they were, whatever else was added."""
+def test_block_sizes_follow_the_shared_memory_of_a_gpu():
+    """The sizes for an H100 must not change when other GPUs are added."""
     found = [
         (heads.prefill_options["BLOCK_M"], heads.prefill_options["BLOCK_N"],
          heads.prefill_options["num_stages"], heads.decode_options["num_stages"])
@@ -170,7 +170,7 @@ def test_blocks_shrink_with_the_shared_memory_of_a_gpu():
     ],
     ids=str,
 )
-def test_a_hopper_runs_them_without_spilling(heads):
+def test_kernels_compile_for_hopper_without_spills(heads):
     for found in resources("planish.model.kernels.triton.decode_kernels", cases(heads)):
         assert found.spilled == 0, found
         assert found.shared <= 227 << 10, found

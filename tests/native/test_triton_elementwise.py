@@ -1,5 +1,5 @@
-"""Each kernel against its twin in torch, in all types and odd sizes; that a row's bits are its own;
-and that all compile for Hopper.
+"""Each elementwise Triton kernel equals its torch reference, in all dtypes and odd sizes, is
+batch-invariant, and compiles for Hopper.
 """
 
 import pytest
@@ -22,7 +22,7 @@ own = pytest.importorskip("planish.model.kernels.triton.elementwise_kernels")
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
-"""For results rounded once, of which those in bf16 may fall on either side."""
+"""Tolerances for results that are rounded once; in bf16, the rounding may go either way."""
 
 
 @pytest.fixture
@@ -37,7 +37,7 @@ def normal(device):
 
 @pytest.fixture
 def both(monkeypatch):
-    """Calls a function with these kernels, then with none."""
+    """Return a function that calls another with the Triton kernels and then without."""
 
     def call(function):
         results = []
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("more_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
-def test_norm(shape, more_dtype, dtype, normal):
+def test_the_norm_equals_torch(shape, more_dtype, dtype, normal):
     x, weight = normal(*shape), normal(shape[-1])
     more = None if more_dtype is None else normal(*shape, dtype=more_dtype) * 2
     total = x if more is None else x + more
@@ -83,7 +83,7 @@ def test_norm(shape, more_dtype, dtype, normal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
-def test_gradient_of_a_norm(shape, dtype, normal):
+def test_the_gradient_of_a_norm_equals_torch(shape, dtype, normal):
     x, weight, grad, more = (
         normal(*shape),
         normal(shape[-1]),
@@ -105,10 +105,10 @@ def test_gradient_of_a_norm(shape, dtype, normal):
 @pytest.mark.parametrize(
     ("rows", "heads", "size"), [(1, 3, 64), (7, 1, 20), (70, 2, 16), (9, 3, 128), (3, 2, 256)]
 )
-def test_rotation(rows, heads, size, back, dtype, normal):
+def test_the_rotation_equals_torch(rows, heads, size, back, dtype, normal):
     x = normal(rows, heads + 2, size, dtype=dtype)[
         :, 1 : 1 + heads
-    ]  # rows that lie apart, as in the product of q, k and v
+    ]  # strided rows, as in the joint output of q, k and v
     angles = normal(rows, 1, size // 2)
     cos, sin = angles.cos(), angles.sin()
     turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(
@@ -122,7 +122,7 @@ def test_rotation(rows, heads, size, back, dtype, normal):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((9, 3), 64), ((16, 8), 96)])
-def test_heads_in_one_kernel_are_those_of_several(heads, size, normed, dtype, normal):
+def test_the_fused_head_kernel_equals_separate_kernels(heads, size, normed, dtype, normal):
     qkv = normal(5, (heads[0] + 2 * heads[1]) * size, dtype=dtype)
     norms = (normal(size), normal(size)) if normed else None
     angles = normal(5, 1, size // 2)
@@ -142,7 +142,7 @@ def test_heads_in_one_kernel_are_those_of_several(heads, size, normed, dtype, no
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (3, 1536)])
-def test_swiglu_with_its_gradient(rows, width, dtype, normal):
+def test_swiglu_and_its_gradient_equal_torch(rows, width, dtype, normal):
     gate_up, grad = normal(rows, 2 * width, dtype=dtype) * 4, normal(rows, width, dtype=dtype)
     gate_up[0, 0], gate_up[0, 1] = 200, -200
     leaf = gate_up.float().requires_grad_()
@@ -155,7 +155,7 @@ def test_swiglu_with_its_gradient(rows, width, dtype, normal):
     )
 
 
-def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite(normal):
+def test_bf16_is_rounded_to_nearest_even_and_non_finite_values_stay(normal):
     wide = torch.cat(
         [normal(1000), normal(6).new_tensor([torch.inf, -torch.inf, torch.nan, 0.0, -0.0, 3e36])]
     )[None]
@@ -170,12 +170,12 @@ def test_bf16_is_rounded_to_nearest_even_and_keeps_what_is_not_finite(normal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 272, 4097, 12_400])
-def test_normalizers(vocab, dtype, normal, device):
+def test_normalizers_equal_torch(vocab, dtype, normal, device):
     logits, temperature = (
         normal(5, vocab, dtype=dtype) * 8,
         torch.linspace(0.5, 2, 5, device=device),
     )
-    logits[1, vocab // 2 :] = -torch.inf  # tokens that cannot be: whole splits of them
+    logits[1, vocab // 2 :] = -torch.inf  # impossible tokens, in whole splits
     scaled = logits.float() / temperature[:, None]
     expected_weights = (scaled - scaled.amax(1, keepdim=True)).exp()
     weights = torch.empty_like(scaled)
@@ -189,7 +189,7 @@ def test_normalizers(vocab, dtype, normal, device):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_row_that_is_not_finite_has_no_finite_normalizer(bad, normal):
+def test_a_non_finite_row_has_a_non_finite_normalizer(bad, normal):
     logits, temperature = normal(4, 9000) * 200, normal(4).square() + 0.5
     expected = own.normalizers(logits, temperature)
     logits[1, 5], logits[3, 8999] = bad, bad
@@ -201,8 +201,8 @@ def test_a_row_that_is_not_finite_has_no_finite_normalizer(bad, normal):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 272, 4097, 9000])
-def test_gradient_of_logprobs(vocab, dtype, normal):
-    """Rows without pairs, with one, and with several, two of them at one target."""
+def test_the_gradient_of_logprobs_equals_torch(vocab, dtype, normal):
+    """Rows have no pair, one pair, or several pairs, of which two have one target."""
     logits, temperature = (normal(5, vocab) * 5).to(dtype), 0.7
     rows = torch.tensor([0, 2, 2, 2, 4], device=logits.device)
     targets = torch.tensor([0, 3, vocab - 1, 3, vocab // 2], device=logits.device)
@@ -217,7 +217,7 @@ def test_gradient_of_logprobs(vocab, dtype, normal):
     assert not logits[[1, 3]].any()
 
 
-def test_corrections_are_refused(normal):
+def test_corrections_of_float32_matmuls_are_rejected(normal):
     logits, exact = normal(2, 16), (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
     with pytest.raises(AssertionError, match="float32 products"):
         own.normalizers(logits, logits[:, 0].clone(), exact)
@@ -225,11 +225,11 @@ def test_corrections_are_refused(normal):
         own.normalizers_backward(logits, 1.0, logits, logits, logits, logits, exact)
 
 
-# All of them
+# All kernels
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_no_rows_are_no_work(dtype, normal):
+def test_empty_inputs_are_accepted(dtype, normal):
     x, angles, none = normal(0, 64), normal(0, 1, 32), normal(0)
     total, out, scale = own.rms_norm(x, x.to(dtype), normal(64), 1e-5, dtype)
     assert own.rms_norm_backward(out, total, normal(64), scale, None).shape == (0, 64)
@@ -243,7 +243,7 @@ def test_no_rows_are_no_work(dtype, normal):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("width", "vocab"), [(96, 4112), (67, 4098)])
-def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, device):
+def test_kernel_rows_are_batch_invariant(width, vocab, dtype, normal, device):
     rows = 300 if device.type == "cuda" else 6
     x, grad, weight, angles = (
         normal(rows, width),
@@ -283,7 +283,7 @@ def test_a_row_has_the_same_bits_in_any_company(width, vocab, dtype, normal, dev
 
 
 def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
-    """The last output, and the gradients of the leaves."""
+    """Return the last output and the gradients of the leaves."""
     fresh = [leaf.clone().requires_grad_() for leaf in leaves]
     out = function(*fresh)
     out = out[-1] if isinstance(out, tuple) else out
@@ -291,7 +291,7 @@ def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_gradients_through_the_model_s_functions(dtype, normal, both):
+def test_gradients_through_the_model_functions_equal_torch(dtype, normal, both):
     weight, angles = normal(67), normal(5, 1, 10)
     rotation = Rotation(angles.cos(), angles.sin())
     cases = [
@@ -316,7 +316,7 @@ def test_gradients_through_the_model_s_functions(dtype, normal, both):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_logprobs_with_their_gradients(recompute, normal, both, device):
+def test_model_logprobs_and_gradients_equal_torch(recompute, normal, both, device):
     head = FrozenLinear([normal(301, 32)])
     rows = torch.arange(0, 12, 2, device=device).repeat_interleave(2)
     targets, upstream = (torch.arange(12, device=device) * 5) % 301, normal(12)
@@ -331,7 +331,7 @@ def test_logprobs_with_their_gradients(recompute, normal, both, device):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_weights_that_tokens_are_drawn_by(normal, both):
+def test_sampling_weights_equal_torch(normal, both):
     logits, temperature = normal(3, 500) * 5, normal(3).square() + 0.5
 
     def call():
@@ -345,8 +345,8 @@ def test_weights_that_tokens_are_drawn_by(normal, both):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("vocab", [1, 5, 1023, 4096, 9001])
-def test_sampled_tokens_are_those_of_torch(vocab, normal, device):
-    """Also at the ends of the uniform numbers, and where whole parts of a row have no weight."""
+def test_sampled_tokens_equal_torch(vocab, normal, device):
+    """This includes uniform numbers at both ends, and rows with large parts of zero weight."""
     weights = (normal(6, vocab) * 3).exp()
     weights[3, vocab // 2 :] = 0
     weights[3, 0] = 1
@@ -361,14 +361,14 @@ def test_sampled_tokens_are_those_of_torch(vocab, normal, device):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_gets_some_token(bad, normal, device):
+def test_a_non_finite_row_gets_a_valid_token(bad, normal, device):
     weights = normal(2, 5000).exp()
     weights[0, 4500] = bad
     uniforms = torch.full((2,), 0.5, dtype=torch.float64, device=device)
     assert 0 <= int(own.sample(weights, uniforms)[0]) < 5000
 
 
-def test_a_gpu_samples_with_that_kernel(monkeypatch, device):
+def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, device):
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
     params, uniforms = (
         [SamplingParams(), SamplingParams(top_k=5), SamplingParams()],
@@ -384,8 +384,8 @@ def test_a_gpu_samples_with_that_kernel(monkeypatch, device):
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_whole_decoder(grad, tmp_path, both, device):
-    """With norms of queries and keys; sampled from, and with the gradient of an adapter."""
+def test_a_whole_decoder_equals_torch(grad, tmp_path, both, device):
+    """The model has query and key norms. Sampling and an adapter's gradient are compared."""
     decoder = Decoder.load(tiny_model(tmp_path, family="qwen3", layers=1), torch.float32, device)
     layout = LoraLayout(decoder.config, LoraConfig(rank=2, train_unembed=False))
     tokens, positions = torch.arange(6, device=device) * 40, torch.arange(6, device=device)
@@ -416,7 +416,7 @@ def test_a_whole_decoder(grad, tmp_path, both, device):
 
 
 @pytest.mark.gpu
-def test_all_are_captured_in_a_graph(normal, device):
+def test_all_kernels_can_be_captured_in_a_graph(normal, device):
     x, heads, gate_up, logits = normal(5, 96), normal(5, 3, 64), normal(5, 96), normal(5, 9000)
     weight, angles, temperature = normal(96), normal(5, 1, 32), normal(5).square() + 0.5
     first, targets = torch.arange(6, device=device), torch.arange(5, device=device)
@@ -447,7 +447,7 @@ def test_all_are_captured_in_a_graph(normal, device):
 
 
 @pytest.mark.gpu
-def test_more_entries_than_32_bits_count(device):
+def test_tensors_with_more_than_2_31_entries_are_indexed_correctly(device):
     rows, vocab = 8200, 1 << 18
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=device)
     logits[-1] = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).to(logits)
@@ -468,7 +468,7 @@ def test_more_entries_than_32_bits_count(device):
 
 
 def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
-    """The kernels as they are launched for a model in bf16 of these sizes."""
+    """Return the kernel launches for a bf16 model of these sizes."""
     norm = {"x": "*fp32", "weight": "*fp32", "scale": "*fp32", "rows": "i32", "width": "i32"}
     forth = norm | {"more": "*bf16", "eps": "fp32", "total": "*fp32", "out": "*bf16"}
     back = norm | {"grad": "*bf16", "more": "*fp32", "out": "*fp32"}
@@ -535,10 +535,10 @@ SHAPES = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("width", "head_dim", "vocab"), SHAPES)
-def test_all_compile_for_hopper_without_spills(width, head_dim, vocab):
+def test_elementwise_kernels_compile_for_hopper_without_spills(width, head_dim, vocab):
     cases = launched(width, head_dim, vocab)
     for case, found in zip(
         cases, resources("planish.model.kernels.triton.elementwise_kernels", cases), strict=True
     ):
-        assert found.spilled <= 8, found  # what the compiler keeps for itself
+        assert found.spilled <= 8, found  # registers that the compiler reserves
         assert found.registers * 32 * case.warps <= 65_536, found

@@ -1,6 +1,4 @@
-"""The kernels of the forest's attention: what the caller of the gradients does not see, and that
-they compile for a Hopper GPU.
-"""
+"""The prefix-tree attention kernels: log-sum-exp, and compilation for GPUs."""
 
 from dataclasses import dataclass
 
@@ -16,7 +14,7 @@ triton_forest = pytest.importorskip("planish.model.kernels.triton.tree_kernels")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_log_sum_exp_is_that_of_the_visible_scores(device: torch.device, dtype: torch.dtype):
+def test_log_sum_exp_covers_exactly_the_visible_scores(device: torch.device, dtype: torch.dtype):
     (whole,) = pack(
         [np.arange(50), np.array([*range(20), *range(70, 90)]), np.arange(100, 107)], 1000
     )
@@ -35,7 +33,7 @@ def test_log_sum_exp_is_that_of_the_visible_scores(device: torch.device, dtype: 
 
 @dataclass(frozen=True)
 class Heads:
-    """Of one model."""
+    """The attention heads of one model."""
 
     group: int
     kv_heads: int
@@ -53,13 +51,13 @@ MODELS = {
     "SmolLM2-135M": Heads(3, 3, 64),
     "SmolLM2-135M in float32": Heads(3, 3, 64, torch.float32),
 }
-# Registers of a multiprocessor, shared memory of a program.
+# Registers per multiprocessor, shared memory per program.
 REGISTERS, SHARED = 65_536, 227 * 1024
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", MODELS.values(), ids=MODELS)
-def test_a_multiprocessor_holds_every_kernel(heads: Heads):
+def test_every_kernel_fits_a_multiprocessor(heads: Heads):
     cases = cases_of(heads)
     for case, found in zip(
         cases, resources("planish.model.kernels.triton.tree_kernels", cases), strict=True
@@ -76,13 +74,13 @@ TARGETS = {
     "B200": (("cuda", 100, 32), 232_448),
     "MI300": (("hip", "gfx942", 64), 65_536),
 }
-"""What a kernel is compiled for, and the bytes of shared memory that a program may have there."""
+"""Compilation targets, and the bytes of shared memory that a program may use on each."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [64, 128, 256])
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_fits_other_gpus(target: str, size: int):
+def test_every_kernel_compiles_for_other_gpus(target: str, size: int):
     kind, shared = TARGETS[target]
     cases = cases_of(Heads(4, 8, size), shared)
     for case, found in zip(

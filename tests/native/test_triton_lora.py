@@ -1,6 +1,4 @@
-"""Products with many adapters at once are those of each adapter by itself, whatever else is in the
-batch.
-"""
+"""The batched LoRA kernel equals each adapter alone, whatever else is in the batch."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 @dataclass(frozen=True)
 class Adapter:
-    """The matrices of one site."""
+    """The matrices of one target module."""
 
     rank: int
     a: Tensor
@@ -37,11 +35,11 @@ def adapter(rank: int, inner: int, sizes: list[int], like: Tensor, seed: int = 0
 
 
 Batch = list[tuple[int, int, Adapter | None]]
-"""(first row, rows, adapter or, where the slot has none at the site, None)."""
+"""(first row, rows, adapter, or None if the slot has no adapter for this module)."""
 
 
 def tables(batch: Batch, device: torch.device, site: int) -> tuple[Tensor, Tensor]:
-    """`tiles` and `pointers` of `add_`, with room for more tiles, which hold nonsense."""
+    """Return `tiles` and `pointers` for `add_`. Unused tiles contain invalid values."""
     cut = []
     for slot, (first, rows, own) in enumerate(batch):
         for start in range(first, first + rows, lora_kernels.TILE):
@@ -88,14 +86,14 @@ def expected(x: Tensor, out: Tensor, sizes: list[int], batch: Batch) -> Tensor:
 
 
 def assert_near(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
-    """Sums in another order, of numbers rounded to `dtype` on the way."""
+    """Assert equality up to another summation order and intermediate rounding to `dtype`."""
     near = 1e-5 if dtype == torch.float32 else 1.6e-2
     torch.testing.assert_close(found, right, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[40], [130, 24, 24], [72, 136]])
-def test_each_tile_has_its_own_adapter(device: torch.device, dtype: torch.dtype, sizes: list[int]):
+def test_each_tile_uses_its_own_adapter(device: torch.device, dtype: torch.dtype, sizes: list[int]):
     inner, rows = 72, 45
     like = torch.empty(0, dtype=dtype, device=device)
     one, two, three, four = (adapter(rank, inner, sizes, like, rank) for rank in (1, 8, 40, 12))
@@ -116,7 +114,7 @@ def test_each_tile_has_its_own_adapter(device: torch.device, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_rows_may_lie_apart(device: torch.device, dtype: torch.dtype):
+def test_strided_rows_are_accepted(device: torch.device, dtype: torch.dtype):
     like = torch.empty(0, dtype=dtype, device=device)
     x = noise(5, 100, seed=1, like=like)[:, 20:68]
     out = noise(5, 200, seed=2, like=like)
@@ -139,7 +137,7 @@ def test_rows_may_lie_apart(device: torch.device, dtype: torch.dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_added_to_in_float32(device: torch.device, dtype: torch.dtype):
+def test_logits_accumulate_in_float32(device: torch.device, dtype: torch.dtype):
     like = torch.empty(0, dtype=dtype, device=device)
     own, hidden = adapter(8, 64, [150], like), noise(3, 64, seed=1, like=like)
     logits = noise(3, 150, seed=2, like=like).float() * 100
@@ -151,10 +149,8 @@ def test_logits_are_added_to_in_float32(device: torch.device, dtype: torch.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_parts_of_a_sum_made_side_by_side_have_the_same_bits(
-    device: torch.device, dtype: torch.dtype
-):
-    """Long rows, so that there are several parts, the last of them short."""
+def test_parallel_partial_sums_are_bitwise_reproducible(device: torch.device, dtype: torch.dtype):
+    """The rows are long enough for several parts, of which the last is short."""
     inner, sizes = 1100, [32, 16]
     like = torch.empty(0, dtype=dtype, device=device)
     batch: Batch = [
@@ -168,7 +164,7 @@ def test_parts_of_a_sum_made_side_by_side_have_the_same_bits(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_bits_of_a_row_do_not_depend_on_the_batch(device: torch.device, dtype: torch.dtype):
+def test_adapter_rows_are_batch_invariant(device: torch.device, dtype: torch.dtype):
     inner, sizes = 600, [48, 24]
     like = torch.empty(0, dtype=dtype, device=device)
     own, other = adapter(12, inner, sizes, like), adapter(32, inner, sizes, like, 5)
@@ -177,12 +173,12 @@ def test_the_bits_of_a_row_do_not_depend_on_the_batch(device: torch.device, dtyp
     assert torch.equal(added(x, out, sizes, [(0, 19, own), (19, 21, other)])[18:20], alone)
 
 
-def test_a_batch_without_adapters_stays(device: torch.device):
+def test_a_batch_without_adapters_is_unchanged(device: torch.device):
     x, out = torch.ones(2, 32, device=device), torch.ones(2, 32, device=device)
     assert torch.equal(added(x, out, [32], []), out)
 
 
-def test_parts_depend_on_the_length_alone():
+def test_the_number_of_parts_depends_only_on_the_length():
     assert {
         inner: lora_kernels._segments(inner) for inner in (64, 576, 1024, 4096, 12288, 53248)
     } == {
@@ -195,11 +191,11 @@ def test_parts_depend_on_the_length_alone():
     }
 
 
-# How many registers, and whether they suffice, on a Hopper GPU
+# Registers on a Hopper GPU
 
 
 def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
-    """As a launch has it: integers that the compiler knows the divisibility of are constants here."""
+    """Return the case as launched; integers with known divisibility become constants."""
     parts, length = lora_kernels._segments(inner)
     columns = lora_kernels.MOST_LINEARS * 256
     return Case(
@@ -264,12 +260,12 @@ def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) 
 
 def assert_fits(cases: list[Case]) -> None:
     for found in resources("planish.model.kernels.triton.lora_kernels", cases):
-        assert found.spilled <= 8, found  # what the compiler keeps for itself
+        assert found.spilled <= 8, found  # registers that the compiler reserves
         assert found.shared < 64 << 10, found
 
 
 @pytest.mark.slow
-def test_it_compiles_for_hopper():
+def test_the_lora_kernel_compiles_for_hopper():
     assert_fits(
         [
             shrink(4096, 2, "bf16", spread=True),
@@ -280,8 +276,8 @@ def test_it_compiles_for_hopper():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_all_sites_of_known_models_compile_for_hopper(dtype: str):
-    """Qwen3-8B and SmolLM2-135M: q, k and v; gate and up; the longest rows; the head."""
+def test_target_modules_of_known_models_compile_for_hopper(dtype: str):
+    """The cases are the largest matmuls and the head of Qwen3-8B and SmolLM2-135M."""
     sites = [
         (4096, [4096, 1024, 1024]),
         (4096, [12288, 12288]),

@@ -1,4 +1,4 @@
-"""Verdicts of self-tests on disk."""
+"""Files with the verdicts of self-tests."""
 
 import multiprocessing
 from pathlib import Path
@@ -16,17 +16,19 @@ from planish.model.kernels.verdicts import (
 VERDICTS = [Verdict("matmul", True), Verdict("norms", False, "differ by 0.5 from torch")]
 
 
-def test_verdicts_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_verdicts_are_read_back_unchanged(tmp_path: Path) -> None:
     path = verdict_file(tmp_path / "kernels", "cpu", "digest", "AMD EPYC", "2.13")
     assert read_verdicts(path) is None
     assert write_verdicts(path, VERDICTS)
     assert read_verdicts(path) == VERDICTS
     assert [file.name for file in path.parent.iterdir()] == [path.name]
     (path.parent / "ordinary").touch()
-    assert path.stat().st_mode == (path.parent / "ordinary").stat().st_mode  # others may read it
+    assert (
+        path.stat().st_mode == (path.parent / "ordinary").stat().st_mode
+    )  # other users may read it
 
 
-def test_each_part_of_the_key_gives_another_file(tmp_path: Path) -> None:
+def test_each_part_of_the_key_changes_the_file_name(tmp_path: Path) -> None:
     keys = [("a", "b"), ("ab", ""), ("a", "c"), ("b", "a"), ("a",)]
     paths = {verdict_file(tmp_path, "cpu", *key) for key in keys}
     paths.add(verdict_file(tmp_path, "gpu", "a"))
@@ -58,7 +60,7 @@ def test_a_damaged_file_holds_no_verdicts(tmp_path: Path, damaged: bytes) -> Non
     assert read_verdicts(path) == VERDICTS
 
 
-def test_where_nothing_can_be_written_nothing_is_left(tmp_path: Path) -> None:
+def test_a_failed_write_leaves_no_files(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert not write_verdicts(file / "verdicts.json", VERDICTS)
@@ -73,7 +75,7 @@ def _write_often(path: Path, count: int) -> None:
         write_verdicts(path, VERDICTS)
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+def test_a_reader_never_sees_a_partial_file(tmp_path: Path) -> None:
     path = tmp_path / "verdicts.json"
     write_verdicts(path, VERDICTS)
     writers = [
@@ -89,7 +91,7 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
-def test_how_a_process_ended_is_said_in_words() -> None:
+def test_exit_statuses_are_described_in_words() -> None:
     assert describe_exit(-4) == "illegal instruction in the self-test"
     assert describe_exit(-11) == "segmentation fault in the self-test"
     assert describe_exit(1) == "exit status 1 of the self-test"
