@@ -94,7 +94,7 @@ def test_a_load_waits_until_an_adapter_can_be_evicted(log):
 
 
 def test_an_adapter_without_a_size_never_waits(log):
-    """A base model is in memory anyway: its samplers are not behind adapters that wait."""
+    """A base model is always in memory, so its samplers do not wait behind adapters."""
 
     async def scenario() -> None:
         residency, (a, b, base) = AdapterCache(15, Counters()), fakes(log, ["a", "b", "base"])
@@ -199,7 +199,7 @@ def test_an_adapter_pinned_while_it_is_unloaded_is_loaded_again(log):
 
 
 def test_a_load_completes_although_its_caller_was_cancelled(log):
-    """The engine's thread loads it to its end; it would be in memory, and nobody would know."""
+    """The engine thread completes the load, so the adapter must be in the cache."""
 
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")

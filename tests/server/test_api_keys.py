@@ -33,7 +33,7 @@ def test_an_invalid_key_file_is_rejected_with_its_line(tmp_path, content):
         read_keys(file)
 
 
-def test_a_key_twice_and_no_file_are_refused(tmp_path):
+def test_a_duplicate_key_and_a_missing_key_file_are_rejected(tmp_path):
     file = tmp_path / "keys"
     file.write_text("a tml-12345678\nb tml-12345678\n")
     with pytest.raises(UserError, match="line 2.*twice"):
@@ -43,12 +43,12 @@ def test_a_key_twice_and_no_file_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("key", [None, "", "tml-1234567", "tml-123456789", "\udc80", "x" * 10000])
-def test_other_keys_are_refused(key):
+def test_unknown_keys_are_rejected(key):
     with pytest.raises(Unauthorized):
         ApiKeys({"tml-12345678": "a"}).tenant(key)
 
 
-def test_a_server_without_keys_takes_everybody():
+def test_a_server_without_keys_accepts_every_caller():
     assert ApiKeys(None).tenant(None) == ApiKeys(None).tenant("tml-any") == EVERYBODY
 
 

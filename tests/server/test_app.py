@@ -46,7 +46,7 @@ PROTOBUF = {"content-type": "application/x-protobuf", "accept": "application/x-p
 
 
 class Caller:
-    """One tenant's calls; paths are those below /api/v1."""
+    """Sends the calls of one tenant. Paths are relative to /api/v1."""
 
     def __init__(self, client: TestClient, key: str) -> None:
         self.client, self.headers = client, {"x-api-key": key}
@@ -185,7 +185,7 @@ def bob(client: TestClient) -> Caller:
     return Caller(client, "tml-bob-key")
 
 
-# Who may ask
+# Access
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/api/v1/healthz"])
@@ -210,7 +210,7 @@ def test_an_unknown_key_is_rejected(client: TestClient, headers: dict[str, str])
         assert "key" in answer.json().get("detail", "key")
 
 
-def test_without_keys_web_pages_are_refused(tmp_path: Path, model_directory: Path):
+def test_without_keys_requests_of_web_pages_are_rejected(tmp_path: Path, model_directory: Path):
     with client_of(tmp_path, model_directory, None) as client:
         assert client.post("/api/v1/client/config", content=b"{}").status_code == 200
         assert client.get("/api/v1/sessions", headers={"host": "localhost:8000"}).status_code == 200
@@ -223,7 +223,7 @@ def test_without_keys_web_pages_are_refused(tmp_path: Path, model_directory: Pat
             assert (answer.status_code, "web page" in answer.json()["detail"]) == (401, True)
 
 
-def test_another_tenants_things_are_not_there(alice: Caller, bob: Caller):
+def test_objects_of_another_tenant_do_not_exist(alice: Caller, bob: Caller):
     model = alice.model()
     sampler, session = alice.sampler(), model.split(":")[0]
     accepted = alice.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "mine"})
@@ -249,14 +249,14 @@ def test_another_tenants_things_are_not_there(alice: Caller, bob: Caller):
     )
     assert bob.get("/checkpoints")["checkpoints"] == []
     assert alice.get("/checkpoints")["checkpoints"][0]["tinker_path"] == path
-    # What is published can be read, and used, but not changed.
+    # A public checkpoint can be read and used, but not changed.
     alice.call("POST", f"/training_runs/{model}/checkpoints/weights/mine/publish", None, 204)
     assert bob.post("/weights_info", {"tinker_path": path})["lora_rank"] == 4
     bob.call("DELETE", f"/training_runs/{model}/checkpoints/weights/mine", None, 404)
     alice.forward_backward(model, 2)
 
 
-# What is not there
+# Unknown and unsupported endpoints
 
 
 def test_an_unknown_endpoint_is_named(alice: Caller, client: TestClient):
@@ -292,7 +292,7 @@ def test_unsupported_endpoints_are_rejected_with_a_reason(alice: Caller, method:
 @pytest.mark.parametrize(
     ("encoding", "pack"), [("zstd", zstandard.compress), ("gzip", gzip.compress)]
 )
-def test_a_compressed_body(alice: Caller, encoding: str, pack: Any):
+def test_a_compressed_body_is_read(alice: Caller, encoding: str, pack: Any):
     model = alice.model()
     body = pack(forward_backward_to_message(fb(model), 1))
     accepted = alice.post(
@@ -301,7 +301,7 @@ def test_a_compressed_body(alice: Caller, encoding: str, pack: Any):
     assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
 
 
-def test_a_body_that_is_too_large_is_refused(alice: Caller, client: TestClient):
+def test_a_body_that_is_too_large_is_rejected(alice: Caller, client: TestClient):
     large = b" " * (context.SMALL_BODY + 1)
     assert "larger than" in alice.post("/create_session", large, 413)["detail"]
     assert (
@@ -334,9 +334,9 @@ def test_one_tenant_may_use_half_of_the_memory_for_bodies():
     assert room.used == 50
 
 
-def test_large_bodies_are_read_one_after_another_and_small_ones_beside_them(client: TestClient):
-    """What is read takes many times the memory of the body. All at once, eight of 60 MiB took 5.5
-    GB.
+def test_large_bodies_are_read_one_at_a_time_and_small_ones_concurrently(client: TestClient):
+    """A parsed body takes many times its size in memory: eight bodies of 60 MiB took 5.5 GB at
+    once.
     """
     state = client.app.state.http  # type: ignore[attr-defined]
     large, small = bytes(context.TRAINING_BODY // 4), bytes(context.SMALL_BODY)
@@ -390,14 +390,14 @@ def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}']
 )
-def test_a_malformed_body_is_refused_with_a_sentence(alice: Caller, body: bytes):
+def test_a_malformed_body_is_rejected_with_a_message(alice: Caller, body: bytes):
     assert len(alice.post("/session_heartbeat", body, 400)["detail"]) > 10
 
 
 # Sessions
 
 
-def test_life_of_a_session(alice: Caller):
+def test_a_session_is_created_recorded_and_finished(alice: Caller):
     session = alice.session(display_name="Night Run", user_metadata={"a": "b"})
     assert alice.post(
         "/session_heartbeat", {"session_id": session, "type": "session_heartbeat"}
@@ -415,7 +415,7 @@ def test_life_of_a_session(alice: Caller):
     alice.post(f"/sessions/{session}/finish", {"reason": {"type": "bored"}}, 400)
 
 
-def test_search_among_sessions(alice: Caller):
+def test_sessions_can_be_searched(alice: Caller):
     names = ["Search Alpha", "Search Beta", "Search alpha two"]
     sessions = [alice.session(display_name=name, user_metadata={"set": "search"}) for name in names]
     found = alice.post("/sessions/search", {"display_name": "ALPHA search"})["sessions"]
@@ -448,7 +448,7 @@ def test_the_client_config_has_the_expected_settings(alice: Caller):
     ]
 
 
-def test_an_unknown_base_model_is_refused_with_the_list(alice: Caller):
+def test_an_unknown_base_model_is_rejected_with_the_list(alice: Caller):
     session = alice.session()
     body = {"session_id": session, "model_seq_id": 0, "base_model": "someone/else"}
     assert BASE in alice.post("/create_model", body, 400)["detail"]
@@ -459,7 +459,7 @@ def test_an_unknown_base_model_is_refused_with_the_list(alice: Caller):
 # Training
 
 
-def test_a_training_step(alice: Caller):
+def test_training_steps_reduce_the_loss(alice: Caller):
     model = alice.model()
     losses = []
     for seq in range(1, 7, 2):
@@ -472,7 +472,7 @@ def test_a_training_step(alice: Caller):
 
 
 @pytest.mark.slow
-def test_numbers_may_come_late(alice: Caller):
+def test_requests_may_arrive_out_of_order(alice: Caller):
     model = alice.model()
     later = [alice.optim_step(model, 3), alice.forward_backward(model, 2)]
     alice.post("/retrieve_future", {"request_id": later[0]["request_id"]}, 408)
@@ -480,7 +480,7 @@ def test_numbers_may_come_late(alice: Caller):
     assert alice.result(later[0])["metrics"]["adam_step"] == 1
 
 
-def test_a_repetition_is_the_same_request(alice: Caller):
+def test_a_repeated_request_returns_the_same_answer(alice: Caller):
     model = alice.model()
     first = alice.forward_backward(model, 1)
     assert alice.forward_backward(model, 1) == first
@@ -499,7 +499,7 @@ def test_a_repetition_is_the_same_request(alice: Caller):
     alice.post("/create_model", {**body, "lora_config": {"rank": 8, "seed": 1}}, 400)
 
 
-def test_a_refused_number_is_used_up(alice: Caller):
+def test_a_rejected_request_uses_up_its_number(alice: Caller):
     model = alice.model()
     body = pb.ForwardBackwardRequest(model_id=model, seq_id=1, loss_fn="cross_entropy")
     body.data.add().model_input.add().image.data = b"png"
@@ -511,8 +511,8 @@ def test_a_refused_number_is_used_up(alice: Caller):
     assert output_from_message(alice.result(accepted, headers=PROTOBUF)).metrics["loss:sum"] > 0
 
 
-def test_a_step_after_a_refused_gradient_is_not_made(alice: Caller):
-    """What was pipelined together is applied as a whole or not at all."""
+def test_a_step_after_a_rejected_gradient_fails(alice: Caller):
+    """Pipelined parts of a gradient are applied together or not at all."""
     model = alice.model()
     alice.forward_backward(model, 1)
     body = pb.ForwardBackwardRequest(model_id=model, seq_id=2, loss_fn="cross_entropy")
@@ -524,7 +524,7 @@ def test_a_step_after_a_refused_gradient_is_not_made(alice: Caller):
     assert alice.result(step[1])["metrics"]["adam_step"] == 1
 
 
-def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
+def test_a_step_after_other_rejected_requests_succeeds(alice: Caller):
     model = alice.model()
     alice.forward_backward(model, 1)
     alice.post("/save_weights", {"model_id": model, "seq_id": 2, "path": 5}, 400)
@@ -536,7 +536,7 @@ def test_a_step_after_something_else_was_refused_is_made(alice: Caller):
     assert alice.result(alice.optim_step(model, 4))["metrics"]["adam_step"] == 1
 
 
-def test_a_failed_request_is_a_failed_future(alice: Caller):
+def test_a_failed_request_returns_a_failed_future(alice: Caller):
     model = alice.model()
     inputs: dict[str, Any] = {"logprobs": [-200.0] * 3, "advantages": [1.0] * 3}
     failed = alice.result(
@@ -547,8 +547,8 @@ def test_a_failed_request_is_a_failed_future(alice: Caller):
 
 
 @pytest.mark.parametrize("path", ["/forward_backward", "/forward"])
-def test_json_in_and_out(alice: Caller, path: str):
-    """The wire of the SDK of 0.21."""
+def test_the_json_wire_of_the_older_sdk_works(alice: Caller, path: str):
+    """The wire of SDK 0.21."""
     model = alice.model()
     operation = ForwardBackward(
         model, fb(model).data, "cross_entropy", {}, forward_only=path == "/forward"
@@ -576,13 +576,13 @@ def test_info_names_the_tokenizer_to_clients_of_this_machine_only(
     assert Caller(far, "tml-alice-key").post("/client/config", {})["proto_compress_fwdbwd"] is True
 
 
-def test_tokenizer_files(alice: Caller, model_directory: Path):
+def test_tokenizer_files_are_served(alice: Caller, model_directory: Path):
     files = alice.get(f"/tokenizer?base_model={BASE}")["files"]
     assert files["tokenizer.json"] == (model_directory / "tokenizer.json").read_text()
     assert BASE in alice.get("/tokenizer?base_model=other", 404)["detail"]
 
 
-def test_unload(alice: Caller):
+def test_a_model_can_be_unloaded(alice: Caller):
     model = alice.model()
     alice.forward_backward(model, 1)
     assert alice.result(alice.post("/unload_model", {"model_id": model}))["type"] == "unload_model"
@@ -591,7 +591,7 @@ def test_unload(alice: Caller):
 # Sampling
 
 
-def test_sample(alice: Caller):
+def test_samples_are_equal_in_json_and_protobuf(alice: Caller):
     sampler = alice.sampler()
     accepted = alice.sample(sampler, 0, prompt_logprobs=True, topk_prompt_logprobs=2)
     assert len(set(accepted["sample_sequence_ids"])) == 2
@@ -618,13 +618,11 @@ def test_sample(alice: Caller):
         ({"sampling_params": {"repetition_penalty": 1.2}}, "repetition_penalty"),
     ],
 )
-def test_an_option_that_cannot_be_served_is_named(
-    alice: Caller, change: dict[str, Any], named: str
-):
+def test_an_unsupported_option_is_named(alice: Caller, change: dict[str, Any], named: str):
     assert named in alice.sample(alice.sampler(), 0, 400, **change)["detail"]
 
 
-def test_a_sampler_of_weights_in_training(alice: Caller):
+def test_a_sampler_of_published_weights_samples(alice: Caller):
     model = alice.model()
     body = {"model_id": model, "seq_id": 1, "sampling_session_seq_id": 0, "kind": "snapshot"}
     result = alice.result(alice.post("/save_weights_for_sampler", body))
@@ -634,7 +632,7 @@ def test_a_sampler_of_weights_in_training(alice: Caller):
 
 
 @pytest.mark.slow
-def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Caller):
+def test_a_response_that_could_be_too_large_is_rejected(alice: Caller):
     much = {
         "num_samples": 4096,
         "sampling_params": {"max_tokens": 2000},
@@ -665,7 +663,7 @@ def test_an_answer_that_could_be_too_large_is_refused_in_a_batch_too(alice: Call
     assert "in dense form" in problems[17]  # which is of the whole body
 
 
-def test_cancel(alice: Caller):
+def test_a_sample_can_be_cancelled_over_http(alice: Caller):
     sampler = alice.sampler()
     accepted = alice.sample(
         sampler, 0, num_samples=64, sampling_params={"max_tokens": 2000, "stop": []}
@@ -679,7 +677,7 @@ def test_cancel(alice: Caller):
 
 @pytest.fixture(scope="module")
 def run(alice: Caller) -> str:
-    """A model with one checkpoint of each kind, named a."""
+    """Return a model with one checkpoint of each kind, named a."""
     model = alice.model()
     for seq, kind in enumerate(
         ("save_weights", "save_weights_for_sampler", "save_weights_external"), start=1
@@ -694,7 +692,7 @@ def run(alice: Caller) -> str:
     return model
 
 
-def test_listing(alice: Caller, run: str):
+def test_checkpoints_and_runs_are_listed(alice: Caller, run: str):
     kinds = {
         item["checkpoint_type"]: item
         for item in alice.get(f"/training_runs/{run}/checkpoints")["checkpoints"]
@@ -728,7 +726,7 @@ def test_older_clients_see_only_checkpoint_types_that_they_know(alice: Caller, r
         assert kinds["external_weights/a"] == kind
 
 
-def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
+def test_other_access_scopes_and_projects_are_rejected(alice: Caller, run: str):
     for path in (
         "/training_runs",
         f"/training_runs/{run}",
@@ -757,7 +755,7 @@ def test_there_are_no_projects_and_no_access_by_token(alice: Caller, run: str):
     )
 
 
-def test_time_to_live(alice: Caller, run: str):
+def test_the_ttl_of_a_checkpoint_can_be_changed(alice: Caller, run: str):
     at = f"/training_runs/{run}/checkpoints/weights/a"
     alice.call("PUT", f"{at}/ttl", {"ttl_seconds": 3600}, 204)
     expires = {
@@ -778,7 +776,7 @@ def test_publishing_twice_is_a_conflict(alice: Caller, run: str):
     alice.call("DELETE", at, None, 409)
 
 
-def test_copy_and_delete(alice: Caller, run: str):
+def test_a_checkpoint_can_be_copied_and_deleted(alice: Caller, run: str):
     body = {"source_path": f"tinker://{run}/weights/a", "destination_project_id": "archive"}
     first = alice.post("/copy_weights", body, headers={"x-idempotency-key": "k1"})["tinker_path"]
     assert (
@@ -800,7 +798,7 @@ def test_copy_and_delete(alice: Caller, run: str):
     alice.post("/copy_weights", {"source_path": first}, 400)
 
 
-def test_a_model_from_a_checkpoint(alice: Caller, run: str):
+def test_a_model_can_be_created_from_a_checkpoint(alice: Caller, run: str):
     session = alice.session()
     body = {
         "session_id": session,
@@ -815,7 +813,7 @@ def test_a_model_from_a_checkpoint(alice: Caller, run: str):
     assert alice.sampler(session, model_path=f"tinker://{run}/sampler_weights/a", base_model=None)
 
 
-def test_external_weights_and_their_files(alice: Caller, run: str, client: TestClient):
+def test_external_weights_can_be_saved_and_downloaded(alice: Caller, run: str, client: TestClient):
     urls = alice.get(f"/training_runs/{run}/checkpoints/external_weights/a/external_weights_urls")[
         "urls"
     ]
@@ -834,7 +832,7 @@ def test_external_weights_and_their_files(alice: Caller, run: str, client: TestC
     assert info["base_model"] == BASE
 
 
-def test_encrypted_external_weights_are_read_by_their_key_alone(
+def test_encrypted_external_weights_need_the_recipient_key(
     alice: Caller, run: str, client: TestClient
 ):
     pyrage = pytest.importorskip("pyrage", reason="it is of an extra")
@@ -882,7 +880,7 @@ def test_an_invalid_recipient_is_rejected(alice: Caller, run: str, recipients: o
     assert re.search(named, alice.post("/save_weights_external", body, 400)["detail"])
 
 
-def test_without_the_extra_encryption_is_refused_with_the_remedy(
+def test_encryption_without_the_extra_is_rejected_with_a_remedy(
     alice: Caller, run: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("planish.server.durable.checkpoints.find_spec", lambda name: None)
@@ -895,7 +893,7 @@ def test_without_the_extra_encryption_is_refused_with_the_remedy(
     assert "planish[age]" in alice.post("/save_weights_external", body, 400)["detail"]
 
 
-def test_an_archive(alice: Caller, run: str, client: TestClient):
+def test_a_checkpoint_archive_can_be_downloaded(alice: Caller, run: str, client: TestClient):
     answer = alice.call(
         "GET", f"/training_runs/{run}/checkpoints/sampler_weights/a/archive", None, 302
     )
@@ -910,7 +908,7 @@ def test_an_archive(alice: Caller, run: str, client: TestClient):
         assert orjson.loads(member.read())["r"] == 4
 
 
-def test_names_of_external_weights_cannot_be_given(alice: Caller, run: str):
+def test_names_reserved_for_external_weights_are_rejected(alice: Caller, run: str):
     body = {"model_id": run, "seq_id": 4, "path": "external:b"}
     assert "external" in alice.post("/save_weights_for_sampler", body, 400)["detail"]
     alice.call("DELETE", f"/training_runs/{run}/checkpoints/sampler_weights/external:a", None, 400)
@@ -920,7 +918,7 @@ def test_names_of_external_weights_cannot_be_given(alice: Caller, run: str):
     "checkpoint",
     ["weights", "weights/a/b", "weights/..", "weights/../../x", "other/a", "weights/%2e%2e"],
 )
-def test_an_id_that_leads_elsewhere_is_refused(alice: Caller, run: str, checkpoint: str):
+def test_an_id_with_a_path_is_rejected(alice: Caller, run: str, checkpoint: str):
     answer = alice.client.request(
         "DELETE", f"/api/v1/training_runs/{run}/checkpoints/{checkpoint}", headers=alice.headers
     )
@@ -932,7 +930,7 @@ def test_an_id_that_leads_elsewhere_is_refused(alice: Caller, run: str, checkpoi
 
 
 @pytest.mark.slow
-def test_a_result_is_waited_for(alice: Caller):
+def test_a_poll_waits_for_the_result(alice: Caller):
     model = alice.model()
     accepted = alice.forward_backward(model, 2)
     threading.Timer(0.5, alice.forward_backward, (model, 1)).start()
@@ -973,8 +971,8 @@ def test_a_stop_ends_waiting_polls(tmp_path: Path, model_directory: Path):
 def test_a_stop_ends_requests_that_wait_for_memory(
     tmp_path: Path, model_directory: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Or for a model that is not made yet, for the same reason. What was given up is there after
-    the next start.
+    """The same holds for requests that wait for a model to be created. After the next start, the
+    ended requests run.
     """
     with client_of(tmp_path, model_directory, None) as client:
         caller = Caller(client, "tml-any-key")
@@ -1024,7 +1022,7 @@ def test_session_metadata_is_limited_and_not_kept_in_memory(alice: Caller, clien
     assert alice.get(f"/sessions/{session}")["user_metadata"] == {"b": "c"}
 
 
-def test_a_checkpoint_may_be_named_as_an_endpoint(alice: Caller):
+def test_a_checkpoint_can_have_the_name_of_an_endpoint(alice: Caller):
     model = alice.model()
     alice.result(alice.post("/save_weights", {"model_id": model, "seq_id": 1, "path": "publish"}))
     path = f"/training_runs/{model}/checkpoints/weights/publish"

@@ -10,7 +10,7 @@ from fuzz import fuzz
 pytestmark = pytest.mark.slow
 
 
-def test_random_requests_are_answered_or_refused(tmp_path: Path):
+def test_random_requests_are_answered_or_rejected(tmp_path: Path):
     report = fuzz(tmp_path, count=300, seed=1, connections=8, rounds=1)
     assert report.faults == []
     assert report.requests == 300

@@ -19,7 +19,7 @@ KILLS = (
 
 
 @pytest.mark.timeout(600)
-def test_a_killed_server_gives_the_same_answers_as_one_that_is_not(model_dir, tmp_path):
+def test_a_killed_server_gives_the_same_answers_as_an_undisturbed_one(model_dir, tmp_path):
     async def scenario() -> None:
         undisturbed = await play(model_dir, tmp_path / "calm", iter(()), 0, CALM, 1)
         killed = await play(model_dir, tmp_path / "killed", iter(KILLS), len(KILLS), SETTINGS, 1)
@@ -40,7 +40,7 @@ def test_differences_are_named():
     ]
 
 
-def test_every_place_gets_its_turn():
+def test_every_crash_point_is_chosen_in_turn():
     deaths = kills(seed=0)
     named = [next(deaths).place for _ in range(2 * len(CRASH_POINTS))]
     assert set(named) == {*CRASH_POINTS, "at random"}

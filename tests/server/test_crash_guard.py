@@ -74,7 +74,7 @@ async def ended_with(directory: Path, *keys: str) -> None:
         assert lived.entered == set(keys)
 
 
-def test_nothing_is_written_down_until_a_server_ended_without_a_stop(tmp_path):
+def test_requests_are_marked_only_after_an_unclean_end(tmp_path):
     async def scenario() -> None:
         for _ in range(2):
             async with life(tmp_path, in_order=True) as lived:
@@ -95,7 +95,7 @@ def test_nothing_is_written_down_until_a_server_ended_without_a_stop(tmp_path):
     run(scenario())
 
 
-def test_it_watches_for_a_while_only(tmp_path, monkeypatch):
+def test_requests_are_marked_for_a_limited_time(tmp_path, monkeypatch):
     async def scenario() -> None:
         await ended_with(tmp_path)
         monkeypatch.setattr(crash_guard, "_WATCH_SECONDS", 0.0)
@@ -193,7 +193,7 @@ def test_an_abandoned_request_has_one_try_after_a_clean_stop(tmp_path):
     run(scenario())
 
 
-def test_many_are_halved_and_halved_again_by_eighths(tmp_path):
+def test_many_suspects_are_bisected(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         await ended_with(tmp_path, *(f"r{number}" for number in range(320)))
@@ -211,7 +211,7 @@ def test_many_are_halved_and_halved_again_by_eighths(tmp_path):
     run(scenario())
 
 
-def test_suspects_and_others_take_turns_in_their_order(tmp_path):
+def test_suspects_and_other_requests_alternate_in_order(tmp_path):
     async def scenario() -> None:
         await ended_with(tmp_path)
         await ended_with(tmp_path, "s1", "s2")
@@ -276,7 +276,7 @@ def test_the_mark_stays_when_the_engine_fails(tmp_path):
     run(scenario())
 
 
-def test_a_request_that_was_abandoned_has_failed_and_a_model_that_could_not_be_made_is_closed(
+def test_an_abandoned_request_fails_and_an_abandoned_creation_closes_its_model(
     tmp_path,
 ):
     async def scenario() -> None:

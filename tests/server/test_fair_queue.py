@@ -58,7 +58,7 @@ def test_tokens_charged_after_a_turn_count():
     assert run(scenario()) == ["b", "b", "b", "b", "a"]
 
 
-def test_sizes_stay_within_the_capacity_and_a_large_one_is_not_passed_by():
+def test_turns_stay_within_capacity_and_large_ones_are_not_overtaken():
     async def scenario() -> None:
         gate = FairQueue(10)
         three = [await gate.turn("a", 3, 1) for _ in range(3)]
@@ -79,7 +79,7 @@ def test_sizes_stay_within_the_capacity_and_a_large_one_is_not_passed_by():
     run(scenario())
 
 
-def test_a_cancelled_request_gives_way():
+def test_a_cancelled_request_leaves_the_queue():
     async def scenario() -> None:
         gate = FairQueue(1)
         first = await gate.turn("a", 1, 1)
@@ -158,7 +158,7 @@ def test_one_tenant_cannot_take_all_slots_while_others_are_active():
     run(scenario())
 
 
-def test_long_requests_do_not_take_all_places():
+def test_long_requests_do_not_take_all_slots():
     """A step that is done in a moment does not wait for those of others, which take minutes,
     however many these are.
     """

@@ -11,7 +11,7 @@ from planish.server.results import Done, Unavailable
 from planish.server.settings import ServerSettings
 
 
-def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch, caplog):
+def test_new_requests_are_rejected_with_little_disk_space(model_dir, data_dir, monkeypatch, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(min_free_disk_bytes=1000)) as server:
             client = await Client.start(server)
@@ -43,7 +43,7 @@ def test_with_little_space_nothing_new_is_taken(model_dir, data_dir, monkeypatch
     run(scenario())
 
 
-def test_a_directory_that_is_moved_away_and_back_loses_nothing(model_dir, data_dir, caplog):
+def test_moving_the_data_directory_away_and_back_loses_nothing(model_dir, data_dir, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -61,7 +61,7 @@ def test_a_directory_that_is_moved_away_and_back_loses_nothing(model_dir, data_d
 
 
 @pytest.mark.slow
-def test_answers_wait_for_a_disk_that_refuses_them(model_dir, tmp_path, monkeypatch):
+def test_answers_wait_until_a_full_disk_accepts_them(model_dir, tmp_path, monkeypatch):
     async def play(name: str, full: bool) -> dict[str, bytes]:
         data_dir = tmp_path / name
         refusing = False
@@ -114,7 +114,7 @@ def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_dir, m
 
 
 @pytest.mark.slow
-def test_a_full_disk_does_not_keep_a_server_from_stopping(model_dir, data_dir, monkeypatch):
+def test_a_server_can_stop_with_a_full_disk(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         server = make_core(model_dir, data_dir)
         await server.start()

@@ -49,7 +49,7 @@ def test_an_operation_survives_encoding(operation):
 
 
 @pytest.mark.parametrize("forward_only", [True, False])
-def test_training_data_come_back(forward_only):
+def test_training_data_survive_encoding(forward_only):
     operation = replace(
         gradient(MODEL, 1, forward_only), loss_fn="ppo", loss_fn_config={"clip_low_threshold": 0.9}
     )
@@ -66,7 +66,7 @@ def test_training_data_come_back(forward_only):
             np.testing.assert_array_equal(ours.loss_fn_inputs[name].to_numpy(), tensor.to_numpy())
 
 
-def test_questions_about_a_prompt_come_back():
+def test_prompt_logprob_requests_survive_encoding():
     targets = TensorData(np.array([[1, -1], [2, 3]]), "int64", [2, 2])
     operation = Sample(
         SAMPLER,
@@ -130,5 +130,5 @@ def replace_inputs(datum, inputs):
     return type(datum)(datum.model_input, inputs)
 
 
-def test_ids_name_their_place():
+def test_ids_contain_session_and_number():
     assert (place_of(MODEL).session_id, place_of(SAMPLER).seq_id) == ("a1", 4)

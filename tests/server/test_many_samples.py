@@ -23,7 +23,7 @@ COUNT = 2000
 JSON = (b"content-type", b"application/json")
 
 
-def test_two_thousand_at_once(tmp_path: Path, model_dir: Path):
+def test_two_thousand_concurrent_samples_are_answered(tmp_path: Path, model_dir: Path):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2 * COUNT)), hard))
     with running_server(tmp_path / "data", model_dir) as server:
@@ -46,7 +46,7 @@ def _sampler(server: ServerProcess) -> str:
 
 
 async def _everyone(server: ServerProcess, sampler: str) -> list[float]:
-    """Seconds until each was accepted."""
+    """Return the seconds until each request was accepted."""
     began = time.monotonic()
     async with asyncio.TaskGroup() as tasks:
         pending = [

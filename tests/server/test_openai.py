@@ -136,7 +136,7 @@ def client(served) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_a_message_is_what_the_engine_samples(served, client):
+def test_a_chat_completion_equals_the_sample_of_the_engine(served, client):
     answer = client.chat.completions.create(
         model=CHAT,
         messages=HELLO,
@@ -171,7 +171,7 @@ def joined(chunks: list[Any], index: int) -> str:
     )
 
 
-def test_a_streamed_message_is_the_message(client):
+def test_a_streamed_message_equals_the_unstreamed_one(client):
     options: Any = {
         "model": CHAT,
         "messages": HELLO,
@@ -201,7 +201,7 @@ def test_a_streamed_message_is_the_message(client):
     assert chunks[-1].choices == []
 
 
-def test_streamed_text_is_the_text(client):
+def test_streamed_text_equals_the_unstreamed_text(client):
     options: Any = {
         "model": BASE,
         "prompt": ["One", "Two"],
@@ -237,7 +237,7 @@ def test_text_continues_a_prompt(served, client):
     assert client.completions.create(model=BASE, prompt="a").usage.completion_tokens <= 16
 
 
-def test_a_text_is_scored(served, client):
+def test_a_prompt_can_be_scored_with_echo(served, client):
     """As evaluation tools do it: the prompt's own logprobs, and nothing drawn."""
     text = "A text, ünd"
     answer = client.completions.create(model=BASE, prompt=text, max_tokens=0, echo=True, logprobs=2)
@@ -257,7 +257,7 @@ def test_a_text_is_scored(served, client):
     assert echoed.choices[0].text.startswith(text)
 
 
-def test_stop_strings_end_the_text_and_are_no_part_of_it(served, client):
+def test_stop_strings_end_the_text_and_are_removed(served, client):
     options: Any = {"model": BASE, "prompt": "Go", "max_tokens": 60, "seed": 9}
     text = client.completions.create(**options).choices[0].text
     stop = text[20:22]
@@ -333,7 +333,7 @@ def test_a_checkpoint_is_served_at_once(served, client, trained):
     assert message.model == path
 
 
-def test_a_checkpoint_says_its_renderer(served, client, trained):
+def test_a_checkpoint_selects_its_renderer(served, client, trained):
     path = (
         trained.save_weights_for_sampler("plain", user_metadata={"renderer_name": "role_colon"})
         .result(WAIT)
@@ -347,7 +347,7 @@ def test_a_checkpoint_says_its_renderer(served, client, trained):
     assert error.value.param == "tools"
 
 
-def test_tenants_see_their_own(served, client, trained):
+def test_tenants_list_only_their_own_models(served, client, trained):
     path = trained.save_weights_for_sampler("private").result(WAIT).path
     with served.client("tml-second") as second:
         assert [model.id for model in second.models.list()] == [BASE, CHAT, THINKER]
@@ -364,7 +364,7 @@ def test_tenants_see_their_own(served, client, trained):
 @pytest.mark.parametrize(
     "name", ["no/such", "tinker://x/sampler_weights/y", "tinker://../weights/x", "", "/etc/passwd"]
 )
-def test_other_models_do_not_exist(client, name):
+def test_models_of_other_tenants_do_not_exist(client, name):
     with pytest.raises(openai.NotFoundError) as error:
         client.completions.create(model=name, prompt="x")
     assert error.value.code == "model_not_found"
@@ -388,7 +388,7 @@ def test_an_unknown_endpoint_is_named_in_the_error(served, client):
 
 
 @pytest.mark.parametrize("key", ["tml-third", "x" * 200])
-def test_other_keys_are_refused(served, key):
+def test_unknown_keys_are_rejected(served, key):
     with served.client(key) as stranger:
         for call in (
             stranger.models.list,
@@ -417,7 +417,7 @@ TOOLS: Any = [
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
 
 
-def test_a_model_calls_tools(served, client):
+def test_tool_calls_are_parsed(served, client):
     with served.engine.saying(f"Let me see.\n{CALL}\n{CALL}", served.tokenizer):
         choice = client.chat.completions.create(model=CHAT, messages=HELLO, tools=TOOLS).choices[0]
         chunks = list(
@@ -467,7 +467,7 @@ def test_a_conversation_continues_after_a_tool_call(served, client):
     assert without.usage.prompt_tokens == renderer.build_generation_prompt(HELLO).length
 
 
-def test_reasoning_is_a_field_of_its_own(served, client):
+def test_reasoning_is_returned_in_its_own_field(served, client):
     with served.engine.saying("<think>\nHm.\n</think>\n\nYes.", served.tokenizer):
         message: Any = (
             client.chat.completions.create(model=THINKER, messages=HELLO).choices[0].message
@@ -626,7 +626,7 @@ def test_closing_the_connection_cancels_the_samples(served, client, caplog):
 
 
 @pytest.mark.slow
-def test_many_are_served_at_once(served):
+def test_many_completions_are_served_concurrently(served):
     async def main() -> list[str | None]:
         async with openai.AsyncOpenAI(
             base_url=f"{served.url}/v1", api_key="tml-second", max_retries=0
@@ -669,7 +669,7 @@ def test_saving_a_checkpoint_again_does_not_disturb_waiting_requests(model_dir, 
     run(scenario())
 
 
-def test_a_model_that_is_loaded_leaves_threads_to_others(model_dir, data_dir, monkeypatch):
+def test_loading_a_model_does_not_block_other_requests(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         async with server_client.running(model_dir, data_dir) as server:
             models = OpenAIModels(server, {server_client.BASE: model_dir})

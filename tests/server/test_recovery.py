@@ -30,7 +30,7 @@ SMALL = ServerSettings(adapter_memory_bytes=1, replay_seconds=0.01, replay_bytes
 
 
 @pytest.mark.slow
-def test_adapters_that_leave_memory_come_back_as_they_were(model_dir, tmp_path):
+def test_evicted_adapters_are_restored_bitwise(model_dir, tmp_path):
     async def play(
         name: str, settings: ServerSettings
     ) -> tuple[list[object], list[dict[str, bytes]]]:
@@ -116,7 +116,7 @@ def test_more_than_ten_requests_are_replayed_in_order(model_dir, tmp_path):
     assert run(play("restarted", True)) == run(play("running", False))
 
 
-def test_a_step_behind_a_failed_part_has_the_same_reason_after_a_restart(model_dir, tmp_path):
+def test_a_failed_step_has_the_same_error_after_a_restart(model_dir, tmp_path):
     tokens = ModelInput.from_ints([1, 2, 3])
     inputs = {"target_tokens": [2, 3, 4], "logprobs": [-1e4] * 3, "advantages": [1.0] * 3}
 

@@ -13,7 +13,7 @@ def taken(queue: RequestQueue[int]) -> list[int]:
 
 
 @given(st.permutations(range(1, 12)), st.data())
-def test_any_order_of_arrival_gives_the_order_of_numbers(arrival, data):
+def test_requests_are_taken_in_the_order_of_their_numbers(arrival, data):
     queue: RequestQueue[int] = RequestQueue(1)
     out: list[int] = []
     for seq in arrival:
@@ -68,7 +68,7 @@ def test_skipped_numbers_stay_skipped_after_a_restart():
     assert taken(queue) == [5, 7]
 
 
-def test_numbers_may_be_as_large_as_the_clients_count():
+def test_sequence_numbers_can_be_very_large():
     queue: RequestQueue[int] = RequestQueue(1)
     queue.add(2**62, 1)
     assert queue.is_blocked

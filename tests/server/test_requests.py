@@ -35,7 +35,7 @@ def bad_gradient(model_id: str) -> ForwardBackward:
     return ForwardBackward(model_id, data, "cross_entropy")
 
 
-def test_a_journaled_request_runs_although_its_sender_left(model_dir, data_dir):
+def test_a_journaled_request_runs_after_its_client_disconnected(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -119,7 +119,7 @@ def test_a_failure_is_sent_once_it_is_on_disk(model_dir, data_dir, monkeypatch):
     run(scenario())
 
 
-def test_bodies_go_that_no_replay_needs(model_dir, data_dir):
+def test_bodies_that_no_replay_needs_are_removed(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -146,7 +146,7 @@ def test_bodies_go_that_no_replay_needs(model_dir, data_dir):
     run(scenario())
 
 
-def test_requests_that_change_nothing_end_in_a_snapshot_too(model_dir, data_dir):
+def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(replay_requests=5)) as server:
             model = await (await Client.start(server)).model()
@@ -159,7 +159,7 @@ def test_requests_that_change_nothing_end_in_a_snapshot_too(model_dir, data_dir)
     run(scenario())
 
 
-def test_data_of_one_gradient_are_bounded(model_dir, data_dir):
+def test_the_data_of_one_gradient_are_limited(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(journal_bytes=2000)
         async with running(model_dir, data_dir, settings) as server:
@@ -214,7 +214,7 @@ def test_a_model_number_is_never_reused(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_model_that_is_to_be_unloaded_knows_that_after_a_restart(model_dir, data_dir):
+def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -279,7 +279,7 @@ def test_requests_that_wait_for_a_closed_sampler_fail_and_leave_nothing(model_di
     run(scenario())
 
 
-def test_a_request_has_an_answer_whatever_breaks(model_dir, data_dir, monkeypatch):
+def test_an_internal_error_still_answers_the_request(model_dir, data_dir, monkeypatch):
     async def broken(*_: object) -> None:
         raise RuntimeError("broken")
 
@@ -301,7 +301,7 @@ def test_a_request_has_an_answer_whatever_breaks(model_dir, data_dir, monkeypatc
     run(scenario())
 
 
-def test_an_unloading_that_was_refused_leaves_the_model_as_it_was(model_dir, data_dir, monkeypatch):
+def test_a_rejected_unload_leaves_the_model_unchanged(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()

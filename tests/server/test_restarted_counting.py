@@ -28,7 +28,9 @@ def step(caller: Caller, model: str, seq: int) -> float:
     return caller.result(caller.optim_step(model, seq + 1))["metrics"]["adam_step"]
 
 
-def test_numbers_begin_again_after_a_load_even_over_a_restart(tmp_path: Path, model_dir: Path):
+def test_numbers_can_restart_after_a_load_and_survive_a_server_restart(
+    tmp_path: Path, model_dir: Path
+):
     with client_of(tmp_path, model_dir, None) as client:
         caller = Caller(client, "tml-any")
         model, load = loaded(caller)
@@ -56,7 +58,9 @@ def test_numbers_that_continue_after_a_load_are_not_shifted(tmp_path: Path, mode
         assert "seq_id=1" in caller.post("/forward_backward", body, 400, PROTOBUF)["detail"]
 
 
-def test_a_refused_body_uses_up_its_number_in_the_second_count_too(tmp_path: Path, model_dir: Path):
+def test_a_rejected_body_uses_up_its_number_after_a_restart_of_numbers(
+    tmp_path: Path, model_dir: Path
+):
     with client_of(tmp_path, model_dir, None) as client:
         caller = Caller(client, "tml-any")
         model, _ = loaded(caller)

@@ -55,7 +55,7 @@ def test_samples_equal_those_of_the_engine_alone(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_repetition_is_the_same_request_even_without_a_seed(model_dir, data_dir):
+def test_a_repeated_unseeded_sample_returns_the_same_answer(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -75,7 +75,7 @@ def test_a_repetition_is_the_same_request_even_without_a_seed(model_dir, data_di
     run(scenario())
 
 
-def test_a_request_that_could_never_be_served_is_refused_at_once(model_dir, data_dir):
+def test_a_request_that_never_fits_is_rejected_at_once(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -93,7 +93,7 @@ def test_a_request_that_could_never_be_served_is_refused_at_once(model_dir, data
     run(scenario())
 
 
-def test_samplers_are_made_once(model_dir, data_dir):
+def test_a_sampler_is_created_once(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -133,7 +133,7 @@ def test_samplers_are_made_once(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_published_sampler_has_the_weights_of_its_moment(model_dir, data_dir):
+def test_a_published_sampler_keeps_the_weights_of_its_step(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -170,7 +170,7 @@ def test_a_sampler_outlives_its_checkpoint(model_dir, data_dir):
 
 
 @pytest.mark.slow
-def test_many_requests_at_once(model_dir, data_dir):
+def test_many_samples_are_answered_concurrently(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(request_memory_bytes=20_000)
@@ -263,7 +263,7 @@ def test_prompt_logprobs_are_returned(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_sampler_closed_while_it_is_loaded_leaves_memory(model_dir, data_dir):
+def test_a_sampler_closed_during_loading_is_removed_from_memory(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -299,7 +299,7 @@ def test_a_sampler_closed_while_it_is_loaded_leaves_memory(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_sampler_that_is_closed_while_it_leaves_memory_is_no_error(model_dir, data_dir, caplog):
+def test_closing_a_sampler_during_eviction_is_not_an_error(model_dir, data_dir, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -327,7 +327,7 @@ def test_a_sampler_that_is_closed_while_it_leaves_memory_is_no_error(model_dir, 
     assert "could not leave memory" not in caplog.text
 
 
-def test_a_sampler_that_is_closed_before_it_is_published_is_not_in_memory(model_dir, data_dir):
+def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -402,7 +402,7 @@ def test_a_waiting_request_is_read_from_the_journal_when_its_turn_comes(model_di
     run(scenario())
 
 
-def test_a_sampler_of_a_session_that_ended_meanwhile_is_not_left(model_dir, data_dir):
+def test_a_sampler_of_an_ended_session_is_removed(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)

@@ -117,7 +117,7 @@ def outcomes(server: Serving, hub: Path) -> dict[str, Outcome]:
 
 
 @pytest.mark.parametrize("name", PROBES)
-def test_a_method_of_the_sdk(outcomes: dict[str, Outcome], name: str):
+def test_each_sdk_method_behaves_as_documented(outcomes: dict[str, Outcome], name: str):
     expected = (
         NOT_APPLICABLE if name in ONLY_OLDER else REFUSED if PROBES[name].is_refused else WORKS
     )
@@ -149,7 +149,7 @@ print([loss.hex() for loss in losses], [(s.tokens, s.logprobs) for s in sample.s
 """
 
 
-def test_neither_the_wire_nor_a_restart_changes_a_bit(server: Serving, model: Path):
+def test_results_are_bitwise_equal_over_the_wire_and_after_a_restart(server: Serving, model: Path):
     """A script of the SDK, with the server stopped and started again in its middle, and the same on
     an engine in its own process.
     """
@@ -185,7 +185,7 @@ def _in_this_process(script: str, model: Path) -> str:
     return printed.getvalue()
 
 
-def test_the_tokenizer_of_llama_3_without_a_network(server: Serving, hub: Path):
+def test_the_llama_3_tokenizer_loads_without_a_network(server: Serving, hub: Path):
     script = f"""
 import tinker
 sampler = tinker.ServiceClient().create_sampling_client(base_model={LLAMA!r}).result()
@@ -198,7 +198,7 @@ print(sampler.get_tokenizer().encode("a"))
     assert (done.returncode, done.stdout) == (0, "[97]\n"), done.stderr[-3000:]
 
 
-def test_external_weights_that_one_key_opens(server: Serving):
+def test_external_weights_can_be_decrypted_with_one_key(server: Serving):
     """As `weights.download` of the tinker-cookbook fetches a training checkpoint."""
     pytest.importorskip("pyrage", reason="it is of an extra")
     script = (
@@ -228,7 +228,7 @@ rest.delete_checkpoint_from_tinker_path(path).result()
 
 
 @pytest.mark.slow
-def test_two_thousand_samples_at_once(server: Serving):
+def test_two_thousand_concurrent_sdk_samples_are_answered(server: Serving):
     script = """
 import time
 import tinker

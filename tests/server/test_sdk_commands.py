@@ -139,14 +139,14 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     )
 
 
-def test_the_server_and_its_models(commands: Commands):
+def test_the_server_and_its_models_are_shown(commands: Commands):
     assert commands.works("version").startswith("tinker ")
     assert "Tinker accessible: yes" in commands.works("auth status")
     assert BASE_MODEL in commands.works("model list")
     assert BASE_MODEL in commands.works("model list TINY")
 
 
-def test_runs(commands: Commands):
+def test_runs_are_listed_and_described(commands: Commands):
     run = commands.names["run"]
     table = commands.works(
         "run list --limit 0 -c id,model,owner,lora,updated,status,checkpoint,checkpoint_time"
@@ -160,7 +160,7 @@ def test_runs(commands: Commands):
     assert "there is no such model" in commands.refused("run info nobody:train:0")
 
 
-def test_checkpoints(commands: Commands):
+def test_checkpoints_are_listed_and_described(commands: Commands):
     paths = [commands.names[kind] for kind in ("external", "sampler", "state")]
     table = commands.works("checkpoint list")
     assert all(path in table for path in ("3 checkpoints", *paths))
@@ -176,7 +176,7 @@ def test_checkpoints(commands: Commands):
     assert "not found" in commands.refused("checkpoint info {state}x")
 
 
-def test_publishing_and_times_to_live(commands: Commands):
+def test_checkpoints_can_be_published_and_given_a_ttl(commands: Commands):
     for line in (
         "checkpoint publish {sampler}",
         "checkpoint unpublish {sampler}",
@@ -193,7 +193,7 @@ def test_publishing_and_times_to_live(commands: Commands):
     assert not json.loads(commands.works("-f json checkpoint info {sampler}"))["public"]
 
 
-def test_downloads(commands: Commands):
+def test_checkpoints_can_be_downloaded(commands: Commands):
     """A training checkpoint is exported through a run of its own, whose export is deleted."""
     assert "adapter_model.safetensors" in commands.works(
         "checkpoint download {state} -o {directory}"
@@ -207,7 +207,7 @@ def test_downloads(commands: Commands):
         assert (state / name).read_bytes() == (external / name).read_bytes()
 
 
-def test_deletions(commands: Commands):
+def test_checkpoints_can_be_deleted(commands: Commands):
     one_of_two = commands.works("checkpoint delete -y {sampler} {sampler}x")
     assert "Deleted 1 checkpoint(s)" in one_of_two
     assert "there is no checkpoint" in one_of_two
@@ -234,7 +234,7 @@ def test_deletions(commands: Commands):
         ("billing checkpoint-storage", "bills nothing"),
     ],
 )
-def test_features_that_a_local_server_lacks(commands: Commands, line: str, sentence: str):
+def test_unsupported_sdk_commands_are_rejected(commands: Commands, line: str, sentence: str):
     assert sentence in commands.refused(line)
 
 
@@ -242,7 +242,7 @@ def test_features_that_a_local_server_lacks(commands: Commands, line: str, sente
 ELSEWHERE = {"auth login", "auth logout", "checkpoint push-hf"}
 
 
-def test_every_command_of_the_sdk_is_tried(commands: Commands):
+def test_every_sdk_command_has_a_test(commands: Commands):
     tried = [line.removeprefix("-f json ") for line in LINES.splitlines()]
     known = {name.strip() for name in commands.known}
     assert {

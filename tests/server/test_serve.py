@@ -126,7 +126,7 @@ def metrics(server: ServerProcess, key: str = READER) -> dict[tuple[str, tuple[s
     }
 
 
-def test_every_line_is_an_object_and_none_has_a_key(server: ServerProcess, caller: Caller):
+def test_every_log_line_is_json_without_a_key(server: ServerProcess, caller: Caller):
     caller.result(caller.sample(0, max_tokens=4))
     httpx.get(f"{server.url}/api/v1/training_runs", headers={"x-api-key": "tml-a-key-nobody-knows"})
     assert logged(server, "/api/v1/training_runs")["status"] == 401
@@ -151,7 +151,7 @@ def test_repeated_client_calls_are_logged_at_debug(server: ServerProcess):
     assert logged(server, "/healthz")["level"] == "debug"
 
 
-def test_it_tells_when_it_is_ready_for_work_and_when_not(tmp_path: Path, model_dir: Path):
+def test_readiness_follows_the_state_of_the_server(tmp_path: Path, model_dir: Path):
     with running_server(
         tmp_path / "data", model_dir, environment={"PLANISH_HOME": "/proc/nowhere"}
     ) as server:
@@ -196,7 +196,7 @@ def test_unknown_paths_are_one_route(server: ServerProcess):
     assert not any("INVENTED" in labels for _, labels in metrics(server))
 
 
-def test_metrics_are_for_the_key_that_is_named_so(server: ServerProcess):
+def test_metrics_need_the_metrics_key(server: ServerProcess):
     for headers in (
         {},
         {"x-api-key": ALICE},
@@ -246,7 +246,7 @@ def test_a_signal_during_the_start_stops_the_server_gracefully(monkeypatch):
     assert app.state.http.stopping.is_set()
 
 
-def test_a_second_signal_ends_it_at_once(tmp_path: Path, model_dir: Path):
+def test_a_second_signal_ends_the_server_at_once(tmp_path: Path, model_dir: Path):
     with (
         running_server(tmp_path / "data", model_dir, "--max-batch", "1") as server,
         Caller(server.url) as caller,

@@ -74,7 +74,7 @@ def run_of(path: str) -> str:
     return path.removeprefix("tinker://").partition("/")[0]
 
 
-def test_lists_contain_what_was_saved(place: Place, capsys):
+def test_lists_contain_the_saved_checkpoints(place: Place, capsys):
     path = saved(place, "listed")
     assert path in said(capsys, "checkpoints", "list", *place.options)
     assert run_of(path) in said(capsys, "runs", *place.options)
@@ -101,7 +101,7 @@ def test_runs_show_recipe_and_log_path(place: Place, capsys):
     assert (row[1], row[-1]) == ("-", "-")
 
 
-def test_one_run_and_one_checkpoint_are_described(place: Place, capsys):
+def test_a_run_and_a_checkpoint_can_be_described(place: Place, capsys):
     path = saved(place, "shown")
     run = json.loads(said(capsys, "runs", run_of(path), "--json", *place.options))
     shown = json.loads(said(capsys, "checkpoints", "show", path, "--json", *place.options))
@@ -114,7 +114,7 @@ def test_one_run_and_one_checkpoint_are_described(place: Place, capsys):
     assert BASE_MODEL in said(capsys, "checkpoints", "show", path, *place.options)
 
 
-def test_a_time_to_live_is_set_and_taken_away(place: Place, capsys):
+def test_a_ttl_can_be_set_and_removed(place: Place, capsys):
     path = saved(place, "kept")
 
     def expires() -> str | None:
@@ -176,7 +176,7 @@ def test_deleting_asks_first(place: Place, capsys, monkeypatch):
     assert "planish: " in capsys.readouterr().err
 
 
-def test_deleting_without_anybody_to_ask_needs_yes(place: Place, capsys, monkeypatch):
+def test_deleting_without_a_terminal_needs_yes(place: Place, capsys, monkeypatch):
     path = saved(place, "certainly")
     monkeypatch.setattr("sys.stdin.isatty", lambda: False, raising=False)
     assert main(["checkpoints", "delete", path, *place.options]) == 1
@@ -248,7 +248,7 @@ def test_the_environment_names_a_server(served: Place, capsys, monkeypatch):
     assert path in said(capsys, "checkpoints", "list", "--json")
 
 
-def test_durations():
+def test_durations_are_parsed():
     assert [duration(text) for text in ("90", "90s", "2m", "12h", "7d", "never")] == [
         90,
         90,
@@ -281,5 +281,5 @@ def test_durations():
         ),
     ],
 )
-def test_cells(write: Callable[..., str], value: object, text: str):
+def test_table_cells_are_formatted(write: Callable[..., str], value: object, text: str):
     assert write(value) == text

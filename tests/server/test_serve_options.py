@@ -55,24 +55,24 @@ def parsed(*options: str) -> argparse.Namespace:
         (["--set", "storage_bytes=much"], "storage_bytes"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_named(options: list[str], named: str):
+def test_an_invalid_option_is_named(options: list[str], named: str):
     with pytest.raises(UserError, match=named):
         serve.run(parsed(*options))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost", "::1"])
-def test_this_machine_needs_no_keys(host: str):
+def test_a_local_host_needs_no_keys(host: str):
     assert ServeOptions(host=host).api_key_file is None
 
 
 @pytest.mark.parametrize(
     "host", ["127.example.com", "localhost.example.com", "10.0.0.1", "", "::2"]
 )
-def test_a_name_that_looks_like_this_machine_is_another(host: str):
+def test_a_name_that_resembles_localhost_is_not_local(host: str):
     assert not is_loopback(host)
 
 
-def test_other_machines_need_keys(tmp_path: Path):
+def test_a_public_host_needs_keys(tmp_path: Path):
     assert ServeOptions(host="0.0.0.0", api_key_file=tmp_path / "keys").host == "0.0.0.0"
 
 
@@ -84,7 +84,7 @@ def test_a_port_in_use_is_named(model: Path, tmp_path: Path):
             serve.serve(options)
 
 
-def test_a_data_directory_that_cannot_be_made_is_named(model: Path, tmp_path: Path):
+def test_an_invalid_data_directory_is_named(model: Path, tmp_path: Path):
     (tmp_path / "file").touch()
     options = ServeOptions(port=0, data_dir=tmp_path / "file" / "data", models={"a/b": str(model)})
     with pytest.raises(UserError, match="--data-dir"):
@@ -122,13 +122,13 @@ def test_the_memory_plan_adds_up(model: Path):
     )
 
 
-def test_a_model_without_weights_is_refused_at_the_start(model: Path, tmp_path: Path):
+def test_a_model_without_weights_is_rejected_at_the_start(model: Path, tmp_path: Path):
     (tmp_path / "config.json").write_bytes((model / "config.json").read_bytes())
     with pytest.raises(UnknownModelError, match=r"model\.safetensors"):
         plan_of({"a/b": tmp_path}, EngineSettings(), ServerSettings())
 
 
-def test_the_page_tells_every_setting_with_its_default():
+def test_the_docs_page_lists_every_setting_with_its_default():
     page = Path(__file__).parents[2] / "docs" / "server.md"
     table = page.read_text().partition("| setting | default | |")[2].partition("\n\n")[0]
     told = {}
@@ -141,7 +141,7 @@ def test_the_page_tells_every_setting_with_its_default():
     assert options_of(parsed(*given)).settings == ServerSettings()
 
 
-def test_a_server_may_go_without_a_prefix_cache():
+def test_the_prefix_cache_can_be_disabled():
     assert options_of(parsed("--prefix-cache-gib", "0")).engine.prefix_cache_bytes == 0
 
 

@@ -1,5 +1,5 @@
-"""Checkpoints through the server: listed, described, kept, copied, downloaded; and training runs and
-sessions.
+"""Checkpoints through the server: listed, described, kept, copied, downloaded; and training runs
+and sessions.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ def test_a_checkpoint_can_be_described_kept_and_deleted(model_dir, data_dir):
         "/etc/passwd",
     ],
 )
-def test_paths_that_are_none_are_refused(model_dir, data_dir, path):
+def test_invalid_checkpoint_paths_are_rejected(model_dir, data_dir, path):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             with pytest.raises((ValueError, NotFound)):
@@ -157,9 +157,7 @@ def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
-    model_dir, data_dir, caplog
-):
+def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(model_dir, data_dir, caplog):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
@@ -190,7 +188,7 @@ def test_a_damaged_checkpoint_stays_its_tenants_until_it_is_mended_or_deleted(
 
 
 @pytest.mark.slow
-def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir):
+def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
@@ -205,7 +203,7 @@ def test_a_damaged_checkpoint_keeps_no_others_from_expiring(model_dir, data_dir)
     run(scenario())
 
 
-def test_a_copy_is_a_run_of_its_own(model_dir, data_dir):
+def test_a_copy_belongs_to_a_new_run(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -308,7 +306,7 @@ def test_ending_a_session_removes_everything_but_named_checkpoints(model_dir, da
 
 
 @pytest.mark.slow
-def test_a_session_without_a_sign_of_life_ends(model_dir, data_dir):
+def test_a_session_without_heartbeats_ends(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(session_timeout=0.5)) as server:
             silent, heard = await Client.start(server), await Client.start(server)
@@ -347,7 +345,7 @@ def test_sessions_have_time_to_return_after_the_server_was_suspended(
 
 
 @pytest.mark.slow
-def test_results_age_and_published_samplers_take_bounded_room(model_dir, data_dir):
+def test_results_expire_and_published_samplers_use_bounded_space(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(
             result_retention=0.3, unnamed_sampler_bytes=100_000, result_memory_bytes=1

@@ -57,7 +57,7 @@ def test_writes_survive_closing(tmp_path):
     run(scenario())
 
 
-def test_a_change_that_raises_is_not_made_and_others_are(tmp_path):
+def test_a_failing_change_is_rolled_back_alone(tmp_path):
     async def scenario() -> None:
         store = Store(tmp_path)
 
@@ -206,7 +206,7 @@ def _is_link(number: str) -> bool:
 
 
 @pytest.mark.slow
-def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, monkeypatch):
+def test_a_disk_error_is_cleared_by_the_next_successful_write(tmp_path, monkeypatch):
     async def scenario() -> None:
         store = Store(tmp_path)
         full = True
@@ -228,7 +228,7 @@ def test_a_refusal_is_forgotten_when_the_disk_takes_something_again(tmp_path, mo
 
 
 @pytest.mark.slow
-def test_a_real_full_disk(tmp_path):
+def test_a_real_full_disk_raises_storage_error(tmp_path):
     """SQLite itself says that there is no more room."""
 
     async def scenario() -> None:
@@ -268,7 +268,7 @@ def test_writes_that_wait_for_a_full_disk_fail_at_close(tmp_path, monkeypatch):
     run(scenario())
 
 
-def test_two_servers_cannot_have_one_directory(tmp_path):
+def test_two_servers_cannot_use_one_directory(tmp_path):
     store = Store(tmp_path)
     with pytest.raises(UserError, match="another server"):
         Store(tmp_path)
@@ -286,7 +286,7 @@ def test_two_servers_cannot_have_one_directory(tmp_path):
     Store(tmp_path).close()
 
 
-def test_a_database_of_a_later_version_is_left_alone(tmp_path):
+def test_a_database_of_a_newer_version_is_rejected_unchanged(tmp_path):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
     connection.execute("PRAGMA user_version = 99")
@@ -319,7 +319,7 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
     run(scenario())
 
 
-def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
+def test_an_impossible_directory_is_named_in_the_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError, match="data_dir"):
         Store(tmp_path / "file" / "data")
@@ -329,7 +329,7 @@ def test_a_directory_that_cannot_be_is_an_error_that_names_it(tmp_path):
 @pytest.mark.parametrize(
     "other", ["bodies/00", "run/weights/_planish.snapshot.3/planish.json", "server.db-wal"]
 )
-def test_a_missing_database_beside_other_files_is_not_created_anew(tmp_path, left, other):
+def test_a_missing_database_beside_other_files_is_not_recreated(tmp_path, left, other):
     Store(tmp_path).close()
     (tmp_path / DATABASE).unlink()
     if left is not None:
@@ -342,7 +342,7 @@ def test_a_missing_database_beside_other_files_is_not_created_anew(tmp_path, lef
 
 
 @pytest.mark.parametrize("table", ["sqlite_schema", "requests", "meta"])
-def test_a_damaged_database_is_an_error_that_names_it(tmp_path, table, caplog):
+def test_a_damaged_database_is_named_in_the_error(tmp_path, table, caplog):
     Store(tmp_path).close()
     connection = sqlite3.connect(tmp_path / DATABASE)
     found = connection.execute(

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.slow
 TOLD = "substituted_loss/stable_reinforce=cispo:max"
 
 
-def test_a_server_computes_the_substitute_and_says_so(tmp_path, monkeypatch):
+def test_a_substitute_loss_is_computed_and_reported(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
     model = tiny_model(tmp_path / "model")
     options = ("--substitute-loss", "stable_reinforce=cispo")
@@ -35,7 +35,7 @@ def test_a_server_computes_the_substitute_and_says_so(tmp_path, monkeypatch):
     assert 'planish_substituted_losses_total{computed="cispo",loss="stable_reinforce"} 1.0' in page
 
 
-def test_a_wrong_substitute_ends_the_server_before_it_starts(tmp_path):
+def test_an_invalid_substitute_loss_is_rejected_at_the_start(tmp_path):
     model = tiny_model(tmp_path / "model")
     with pytest.raises(RuntimeError, match="'ppo' cannot be substituted"):
         start_server(tmp_path / "data", model, "--substitute-loss", "ppo=cispo")

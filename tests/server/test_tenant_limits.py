@@ -8,7 +8,7 @@ from planish.server.results import TooManyRequests
 from planish.server.settings import ServerSettings
 
 
-def test_requests_that_are_not_done_are_counted():
+def test_unanswered_requests_are_limited():
     limits = TenantLimits(ServerSettings(max_queued_requests=2))
     for _ in range(2):
         limits.check("a", 1)
@@ -21,7 +21,7 @@ def test_requests_that_are_not_done_are_counted():
     limits.check("a", 1)
 
 
-def test_bytes_that_wait_are_bounded_but_one_request_is_always_taken():
+def test_waiting_bytes_are_limited_but_one_request_is_always_accepted():
     limits = TenantLimits(ServerSettings(max_queued_bytes=100))
     limits.check("a", 1000)
     limits.enter("a", 1000)
@@ -34,7 +34,7 @@ def test_bytes_that_wait_are_bounded_but_one_request_is_always_taken():
         limits.check("a", 41)
 
 
-def test_tokens_come_back_with_time():
+def test_the_token_budget_refills_over_time():
     now = 0.0
     limits = TenantLimits(ServerSettings(tokens_per_minute=600), clock=lambda: now)
     limits.use("a", 650)
@@ -55,6 +55,6 @@ def test_tokens_come_back_with_time():
 @pytest.mark.parametrize(
     "settings", [{"idle_seconds": 0}, {"training_slots": 1.5}, {"result_bytes": True}]
 )
-def test_settings_that_make_no_sense_are_refused(settings):
+def test_invalid_limits_are_rejected(settings):
     with pytest.raises(UserError, match=next(iter(settings))):
         ServerSettings(**settings)

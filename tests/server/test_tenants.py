@@ -18,7 +18,7 @@ async def two(server) -> tuple[Client, Client]:
     return anna, ben
 
 
-def test_things_of_another_tenant_are_not_found(model_dir, data_dir):
+def test_no_object_of_another_tenant_is_found(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             anna, ben = await two(server)
@@ -136,7 +136,7 @@ def test_limits_apply_to_each_tenant_separately(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_number_that_met_a_limit_is_not_used_up(model_dir, data_dir):
+def test_a_request_rejected_by_a_limit_keeps_its_number(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(tokens_per_minute=600)) as server:
             model = await (await Client.start(server)).model()
@@ -156,7 +156,7 @@ def test_a_number_that_met_a_limit_is_not_used_up(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
+def test_exceeding_the_storage_quota_fails_the_save(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir, ServerSettings(storage_bytes=150_000)) as server:
             anna, ben = await two(server)
@@ -175,7 +175,7 @@ def test_a_storage_quota_is_a_failed_request_of_the_user(model_dir, data_dir):
 
 
 @pytest.mark.slow
-def test_tokens_are_shared_evenly_with_a_tenant_whose_long_requests_came_first(model_dir, data_dir):
+def test_tokens_are_shared_evenly_although_long_requests_came_first(model_dir, data_dir):
     """Each of three tenants asks for 4,000 tokens at once; when half of all are drawn, each has had
     about a third of them.
     """
@@ -206,7 +206,7 @@ def test_tokens_are_shared_evenly_with_a_tenant_whose_long_requests_came_first(m
 
 
 @pytest.mark.slow
-def test_a_short_step_waits_for_none_of_the_long_ones_of_three_tenants(model_dir, data_dir):
+def test_a_short_step_does_not_wait_for_long_requests_of_other_tenants(model_dir, data_dir):
     names = ("anna", "ben", "carla", "short")
 
     async def scenario() -> None:

@@ -101,7 +101,7 @@ def test_requests_run_in_the_order_of_their_numbers(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, data_dir):
+def test_a_repeated_number_needs_the_same_request(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -133,7 +133,7 @@ def test_a_repetition_is_the_same_request_and_another_one_is_refused(model_dir, 
     run(scenario())
 
 
-def test_a_failed_part_of_a_gradient_fails_its_step_and_nothing_else(model_dir, data_dir):
+def test_a_failed_forward_backward_fails_only_its_step(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
@@ -155,7 +155,7 @@ def test_a_failed_part_of_a_gradient_fails_its_step_and_nothing_else(model_dir, 
     run(scenario())
 
 
-def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
+def test_an_unreadable_body_uses_up_its_number(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
@@ -181,7 +181,7 @@ def test_a_body_that_cannot_be_read_uses_its_number_up(model_dir, data_dir):
 
 
 @pytest.mark.slow
-def test_requests_behind_a_missing_number_fail(model_dir, data_dir):
+def test_requests_after_a_missing_number_fail(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(missing_request_timeout=0.4)
@@ -210,7 +210,7 @@ def test_requests_behind_a_missing_number_fail(model_dir, data_dir):
 
 
 @pytest.mark.slow
-def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
+def test_each_missing_number_has_the_whole_timeout(model_dir, data_dir):
     async def scenario() -> None:
         async with running(
             model_dir, data_dir, ServerSettings(missing_request_timeout=1.2)
@@ -228,7 +228,7 @@ def test_each_number_that_is_missing_has_the_whole_time(model_dir, data_dir):
     run(scenario())
 
 
-def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, data_dir):
+def test_invalid_numbers_and_unknown_models_are_rejected(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -252,7 +252,7 @@ def test_numbers_below_one_and_models_that_are_not_there_are_refused(model_dir, 
     run(scenario())
 
 
-def test_names_of_checkpoints_are_taken_once(model_dir, data_dir):
+def test_a_checkpoint_name_can_be_used_once(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             model = await (await Client.start(server)).model()
@@ -306,7 +306,7 @@ def test_a_model_is_created_from_a_checkpoint(model_dir, data_dir):
     run(scenario())
 
 
-def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
+def test_an_unloaded_model_rejects_requests(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -327,7 +327,7 @@ def test_an_unloaded_model_takes_nothing_more(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_dir, data_dir):
+def test_a_model_evicted_while_closing_leaves_no_snapshot(model_dir, data_dir):
     """Both wait for the snapshot under way; the one that was to be taken behind it would have
     nobody to remove it.
     """
@@ -368,7 +368,7 @@ def test_a_model_that_leaves_memory_while_it_is_closed_leaves_no_snapshot(model_
     run(scenario())
 
 
-def test_a_failed_creation_is_reported_and_leaves_nothing(model_dir, data_dir):
+def test_a_failed_creation_is_reported_and_leaves_no_files(model_dir, data_dir):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -392,9 +392,7 @@ def test_a_failed_creation_is_reported_and_leaves_nothing(model_dir, data_dir):
     run(scenario())
 
 
-def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
-    model_dir, data_dir, monkeypatch
-):
+def test_a_creation_repeated_while_being_written_is_the_same(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
         async with running(model_dir, data_dir) as server:
             client = await Client.start(server)
@@ -414,7 +412,7 @@ def test_a_repeated_creation_is_the_same_also_while_the_first_is_written(
     run(scenario())
 
 
-def test_requests_behind_a_failed_creation_load_nothing(model_dir, data_dir, monkeypatch):
+def test_requests_after_a_failed_creation_load_no_adapter(model_dir, data_dir, monkeypatch):
     loaded = []
     load = TrainingModel.load
 
