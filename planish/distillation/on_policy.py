@@ -26,7 +26,7 @@ from planish.distillation.datasets import DistillationDatasetBuilder, teacher_na
 from planish.distillation.teachers import pinned, teacher_client
 from planish.errors import UnsupportedError, UserError
 from planish.rl.data_processing import TrainingSequence
-from planish.rl.kl import add_kl_term, gaps, mean_gap
+from planish.rl.kl import add_kl_term, logprob_gaps, mean_gap
 from planish.rl.types import Metrics
 from planish.training import rl_config as rl
 from planish.training.run_loop import with_service_client
@@ -119,7 +119,7 @@ class TeacherKL:
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
-        gaps_D = await gaps(data_D, self._teacher_of)
+        gaps_D = await logprob_gaps(data_D, self._teacher_of)
         taught_D = list(zip(data_D, gaps_D, strict=True))
         pulled_D = [
             add_kl_term(sequence, gap_N, self.coefficient, self.discount)

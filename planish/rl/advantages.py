@@ -1,10 +1,9 @@
-"""Advantages: how much better than its group a trajectory did. Each is a pure function of the total
-rewards of one group.
+"""Advantage estimators: how a trajectory's reward compares with its group.
 
 Legend: G trajectories of a group.
 
-A new one is a function here and a line in `ADVANTAGES`. In a group whose rewards are all equal
-every advantage is 0.
+Each estimator is a pure function of the total rewards of one group. To add one, write a function and
+add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,18 +12,19 @@ Advantage = Callable[[Sequence[float]], list[float]]
 
 
 def mean_centred(rewards_G: Sequence[float]) -> list[float]:
-    """R - mean(R). Without division by the standard deviation, which would favour problems that are
-    nearly always or nearly never solved (Dr. GRPO, Liu et al. 2025).
+    """Return R - mean(R). It is not divided by the standard deviation, which would favour problems
+    that are nearly always or nearly never solved (Dr. GRPO, Liu et al. 2025).
     """
     if is_constant(rewards_G):
-        return [0.0] * len(rewards_G)  # the mean of equal numbers may be another one, by rounding
+        # The mean of equal numbers can differ from them by rounding.
+        return [0.0] * len(rewards_G)
     mean = sum(rewards_G) / len(rewards_G)
     return [reward - mean for reward in rewards_G]
 
 
 def standardised(rewards_G: Sequence[float]) -> list[float]:
-    """(R - mean(R)) / (std(R) + 1e-6), the standard deviation over the group itself: GRPO as
-    published (Shao et al. 2024).
+    """Return (R - mean(R)) / (std(R) + 1e-6) with the population standard deviation of the group:
+    GRPO as published (Shao et al. 2024).
     """
     centred_G = mean_centred(rewards_G)
     deviation = (sum(value * value for value in centred_G) / len(centred_G)) ** 0.5
@@ -32,8 +32,8 @@ def standardised(rewards_G: Sequence[float]) -> list[float]:
 
 
 def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
-    """R minus the mean of the others' rewards: RLOO (Ahmadian et al. 2024). It is mean_centred
-    times G / (G - 1).
+    """Return R minus the mean reward of the other trajectories: RLOO (Ahmadian et al. 2024). It
+    equals mean_centred times G / (G - 1).
     """
     if len(rewards_G) == 1:
         return [0.0]
@@ -42,7 +42,7 @@ def leave_one_out(rewards_G: Sequence[float]) -> list[float]:
 
 
 def none(rewards_G: Sequence[float]) -> list[float]:
-    """0, whatever the rewards: they are reported, and what is learned is what a KL term adds."""
+    """Return zeros. Rewards are then only reported, and the policy learns from a KL term alone."""
     return [0.0] * len(rewards_G)
 
 
@@ -55,5 +55,5 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def is_constant(rewards_G: Sequence[float]) -> bool:
-    """Whether the group teaches nothing: all rewards are equal."""
+    """Return whether all rewards are equal, so that the group has no gradient."""
     return all(reward == rewards_G[0] for reward in rewards_G)

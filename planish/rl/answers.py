@@ -1,4 +1,4 @@
-"""Groups of single answers: for loops that sample and grade by themselves, without environments.
+"""Groups of single answers, for loops that sample and grade without environments.
 
 Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
@@ -24,12 +24,12 @@ class Answer:
     stop_reason: str
     reward: float
     metrics: Mapping[str, float]
-    """Reported as env/all/NAME, the mean over answers."""
+    """Metrics of the answer; env/all/NAME is the mean over answers."""
 
 
 @dataclass(frozen=True)
 class AnswerGroup:
-    """All answers to one problem."""
+    """All answers to one problem, whose rewards are compared with each other."""
 
     prompt: ModelInput
     answers_G: list[Answer]
@@ -45,7 +45,7 @@ class AnswerGroup:
 
     @property
     def is_constant(self) -> bool:
-        """Whether all rewards are equal, so that the group teaches nothing."""
+        """Whether all rewards are equal, so that the group has no gradient."""
         return len(set(self.rewards_G)) == 1
 
 
@@ -56,10 +56,10 @@ def answer_datum(
     advantage: float,
     loss_fn: str = "importance_sampling",
 ) -> Datum:
-    """Prompt and sampled answer as one sequence, shifted: position i reads token i and is scored on
-    token i + 1.
+    """Return the datum of a prompt and its sampled answer: position i reads token i and predicts
+    token i + 1. UserError if `prompt` is no ModelInput.
 
-    The prompt's own positions have advantage 0, so their targets and logprobs do not matter.
+    The positions of the prompt have advantage 0, so their targets and logprobs do not matter.
     """
     if not isinstance(prompt, ModelInput):
         raise UserError(f"prompt is a {type(prompt).__name__}; give ModelInput.from_ints(tokens)")
@@ -77,11 +77,11 @@ def answer_datum(
 def policy_gap(
     sampled_D: Sequence[Sequence[float]], trained_D: Sequence[Sequence[float]]
 ) -> Metrics:
-    """How far the trainer's logprobs of the sampled tokens are from the sampler's: estimators of
-    the KL divergence.
+    """Return optim/kl_sample_train_v1 and _v2, estimates of the KL divergence between sampler and
+    trainer from their logprobs of the sampled tokens [D][T].
 
-    v1 is the mean difference, v2 half the mean squared difference; both are 0 when sampler and
-    trainer agree. `trained_D` may have the positions of the prompt in front.
+    v1 is the mean difference, v2 half the mean squared difference; both are 0 if sampler and
+    trainer agree. Rows of `trained_D` may begin with the positions of the prompt.
     """
     gaps = [
         sampled - trained
@@ -97,7 +97,7 @@ def policy_gap(
 
 
 def answer_metrics(groups_P: Sequence[AnswerGroup], prefix: str = "env/all") -> Metrics:
-    """Rewards, lengths, how answers ended, and how many groups teach something, as PREFIX/NAME."""
+    """Return rewards, lengths, stop reasons and fractions of constant groups as PREFIX/NAME."""
     answers = [answer for group in groups_P for answer in group.answers_G]
     answer_tokens = sum(len(answer.tokens_T) for answer in answers)
     prompt_tokens = sum(group.prompt.length * len(group.answers_G) for group in groups_P)
@@ -129,8 +129,8 @@ def answer_metrics(groups_P: Sequence[AnswerGroup], prefix: str = "env/all") -> 
 
 
 def sampling_entropy(groups_P: Sequence[AnswerGroup]) -> float:
-    """Mean of -logprob over all sampled tokens: an estimate of the policy's entropy for a token, in
-    nats.
+    """Return the mean of -logprob over all sampled tokens, an estimate of the policy's entropy per
+    token in nats.
     """
     return -mean(
         [
@@ -143,5 +143,5 @@ def sampling_entropy(groups_P: Sequence[AnswerGroup]) -> float:
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """Return the mean; 0 without values."""
     return sum(values) / len(values) if values else 0.0

@@ -3,10 +3,9 @@
 Legend: P groups, G trajectories of a group, T turns of a trajectory, N tokens of a sequence, D
 sequences.
 
-A trajectory becomes one sequence as long as each observation begins with everything before it (the
-sequence-extension rule), and a new one begins where it does not. Sampled tokens and their logprobs
-are taken as they are; nothing is tokenised again. Rewards, advantages and masks stay with the
-sequence they belong to, in one object.
+A trajectory becomes one sequence if each observation begins with all tokens before it (the
+sequence-extension rule); an observation that does not begins a new sequence. Sampled tokens and
+their logprobs are used unchanged; no text is tokenised again.
 """
 
 from collections.abc import Sequence
@@ -22,22 +21,24 @@ from planish.types import Datum, ModelInput
 
 @dataclass(frozen=True)
 class TrainingSequence:
-    """One sequence before the shift. At observed tokens logprobs, advantages and mask are 0."""
+    """One sequence before the shift by one token. Logprobs, advantages and mask are 0 at observed
+    tokens.
+    """
 
     tokens_N: np.ndarray
-    """int64"""
+    """Tokens, int64."""
     logprobs_N: np.ndarray
-    """float32, as sampled"""
+    """The sampler's logprobs, float32."""
     advantages_N: np.ndarray
-    """float32"""
+    """Advantages, float32."""
     mask_N: np.ndarray
-    """float32: 1 at sampled tokens that are trained on"""
+    """1 at sampled tokens that are trained on, else 0, float32."""
     teacher: str | None = None
-    """As `EnvGroupBuilder.teacher` says"""
+    """Name of the teacher (`EnvGroupBuilder.teacher`)."""
 
     def datum(self, loss_fn: str) -> Datum:
-        """What the trainer is sent: position i reads token i and is scored on token i + 1. The mask
-        goes along only where the loss would otherwise count observed tokens.
+        """Return the datum for the trainer: position i reads token i and predicts token i + 1. The
+        mask is included only for losses that would otherwise count observed tokens.
         """
         inputs = {
             "target_tokens": self.tokens_N[1:],
@@ -49,18 +50,19 @@ class TrainingSequence:
         return Datum(ModelInput.from_ints(self.tokens_N[:-1]), inputs)
 
     def with_advantages(self, advantages_N: np.ndarray) -> Self:
+        """Return the sequence with other advantages [N]."""
         return replace(self, advantages_N=advantages_N.astype(np.float32))
 
 
 LOSS_MASKS = {"gspo": "sequence_ratio_mask", "dro": "mask"}
-"""Losses that are not 0 where the advantage is, and the input that says which positions count."""
+"""Losses that are not 0 where the advantage is 0, with the name of their mask input."""
 
 
 def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
-    """The sequences of one trajectory; none if nothing was sampled in it."""
+    """Return the sequences of one trajectory; none if nothing was sampled in it."""
     data: list[TrainingSequence] = []
     running: list[int] = []
-    parts: list[tuple[int, Transition]] = []  # (observed tokens that are new, the turn)
+    parts: list[tuple[int, Transition]] = []  # (number of new observed tokens, turn)
     for transition in trajectory.transitions:
         if not transition.ac.tokens:
             continue
@@ -97,7 +99,7 @@ def _sequence(
 def compute_advantages(
     groups_P: Sequence[TrajectoryGroup], estimator: str = "mean"
 ) -> list[list[float]]:
-    """Advantages [P][G] by one of `ADVANTAGES`."""
+    """Return advantages [P][G]; `estimator` is a name in `ADVANTAGES`."""
     return [ADVANTAGES[estimator](group.get_total_rewards()) for group in groups_P]
 
 
@@ -106,7 +108,7 @@ def assemble_training_data(
     advantages_P: Sequence[Sequence[float]],
     teacher: str | None = None,
 ) -> list[TrainingSequence]:
-    """The sequences of all trajectories, in order."""
+    """Return the sequences of all trajectories in order, without those that have no trained token."""
     return [
         replace(sequence, teacher=teacher)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)
@@ -117,5 +119,5 @@ def assemble_training_data(
 
 
 def remove_constant_reward_groups(groups_P: Sequence[TrajectoryGroup]) -> list[TrajectoryGroup]:
-    """The groups that teach something; perhaps none."""
+    """Return the groups whose rewards differ; possibly none."""
     return [group for group in groups_P if not is_constant(group.get_total_rewards())]

@@ -1,15 +1,15 @@
-"""Distances between policies, estimated on the tokens that were sampled, and advantages that make
-them smaller.
+"""Estimates of the KL divergence between policies on sampled tokens, and advantage terms that reduce
+it.
 
 Legend: D sequences, N tokens of a sequence. For a sampled token, q is its logprob under the policy
-that sampled it and l that under the other one. v1 = mean(q - l) is unbiased for KL(sampler ||
-other) and may be negative in a sample; v2 = mean((q - l)^2) / 2 has a bias but little variance
-(Schulman, "Approximating KL divergence", 2020).
+that sampled it, and l its logprob under the other policy. v1 = mean(q - l) is an unbiased estimate
+of KL(sampler || other) and can be negative; v2 = mean((q - l)^2) / 2 is biased but has little
+variance (Schulman, "Approximating KL divergence", 2020).
 
-An `AdvantageShaping` adds coefficient * (baseline - (q - l)) to the advantage of each trained
-token: what the other policy finds likelier than the one that sampled becomes likelier. It is a number for each
-token, so it is added after rewards were compared within their groups. The KL penalty of a run
-uses one reference; on-policy distillation (planish/distillation) uses teachers.
+An `AdvantageShaping` adds coefficient * (baseline - (q - l)) to the advantage of each trained token.
+So tokens that are likelier under the other policy become likelier. The term differs from token to
+token, so it is added after rewards are compared within their groups. The KL penalty of a run uses
+one reference model; on-policy distillation (planish/distillation) uses teachers.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,26 +25,26 @@ from planish.types import ForwardBackwardOutput, ModelInput
 
 
 class AdvantageShaping(Protocol):
-    """Changes the advantages of a batch by what other policies say of its tokens."""
+    """Changes the advantages of a batch by the logprobs that other policies give its tokens."""
 
     span: ClassVar[str]
-    """Name of the time that it takes, in the metrics."""
+    """Name under which its duration is reported."""
 
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
-        """The same data with other advantages, and what is to be said of them."""
+        """Return the same data with changed advantages, and metrics."""
         ...
 
 
 @dataclass(frozen=True)
 class KLPenalty:
-    """Keeps the policy near a reference. The mean of q - l over the batch is the
-    baseline, so the penalty adds nothing on average.
+    """Keeps the policy near a reference model. The baseline is the mean of q - l over the batch, so
+    the penalty adds 0 on average.
     """
 
     reference: Any
-    """A sampling client."""
+    """A sampling client of the reference model."""
     coefficient: float
     discount: float
     span: ClassVar[str] = "kl_vs_base"
@@ -52,7 +52,7 @@ class KLPenalty:
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
-        gaps_D = await gaps(data_D, lambda sequence: self.reference)
+        gaps_D = await logprob_gaps(data_D, lambda sequence: self.reference)
         mean = mean_gap(data_D, gaps_D)
         if mean is None:
             return list(data_D), {}
@@ -66,31 +66,31 @@ class KLPenalty:
 def kl_metrics(
     name: str, data_D: Sequence[TrainingSequence], outputs_D: Sequence[ForwardBackwardOutput]
 ) -> Metrics:
-    """{name}_v1 and {name}_v2 of the sampler against the logprobs that the trainer answered; {}
-    without tokens.
+    """Return {name}_v1 and {name}_v2 between the sampler's logprobs and those in `outputs_D`; {}
+    without sequences.
     """
     trained_D = [
         tensors["logprobs"].to_numpy() for output in outputs_D for tensors in output.loss_fn_outputs
     ]
-    gaps = [
+    gaps_D = [
         (sequence.logprobs_N[1:] - trained)[sequence.mask_N[1:] > 0]
         for sequence, trained in zip(data_D, trained_D, strict=True)
     ]
-    if not gaps:
+    if not gaps_D:
         return {}
-    gap = np.concatenate(gaps).astype(np.float64)
+    gap = np.concatenate(gaps_D).astype(np.float64)
     return {f"{name}_v1": float(gap.mean()), f"{name}_v2": float(0.5 * np.square(gap).mean())}
 
 
-async def gaps(
+async def logprob_gaps(
     data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]
 ) -> list[np.ndarray]:
-    """d = (q - l) * mask, [D][N], with l at temperature 1 of the sampling client that `policy_of`
-    gives.
+    """Return d = (q - l) * mask, [D][N]. l is at temperature 1, from the sampling client that
+    `policy_of` returns for a sequence.
     """
 
     async def gap(sequence: TrainingSequence) -> np.ndarray:
-        # from the first trained token on
+        # The mask is 0 before the first trained token, so earlier logprobs are not needed.
         scored = len(sequence.mask_N) - int(np.argmax(sequence.mask_N > 0))
         tokens = ModelInput.from_ints(sequence.tokens_N)
         scores = await policy_of(sequence).compute_logprobs_async(
@@ -103,7 +103,7 @@ async def gaps(
 
 
 def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:
-    """The mean of d over trained tokens; None without any."""
+    """Return the mean of d over trained tokens; None without trained tokens."""
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
     return sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens if tokens else None
 
@@ -116,10 +116,10 @@ def add_kl_term(
     *,
     baseline: float = 0.0,
 ) -> TrainingSequence:
-    """The sequence with advantage += coefficient * mask * (baseline - d).
+    """Return the sequence with advantage += coefficient * mask * (baseline - d).
 
-    With `discount` > 0 the term of a token is replaced by the discounted sum of those from it on,
-    over the trained tokens.
+    With `discount` > 0, the term of a token becomes the discounted sum of the terms from that token
+    on.
     """
     term_N = coefficient * sequence.mask_N * (baseline - gap_N)
     if discount > 0:
@@ -128,7 +128,7 @@ def add_kl_term(
 
 
 def discounted_sums(values_N: np.ndarray, discount: float) -> np.ndarray:
-    """out[i] = sum over j >= i of discount^(j - i) values[j]."""
+    """Return out with out[i] = sum over j >= i of discount^(j - i) values[j]."""
     sums_N = np.zeros_like(values_N, dtype=np.float64)
     running = 0.0
     for index in range(len(values_N) - 1, -1, -1):

@@ -1,28 +1,26 @@
-"""How long an episode may last, what a badly formed answer costs, and what a limit means for the
-reward.
+"""Limits of an episode, the handling of malformed answers, and the reward of episodes that a limit
+ended.
 
-All fields off is the default, and changes nothing. `simple()` is that; `agentic()` takes a position
-on each question for episodes of many turns with tools. The pieces act in three places, and a
-`RolloutConfig` holds them for all of them:
+By default all of these are off. `simple()` returns the default; `agentic()` returns settings for
+episodes of many turns with tools. A `RolloutConfig` holds all parts. Three places apply them:
 
-* The environment (`EnvFromMessageEnv`) checks `RolloutLimits.reached` between turns and answers
-  parse errors.
-* The rollout reads an environment's `rollout_limits`, if it has any, for what only the one who
-  calls the policy can do: `turn_tokens` bounds each call, `sampling_turn_timeout_seconds` lets a
-  slow one fail, and `rollout_timeout_seconds` ends the episode also while the policy writes.
-* The group (`do_group_rollout`) and an environment that grades apply the `TerminationRewardPolicy`.
+* The environment (`EnvFromMessageEnv`) checks `RolloutLimits.reached` between turns and replies to
+  malformed answers.
+* The rollout (`do_single_rollout`) calls the policy, so it applies the limits of such a call:
+  `turn_tokens`, `sampling_turn_timeout_seconds`, and `rollout_timeout_seconds` while the policy
+  samples. It reads them from the environment's `rollout_limits`, if there are any.
+* The group (`do_group_rollout`) and environments with a grader apply the `TerminationRewardPolicy`.
 
-A limit ends an episode and what was played is kept; nothing is raised, so the rest of its group is
-not touched. The one exception is `sampling_turn_timeout_seconds`: a policy that does not answer has
-failed.
+A limit ends the episode and keeps its turns. It raises no error, so the other rollouts of the group
+continue. The exception is `sampling_turn_timeout_seconds`: a policy that takes longer has failed.
 """
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import chz
 
 from planish.errors import UserError
+from planish.rl.field_checks import field_check, is_finite, is_whole
 from planish.rl.types import StopReason
 
 ToolExecution = Literal["parallel", "sequential"]
@@ -35,54 +33,25 @@ LIMIT_STOP_REASONS = (
     StopReason.MAX_TOOL_CALLS,
     StopReason.ROLLOUT_TIMEOUT,
 )
-"""The episode did not end on its own terms: a budget cut it off."""
+"""Stop reasons that mean that a budget cut the episode off."""
 
 
-def _count(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if value is not None and (not _is_whole(value) or value < 1):
-        _refuse(config, name, "a whole number of at least 1, or None for no limit")
-
-
-def _seconds(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if value is not None and (not _is_finite(value) or value <= 0):
-        _refuse(config, name, "seconds above 0, or None for no limit")
-
-
-def _whole(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if not _is_whole(value) or value < 0:
-        _refuse(config, name, "a whole number, 0 or more")
-
-
-def _finite(config: Any, name: str) -> None:
-    if not _is_finite(getattr(config, name)):
-        _refuse(config, name, "a finite number")
-
-
-def _not_negative(config: Any, name: str) -> None:
-    value = getattr(config, name)
-    if not _is_finite(value) or value < 0:
-        _refuse(config, name, "a finite number, 0 or more")
-
-
-def _has_details(config: Any, name: str) -> None:
-    if "{details}" not in getattr(config, name):
-        _refuse(config, name, "a text with {details}, the place of the error")
-
-
-def _is_whole(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_finite(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _refuse(config: Any, name: str, wanted: str) -> None:
-    field = name.removeprefix("X_")  # chz keeps a field's value under this name
-    raise UserError(f"{type(config).__name__}.{field}={getattr(config, name)!r}: give {wanted}")
+_count = field_check(
+    lambda value: value is None or is_whole(value, 1),
+    "a whole number of at least 1, or None for no limit",
+)
+_seconds = field_check(
+    lambda value: value is None or (is_finite(value) and value > 0),
+    "seconds above 0, or None for no limit",
+)
+_whole = field_check(lambda value: is_whole(value, 0), "a whole number, 0 or more")
+_finite = field_check(is_finite, "a finite number")
+_not_negative = field_check(
+    lambda value: is_finite(value) and value >= 0, "a finite number, 0 or more"
+)
+_has_details = field_check(
+    lambda value: "{details}" in value, "a text with {details}, the place of the error"
+)
 
 
 @chz.chz
@@ -117,41 +86,38 @@ class RolloutLimits:
 
     @property
     def bounds_turns(self) -> bool:
-        """Whether an episode ends by these limits, whatever the policy writes and the environment
-        answers.
-        """
+        """Whether these limits end every episode, whatever the policy and the environment do."""
         ends = (self.max_turns, self.max_sampled_tokens, self.rollout_timeout_seconds)
         return any(limit is not None for limit in ends)
 
     @property
     def bounds_tokens(self) -> bool:
-        """Whether an answer may be cut off by these limits alone."""
+        """Whether these limits can cut off an answer."""
         budgets = (self.max_trajectory_tokens, self.max_sampled_tokens, self.max_turn_tokens)
         return any(budget is not None for budget in budgets)
 
     def turn_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
-        """Most tokens of the next answer, after a prompt of `prompt_tokens` and `sampled_tokens` in
-        earlier answers.
+        """Return the maximum tokens of the next answer; None = no limit. `prompt_tokens` is the
+        length of its prompt, `sampled_tokens` the number of tokens in earlier answers.
 
-        None = no limit; never below 1, since `reached` ends an episode that has no token left.
+        The result is at least 1, since `reached` ends an episode that has no token left.
         """
-        rooms = [
-            self.max_turn_tokens,
-            None
-            if self.max_trajectory_tokens is None
-            else self.max_trajectory_tokens - prompt_tokens,
-            None if self.max_sampled_tokens is None else self.max_sampled_tokens - sampled_tokens,
-        ]
-        given = [room for room in rooms if room is not None]
-        return max(1, min(given)) if given else None
+        budgets = []
+        if self.max_turn_tokens is not None:
+            budgets.append(self.max_turn_tokens)
+        if self.max_trajectory_tokens is not None:
+            budgets.append(self.max_trajectory_tokens - prompt_tokens)
+        if self.max_sampled_tokens is not None:
+            budgets.append(self.max_sampled_tokens - sampled_tokens)
+        return max(1, min(budgets)) if budgets else None
 
     def reached(
         self, *, turns: int, trajectory_tokens: int, sampled_tokens: int, seconds: float
     ) -> StopReason | None:
-        """The limit that forbids a further turn; None if there is room for one.
+        """Return the limit that allows no further turn; None if all limits allow one.
 
-        `trajectory_tokens` is the length of the next prompt, or of the whole episode where there is
-        none.
+        `trajectory_tokens` is the length of the next prompt, or of the whole episode if there is no
+        next prompt.
         """
         if self.max_turns is not None and turns >= self.max_turns:
             return StopReason.MAX_TURNS
@@ -169,13 +135,13 @@ class RolloutLimits:
 
 @chz.chz
 class ParseErrorPolicy:
-    """What an answer that cannot be read leads to. With no policy, EnvFromMessageEnv's own two
-    options decide.
+    """How malformed answers are handled. Without this policy, two options of EnvFromMessageEnv
+    decide.
 
-    Two kinds of failure differ. An answer that never ended properly ends the episode with
-    `terminal_reward`: nobody knows where the message stops, so there is nothing to answer to. An
-    answer that is whole, but whose tool calls are all unreadable, is answered with the error, and
-    the policy may try again, up to `max_consecutive` times in a row.
+    There are two kinds of malformed answers. An answer without a stop sequence ends the episode
+    with `terminal_reward`, since its message may be incomplete. An answer that is complete, but
+    whose tool calls are all unreadable, gets the error as a reply, and the policy may try again, up
+    to `max_consecutive` times in a row.
     """
 
     max_consecutive: int = chz.field(
@@ -201,17 +167,18 @@ class ParseErrorPolicy:
     )
 
     def retry_message(self, details: str) -> str:
-        # Not str.format: a model's text may hold braces, and so may the template.
+        """Return the reply to an answer with the error `details`."""
+        # str.format would fail on a template with other braces.
         return self.retry_message_template.replace("{details}", details)
 
 
 @chz.chz
 class TerminationRewardPolicy:
-    """What the way an episode ended means for its reward: graded as any other, then bounded.
+    """The reward of an episode that a limit ended.
 
-    A policy must not profit from running into a budget, yet a flat penalty would erase the order
-    among failures. So with `zero_reward_on_limit` the total reward of an episode that a limit ended
-    becomes min(reward, 0).
+    A policy must not profit from running into a limit. A constant penalty would make all such
+    episodes equal, although some fail worse than others. So such an episode is graded like any
+    other, and with `zero_reward_on_limit` its total reward becomes min(reward, 0).
     """
 
     zero_reward_on_limit: bool = chz.field(
@@ -244,10 +211,13 @@ class TerminationRewardPolicy:
             )
 
     def is_limit(self, stop_reason: str | None) -> bool:
+        """Return whether `stop_reason` counts as a limit."""
         return stop_reason in self.limit_stop_reasons
 
     def skips_grading(self, stop_reason: str | None) -> bool:
-        """The grade could only lower the reward below 0, and is not worth its time."""
+        """Return whether an episode is not graded, because it ran out of time and could only get a
+        reward of 0 or less.
+        """
         timed_out = stop_reason == StopReason.ROLLOUT_TIMEOUT
         return (
             self.skip_grading_on_timeout
@@ -256,8 +226,8 @@ class TerminationRewardPolicy:
             and self.is_limit(stop_reason)
         )
 
-    def bounded(self, total_reward: float, stop_reason: str | None) -> float:
-        """The total reward of an episode that ended by `stop_reason`."""
+    def clamp(self, total_reward: float, stop_reason: str | None) -> float:
+        """Return the total reward of an episode with this stop reason: at most 0 after a limit."""
         if self.zero_reward_on_limit and self.is_limit(stop_reason):
             return min(total_reward, 0.0)
         return total_reward
@@ -265,7 +235,7 @@ class TerminationRewardPolicy:
 
 @chz.chz
 class RolloutConfig:
-    """The rules of an episode as one object."""
+    """All rules of an episode."""
 
     limits: RolloutLimits = chz.field(default_factory=RolloutLimits)
     parse_errors: ParseErrorPolicy | None = None
@@ -283,17 +253,19 @@ class RolloutConfig:
 
 
 def simple() -> RolloutConfig:
-    """No limits, nothing repeated, rewards as they are, tools side by side."""
+    """Return a config without limits, retries of malformed answers or changes of rewards. Tool
+    calls run in parallel.
+    """
     return RolloutConfig()
 
 
 def agentic() -> RolloutConfig:
-    """For agents with tools.
+    """Return a config for agents with tools.
 
-    Budgets turn the long tail of episodes that go round in circles into recorded stop reasons. Two
-    unreadable calls in a row are answered, as a deployed agent's harness would. Episodes that a
-    limit ended are graded and earn at most 0; a grader that hangs fails after 15 minutes. Tools run
-    one after the other, since they often share a file system.
+    Budgets end episodes that make no progress, with a recorded stop reason. Up to two unreadable
+    calls in a row get the error as a reply, as in a deployed agent. Episodes that a limit ended are
+    graded and get at most 0; a grader fails after 15 minutes. Tool calls run sequentially, since
+    tools often share a file system.
     """
     return RolloutConfig(
         limits=RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30),

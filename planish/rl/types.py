@@ -1,16 +1,14 @@
-"""The nouns of reinforcement learning: environments, what a policy does in them, and where they
-come from.
+"""The types of reinforcement learning: environments, trajectories, groups and datasets.
 
 Legend: G trajectories of a group, T turns of a trajectory, P groups of a batch.
 
-An `Env` is used once: it is made, played to its end and dropped. An `EnvGroupBuilder` makes the
-environments of one group, whose rewards are compared with each other; it carries plain data, so it
-pickles and can be sent to another process. An `RLDataset` is a sequence of batches of builders.
-Names and fields are those of the public cookbooks, and environments that were written for them run
-here (docs/porting.md).
+An `Env` is used for one episode. An `EnvGroupBuilder` makes the environments of one group, whose
+rewards are compared with each other. A builder holds plain data, so it can be pickled and sent to
+another process. An `RLDataset` is a sequence of batches of builders. Names and fields are those of
+the public cookbooks, so environments that were written for them run here (docs/porting.md).
 
-Control does not flow through metrics: why a trajectory ended, and whether a turn is trained on, are
-fields of their own.
+Metrics only report: the stop reason of a trajectory, and whether a turn is trained on, are separate
+fields.
 """
 
 from abc import ABC, abstractmethod
@@ -48,33 +46,33 @@ class StopReason(StrEnum):
 
 
 class ActionExtra(TypedDict, total=False):
-    """What an environment may want to know of an action beside its tokens."""
+    """Optional information on an action besides its tokens."""
 
     stop_reason: SamplerStopReason
 
 
 @dataclass
 class StepResult:
-    """What an environment answers to an action."""
+    """The result of one action."""
 
     reward: float
     episode_done: bool
     next_observation: Observation
     next_stop_condition: StopCondition
     metrics: Metrics = field(default_factory=dict)
-    """Numbers, reported as env/<tag>/NAME: the mean over all that have it."""
+    """Numbers, reported as env/<tag>/NAME, the mean over the turns that have NAME."""
     logs: Logs = field(default_factory=dict)
-    """For the rollout files only."""
+    """Values that are shown in the rollout files only."""
     stop_reason: StopReason | None = None
     """Why the episode is done; None = completed."""
     train_on_action: bool = True
-    """False: the action stays in the sequence but is not a training target."""
+    """Whether the tokens of the action are training targets. If not, they stay in the sequence."""
 
 
 @dataclass(frozen=True)
 class InitialObservationOverflow:
-    """In place of a first observation: the prompt is too long. Nothing is sampled; the reward still
-    counts in its group.
+    """Returned in place of a first observation if the prompt is too long. Nothing is sampled; the
+    reward still counts in its group.
     """
 
     reward: float = 0.0
@@ -83,22 +81,22 @@ class InitialObservationOverflow:
 
 
 class Env(ABC):
-    """One episode. Its methods may await; state lives in the object."""
+    """One episode. The object holds its state."""
 
     @abstractmethod
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
-        """The prompt of the first turn, and where the policy is to stop."""
+        """Return the prompt of the first turn and the stop condition of its answer."""
 
     @abstractmethod
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        """Take the policy's tokens. Environments that take no `extra` are called without it."""
+        """Apply the policy's tokens. A method without a parameter `extra` is called without it."""
 
 
 @dataclass(frozen=True)
 class Transition:
-    """One turn."""
+    """One turn: an observation, the action that the policy sampled, and its result."""
 
     ob: Observation
     ac: TokensWithLogprobs
@@ -111,7 +109,7 @@ class Transition:
 
 @dataclass(frozen=True)
 class Trajectory:
-    """One episode as it was played."""
+    """The turns of one finished episode."""
 
     transitions: list[Transition]
     final_ob: Observation
@@ -125,7 +123,7 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class RolloutError:
-    """An attempt at a trajectory that failed, whether or not another took its place."""
+    """A failed attempt at a trajectory, whether or not a retry succeeded."""
 
     error_type: str
     error_message: str
@@ -133,16 +131,16 @@ class RolloutError:
 
 @dataclass(frozen=True)
 class TrajectoryGroup:
-    """Episodes whose rewards are compared with each other."""
+    """Trajectories whose rewards are compared with each other."""
 
     trajectories_G: list[Trajectory]
     final_rewards_G: list[float]
-    """What the group's own grading adds to the rewards of the turns."""
+    """Rewards of `EnvGroupBuilder.compute_group_rewards`, in addition to those of the turns."""
     metrics_G: list[Metrics]
     rollout_errors: list[RolloutError] = field(default_factory=list)
 
     def get_total_rewards(self) -> list[float]:
-        """Rewards of the turns plus that of the group, for each trajectory."""
+        """Return for each trajectory the sum of its turns' rewards and its group reward."""
         return [
             trajectory.step_rewards + final
             for trajectory, final in zip(self.trajectories_G, self.final_rewards_G, strict=True)
@@ -150,62 +148,63 @@ class TrajectoryGroup:
 
 
 class EnvGroupBuilder(ABC):
-    """Makes the environments of one group. Plain data: it must pickle."""
+    """Makes the environments of one group. It holds plain data, since it must be picklable."""
 
     plays_together: ClassVar[bool] = False
-    """Its environments play with each other: when one fails, all are played again."""
+    """Whether the environments interact. If so, all are rolled out again when one fails."""
 
     @abstractmethod
     async def make_envs(self) -> Sequence[Env]:
-        """Called again when a failed rollout is played again; `cleanup` comes once, after all."""
+        """Return new environments. It is called again for each retry; `cleanup` is called once, at
+        the end.
+        """
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """A reward and metrics for each trajectory, once all have ended; 0 and none if not
-        overridden.
+        """Return a further reward and metrics for each trajectory, after all have ended. By
+        default they are 0 and {}.
         """
         return [(0.0, {}) for _ in trajectory_group]
 
     async def cleanup(self) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Give back what `make_envs` took. Called once after every group, also when it failed or
-        was cancelled.
+        """Release the resources of `make_envs`. Called once after every group, also if the group
+        failed or was cancelled.
         """
 
     def logging_tags(self) -> list[str]:
-        """Names under which this group's metrics are reported beside env/all."""
+        """Return the tags of the group: its metrics are reported as env/TAG/... and env/all/...."""
         return []
 
     def teacher(self) -> str | None:
-        """Name of the policy whose logprobs teach this group, in on-policy distillation; None = it
-        has no teacher.
-        """
+        """Return the name of the group's teacher in on-policy distillation; None = no teacher."""
         return None
 
 
 class RLDataset(ABC):
-    """Batches of groups. The same index gives the same batch, so that a run can be resumed; its
-    builders are made anew each time, since two batches may be played at once.
+    """Batches of groups. The same index gives the same batch, so that a run can be resumed. The
+    builders are made anew each time, since two batches may be rolled out at the same time.
     """
 
     @abstractmethod
-    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]: ...
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for the groups of batch `index`."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
 
     def data_size(self) -> int:
-        """Problems, or batches if it does not say: a run goes on only with as many as it began
-        with.
+        """Return the number of problems, or of batches if that is unknown. A run resumes only with
+        the same number as at its start.
         """
         return len(self)
 
 
 @chz.chz
 class RLDatasetBuilder(ABC):
-    """The options of a dataset; calling it gives the dataset for training and, if there is one, for
-    tests.
+    """The options of a dataset. Calling it returns the training dataset and the test dataset, or
+    None in place of the latter.
     """
 
     @abstractmethod

@@ -20,7 +20,7 @@ from typing import Self
 from planish.completers import MessageCompleter
 from planish.errors import PlanishError
 from planish.renderers import Message, get_text_content
-from planish.rl.rollout.group_rollout import first_of_group
+from planish.rl.rollout.group_rollout import raise_first_error
 from planish.rubric.rubrics import QUOTE, Criterion, RubricRow
 
 OPENING = (
@@ -68,7 +68,7 @@ class Grader:
 
     async def grade(self, row: RubricRow, answer: str) -> Grade:
         """All criteria are asked at once."""
-        with first_of_group():
+        with raise_first_error():
             async with asyncio.TaskGroup() as tasks:
                 asking = [
                     tasks.create_task(self._verdict(row, answer, criterion))

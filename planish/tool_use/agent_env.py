@@ -155,7 +155,7 @@ class AgentToolMessageEnv(MessageEnv):
             result = await call(partial(self.reward_fn, list(seen)))
         given, metrics = result if isinstance(result, tuple) else (result, {})
         reward = float(given)
-        return (reward if policy is None else policy.bounded(reward, reason)), dict(metrics)
+        return (reward if policy is None else policy.clamp(reward, reason)), dict(metrics)
 
     def _metrics(self, written: int, results: Sequence[CallResult]) -> Metrics:
         metrics: Metrics = {

@@ -16,7 +16,7 @@ from planish.processes.interruption import only_errors
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
 from planish.rl.limits import TOOL_EXECUTIONS, ToolExecution
-from planish.rl.rollout.group_rollout import first_of_group
+from planish.rl.rollout.group_rollout import raise_first_error
 from planish.rl.types import Metrics
 from planish.tool_use.tools import Tool, ToolInput, ToolResult, error_tool_result
 
@@ -69,7 +69,7 @@ class Toolbox:
         UserError names a tool that does not return a ToolResult with text.
         """
         if self.execution == "parallel":
-            with first_of_group():
+            with raise_first_error():
                 async with asyncio.TaskGroup() as group:
                     tasks = [group.create_task(self._answer(call)) for call in calls]
             return [task.result() for task in tasks]

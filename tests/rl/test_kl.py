@@ -43,7 +43,7 @@ class Reference:
 
 def test_the_kl_penalty_has_mean_zero_and_favours_the_reference():
     data = [sequence([0, -1.0, -2.0], [0, 1, 1]), sequence([0, 0, -0.3], [0, 0, 1])]
-    gaps = asyncio.run(kl.gaps(data, lambda sequence: Reference()))
+    gaps = asyncio.run(kl.logprob_gaps(data, lambda sequence: Reference()))
     expected = [[0, -1.0 + 0.1, -2.0 + 0.2], [0, 0, -0.3 + 0.2]]
     for gap, want in zip(gaps, expected, strict=True):
         assert gap == pytest.approx(np.array(want), abs=1e-6)

@@ -245,9 +245,9 @@ def test_an_answer_without_an_end_mark_can_be_retried(make):
     assert [step.stop_reason for step in played.steps] == [None, StopReason.MAX_TURNS]
     assert [step.reward for step in played.steps] == [-1.0, -1.0]
     assert played.prompts[1] == played.prompts[0]
-    with pytest.raises(UserError, match="terminate_on_parse_error=False may go on for ever"):
+    with pytest.raises(UserError, match="terminate_on_parse_error=False may continue forever"):
         make(terminate_on_parse_error=False)
-    with pytest.raises(UserError, match="terminate_on_length=False may go on for ever"):
+    with pytest.raises(UserError, match="terminate_on_length=False may continue forever"):
         make(terminate_on_length=False)
 
 

@@ -89,9 +89,9 @@ def test_a_limit_clamps_the_reward_from_above():
         is_free = reason in (
             StopReason.COMPLETED, StopReason.TOOL_STOPPED, StopReason.CONTEXT_OVERFLOW, StopReason.PARSE_ERROR,
         )  # fmt: skip
-        assert policy.bounded(reward, reason) == (reward if is_free else min(reward, 0.0))
-        assert TerminationRewardPolicy().bounded(reward, reason) == reward
-    assert policy.bounded(0.9, None) == 0.9
+        assert policy.clamp(reward, reason) == (reward if is_free else min(reward, 0.0))
+        assert TerminationRewardPolicy().clamp(reward, reason) == reward
+    assert policy.clamp(0.9, None) == 0.9
 
 
 def test_grading_is_skipped_only_if_it_cannot_change_the_reward():

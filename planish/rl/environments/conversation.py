@@ -1,15 +1,15 @@
 """The conversation of an episode, as messages and as the tokens of the policy's prompt.
 
-Tokens are the truth: what the policy wrote stays in later prompts as it was written. Rendering the
-parsed messages again could give other tokens for the same text (a model may spell a word in pieces
-that the tokenizer would join) or another text (blanks around a tool call), and then the policy
-would be trained on positions that it never saw, and an episode of T turns would be T training
-sequences instead of one. So a prompt is the prompt before it, the sampled tokens, and the rendering
-of what is new (`Renderer.build_continuation`).
+The sampled tokens of an answer stay in later prompts unchanged. Rendering the parsed messages again
+could give other tokens for the same text (a model may split a word into tokens that the tokenizer
+would merge) or another text (spaces around a tool call). The policy would then be trained on
+positions that it never saw, and an episode of T turns would become T training sequences instead of
+one. So each prompt consists of the prompt before it, the sampled tokens, and the rendering of the
+new messages (`Renderer.build_continuation`).
 
-That holds only while history is append-only. It is rendered anew where the format rewrites history
-(thinking that is left out of earlier turns), where the environment gives back other messages than
-it had, and where the answer ended so that nothing can follow it.
+This works only while messages are appended. The whole conversation is rendered again if the chat
+format rewrites history (as with thinking that is removed from earlier turns), if the environment
+changes earlier messages, or if the answer ended in a way that no message can follow.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,22 +20,20 @@ from planish.renderers import Message, Renderer
 
 
 class Conversation:
-    """One episode's; `messages` and `tokens` are what the policy sees next."""
+    """The conversation of one episode; `messages` and `tokens` are the policy's next prompt."""
 
     def __init__(self, renderer: Renderer, messages: Sequence[Message]) -> None:
         self.messages = list(messages)
         self.tokens = renderer.build_generation_prompt(self.messages).to_ints()
         self._renderer = renderer
-        self._known = deepcopy(self.messages)
-        """The messages as the environment gave them last; without those that were put in by
-        `insert`. A copy, since an environment may edit its history in place.
+        self._env_messages = deepcopy(self.messages)
+        """The messages that the environment returned last, without those of `insert`. It is a copy,
+        since an environment may edit its messages in place.
         """
         self._tool_calls = 0
 
-    def numbered(self, answer: Mapping[str, Any]) -> Message:
-        """A parsed answer with an id for each tool call that has none, by which its result is
-        known.
-        """
+    def with_call_ids(self, answer: Mapping[str, Any]) -> Message:
+        """Return a parsed answer whose tool calls all have an id, to which their results refer."""
         calls = answer.get("tool_calls")
         if not calls:
             return cast(Message, answer)
@@ -48,26 +46,28 @@ class Conversation:
         return cast(Message, {**answer, "tool_calls": numbered})
 
     def replies(self, answer: Message, messages: Sequence[Message]) -> list[Message] | None:
-        """What follows the policy's answer in the environment's whole conversation; None if history
-        is another now.
+        """Return the messages after the policy's answer in the environment's whole conversation;
+        None if earlier messages have changed.
         """
-        expected = [*self._known, answer]
-        return (
-            list(messages[len(expected) :]) if list(messages[: len(expected)]) == expected else None
-        )
+        expected = [*self._env_messages, answer]
+        if list(messages[: len(expected)]) != expected:
+            return None
+        return list(messages[len(expected) :])
 
     def update(self, answer: Message, sampled: Sequence[int], messages: Sequence[Message]) -> None:
-        """Take the environment's whole conversation after the policy's answer."""
+        """Set the conversation to `messages`, the environment's whole conversation after the
+        policy's answer with the tokens `sampled`.
+        """
         replies = self.replies(answer, messages)
         if replies is None:
             self.messages = list(messages)
             self._render()
         else:
             self._append(answer, sampled, replies)
-        self._known = deepcopy(list(messages))
+        self._env_messages = deepcopy(list(messages))
 
     def insert(self, answer: Message, sampled: Sequence[int], reply: Message) -> None:
-        """Put in a turn of which the environment knows nothing."""
+        """Append an answer and a reply that the environment does not see."""
         self._append(answer, sampled, [reply])
 
     def _append(self, answer: Message, sampled: Sequence[int], new: Sequence[Message]) -> None:

@@ -1,22 +1,24 @@
-"""Environments that read and write messages, and the adapter that lets a policy over tokens play
-them.
+"""Environments that exchange messages with the policy, and the adapter that makes them environments
+of tokens.
 
-A `MessageEnv` knows the conversation; `EnvFromMessageEnv` knows tokens. The adapter parses what was
-sampled, checks it in a fixed order, gives the message to the environment, and makes the next prompt
-by appending (planish/rl/environments/conversation.py). One adapter and one environment play one episode.
+A `MessageEnv` handles messages; `EnvFromMessageEnv` handles tokens. The adapter parses the sampled
+tokens, checks the answer, passes the message to the environment, and builds the next prompt by
+appending to the last one (planish/rl/environments/conversation.py). One adapter and one environment
+are used for one episode.
 
-A turn ends the episode when, in this order,
+A turn ends the episode in these cases, checked in this order:
 
-1. the answer was cut off by its token limit: max_tokens, reward `context_overflow_reward`;
-2. the answer has no proper end: parse_error, reward `failed_parse_reward`;
-3. the environment says so: its reward and its stop reason, completed if it gives none;
-4. the next prompt leaves no room for an answer: context_overflow, reward `context_overflow_reward`;
-5. one of the `rollout_limits` is reached: the turn's reward, and what `MessageEnv.stopped_by_limit`
-   adds.
+1. The answer was cut off by its token limit: max_tokens, reward `context_overflow_reward`.
+2. The answer has no stop sequence: parse_error, reward `failed_parse_reward`.
+3. The environment ends it: the environment's reward and stop reason (default: completed).
+4. The next prompt leaves no tokens for an answer: context_overflow, reward
+   `context_overflow_reward`.
+5. One of the `rollout_limits` is reached: the turn's reward plus that of
+   `MessageEnv.stopped_by_limit`.
 
-With a `ParseErrorPolicy`, answers whose tool calls are all unreadable come between 2 and 3. Metrics
-of a turn: those of the environment, parse_error, max_tokens_reached and context_overflow. These three are 0 or 1 in
-every turn, so their means are parts of all turns.
+With a `ParseErrorPolicy`, answers whose tool calls are all unreadable are handled between 2 and 3.
+The metrics of a turn are those of the environment, and parse_error, max_tokens_reached and
+context_overflow. These three are 0 or 1 in every turn, so their means are fractions of all turns.
 """
 
 import asyncio
@@ -32,7 +34,7 @@ from planish.renderers import Message, Renderer
 from planish.rl.environments.conversation import Conversation
 from planish.rl.environments.message_turn import Outcome, Turn, log_turn
 from planish.rl.limits import ParseErrorPolicy, RolloutLimits
-from planish.rl.rollout.single_rollout import checked_done
+from planish.rl.rollout.single_rollout import validate_done
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -49,18 +51,20 @@ from planish.types import ModelInput
 
 @dataclass
 class MessageStepResult:
-    """What a MessageEnv answers to a message."""
+    """The result of one message of the policy."""
 
     reward: float
     episode_done: bool
     next_messages: list[Message]
-    """The whole conversation, from its first message on, with the policy's answer and what follows
-    it.
+    """The whole conversation from its first message on, with the policy's answer and the messages
+    after it.
     """
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     next_stop_condition: StopCondition | None = None
-    """None: the renderer's. An answer that stops by another condition counts as properly ended."""
+    """Stop condition of the next answer; None = that of the renderer. With another condition, every
+    answer that is not cut off counts as properly ended.
+    """
     stop_reason: StopReason | None = None
     """Why the episode is done; None = completed."""
 
@@ -70,43 +74,45 @@ class MessageEnv(ABC):
 
     @abstractmethod
     async def initial_observation(self) -> list[Message]:
-        """The conversation to begin with."""
+        """Return the messages of the first prompt."""
 
     @abstractmethod
     async def step(self, message: Message) -> MessageStepResult:
-        """Take the policy's message."""
+        """Apply the policy's message."""
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
-        """Take a message that was cut off, without acting on it, so that the policy may go on; the
-        whole conversation.
+        """Append a message that was cut off, without acting on it, and return the whole
+        conversation; None (the default) if the environment cannot continue after such a message.
 
-        None: this environment cannot go on after such a message. Asked with
-        `terminate_on_length=False` only.
+        Called with `terminate_on_length=False` only.
         """
         return None
 
     async def add_messages(self, messages: list[Message]) -> list[Message] | None:
-        """Take messages that the adapter puts in: an unreadable answer and the reply to it; the
+        """Append messages of the adapter, an unreadable answer and the reply to it, and return the
         whole conversation.
 
-        None: the environment need not know of them, and the adapter keeps them.
+        If the result is None (the default), the adapter keeps these messages itself.
         """
         return None
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
-        """A limit ended the episode: what is added to the last turn's reward, and to its metrics."""
+        """Return what to add to the reward and the metrics of the last turn, after a limit ended
+        the episode.
+        """
         return 0.0, {}
 
-    def timed_by(self, clock: asyncio.Timeout) -> None:  # noqa: B027  (an environment need not mind)
-        """Told before each `step` what will end it when the time of the episode is up.
+    def timed_by(self, clock: asyncio.Timeout) -> None:  # noqa: B027  (optional to override)
+        """Receive the timeout that will interrupt the next `step` when the episode's time is over.
+        It is called before each `step`.
 
-        One that grades within `step` may stop the clock then (`clock.reschedule(None)`), so that an
-        answer which came in time is not lost to a slow grader.
+        An environment that grades within `step` may stop it (`clock.reschedule(None)`), so that an
+        answer that came in time is not lost because of a slow grader.
         """
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
-        """Run at most so many tool calls in the episode, then end it with the stop reason
-        max_tool_calls.
+        """Limit the tool calls of the episode; at the limit, it ends with the stop reason
+        max_tool_calls. UserError if the environment does not support this.
         """
         raise UserError(
             f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its rollout_limits"
@@ -114,7 +120,7 @@ class MessageEnv(ABC):
 
 
 class EnvFromMessageEnv(Env):
-    """A MessageEnv for a policy over tokens."""
+    """The environment of tokens for a MessageEnv."""
 
     def __init__(
         self,
@@ -129,11 +135,13 @@ class EnvFromMessageEnv(Env):
         parse_error_policy: ParseErrorPolicy | None = None,
         rollout_limits: RolloutLimits | None = None,
     ) -> None:
-        """`max_trajectory_tokens` is what the model can read at most, `max_generation_tokens` the
-        room to be left for an answer. With `terminate_on_parse_error=False` an answer without a
-        proper end is dropped and its prompt asked again, with `terminate_on_length=False` one that
-        was cut off stays and the next answer follows; both need a limit. `parse_error_policy` takes
-        the place of the two options on parse errors.
+        """`max_trajectory_tokens` is the model's context window, `max_generation_tokens` the number
+        of tokens to reserve for an answer.
+
+        With `terminate_on_parse_error=False`, an answer without a stop sequence is dropped and the
+        policy gets the same prompt again. With `terminate_on_length=False`, an answer that was cut
+        off stays and the episode continues. Both need `rollout_limits` that end the episode.
+        `parse_error_policy` replaces `failed_parse_reward` and `terminate_on_parse_error`.
         """
         self.renderer = renderer
         self.message_env = message_env
@@ -160,8 +168,8 @@ class EnvFromMessageEnv(Env):
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
         length = len(self._conversation.tokens)
-        # A start that took all of the time is for the rollout to end: the prompt is none the longer
-        # for it.
+        # ROLLOUT_TIMEOUT here means that the environment's start was slow. The prompt is not too
+        # long, so the rollout ends such an episode.
         if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
             most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
@@ -178,7 +186,7 @@ class EnvFromMessageEnv(Env):
         self._turns += 1
         self._sampled_tokens += len(action)
         parsed, termination = self.renderer.parse_response(action)
-        turn = Turn(self._conversation.numbered(parsed), list(action))
+        turn = Turn(self._conversation.with_call_ids(parsed), list(action))
         prompt = self._conversation.tokens
         if extra is not None and extra.get("stop_reason") == "length":
             outcome = await self._cut_off(turn)
@@ -188,7 +196,7 @@ class EnvFromMessageEnv(Env):
             outcome = await self._unreadable(turn, self.parse_error_policy)
         else:
             self._unreadable_in_a_row = 0
-            outcome = await self._play(turn)
+            outcome = await self._step_env(turn)
         outcome = await self._within_limits(outcome)
         self._own_stop = outcome.next_stop_condition
         log_turn(self._turns, turn, outcome)
@@ -210,25 +218,23 @@ class EnvFromMessageEnv(Env):
         )
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
-        """The rollout ended the episode, by time, while the policy wrote: the environment's last
-        reward and metrics.
+        """Return the environment's last reward and metrics, after the rollout ended the episode by
+        its time limit while the policy was sampling.
         """
         return await self.message_env.stopped_by_limit(reason)
 
     async def _cut_off(self, turn: Turn) -> Outcome:
-        messages = (
-            None
-            if self.terminate_on_length
-            else await self.message_env.observe_truncated_response(turn.message)
-        )
+        messages = None
+        if not self.terminate_on_length:
+            messages = await self.message_env.observe_truncated_response(turn.message)
         if messages is None:
             return Outcome(self.context_overflow_reward, StopReason.MAX_TOKENS)
         self._conversation.update(turn.message, turn.action, messages)
-        logs: Logs = {"truncated_turn": "the answer was cut off; it stays, and the episode goes on"}
+        logs: Logs = {"truncated_turn": "the answer was cut off; the episode continues after it"}
         return Outcome(0.0, logs=logs, next_stop_condition=self._own_stop)
 
     def _malformed(self) -> Outcome:
-        logs: Logs = {"parse_error": "the answer has no proper end"}
+        logs: Logs = {"parse_error": "the answer has no stop sequence"}
         policy = self.parse_error_policy
         if policy is not None:
             return Outcome(
@@ -261,7 +267,7 @@ class EnvFromMessageEnv(Env):
             self._conversation.update(turn.message, turn.action, messages)
         return replace(outcome, replies=[reply])
 
-    async def _play(self, turn: Turn) -> Outcome:
+    async def _step_env(self, turn: Turn) -> Outcome:
         clock = asyncio.timeout(self._seconds_left())
         self.message_env.timed_by(clock)
         try:
@@ -270,7 +276,7 @@ class EnvFromMessageEnv(Env):
         except TimeoutError:
             if not clock.expired():
                 raise
-            logs: Logs = {"rollout_timeout": "the environment was still at work on the answer"}
+            logs: Logs = {"rollout_timeout": "the environment was still processing the answer"}
             return await self._stopped(Outcome(0.0, logs=logs), StopReason.ROLLOUT_TIMEOUT)
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
@@ -285,13 +291,13 @@ class EnvFromMessageEnv(Env):
             next_stop_condition=step.next_stop_condition,
             replies=step.next_messages if replies is None else replies,
         )
-        if checked_done(step.episode_done, name, f" in turn {self._turns}"):
+        if validate_done(step.episode_done, name, f" in turn {self._turns}"):
             return replace(outcome, stop=step.stop_reason or StopReason.COMPLETED)
         self._conversation.update(turn.message, turn.action, step.next_messages)
         return outcome
 
     async def _within_limits(self, outcome: Outcome) -> Outcome:
-        """The outcome of a turn after which the episode may have no room left."""
+        """Return the outcome of a turn, with a stop reason if a limit allows no further turn."""
         if outcome.stop is not None:
             return outcome
         if self._overflows():
@@ -304,7 +310,7 @@ class EnvFromMessageEnv(Env):
         return outcome if reason is None else await self._stopped(outcome, reason)
 
     async def _stopped(self, outcome: Outcome, reason: StopReason) -> Outcome:
-        """The outcome of a turn that a limit makes the last one."""
+        """Return the outcome of a turn that is the last one because of a limit."""
         reward, metrics = await self.message_env.stopped_by_limit(reason)
         return replace(
             outcome,
@@ -340,13 +346,13 @@ class EnvFromMessageEnv(Env):
         if (asks_again or not self.terminate_on_length) and not self.rollout_limits.bounds_turns:
             option = "terminate_on_parse_error" if asks_again else "terminate_on_length"
             raise UserError(
-                f"{option}=False may go on for ever; give rollout_limits with max_turns, max_sampled_tokens or "
-                "rollout_timeout_seconds"
+                f"{option}=False may continue forever; give rollout_limits with max_turns, "
+                "max_sampled_tokens or rollout_timeout_seconds"
             )
 
 
 def _endings(stop: StopReason | None) -> Metrics:
-    """Whether a turn ended its episode because it was cut off, or left no room."""
+    """Return the metrics max_tokens_reached and context_overflow of a turn."""
     return {
         "max_tokens_reached": float(stop is StopReason.MAX_TOKENS),
         "context_overflow": float(stop is StopReason.CONTEXT_OVERFLOW),

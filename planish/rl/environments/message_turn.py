@@ -1,6 +1,4 @@
-"""One turn of an episode of messages: what the policy wrote, what it leads to, and how the report
-shows it.
-"""
+"""One turn of an episode of messages: the policy's answer, its outcome, and their log."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,36 +11,37 @@ from planish.rl.types import Action, Logs, Metrics, StopReason
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy wrote."""
+    """The policy's answer as a message and as tokens."""
 
     message: Message
     action: Action
 
     @property
     def is_unreadable(self) -> bool:
-        """It calls tools, but no call of it can be read."""
+        """Whether the answer calls tools, and none of its calls can be parsed."""
         return bool(self.message.get("unparsed_tool_calls")) and not self.message.get("tool_calls")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a turn leads to."""
+    """The result of a turn."""
 
     reward: float
     stop: StopReason | None = None
-    """Why the episode ends here; None = it goes on."""
+    """Why the episode ends here; None = it continues."""
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     is_parse_error: bool = False
     train_on_action: bool = True
     next_stop_condition: StopCondition | None = None
     replies: Sequence[Message] = ()
-    """What followed the policy's message; the whole conversation, where that is another than
-    before. For the report.
+    """The messages after the policy's answer, or the whole conversation if earlier messages have
+    changed. They are only logged.
     """
 
 
 def log_turn(number: int, turn: Turn, outcome: Outcome) -> None:
+    """Write a turn to the log tree."""
     ends = {} if outcome.stop is None else {"stop_reason": outcome.stop}
     with logtree.scope_header(f"Turn {number}"):
         logtree.conversation([turn.message, *outcome.replies])

@@ -23,7 +23,7 @@ from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
 from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder, only_step
-from planish.rl.rollout.single_rollout import checked_reward
+from planish.rl.rollout.single_rollout import validate_reward
 from planish.rl.types import (
     Action,
     ActionExtra,
@@ -66,14 +66,14 @@ class RewardEnv(Env):
         metrics = {"ended": float(termination.is_clean)}
         if isinstance(parts, Mapping):
             checked = {
-                str(key): checked_reward(value, f"{name}, {key}") for key, value in parts.items()
+                str(key): validate_reward(value, f"{name}, {key}") for key, value in parts.items()
             }
             if "ended" in checked:
                 raise UserError(f"{name} gave a part 'ended', which is a metric already; rename it")
             metrics |= checked
-            reward = checked_reward(sum(checked.values()), name)
+            reward = validate_reward(sum(checked.values()), name)
         else:
-            reward = checked_reward(parts, name)
+            reward = validate_reward(parts, name)
         with logtree.scope_header("Conversation"):
             logtree.conversation([*self.messages, message])
         with logtree.scope_header("Reward"):

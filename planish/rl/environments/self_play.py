@@ -1,14 +1,14 @@
-"""Players of one game that are all the policy: each an environment of the same group, played in a
-task of its own.
+"""Self-play: the policy is every player of a game. Each player is an environment of the same group,
+rolled out in its own task.
 
-A player waits inside `step` until the others have moved, so that prompts, tokens and rewards of
-each player are an ordinary trajectory. What can go wrong is that one waits for ever:
+A player waits inside `step` until the others have moved, so the prompts, tokens and rewards of each
+player form an ordinary trajectory. Two events must not leave a player waiting forever:
 
-* A player's episode may end in the midst of the game, by an answer that is cut off or malformed.
-  `PlayerEnv` looks at each result and tells the game of it (`Player.forfeit`).
-* A rollout may fail or be cancelled between two steps, where no environment notices. The group's
-  builder must have `plays_together = True`: then all of its rollouts end together, and a strategy
-  that retries plays a new game.
+* A player's episode can end during the game, by an answer that is cut off or malformed. `PlayerEnv`
+  notices this and forfeits the game (`Player.forfeit`).
+* A rollout can fail or be cancelled between two steps, which no environment notices. So the group's
+  builder must have `plays_together = True`: all of its rollouts then end together, and a retry
+  starts a new game.
 """
 
 import asyncio
@@ -28,48 +28,49 @@ from planish.rl.types import (
 
 
 class Turns:
-    """Whose turn it is, among players 0 .. players - 1; first that of player 0."""
+    """Whose turn it is among players 0 to `players` - 1. Player 0 begins."""
 
     def __init__(self, players: int) -> None:
-        self._may_go = [asyncio.Event() for _ in range(players)]
-        self._may_go[0].set()
+        self._may_move = [asyncio.Event() for _ in range(players)]
+        self._may_move[0].set()
 
     async def wait(self, player: int) -> None:
-        """Until it is the player's turn, or the game is over."""
-        await self._may_go[player].wait()
+        """Wait until it is the player's turn, or the game is over."""
+        await self._may_move[player].wait()
 
     def give(self, player: int) -> None:
-        for number, may_go in enumerate(self._may_go):
+        """Make it the turn of `player`."""
+        for number, may_move in enumerate(self._may_move):
             if number == player:
-                may_go.set()
+                may_move.set()
             else:
-                may_go.clear()
+                may_move.clear()
 
     def end(self) -> None:
-        """The game is over; nobody waits any more."""
-        for may_go in self._may_go:
-            may_go.set()
+        """End the game: all players stop waiting."""
+        for may_move in self._may_move:
+            may_move.set()
 
 
 class Player(MessageEnv):
-    """One player's side of a game."""
+    """One player of a game."""
 
     @abstractmethod
     async def until_turn(self) -> None:
-        """Until the player is to move, or the game is over."""
+        """Wait until it is the player's turn, or the game is over."""
 
     @abstractmethod
     def result(self) -> float | None:
-        """The player's reward; None while the game goes on."""
+        """Return the player's reward; None while the game is not over."""
 
     @abstractmethod
     def forfeit(self) -> None:
-        """The player leaves. Nothing happens if the game is over."""
+        """End the game as a loss for the player. It must do nothing if the game is over."""
 
 
 class PlayerEnv(Env):
-    """A player over tokens. An answer that is cut off or malformed forfeits the game, at
-    `forfeit_reward`.
+    """The environment of a player. An answer that is cut off or malformed forfeits the game and
+    gets `forfeit_reward`.
     """
 
     def __init__(self, renderer: Renderer, player: Player, forfeit_reward: float = -1.0) -> None:
@@ -84,16 +85,14 @@ class PlayerEnv(Env):
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
-        """The first prompt; no prompt, but the reward, if the game ended before the player's first
-        turn.
+        """Wait for the player's first turn and return its prompt. If the game ended before, return
+        an InitialObservationOverflow with the reward.
         """
         await self.player.until_turn()
         result = self.player.result()
-        return (
-            await self._tokens.initial_observation()
-            if result is None
-            else InitialObservationOverflow(result)
-        )
+        if result is not None:
+            return InitialObservationOverflow(result)
+        return await self._tokens.initial_observation()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         result = await self._tokens.step(action, extra=extra)

@@ -1,4 +1,4 @@
-"""Tests of a policy on environments."""
+"""Evaluation of a policy on environments."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,8 +15,8 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):
-    """Rolls out every group of a data set once; answers NAME/env/all/... as training answers
-    env/all/...
+    """Rolls out every group of a dataset once and returns the metrics NAME/env/all/..., which are
+    defined as env/all/... of training.
     """
 
     def __init__(
@@ -29,7 +29,9 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         num_groups_to_log: int = 4,
         seed: int = 0,
     ) -> None:
-        """Draws are a function of `seed`, so two policies are given the same luck."""
+        """Random numbers depend on `seed` only, so different policies are compared with the same
+        ones.
+        """
         self.name = name
         self.max_tokens = max_tokens
         self.temperature = temperature
@@ -51,8 +53,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         sampler_step: int | None = None,
         progress: Stage | None = None,
     ) -> list[GroupRollout]:
-        """The rollouts of all groups that were not dropped, in order. `context_window`: as in
-        TinkerTokenCompleter.
+        """Return the rollouts in order, without groups that were dropped. `context_window` is that
+        of TinkerTokenCompleter.
         """
         policy = TinkerTokenCompleter(
             sampling_client, self.max_tokens, self.temperature, context_window
@@ -74,9 +76,9 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         return [group for group in finished if group is not None]
 
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:
-        """Of the groups that were not dropped, and how many were not, if any."""
+        """Return the metrics of these groups, and the number of dropped groups if there are any."""
         skipped = len(self.builders) - len(groups)
-        metrics = environment_metrics(groups) | (
-            {"rollout_errors/groups_skipped": skipped} if skipped else {}
-        )
+        metrics = environment_metrics(groups)
+        if skipped:
+            metrics["rollout_errors/groups_skipped"] = skipped
         return {f"{self.name}/{key}": value for key, value in metrics.items()}

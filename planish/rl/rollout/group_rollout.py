@@ -1,14 +1,14 @@
-"""The trajectories of one group, rolled out at once under the rules of a strategy.
+"""The rollouts of one group, with retries by the rules of a strategy.
 
-A failed trajectory is rolled out again in the environment with its index in a fresh group:
-`make_envs` is called again on the same builder, never twice at a time, and the other environments
-of that group stay unused. So a builder that keeps what it made must keep all of it for `cleanup`,
-which is called once, at the very end. Environments that play with each other have no meaning one by one: a builder with
-`plays_together = True` has all of its environments cancelled and made anew when one of them fails,
-and its group is never a smaller one.
+For a retry, `make_envs` is called again on the same builder (never concurrently), and the rollout
+uses the new environment with its index; the other new environments stay unused. So a builder that
+tracks its resources must track those of all calls for `cleanup`, which is called once at the end.
 
-Draws of the first attempt are those of a run without failures; each further attempt has its own,
-since the same draws may lead to the same failure.
+The environments of a builder with `plays_together = True` interact. If one of them fails, all are
+cancelled and made anew, and no trajectory is left out.
+
+The seed of a first attempt does not depend on failures. Each retry has a seed of its own, since the
+same samples may lead to the same failure.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class GroupRun:
     seed: int | None = None
     on_turn: OnTurn | None = None
     failures: list[RolloutError] = field(default_factory=list)
-    """All so far, whether or not they were made good."""
+    """All failed attempts so far, whether or not a retry succeeded."""
 
     def __post_init__(self) -> None:
         self.rules = self.strategy.rules(1)
@@ -62,12 +62,14 @@ class GroupRun:
         self._making = asyncio.Lock()
 
     async def run(self) -> list[FinishedRollout]:
-        """The finished rollouts in the order of the environments. Raises if they are too few."""
+        """Return the finished rollouts in the order of the environments. Raises an error of a
+        failed rollout if too few succeed.
+        """
         envs = await self.retry(self._make_envs)
         self.rules = self.strategy.rules(len(envs))
         if plays_together(self.builder):
             return await self._run_together(envs)
-        with first_of_group():
+        with raise_first_error():
             async with asyncio.TaskGroup() as tasks:
                 running = [
                     tasks.create_task(self._run_one(index, env)) for index, env in enumerate(envs)
@@ -80,18 +82,18 @@ class GroupRun:
             try:
                 return await work()
             except Exception as error:
-                if not self._takes_retry(error):
+                if not self._use_retry(error):
                     raise
 
     async def _run_one(self, index: int, env: Env) -> FinishedRollout | None:
-        """None: it failed, and the group can do without it."""
+        """Return a rollout, after retries if necessary; None if it failed and is left out."""
         for attempt in count():
             try:
                 if attempt > 0:
                     env = (await self._make_envs())[index]
                 finished = await self._attempt(index, env, attempt)
             except Exception as error:
-                if not self._takes_retry(
+                if not self._use_retry(
                     error, is_needed=self._successful < self.rules.min_successful
                 ):
                     return self._leave_out(error)
@@ -105,14 +107,14 @@ class GroupRun:
             try:
                 if attempt > 0:
                     envs = await self._make_envs()
-                with first_of_group():
+                with raise_first_error():
                     async with asyncio.TaskGroup() as tasks:
                         running = [
                             tasks.create_task(self._attempt(i, env, attempt))
                             for i, env in enumerate(envs)
                         ]
             except Exception as error:
-                if not self._takes_retry(error):
+                if not self._use_retry(error):
                     raise
             else:
                 return [task.result() for task in running]
@@ -120,7 +122,7 @@ class GroupRun:
 
     async def _attempt(self, index: int, env: Env, attempt: int) -> FinishedRollout:
         title = f"Trajectory {index}" + (f", attempt {attempt + 1}" if attempt else "")
-        with located(title, self.builder), logtree.scope_header(title):
+        with error_context(title, self.builder), logtree.scope_header(title):
             async with time_limit("per_rollout_timeout", self.rules.timeout_seconds):
                 trajectory = await do_single_rollout(
                     self._policy(index, attempt), env, on_turn=self.on_turn
@@ -134,8 +136,8 @@ class GroupRun:
         return self.policy.seeded(derived_seed(self.seed, *place))
 
     async def _make_envs(self) -> Sequence[Env]:
-        """The environments of the group; always as many as the first time."""
-        with located("make_envs", self.builder):
+        """Return new environments; UserError unless there are as many as at the first call."""
+        with error_context("make_envs", self.builder):
             async with self._making:
                 envs = await self.builder.make_envs()
         name = f"make_envs of {type(self.builder).__qualname__}"
@@ -148,17 +150,17 @@ class GroupRun:
         self._size = len(envs)
         return envs
 
-    def _takes_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
-        """Note a failure; whether it is to be made good, which uses up a retry."""
+    def _use_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
+        """Record a failure and return whether to retry, which uses up one of the retries."""
         self.failures.append(RolloutError(type(error).__name__, str(error)))
-        if not is_needed or not may_succeed_again(error) or self._retried == self.rules.retries:
+        if not is_needed or not is_retryable(error) or self._retried == self.rules.retries:
             return False
         self._retried += 1
         logger.info("retry %d of %d after %r", self._retried, self.rules.retries, error)
         return True
 
     def _leave_out(self, error: Exception) -> None:
-        """Raise the error of a trajectory if the group cannot do without it."""
+        """Leave a failed trajectory out, or raise its error if too few would remain."""
         self._left_out += 1
         assert self._size is not None
         if (
@@ -168,40 +170,40 @@ class GroupRun:
             raise error
 
 
-def may_succeed_again(error: Exception) -> bool:
-    """Whether another attempt may go well: see planish/rl/rollout/strategy.py."""
+def is_retryable(error: Exception) -> bool:
+    """Return whether a retry may succeed (see planish/rl/rollout/strategy.py)."""
     return not isinstance(error, (UserError, EngineClosedError))
 
 
 def plays_together(builder: EnvGroupBuilder) -> bool:
-    """Whether the environments of the group play with each other."""
+    """Return whether the environments of the group interact."""
     return bool(getattr(builder, "plays_together", False))
 
 
-def named(builder: EnvGroupBuilder) -> str:
-    """A builder for an error message: its class, and the beginning of what it holds. Not for each
-    group: it may take time.
+def describe(builder: EnvGroupBuilder) -> str:
+    """Return the beginning of `repr(builder)` for an error message. It can be slow, so call it for
+    errors only.
     """
     return textwrap.shorten(repr(builder), 200, placeholder=" ...")
 
 
 @contextmanager
-def located(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Errors that leave the block say where in which group it was; so does what would have ended
-    the program, or a task unseen.
+def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
+    """Add a note with the place and the group to errors of the block. SystemExit, and CancelledError
+    without a cancellation, become RuntimeError (`only_errors`).
     """
     try:
         with only_errors():
             yield
     except Exception as error:
-        error.add_note(f"in {place} of {named(builder)}")
+        error.add_note(f"in {place} of {describe(builder)}")
         raise
 
 
 @contextmanager
-def first_of_group() -> Iterator[None]:
-    """Of the errors of a task group the first is raised, as it is; the others followed from it, or
-    would have been next.
+def raise_first_error() -> Iterator[None]:
+    """Raise the first error of a task group instead of an exception group. The other errors mostly
+    follow from the first.
     """
     try:
         yield
@@ -212,7 +214,7 @@ def first_of_group() -> Iterator[None]:
 
 @asynccontextmanager
 async def time_limit(name: str, seconds: float | None) -> AsyncIterator[None]:
-    """TimeoutError, with the option's name, if the block takes longer."""
+    """Raise TimeoutError with the name of the option if the block takes longer than `seconds`."""
     clock = asyncio.timeout(seconds)
     try:
         async with clock:

@@ -1,6 +1,6 @@
-"""What is reported of a batch of rollouts. docs/metrics.md defines each key.
+"""Metrics of a batch of rollouts. docs/metrics.md defines each key.
 
-Legend: P groups, G trajectories of a group. Nothing here is read to decide anything.
+Legend: P groups, G trajectories of a group. Metrics only report; no decision depends on them.
 """
 
 from collections import defaultdict
@@ -13,8 +13,8 @@ from planish.rl.types import Metrics, Trajectory
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    """env/all/..., and env/<tag>/... for each tag if some tag covers a part of the groups only; {}
-    without groups.
+    """Return env/all/... of all groups, or {} without groups. If a tag covers only some of the
+    groups, env/<tag>/... of each tag are included.
     """
     if not groups_P:
         return {}
@@ -27,11 +27,11 @@ def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
     return {
         f"env/{tag}/{name}": value
         for tag, groups in parts.items()
-        for name, value in _of(groups).items()
+        for name, value in _metrics_of(groups).items()
     }
 
 
-def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
+def _metrics_of(groups_P: Sequence[GroupRollout]) -> Metrics:
     trajectories = [trajectory for group in groups_P for trajectory in group.group.trajectories_G]
     rewards_P_G = [group.group.get_total_rewards() for group in groups_P]
     turns = [transition for trajectory in trajectories for transition in trajectory.transitions]
@@ -64,7 +64,7 @@ def _of(groups_P: Sequence[GroupRollout]) -> Metrics:
 
 
 def _means(dictionaries: Iterable[Metrics]) -> Metrics:
-    """The mean of each name over the dictionaries that have it."""
+    """Return for each name its mean over the dictionaries that have it."""
     values: dict[str, list[float]] = defaultdict(list)
     for metrics in dictionaries:
         for name, value in metrics.items():
@@ -73,23 +73,19 @@ def _means(dictionaries: Iterable[Metrics]) -> Metrics:
 
 
 def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
-    """optim/entropy: the mean of -logprob over the sampled tokens that are trained on, in nats; {}
-    without any.
+    """Return optim/entropy, the mean of -logprob over the trained tokens, in nats; {} without such
+    tokens.
     """
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
     if tokens == 0:
         return {}
-    return {
-        "optim/entropy": -sum(
-            float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D
-        )
-        / tokens
-    }
+    total = sum(float((sequence.logprobs_N * sequence.mask_N).sum()) for sequence in data_D)
+    return {"optim/entropy": -total / tokens}
 
 
 def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
-    """training_client/step, sampling_client/step_... and async/staleness_...: how old the weights
-    were that played the groups of a step.
+    """Return training_client/step, sampling_client/step_... and async/staleness_...: how many
+    optimizer steps the weights that sampled the groups lag behind.
     """
     steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
     if not steps:
@@ -103,7 +99,7 @@ def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
 
 
 def sampling_times(groups_P: Sequence[GroupRollout]) -> Metrics:
-    """time/sampling_time_...: how long the groups of a step took; {} without any."""
+    """Return time/sampling_time_..., the seconds of each group's rollout; {} without groups."""
     return _spread("time/sampling_time", [group.seconds for group in groups_P]) if groups_P else {}
 
 
@@ -112,7 +108,7 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
-    """Tokens that were sampled and prompts that were read, the latter from the cache or not."""
+    """Return the numbers of sampled tokens, and of prompt tokens that were cached and not."""
     turns = [turn for trajectory in _trajectories(groups_P) for turn in trajectory.transitions]
     cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
     return {
@@ -123,6 +119,7 @@ def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
 
 
 def mean(values: Sequence[float]) -> float:
+    """Return the mean; ZeroDivisionError without values."""
     return sum(values) / len(values)
 
 

@@ -1,5 +1,5 @@
-"""Episodes with a policy that is no model: answers that are written down, or a person's. The way to
-try an environment before anything is trained on it.
+"""Episodes with answers from a list or a person in place of a model, to try an environment before
+training on it.
 """
 
 import asyncio
@@ -17,24 +17,26 @@ from planish.types import ModelInput
 
 @dataclass(frozen=True)
 class Answer:
-    """What a policy writes in one turn."""
+    """The text of one turn of a policy."""
 
     text: str
     was_cut_off: bool = False
-    """The answer has no end, as if its token limit had been reached."""
+    """Whether the answer ends without a stop sequence, as at a token limit."""
 
 
 class AnswersAsTokens(TokenCompleter):
-    """A policy that answers in text. Each token has the logprob -1."""
+    """A policy that answers with texts, which are tokenised. Each token has the logprob -1."""
 
     def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
-        """`tokenizer`: of `transformers`. `max_tokens`: longer answers are cut off; None: never."""
+        """`tokenizer` is one of `transformers`. Answers longer than `max_tokens` are cut off; None
+        = never.
+        """
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
 
     @abstractmethod
     def answer(self, model_input: ModelInput) -> Answer:
-        """The answer to a prompt."""
+        """Return the answer to a prompt."""
 
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
@@ -43,39 +45,38 @@ class AnswersAsTokens(TokenCompleter):
         tokens = list(self.tokenizer.encode(answer.text, add_special_tokens=False))
         if not answer.was_cut_off and stop:
             end = stop[0]
-            tokens += (
-                [end]
-                if isinstance(end, int)
-                else self.tokenizer.encode(end, add_special_tokens=False)
-            )
+            if isinstance(end, int):
+                tokens.append(end)
+            else:
+                tokens += self.tokenizer.encode(end, add_special_tokens=False)
         limits = [limit for limit in (self.max_tokens, max_tokens) if limit is not None]
-        most = min(limits, default=len(tokens))
-        was_cut_off = answer.was_cut_off or len(tokens) > most
-        tokens = tokens[:most]
+        limit = min(limits, default=len(tokens))
+        was_cut_off = answer.was_cut_off or len(tokens) > limit
+        tokens = tokens[:limit]
         return TokensWithLogprobs(tokens, [-1.0] * len(tokens), "length" if was_cut_off else "stop")
 
 
 class ScriptedPolicy(AnswersAsTokens):
-    """A policy that gives these answers, in the order in which it is asked."""
+    """A policy that returns given answers in order. UserError if it is called more often."""
 
     def __init__(self, tokenizer: Any, answers: Iterable[str | Answer]) -> None:
         super().__init__(tokenizer)
         self._answers = list(answers)
-        self._given = 0
+        self._next = 0
 
     def answer(self, model_input: ModelInput) -> Answer:
-        if self._given == len(self._answers):
+        if self._next == len(self._answers):
             raise UserError(
-                f"answers: all {self._given} were given and the episode goes on; give more"
+                f"answers: all {self._next} were used and the episode is not over; give more"
             )
-        answer = self._answers[self._given]
-        self._given += 1
+        answer = self._answers[self._next]
+        self._next += 1
         return Answer(answer) if isinstance(answer, str) else answer
 
 
 @dataclass(frozen=True)
 class FirstEnv(EnvGroupBuilder):
-    """The first environment of a group, graded alone."""
+    """A group with only the first environment of another group."""
 
     builder: EnvGroupBuilder
 
@@ -95,13 +96,13 @@ class FirstEnv(EnvGroupBuilder):
 
 
 def play(builder: EnvGroupBuilder, *answers: str | Answer, tokenizer: Any) -> TrajectoryGroup:
-    """Play one group with written answers and grade it, as in training.
+    """Roll out one group with given answers and grade it as in training.
 
-    The environments take turns: with several in the group, the first answers go to their first
-    turns. `tokenizer` is that of the renderer. Errors of the environment are raised as they are;
-    UserError if the answers do not suffice. Not for code that runs in an event loop, which awaits
-    `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))`.
+    The environments take turns: in a group with several environments, the first answers go to their
+    first turns. `tokenizer` is that of the renderer. Errors of the environment are raised
+    unchanged; UserError if there are too few answers. Code that runs in an event loop awaits
+    `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))` instead.
     """
     group = asyncio.run(do_group_rollout(builder, ScriptedPolicy(tokenizer, answers)))
-    assert group is not None, "without a strategy that drops groups there is one"
+    assert group is not None, "FailFast, the default strategy, drops no group"
     return group

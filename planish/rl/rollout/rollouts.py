@@ -1,15 +1,14 @@
-"""Groups of episodes: all environments of a group are rolled out at once, graded together, and given
-back.
+"""Rollouts of groups: all environments of a group run concurrently and are graded together.
 
 Legend: G trajectories of a group.
 
-Whatever happens, also when the group is cancelled, `EnvGroupBuilder.cleanup` is called once, after
-everything else, and runs to its end. An error keeps its type; a note says in which trajectory of
-which group it happened. A cancellation that an environment lets out without having been asked to
-end is an error like others.
+`EnvGroupBuilder.cleanup` is called once after everything else, also if the group fails or is
+cancelled, and is not interrupted. An error keeps its type; a note names the trajectory and the
+group. If an environment raises CancelledError without having been cancelled, that counts as an
+error like any other.
 
-With a seed, a group's draws are a function of (seed, index of the trajectory, attempt): trajectory
-g is sampled by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
+With a seed, the samples of a group depend only on (seed, index of the trajectory, attempt):
+trajectory g is sampled by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
 """
 
 import logging
@@ -27,9 +26,9 @@ from planish.rl.limits import TerminationRewardPolicy
 from planish.rl.rollout.group_rollout import (
     FinishedRollout,
     GroupRun,
-    located,
-    may_succeed_again,
-    named,
+    describe,
+    error_context,
+    is_retryable,
     time_limit,
 )
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
@@ -46,21 +45,21 @@ Grade = tuple[float, Metrics]
 
 @dataclass(frozen=True)
 class GroupRollout:
-    """One group after it was finished, with all that is said of it later."""
+    """A finished group with everything that is reported about it."""
 
     group_idx: int
-    """Within its batch."""
+    """Index in its batch."""
     tags: list[str]
     group: TrajectoryGroup
-    """At least one trajectory."""
+    """The trajectories, at least one."""
     sampler_step: int | None
-    """Training steps of the weights that sampled it."""
+    """Number of optimizer steps behind the weights that sampled the group."""
     tree: logtree.Node | None
-    """What its environments logged; None when this group is not logged."""
+    """The logs of its environments; None if this group is not logged."""
     seconds: float = 0.0
-    """How long it took."""
+    """Duration of the rollout."""
     teacher: str | None = None
-    """As `EnvGroupBuilder.teacher` says."""
+    """Name of its teacher (`EnvGroupBuilder.teacher`)."""
 
 
 async def do_group_rollout(
@@ -73,12 +72,12 @@ async def do_group_rollout(
     on_turn: OnTurn | None = None,
     failures: list[RolloutError] | None = None,
 ) -> TrajectoryGroup | None:
-    """Play and grade one group; None if the strategy dropped it. The strategy is FailFast() if none
-    is given.
+    """Roll out and grade one group; return None if the strategy dropped it. The default strategy is
+    FailFast().
 
-    Attempts that fail are added to `failures`, also where the group is dropped; those of a group
-    are its `rollout_errors` too. With `termination.zero_reward_on_limit`, the reward of the group
-    holds what bounds the total of a trajectory by 0.
+    Failed attempts are added to `failures`, also if the group is dropped, and are the
+    `rollout_errors` of the returned group. With `termination.zero_reward_on_limit`, the group
+    reward of a trajectory that a limit ended is lowered so that its total reward is at most 0.
     """
     run = GroupRun(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
@@ -88,9 +87,9 @@ async def do_group_rollout(
                 lambda: graded(builder, finished_G, termination or TerminationRewardPolicy())
             )
     except Exception as error:
-        if not run.rules.drops_group or not may_succeed_again(error):
+        if not run.rules.drops_group or not is_retryable(error):
             raise
-        logger.warning("a group was dropped: %r in %s", error, named(builder))
+        logger.warning("a group was dropped: %r in %s", error, describe(builder))
         return None
     finally:
         if failures is not None:
@@ -108,7 +107,7 @@ async def graded(
     finished_G: list[FinishedRollout],
     termination: TerminationRewardPolicy,
 ) -> list[Grade]:
-    """What the group adds to the reward of each trajectory, within the bounds of `termination`."""
+    """Return the group reward and metrics of each trajectory, clamped by `termination`."""
     skipped_G = [
         termination.skips_grading(finished.trajectory.stop_reason) for finished in finished_G
     ]
@@ -117,16 +116,16 @@ async def graded(
         for finished, is_skipped in zip(finished_G, skipped_G, strict=True)
         if not is_skipped
     ]
-    answers: list[Grade] = []
+    grades: list[Grade] = []
     if graded_G:
-        with located("compute_group_rewards", builder):
+        with error_context("compute_group_rewards", builder):
             async with time_limit("grader_timeout_seconds", termination.grader_timeout_seconds):
                 given = await builder.compute_group_rewards(
                     [finished.trajectory for finished in graded_G],
                     [finished.env for finished in graded_G],
                 )
-        answers = validate_grades(given, builder, len(graded_G))
-    remaining = iter(answers)
+        grades = validate_grades(given, builder, len(graded_G))
+    remaining = iter(grades)
     grades_G: list[Grade] = [
         (0.0, {}) if is_skipped else next(remaining) for is_skipped in skipped_G
     ]
@@ -139,17 +138,19 @@ async def graded(
 def clamp_reward(
     grade: Grade, finished: FinishedRollout, termination: TerminationRewardPolicy
 ) -> Grade:
-    """The grade by which the total reward of the trajectory is what `termination` makes of it."""
+    """Return `grade` with its reward changed so that the total reward of the trajectory is the one
+    that `termination` allows.
+    """
     reward, metrics = grade
     trajectory = finished.trajectory
     total = trajectory.step_rewards + reward
-    allowed = termination.bounded(total, trajectory.stop_reason)
+    allowed = termination.clamp(total, trajectory.stop_reason)
     return (reward if allowed == total else allowed - trajectory.step_rewards), metrics
 
 
 def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
-    """What a builder's `compute_group_rewards` gave; UserError if it is no reward for each
-    trajectory.
+    """Return the result of `compute_group_rewards` as grades. UserError unless it has one (reward,
+    metrics) for each of `size` trajectories; NonFiniteError for a reward that is not finite.
     """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
     wanted = "give one (reward, metrics) for each trajectory"
@@ -181,12 +182,12 @@ def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Gra
 
 @asynccontextmanager
 async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
-    """Call `cleanup` after the block, once. An error of it does not hide one of the block, and does
-    not undo a group where failures are tolerated.
+    """Call `builder.cleanup` once after the block. If the block raised an error, that error is
+    raised and an error of cleanup is logged. If failures are tolerated, it is logged as well.
     """
 
     async def cleaning() -> None:
-        with located("cleanup", builder):
+        with error_context("cleanup", builder):
             await builder.cleanup()
 
     async def clean() -> None:
@@ -198,11 +199,11 @@ async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncI
         try:
             await clean()
         except Exception as another:
-            logger.warning("cleanup of %s failed: %r, after %r", named(builder), another, error)
+            logger.warning("cleanup of %s failed: %r, after %r", describe(builder), another, error)
         raise
     try:
         await clean()
     except Exception as error:
         if not rules.tolerates_failures:
             raise
-        logger.warning("cleanup of %s failed: %r", named(builder), error)
+        logger.warning("cleanup of %s failed: %r", describe(builder), error)

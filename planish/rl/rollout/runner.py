@@ -1,4 +1,4 @@
-"""Rolls out groups: the same way for training and evaluation, in this process or in a pool."""
+"""Rollouts of groups for training and evaluation, in this process or in a pool of processes."""
 
 import time
 from dataclasses import dataclass
@@ -34,11 +34,11 @@ class GroupRolloutRunner:
         progress: Stage | None = None,
         errors_of_dropped: list[RolloutError] | None = None,
     ) -> GroupRollout | None:
-        """Roll out one group. Return None if the strategy dropped it; what failed in it is added to
-        `errors_of_dropped`.
+        """Roll out one group; return None if the strategy dropped it. The failures of a dropped
+        group are added to `errors_of_dropped`.
 
-        `batch` names what the group is part of, for error messages. `is_logged`: keep what the
-        environments log.
+        `batch` names the batch of the group in error messages. With `is_logged` the logs of the
+        environments are kept.
         """
         failures: list[RolloutError] = []
         began = time.perf_counter()

@@ -1,22 +1,21 @@
 """One episode: the policy and an environment take turns until the environment is done.
 
-What the rollout adds to the environment's word: the reason why the episode ended, as
-`Trajectory.stop_reason` and as metrics stop/REASON of the last turn (1 for the one that holds, 0
-for the others, so that their means are shares of the episodes), and the part of an environment's
-`rollout_limits` that only the caller of the policy can keep:
+The rollout records why the episode ended, as `Trajectory.stop_reason` and as metrics stop/REASON of
+the last turn. The metric of the actual reason is 1 and the others are 0, so their means are
+fractions of the episodes. The rollout also applies those `rollout_limits` of the environment that
+concern calls of the policy:
 
-* each answer gets the tokens that `RolloutLimits.turn_tokens` leaves it;
-* `sampling_turn_timeout_seconds`: a policy that takes longer for an answer has failed, by
-  TimeoutError;
-* `rollout_timeout_seconds` ends the episode also before the policy writes, or while it does. The
-  answer under way is lost, the turns before it are kept, and an environment with a method
-  `stopped_by_limit(reason)` gives the reward and metrics of the end.
+* `RolloutLimits.turn_tokens` limits the tokens of each answer.
+* `sampling_turn_timeout_seconds`: a policy that takes longer for an answer fails with TimeoutError.
+* `rollout_timeout_seconds` also ends the episode before or while the policy samples. The incomplete
+  answer is lost and the turns before it are kept. If the environment has a method
+  `stopped_by_limit(reason)`, this returns the last reward and metrics.
 
-An end without an action, which is that one or a first prompt that is too long, is a turn without
+An episode that ends there, or with a first prompt that is too long, gets a last turn without
 tokens: its reward counts, and nothing is trained on it.
 
-The rollout opens no scope and starts no task of its own, so what an environment logs stands where
-it is called.
+The rollout opens no log scope and starts no task, so logs of the environment go to the scope of the
+caller.
 """
 
 import asyncio
@@ -45,19 +44,19 @@ from planish.runlog.evaluators import checked_metrics
 from planish.types import ModelInput
 
 OnTurn = Callable[[TokensWithLogprobs], None]
-"""Told of each answer of the policy as soon as it is there; it must return at once."""
+"""Called with each answer of the policy as soon as it is sampled; it must return at once."""
 
 
 async def do_single_rollout(
     policy: TokenCompleter, env: Env, *, on_turn: OnTurn | None = None
 ) -> Trajectory:
-    """Play `env` to its end. Errors of the environment and the policy are raised as they are."""
+    """Roll out one episode. Errors of the environment and the policy are raised unchanged."""
     turns = PolicyTurns(policy, getattr(env, "rollout_limits", None))
     first = await env.initial_observation()
     if isinstance(first, InitialObservationOverflow):
         name = f"{type(env).__name__}.initial_observation"
-        reward, metrics = checked_reward(first.reward, name), checked_metrics(first.metrics, name)
-        end = end_without_action(
+        reward, metrics = validate_reward(first.reward, name), checked_metrics(first.metrics, name)
+        end = transition_without_action(
             ModelInput.empty(), reward, StopReason.CONTEXT_OVERFLOW, metrics, first.logs
         )
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
@@ -73,7 +72,7 @@ async def do_single_rollout(
     while True:
         action = await turns.answer(observation, stop)
         if action is None:
-            transitions.append(await timed_out(env, observation))
+            transitions.append(await timeout_transition(env, observation))
             return Trajectory(transitions, observation, StopReason.ROLLOUT_TIMEOUT)
         if on_turn is not None:
             on_turn(action)
@@ -81,8 +80,8 @@ async def do_single_rollout(
             result = await env.step(action.tokens, extra={"stop_reason": action.stop_reason})
         else:
             result = await env.step(action.tokens)
-        result = checked_result(result, env, len(transitions) + 1)
-        transitions.append(played(observation, action, result))
+        result = validate_step_result(result, env, len(transitions) + 1)
+        transitions.append(make_transition(observation, action, result))
         if result.episode_done:
             return Trajectory(
                 transitions, result.next_observation, result.stop_reason or StopReason.COMPLETED
@@ -92,7 +91,7 @@ async def do_single_rollout(
 
 @dataclass
 class PolicyTurns:
-    """The policy's part of an episode, within its limits."""
+    """Calls the policy within the limits of an episode."""
 
     policy: TokenCompleter
     limits: RolloutLimits | None
@@ -104,19 +103,19 @@ class PolicyTurns:
     async def answer(
         self, observation: Observation, stop: StopCondition
     ) -> TokensWithLogprobs | None:
-        """The policy's next action; None if the time of the episode is over."""
+        """Return the policy's next action; None if `rollout_timeout_seconds` is over."""
         if self.limits is None:
             return await self.policy(observation, stop)
-        left = self._seconds_left()
-        if left is not None and left <= 0:
+        seconds_left = self._seconds_left()
+        if seconds_left is not None and seconds_left <= 0:
             return None
-        most = self.limits.turn_tokens(observation.length, self._sampled_tokens)
-        bound = {} if most is None else {"max_tokens": most}
-        episode = asyncio.timeout(left)
+        max_tokens = self.limits.turn_tokens(observation.length, self._sampled_tokens)
+        options = {} if max_tokens is None else {"max_tokens": max_tokens}
+        episode = asyncio.timeout(seconds_left)
         turn = asyncio.timeout(self.limits.sampling_turn_timeout_seconds)
         try:
             async with episode, turn:
-                action = await self.policy(observation, stop, **bound)
+                action = await self.policy(observation, stop, **options)
         except TimeoutError:
             if episode.expired():
                 return None
@@ -136,21 +135,23 @@ class PolicyTurns:
 
 
 def accepts_extra(env: Env) -> bool:
-    """Whether `env.step` can be told more than the tokens. Environments of older programs cannot."""
+    """Return whether `env.step` takes `extra`. Environments of older programs do not."""
     parameters = inspect.signature(env.step).parameters
     return "extra" in parameters or any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
     )
 
 
-def checked_result(result: Any, env: Env, turn: int) -> StepResult:
-    """What `env.step` gave; UserError if it cannot be a turn."""
+def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
+    """Return the result of `env.step` with its values as plain numbers; UserError or NonFiniteError
+    if one is not valid.
+    """
     name = f"{type(env).__name__}.step"
     if not isinstance(result, StepResult):
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
         raise UserError(f"{name} gave a {kind} in turn {turn}; give a planish.rl.types.StepResult")
-    reward = checked_reward(result.reward, name, f" in turn {turn}")
-    is_done = checked_done(result.episode_done, name, f" in turn {turn}")
+    reward = validate_reward(result.reward, name, f" in turn {turn}")
+    is_done = validate_done(result.episode_done, name, f" in turn {turn}")
     if not is_done:
         check_observation(
             result.next_observation, f"{name} gave a next_observation, in turn {turn}, that"
@@ -164,15 +165,16 @@ def checked_result(result: Any, env: Env, turn: int) -> StepResult:
 
 
 def check_observation(observation: Any, what: str) -> None:
+    """Raise UserError unless `observation` is a ModelInput. `what` begins the message."""
     if not isinstance(observation, ModelInput):
         raise UserError(
             f"{what} is a {type(observation).__name__}; give a ModelInput, such as ModelInput.from_ints(tokens)"
         )
 
 
-def checked_done(episode_done: Any, name: str, where: str) -> bool:
-    """Whether the episode is over; UserError for None, which is no answer, and for text, which
-    Python takes for True.
+def validate_done(episode_done: Any, name: str, where: str) -> bool:
+    """Return `episode_done` as a bool. UserError for values other than True, False, 0 and 1, such as
+    None, or a text, which Python would take for True.
     """
     value = episode_done.item() if hasattr(episode_done, "item") else episode_done
     if value not in (0, 1):
@@ -180,9 +182,9 @@ def checked_done(episode_done: Any, name: str, where: str) -> bool:
     return bool(value)
 
 
-def checked_reward(reward: Any, name: str, where: str = "") -> float:
-    """What `name` gave as a reward; UserError, NonFiniteError if it is a number, unless it is a
-    finite one.
+def validate_reward(reward: Any, name: str, where: str = "") -> float:
+    """Return a reward as a float. UserError if it is no number, NonFiniteError if it is not finite;
+    `name` and `where` say in the message where it comes from.
     """
     try:
         value = float(reward)
@@ -193,8 +195,10 @@ def checked_reward(reward: Any, name: str, where: str = "") -> float:
     return value
 
 
-def played(observation: Observation, action: TokensWithLogprobs, result: StepResult) -> Transition:
-    """A turn, with the reason of the end in its metrics if it is the last."""
+def make_transition(
+    observation: Observation, action: TokensWithLogprobs, result: StepResult
+) -> Transition:
+    """Return a turn. The metrics of the last turn also have the stop reason."""
     reason = (result.stop_reason or StopReason.COMPLETED) if result.episode_done else None
     return Transition(
         ob=observation,
@@ -207,9 +211,10 @@ def played(observation: Observation, action: TokensWithLogprobs, result: StepRes
     )
 
 
-def end_without_action(
+def transition_without_action(
     observation: Observation, reward: float, reason: StopReason, metrics: Metrics, logs: Logs
 ) -> Transition:
+    """Return the last turn of an episode that ended without an action."""
     return Transition(
         ob=observation,
         ac=TokensWithLogprobs([], []),
@@ -221,17 +226,18 @@ def end_without_action(
     )
 
 
-async def timed_out(env: Env, observation: Observation) -> Transition:
-    """The end of an episode whose time was over before the policy's answer was there."""
+async def timeout_transition(env: Env, observation: Observation) -> Transition:
+    """Return the last turn of an episode whose time was over before the policy had answered."""
     reason = StopReason.ROLLOUT_TIMEOUT
     grade = getattr(env, "stopped_by_limit", None)
     reward, metrics = (0.0, {}) if grade is None else await grade(reason)
-    logs: Logs = {"rollout_timeout": "the time was up before the answer was there"}
+    logs: Logs = {"rollout_timeout": "the time was over before the policy had answered"}
     name = f"{type(env).__name__}.stopped_by_limit"
-    return end_without_action(
-        observation, checked_reward(reward, name), reason, checked_metrics(metrics, name), logs
+    return transition_without_action(
+        observation, validate_reward(reward, name), reason, checked_metrics(metrics, name), logs
     )
 
 
 def stop_metrics(reason: StopReason) -> Metrics:
+    """Return stop/NAME for every stop reason: 1 for `reason`, 0 for the others."""
     return {f"stop/{name}": float(name == reason) for name in StopReason}

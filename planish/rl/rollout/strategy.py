@@ -1,94 +1,73 @@
-"""What becomes of a group in which something failed.
+"""Strategies for failed rollouts.
 
-    FailFast         the error is raised, and the rest of the group is cancelled
-    RetryOnFailure   what failed is played again; the error is raised when the retries are used up
-    MinViableGroup   the same while too few have succeeded; then the group goes on without what
-                     failed, or is dropped
+    FailFast         raises the error and cancels the rest of the group
+    RetryOnFailure   retries a failed rollout; raises the error when the retries are used up
+    MinViableGroup   retries while too few rollouts have succeeded; then leaves failed rollouts out,
+                     or drops the group if too few remain
 
-A failure is an `Exception` out of an environment, a builder, a grader or the policy. Three things
-are told apart:
+A failure is an `Exception` from an environment, a builder, a grader or the policy. Three kinds of
+errors are special:
 
-* Cancellation, KeyboardInterrupt and the like are no failures. No strategy catches them.
-* After `EngineClosedError` every further rollout would fail too, so it is raised at once, whatever
-  the strategy.
-* A `UserError` says that the call was wrong, so it is not retried, and no group is dropped for it:
-  it is raised, unless MinViableGroup can do without the trajectory. Otherwise a mistake in the
-  options would look like a run without data.
+* Cancellation, KeyboardInterrupt and other BaseExceptions are not failures. No strategy catches
+  them.
+* After `EngineClosedError` every further rollout would fail too, so every strategy raises it at
+  once.
+* `UserError` means that the call was wrong. It is never retried, and never drops a group, since
+  otherwise a mistake in the options would look like a run without data. It is raised, unless
+  MinViableGroup can leave the trajectory out.
 
-A strategy is plain data: it is written into a run's config, and sent to the processes of a pool.
+A strategy is plain data: it is written to config.json, and sent to rollout processes.
 """
 
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import chz
 
 from planish.errors import UserError
+from planish.rl.field_checks import field_check, is_finite, is_whole
 
 
 @dataclass(frozen=True)
 class FailureRules:
-    """What a strategy means for one group."""
+    """The rules of a strategy for one group."""
 
     retries: int
-    """How many failures are made good by playing again; all trajectories of the group share them.
-    """
+    """Number of retries, which all trajectories of the group share."""
     timeout_seconds: float | None
-    """Time of one trajectory; a longer one has failed, by TimeoutError."""
+    """Maximum seconds of one trajectory; a longer one fails with TimeoutError."""
     min_successful: int
-    """Fewest trajectories of the group; once there are as many, nothing is played again."""
+    """Minimum number of trajectories; once so many have succeeded, failures are not retried."""
     drops_group: bool
-    """A group that has too few is left out; otherwise its error is raised."""
+    """Whether a group with too few trajectories is dropped. If not, the error is raised."""
 
     @property
     def tolerates_failures(self) -> bool:
+        """Whether a failure may be ignored or retried."""
         return self.retries > 0 or self.drops_group
 
 
 @chz.chz
 class RolloutStrategy(ABC):
-    """How failures are dealt with; a new strategy is a class with other rules."""
+    """How failures are handled. A new strategy is a subclass with other rules."""
 
     @abstractmethod
     def rules(self, group_size: int) -> FailureRules:
-        """The rules for a group of so many trajectories."""
+        """Return the rules for a group of `group_size` trajectories."""
 
 
-def _count(strategy: Any, name: str) -> None:
-    value = getattr(strategy, name)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        _refuse(strategy, name, "a whole number, 0 or more")
-
-
-def _seconds(strategy: Any, name: str) -> None:
-    value = getattr(strategy, name)
-    if (
-        isinstance(value, bool)
-        or not isinstance(value, int | float)
-        or not math.isfinite(value)
-        or value < 0
-    ):
-        _refuse(strategy, name, "seconds, or 0 for no limit")
-
-
-def _at_least_one(strategy: Any, name: str) -> None:
-    value = getattr(strategy, name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        _refuse(
-            strategy, name, "a whole number of at least 1, or None for three quarters of the group"
-        )
-
-
-def _refuse(strategy: Any, name: str, wanted: str) -> None:
-    field = name.removeprefix("X_")  # chz keeps a field's value under this name
-    raise UserError(f"{type(strategy).__name__}.{field}={getattr(strategy, name)!r}: give {wanted}")
+_count = field_check(lambda value: is_whole(value, 0), "a whole number, 0 or more")
+_seconds = field_check(lambda value: is_finite(value) and value >= 0, "seconds, or 0 for no limit")
+_at_least_one = field_check(
+    lambda value: value is None or is_whole(value, 1),
+    "a whole number of at least 1, or None for three quarters of the group",
+)
 
 
 @chz.chz
 class FailFast(RolloutStrategy):
-    """Any failure ends the group, and is raised."""
+    """Raise the first error of a group and cancel its other rollouts."""
 
     def rules(self, group_size: int) -> FailureRules:
         return FailureRules(
@@ -98,8 +77,8 @@ class FailFast(RolloutStrategy):
 
 @chz.chz
 class RetryOnFailure(RolloutStrategy):
-    """What failed is played again in a fresh environment with other draws. A group is whole, or its
-    error is raised.
+    """Retry failed rollouts in new environments with other seeds. A group is complete, or its error
+    is raised.
     """
 
     max_retries: int = chz.field(
@@ -119,11 +98,11 @@ class RetryOnFailure(RolloutStrategy):
 
 @chz.chz
 class MinViableGroup(RolloutStrategy):
-    """A group may be smaller, but not by much: the fewer rewards its baseline is made of, the
-    noisier is every advantage.
+    """Allow slightly smaller groups: the fewer rewards the baseline is computed from, the noisier
+    are the advantages.
 
-    What fails is played again as long as fewer than `min_successful` trajectories have succeeded,
-    and left out afterwards. A group that stays below is dropped.
+    Failed rollouts are retried while fewer than `min_successful` have succeeded, and left out
+    afterwards. A group that stays below `min_successful` is dropped.
     """
 
     min_successful: int | None = chz.field(
@@ -153,7 +132,9 @@ class MinViableGroup(RolloutStrategy):
 
 
 def strategy_from(rollout_error_tolerance: bool | RolloutStrategy | None) -> RolloutStrategy:
-    """False or None: FailFast. True: RetryOnFailure with its defaults. A strategy is itself."""
+    """Return the strategy of an option: FailFast for False or None, RetryOnFailure with its
+    defaults for True, a strategy unchanged. UserError for other values.
+    """
     if isinstance(rollout_error_tolerance, RolloutStrategy):
         return rollout_error_tolerance
     if rollout_error_tolerance is None or rollout_error_tolerance is False:

@@ -23,7 +23,7 @@ from itertools import count
 from typing import Any, Self
 
 from planish.errors import PlanishError
-from planish.rl.rollout.group_rollout import first_of_group
+from planish.rl.rollout.group_rollout import raise_first_error
 
 GRACE_SECONDS = 10.0
 """Seconds that a worker has for ending after its socket is closed, before it is killed."""
@@ -195,7 +195,7 @@ class Peer:
     async def _answer_all(self, inbox: asyncio.Queue[Any], answer: Answer) -> Reply | Ended:
         """Answer the calls in `inbox` until a Reply or Ended is in it, and return that one."""
         tasks: dict[int, asyncio.Task[None]] = {}
-        with first_of_group():
+        with raise_first_error():
             async with asyncio.TaskGroup() as group:
                 while True:
                     match await inbox.get():

@@ -34,7 +34,7 @@ from planish.errors import UserError
 from planish.logtree.nodes import Node
 from planish.logtree.trace import append
 from planish.rl.limits import TerminationRewardPolicy
-from planish.rl.rollout.group_rollout import named
+from planish.rl.rollout.group_rollout import describe
 from planish.rl.rollout.processes.process import ProcessDiedError, RolloutProcess
 from planish.rl.rollout.processes.worker import RolloutRequest, RolloutTask
 from planish.rl.rollout.rollouts import OnTurn
@@ -117,13 +117,13 @@ class RolloutPool:
                 process = await self._least_busy()
                 result = await process.run(request, policy, on_turn)
             except ProcessDiedError as error:
-                error.add_note(f"in the rollout of {named(builder)}")
+                error.add_note(f"in the rollout of {describe(builder)}")
                 deaths.append(RolloutError(type(error).__name__, str(error)))
                 if len(deaths) <= rules.retries:
                     continue
                 if not rules.drops_group:
                     raise
-                logger.warning("a group was dropped: %r in %s", error, named(builder))
+                logger.warning("a group was dropped: %r in %s", error, describe(builder))
                 failures += deaths
                 return None
             if logs is not None:
