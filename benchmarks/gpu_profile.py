@@ -66,7 +66,9 @@ def profiles(directory: Path, settings: EngineSettings, work: Mapping[str, Any])
 def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
     sampler = base.sampler
     # Prompts that share a beginning are computed in two waves.
-    prompt_steps = 2 * math.ceil(sum(map(len, work["prompts"])) / sampler.settings.prefill_tokens)
+    prompt_steps = 2 * math.ceil(
+        sum(map(len, work["prompts"])) / sampler.settings.max_prefill_tokens_per_step
+    )
     params = SamplingParams(max_tokens=prompt_steps + SETTLING_STEPS + 4 * STEPS, stop=[], seed=0)
     futures: list[Future[SampleResponse]] = []
     for prompt in work["prompts"]:

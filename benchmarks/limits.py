@@ -140,7 +140,7 @@ class Limit:
 
     def layers_seconds(self, rows: int) -> float:
         """Of the layers' products, forward, for so many rows."""
-        return seconds(self._passes(rows, self._forward(rows)))
+        return seconds(self._runner(rows, self._forward(rows)))
 
     def _head_seconds(self, rows: int) -> float:
         return seconds(
@@ -149,8 +149,8 @@ class Limit:
 
     def _training_seconds(self, rows: int) -> float:
         passes = [
-            *self._passes(rows, self._forward(rows)),
-            *self._passes(rows, self._backward(rows), is_backward=True),
+            *self._runner(rows, self._forward(rows)),
+            *self._runner(rows, self._backward(rows), is_backward=True),
         ]
         lora = [partial(lora_products, rows, parts) for parts in self._parts]
         return seconds(passes) + self._config.num_layers * sum(seconds([site()]) for site in lora)
@@ -159,7 +159,7 @@ class Limit:
         grad = random_matrix(rows, self._config.vocab_size)
         return self._head_seconds(rows) + seconds(self._applied(self._head_backward(rows), grad))
 
-    def _passes(
+    def _runner(
         self, rows: int, products: Sequence[Sequence[Product]], is_backward: bool = False
     ) -> list[Callable[[], Any]]:
         """Every site of every layer once, in their order."""

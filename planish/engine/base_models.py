@@ -108,7 +108,7 @@ class BaseModel:
         """
         _make_current(self.device)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until the device has finished the work on this thread's current stream."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()

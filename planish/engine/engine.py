@@ -19,7 +19,6 @@ import weakref
 from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +31,27 @@ from planish.engine.checkpoints.store import (
     name_taken,
     record_of,
 )
-from planish.engine.engine_thread import DeviceOwner
+from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory, adapter_bytes
 from planish.engine.operations import TrainingOperations
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
-from planish.engine.training_models import Job, LoadedAdapter, SamplerHandle, Tenant
+from planish.engine.training_models import (
+    LoadedAdapter,
+    QueuedCreation,
+    QueuedForwardBackward,
+    QueuedForwardBackwardLater,
+    QueuedLoad,
+    QueuedOperation,
+    QueuedOptimStep,
+    QueuedPublish,
+    QueuedRelease,
+    QueuedSample,
+    QueuedSamplerCreation,
+    QueuedSave,
+    QueuedUnload,
+    SamplerSession,
+    TrainingModel,
+)
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.cpp.threads import limit_threads
@@ -114,8 +129,8 @@ class Engine:
         given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory)
         self._store = CheckpointStore(data_directory(data_dir))
-        self._tenants: dict[str, Tenant] = {}
-        self._handles: dict[str, SamplerHandle] = {}
+        self._training_models: dict[str, TrainingModel] = {}
+        self._sampler_sessions: dict[str, SamplerSession] = {}
         self._runs: set[str] = set()
         """Ids of all training models that this engine created."""
         self._is_closed = False
@@ -125,9 +140,9 @@ class Engine:
         for name, by in self._substitutes.items():
             _log.warning("where loss_fn=%r is asked for, %r is computed in its place", name, by)
         disk = ThreadPoolExecutor(1, thread_name_prefix="planish-disk")
-        self._owner = DeviceOwner(TrainingOperations(self._store, disk), on_end=disk.shutdown)
-        # Free the device when the engine is garbage-collected. At exit the owner frees it.
-        weakref.finalize(self, self._owner.stop, False).atexit = False
+        self._thread = EngineThread(TrainingOperations(self._store, disk), on_end=disk.shutdown)
+        # Free the device when the engine is garbage-collected. At exit the engine thread frees it.
+        weakref.finalize(self, self._thread.stop, False).atexit = False
 
     def submit(self, operation: Operation[R]) -> Future[R]:
         """Check and queue `operation`; return the future of its result.
@@ -138,12 +153,12 @@ class Engine:
         """
         self._check_open()
         future: Future[R] = Future()
-        job = self._job(operation, future)
+        queued = self._queued(operation, future)
         # Keep the engine alive until the result is set. After
         # `ServiceClient().create_sampling_client(...).sample(...)` the caller has only the future.
         kept = [self]
         future.add_done_callback(lambda _: kept.clear())
-        self._owner.put(job)
+        self._thread.put(queued)
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
@@ -161,8 +176,8 @@ class Engine:
 
     def sampler_info(self, sampler_id: str) -> SamplerInfo:
         """Return a sampler's base model and checkpoint. Available after `close` too."""
-        handle = self._handle(sampler_id)
-        return SamplerInfo(handle.sampler_id, handle.base_model, handle.model_path)
+        session = self._session(sampler_id)
+        return SamplerInfo(session.sampler_id, session.base_model, session.model_path)
 
     def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory with the base model's tokenizer files."""
@@ -229,58 +244,52 @@ class Engine:
         With `finish`, queued operations run first; otherwise they fail with EngineClosedError.
         """
         self._is_closed = True
-        self._owner.close(finish)
-        self._tenants.clear()
-        self._handles.clear()
+        self._thread.close(finish)
+        self._training_models.clear()
+        self._sampler_sessions.clear()
         self._models.clear()
 
     # The methods below check an operation before `submit` queues it.
 
-    def _job(self, op: Operation[Any], future: Future[Any]) -> Job:
+    def _queued(self, op: Operation[Any], future: Future[Any]) -> QueuedOperation:
         match op:
             case CreateModel():
                 return self._create_model(op, future)
             case CreateSampler():
                 return self._create_sampler(op, future)
             case PublishSampler():
-                tenant = self._tenant(op.model_id)
-                handle = self._new_handle(op.sampler_id, tenant.base, tenant.base_model, None)
-                return Job(op, future, tenant=tenant, handle=handle)
+                model = self._model(op.model_id)
+                session = self._new_session(op.sampler_id, model.base, model.base_model, None)
+                return QueuedPublish(op, future, model, session)
             case ReleaseSampler():
-                return Job(
-                    op,
-                    future,
-                    handle=self._handles.pop(op.sampler_id, None) or self._handle(op.sampler_id),
-                )
+                released = self._sampler_sessions.pop(op.sampler_id, None)
+                return QueuedRelease(op, future, released or self._session(op.sampler_id))
             case UnloadModel():
-                return Job(
-                    op,
-                    future,
-                    tenant=self._tenants.pop(op.model_id, None) or self._tenant(op.model_id),
-                )
+                unloaded = self._training_models.pop(op.model_id, None)
+                return QueuedUnload(op, future, unloaded or self._model(op.model_id))
             case Sample():
-                return Job(op, future, handle=self._check_sample(op))
+                session = self._session(op.sampler_id)
+                self._check_request(session.base, op)
+                return QueuedSample(op, future, session)
             case SaveWeights() | SaveWeightsForSampler():
                 return self._save(op, future)
             case LoadWeights():
-                tenant = self._tenant(op.model_id)
+                model = self._model(op.model_id)
                 path = CheckpointPath.parse(op.path)
                 loaded = self._read(
-                    path, tenant.base, tenant.layout, tenant.base_model, op.with_optimizer
+                    path, model.base, model.layout, model.base_model, op.with_optimizer
                 )
-                return Job(op, future, tenant=tenant, loaded=loaded)
+                return QueuedLoad(op, future, model, loaded)
             case ForwardBackward():
-                tenant = self._tenant(op.model_id)
+                model = self._model(op.model_id)
                 loss_fn = self._computed_loss(op.loss_fn)
-                tenant.base.trainer.validate(op.data, loss_fn, op.loss_fn_config)
-                computed = replace(op, loss_fn=loss_fn)
-                return Job(computed, future, tenant=tenant, asked_loss=op.loss_fn)
+                batch = model.base.trainer.read(op.data, loss_fn, op.loss_fn_config)
+                return QueuedForwardBackward(op, future, model, batch)
             case ForwardBackwardLater():
-                computed = replace(op, loss_fn=self._computed_loss(op.loss_fn))
-                tenant = self._tenant(op.model_id)
-                return Job(computed, future, tenant=tenant, asked_loss=op.loss_fn)
+                loss_fn = self._computed_loss(op.loss_fn)
+                return QueuedForwardBackwardLater(op, future, self._model(op.model_id), loss_fn)
             case OptimStep():
-                return Job(op, future, tenant=self._tenant(op.model_id))
+                return QueuedOptimStep(op, future, self._model(op.model_id))
         raise TypeError(f"{type(op).__name__} is no operation of this engine")
 
     def _computed_loss(self, loss_fn: str) -> str:
@@ -298,29 +307,29 @@ class Engine:
         if self._is_closed:
             raise EngineClosedError("the engine is closed; make a new ServiceClient")
 
-    def _tenant(self, model_id: str) -> Tenant:
-        tenant = self._tenants.get(model_id)
-        if tenant is None:
+    def _model(self, model_id: str) -> TrainingModel:
+        model = self._training_models.get(model_id)
+        if model is None:
             raise UserError(
                 f"model_id={model_id!r}: there is no such model (or it was unloaded); create one"
             )
-        if tenant.failure is not None:
-            raise UserError(f"model_id={model_id!r}: {tenant.failure}")
-        return tenant
+        if model.failure is not None:
+            raise UserError(f"model_id={model_id!r}: {model.failure}")
+        return model
 
-    def _handle(self, sampler_id: str) -> SamplerHandle:
-        handle = self._handles.get(sampler_id)
-        if handle is None:
+    def _session(self, sampler_id: str) -> SamplerSession:
+        session = self._sampler_sessions.get(sampler_id)
+        if session is None:
             raise UserError(
                 f"sampler_id={sampler_id!r}: there is no such sampler (or it was released); create one"
             )
-        return handle
+        return session
 
-    def _create_model(self, op: CreateModel, future: Future[Any]) -> Job:
+    def _create_model(self, op: CreateModel, future: Future[Any]) -> QueuedCreation:
         for module in _IMPORTED_LATE:
             importlib.import_module(module)
         check_name("model_id", op.model_id)
-        if op.model_id in self._tenants:
+        if op.model_id in self._training_models:
             raise UserError(f"model_id={op.model_id!r} is in use; give another")
         name, lora, loaded = op.base_model, op.lora, None
         if op.from_path is not None:
@@ -337,13 +346,13 @@ class Engine:
             base = self._models.get(name)
             layout = LoraLayout(base.config, lora)
         base.check_rank(lora.rank)
-        tenant = Tenant(op.model_id, base, name, layout, dict(op.user_metadata))
-        if self._tenants.setdefault(op.model_id, tenant) is not tenant:
+        model = TrainingModel(op.model_id, base, name, layout, dict(op.user_metadata))
+        if self._training_models.setdefault(op.model_id, model) is not model:
             raise UserError(f"model_id={op.model_id!r} is in use; give another")
         self._runs.add(op.model_id)
-        return Job(op, future, tenant=tenant, loaded=loaded)
+        return QueuedCreation(op, future, model, loaded)
 
-    def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> Job:
+    def _create_sampler(self, op: CreateSampler, future: Future[Any]) -> QueuedSamplerCreation:
         loaded = None
         if op.model_path is not None:
             path = CheckpointPath.parse(op.model_path)
@@ -359,26 +368,17 @@ class Engine:
             assert op.base_model is not None
             name = op.base_model
             base = self._models.get(name)
-        return Job(
-            op,
-            future,
-            handle=self._new_handle(op.sampler_id, base, name, op.model_path),
-            loaded=loaded,
-        )
+        session = self._new_session(op.sampler_id, base, name, op.model_path)
+        return QueuedSamplerCreation(op, future, session, loaded)
 
-    def _new_handle(
+    def _new_session(
         self, sampler_id: str, base: BaseModel, name: str, model_path: str | None
-    ) -> SamplerHandle:
+    ) -> SamplerSession:
         check_name("sampler_id", sampler_id)
-        handle = SamplerHandle(sampler_id, base, name, model_path)
-        if self._handles.setdefault(sampler_id, handle) is not handle:
+        session = SamplerSession(sampler_id, base, name, model_path)
+        if self._sampler_sessions.setdefault(sampler_id, session) is not session:
             raise UserError(f"sampler_id={sampler_id!r} is in use; give another")
-        return handle
-
-    def _check_sample(self, op: Sample) -> SamplerHandle:
-        handle = self._handle(op.sampler_id)
-        self._check_request(handle.base, op)
-        return handle
+        return session
 
     def _check_request(self, base: BaseModel, op: Sample) -> None:
         if op.record_stability_info and not self._substitutes:
@@ -391,14 +391,14 @@ class Engine:
         if isinstance(stop, str) or any(isinstance(item, str) for item in stop or ()):
             _ = base.tokenizer  # load it now, so that a missing tokenizer fails this call
 
-    def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> Job:
-        tenant = self._tenant(op.model_id)
+    def _save(self, op: SaveWeights | SaveWeightsForSampler, future: Future[Any]) -> QueuedSave:
+        model = self._model(op.model_id)
         path = CheckpointPath(
             op.model_id, "training" if isinstance(op, SaveWeights) else "sampler", op.name
         )
         if isinstance(op, SaveWeights) and not op.overwrite and self._store.exists(path):
             raise name_taken(path)
-        return Job(op, future, tenant=tenant, save_to=path)
+        return QueuedSave(op, future, model, path)
 
     def _read(
         self,

@@ -4,17 +4,17 @@ The thread works in turns. A turn is one micro-batch (or another operation) of o
 or one step of one base model's sampler. While both training and sampling have work, each gets half
 of the time. Within each of the two sides, the models share the time equally.
 
-Only the engine thread may access the state below. Other threads submit jobs through `put`, which
-never blocks and may be called from a finalizer.
+Only the engine thread may access the state below. Other threads submit operations through `put`,
+which never blocks and may be called from a finalizer.
 
-Every job's future is completed in any case: with a result, with an error, or with
+Every operation's future is completed in any case: with a result, with an error, or with
 EngineClosedError when the thread ends.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -26,23 +26,27 @@ import torch
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
 from planish.engine.operations import TrainingOperations
-from planish.engine.release_memory import let_go
-from planish.engine.training_models import Job, SamplerHandle, Tenant
+from planish.engine.release_memory import clear_frames
+from planish.engine.training_models import (
+    QueuedCreation,
+    QueuedForwardBackward,
+    QueuedForwardBackwardLater,
+    QueuedOperation,
+    QueuedPublish,
+    QueuedRelease,
+    QueuedSample,
+    QueuedSamplerCreation,
+    QueuedSampling,
+    QueuedSave,
+    QueuedTraining,
+    SamplerSession,
+    TrainingModel,
+)
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.linear import before_each_matmul
 from planish.model.lora import LoraWeights
 from planish.processes.background import BackgroundThread, wait_for_saves
-from planish.service import (
-    CreateModel,
-    CreateSampler,
-    ForwardBackward,
-    ForwardBackwardLater,
-    ReleaseSampler,
-    Sample,
-    SaveWeights,
-    SaveWeightsForSampler,
-)
 
 Side = Literal["sampling", "training"]
 
@@ -51,7 +55,7 @@ _CANCELLED = "its creation was cancelled; create another one"
 
 @dataclass(frozen=True)
 class _Wake:
-    """An inbox item that wakes the thread, because data of a waiting job may be available."""
+    """An inbox item that wakes the thread, because the data of a queued operation may be ready."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +63,11 @@ class _Stop:
     """An inbox item that asks the thread to end."""
 
     finish: bool
-    """Whether all queued jobs are to be completed first."""
+    """Whether all queued operations are to be completed first."""
 
 
-class DeviceOwner:
-    """The engine thread, its inbox of jobs, and the state of what it runs."""
+class EngineThread:
+    """The engine thread, its inbox of operations, and the state of what it runs."""
 
     def __init__(self, operations: TrainingOperations, on_end: Callable[[], None]) -> None:
         """Create the engine thread.
@@ -72,7 +76,7 @@ class DeviceOwner:
         """
         self._operations = operations
         self._on_end = on_end
-        self._inbox: SimpleQueue[Job | _Wake | _Stop] = SimpleQueue()
+        self._inbox: SimpleQueue[QueuedOperation | _Wake | _Stop] = SimpleQueue()
         self._ended = threading.Event()
         self._saves: set[Future[Any]] = set()
         """The futures of checkpoints that are not written yet."""
@@ -81,20 +85,20 @@ class DeviceOwner:
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
         self._stop: _Stop | None = None
-        self._tenants: list[Tenant] = []
+        self._models: list[TrainingModel] = []
         """The training models whose queues are not empty."""
         self._bases: list[BaseModel] = []
         """The base models that were sampled from."""
-        self._handles: list[SamplerHandle] = []
-        self._sides: FairShare[Side] = FairShare()
-        self._training: FairShare[Tenant] = FairShare()
-        self._sampling: FairShare[BaseModel] = FairShare()
+        self._sampler_sessions: list[SamplerSession] = []
+        self._side_shares: FairShare[Side] = FairShare()
+        self._training_shares: FairShare[TrainingModel] = FairShare()
+        self._sampling_shares: FairShare[BaseModel] = FairShare()
         self._thread = BackgroundThread(
             short_switch_interval()(self._run), "planish-engine", stop=self._stop_at_exit
         )
 
-    def put(self, job: Job) -> None:
-        """Queue a job.
+    def put(self, queued: QueuedOperation) -> None:
+        """Queue an operation.
 
         Raise EngineClosedError if the thread has ended or belongs to a parent process.
         """
@@ -105,17 +109,17 @@ class DeviceOwner:
             raise EngineClosedError(
                 "the engine is in the process that this one was forked from; sample and train there, or make a ServiceClient here"
             )
-        if isinstance(job.operation, (SaveWeights, SaveWeightsForSampler)):
-            self._saves.add(job.future)
-            job.future.add_done_callback(self._saves.discard)
-        self._inbox.put(job)
+        if isinstance(queued, QueuedSave):
+            self._saves.add(queued.future)
+            queued.future.add_done_callback(self._saves.discard)
+        self._inbox.put(queued)
         if self._ended.is_set():
-            self._refuse_inbox()
+            self._reject_inbox()
 
     def stop(self, finish: bool) -> None:
         """Ask the thread to end, without waiting for it.
 
-        With `finish`, the thread first completes all queued jobs, including jobs whose data are
+        With `finish`, the thread first completes all queued operations, also those whose data are
         still being prepared. Otherwise it ends at the next matmul of the work in progress.
         """
         self._is_aborted = self._is_aborted or not finish
@@ -134,7 +138,7 @@ class DeviceOwner:
             raise
 
     def _stop_at_exit(self) -> None:
-        """Wait for checkpoints that are being saved, then stop without doing other jobs."""
+        """Wait for checkpoints that are being saved, then stop without running other operations."""
         try:
             wait_for_saves(list(self._saves))
         finally:
@@ -150,11 +154,11 @@ class DeviceOwner:
                 if self._is_over():
                     break
                 if self._has_work():
-                    self._turn()
+                    self._run_turn()
         except BaseException as error:
-            # Errors of jobs are caught elsewhere. This exception is a fault of the loop itself, so
-            # its state cannot be trusted any more.
-            let_go(error)
+            # Errors of operations are caught elsewhere. This exception is a fault of the loop
+            # itself, so its state cannot be trusted any more.
+            clear_frames(error)
             self._fault = error
         finally:
             self._end()
@@ -169,14 +173,14 @@ class DeviceOwner:
         block = not self._has_work() and (self._stop is None or self._awaits_data())
         if block:
             # No model has waiting work, so the time used so far is irrelevant.
-            self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
+            self._reset_shares()
         while True:
             try:
                 item = self._inbox.get(block)
             except Empty:
                 return
             block = False
-            if isinstance(item, Job):
+            if isinstance(item, QueuedOperation):
                 self._accept(item)
             elif isinstance(item, _Stop) and (self._stop is None or not item.finish):
                 self._stop = item
@@ -190,35 +194,44 @@ class DeviceOwner:
         return not (self._stop.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:
-        """Return whether the next job of any training model waits for data being prepared."""
-        return any(tenant.awaits_data for tenant in self._tenants)
+        """Return whether the next operation of any training model waits for data being prepared."""
+        return any(model.awaits_data for model in self._models)
 
     def _has_work(self) -> bool:
         """Return whether a training model or a sampler can take a turn now."""
-        return any(tenant.is_ready for tenant in self._tenants) or any(
+        return any(model.is_ready for model in self._models) or any(
             base.sampler.busy for base in self._bases
         )
 
-    def _turn(self) -> None:
+    def _reset_shares(self) -> None:
+        """Start to count the time used by training, sampling and each model at 0."""
+        self._side_shares, self._training_shares = FairShare(), FairShare()
+        self._sampling_shares = FairShare()
+
+    def _run_turn(self) -> None:
         """Let one training model or one sampler take a turn, and charge its time."""
-        ready = [tenant for tenant in self._tenants if tenant.is_ready]
+        ready = [model for model in self._models if model.is_ready]
         busy = [base for base in self._bases if base.sampler.busy]
-        waiting: list[Side] = [*(["sampling"] if busy else []), *(["training"] if ready else [])]  # type: ignore[list-item]
-        side = self._sides.pick(waiting)
+        sides: list[Side] = []
+        if busy:
+            sides.append("sampling")
+        if ready:
+            sides.append("training")
+        side = self._side_shares.pick(sides)
         start = perf_counter()
         is_alone = len(ready) + len(busy) == 1
         if side == "training":
-            tenant = self._training.pick(ready)
-            self._train(tenant)
-            self._finish_turn(tenant.base, is_alone)
-            self._training.charge(tenant, perf_counter() - start)
+            model = self._training_shares.pick(ready)
+            self._train(model)
+            self._finish_turn(model.base, is_alone)
+            self._training_shares.charge(model, perf_counter() - start)
         else:
-            base = self._sampling.pick(busy)
+            base = self._sampling_shares.pick(busy)
             self._sample(base)
             self._finish_turn(base, is_alone)
-            self._sampling.charge(base, perf_counter() - start)
-        self._sides.charge(side, perf_counter() - start)
-        self._forget_unused()
+            self._sampling_shares.charge(base, perf_counter() - start)
+        self._side_shares.charge(side, perf_counter() - start)
+        self._drop_unused_sessions()
 
     def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
         """Wait for the device if other models have work.
@@ -227,131 +240,137 @@ class DeviceOwner:
         charged to the next turn.
         """
         if not is_alone:
-            base.settle()
+            base.synchronize()
 
-    def _accept(self, job: Job) -> None:
-        """Append a training job to its model's queue, or start a sampling job."""
-        if job.tenant is not None:
-            if not job.tenant.queue:
-                self._tenants.append(job.tenant)
-            job.tenant.queue.append(job)
-            if isinstance(job.operation, ForwardBackwardLater):
-                job.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
+    def _accept(self, queued: QueuedOperation) -> None:
+        """Append an operation to its model's queue, or start an operation on a sampler."""
+        if isinstance(queued, QueuedTraining):
+            if not queued.model.queue:
+                self._models.append(queued.model)
+            queued.model.queue.append(queued)
+            if isinstance(queued, QueuedForwardBackwardLater):
+                queued.operation.data.add_done_callback(lambda _: self._inbox.put(_Wake()))
             return
+        assert isinstance(queued, QueuedSampling)
         try:
-            self._accept_sampling(job)
+            self._accept_sampling(queued)
         except Exception as error:
-            job.fail(error)
+            queued.fail(error)
 
-    def _accept_sampling(self, job: Job) -> None:
+    def _accept_sampling(self, queued: QueuedSampling) -> None:
         """Start a request, or create or release a sampler."""
-        handle = job.handle
-        assert handle is not None
-        if handle not in self._handles:
-            self._handles.append(handle)
-        if isinstance(job.operation, Sample):
-            self._start_sample(job, handle)
-        elif isinstance(job.operation, ReleaseSampler):
-            handle.is_released = True
-            self._forget_unused()
-            job.future.set_result(None)
-        elif isinstance(job.operation, CreateSampler):
-            self._create_sampler(job, handle)
+        session = queued.session
+        if session not in self._sampler_sessions:
+            self._sampler_sessions.append(session)
+        match queued:
+            case QueuedSample():
+                self._start_sample(queued)
+            case QueuedSamplerCreation():
+                self._create_sampler(queued)
+            case QueuedRelease():
+                session.is_released = True
+                self._drop_unused_sessions()
+                queued.future.set_result(None)
 
-    def _create_sampler(self, job: Job, handle: SamplerHandle) -> None:
+    def _create_sampler(self, queued: QueuedSamplerCreation) -> None:
         """Load the weights of a sampler, and start the requests that waited for it."""
-        loaded = job.loaded
+        session, loaded = queued.session, queued.loaded
         try:
-            if not job.future.set_running_or_notify_cancel():
-                handle.failure = _CANCELLED
+            if not queued.future.set_running_or_notify_cancel():
+                session.failure = _CANCELLED
                 return
             if loaded is not None:
-                base, master = handle.base, loaded.state["master"]
-                handle.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
-            handle.version = loaded.version if loaded is not None else "base"
+                base, master = session.base, loaded.state["master"]
+                session.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
+            session.version = loaded.version if loaded is not None else "base"
         except BaseException as error:
-            handle.failure = str(error)
+            session.failure = str(error)
             raise
         finally:
-            self._settle(handle)
-        job.future.set_result(handle.sampler_id)
+            self._start_waiting(session)
+        queued.future.set_result(session.sampler_id)
 
-    def _start_sample(self, job: Job, handle: SamplerHandle) -> None:
+    def _start_sample(self, queued: QueuedSample) -> None:
         """Submit a request to the sampler, or let it wait until the sampler is ready.
 
         Raise UserError if the creation of the sampler has failed.
         """
-        if handle.failure is not None:
-            raise UserError(f"sampler_id={handle.sampler_id!r}: {handle.failure}")
-        if handle.version is None:
-            handle.waiting.append(job)
+        session = queued.session
+        if session.failure is not None:
+            raise UserError(f"sampler_id={session.sampler_id!r}: {session.failure}")
+        if session.version is None:
+            session.waiting.append(queued)
             return
-        assert isinstance(job.operation, Sample)
-        if handle.base not in self._bases:
-            self._bases.append(handle.base)
-        handle.base.sampler.submit(job.operation, handle.weights, handle.version, job.future)
-        handle.running.add(job.future)
-        job.future.add_done_callback(handle.running.discard)
+        if session.base not in self._bases:
+            self._bases.append(session.base)
+        session.base.sampler.submit(
+            queued.operation, session.weights, session.version, queued.future
+        )
+        session.running.add(queued.future)
+        queued.future.add_done_callback(session.running.discard)
 
-    def _settle(self, handle: SamplerHandle) -> None:
+    def _start_waiting(self, session: SamplerSession) -> None:
         """Start the requests that waited for this sampler, or fail them if its creation failed."""
-        if handle not in self._handles:
-            self._handles.append(handle)
-        waiting, handle.waiting = handle.waiting, []
-        for job in waiting:
+        if session not in self._sampler_sessions:
+            self._sampler_sessions.append(session)
+        waiting, session.waiting = session.waiting, []
+        for queued in waiting:
             try:
-                self._start_sample(job, handle)
+                self._start_sample(queued)
             except Exception as error:
-                job.fail(error)
+                queued.fail(error)
 
-    def _train(self, tenant: Tenant) -> None:
-        """Do one piece (for instance a micro-batch) of the training model's first job."""
-        job = tenant.queue[0]
-        tenant.base.make_current()
-        if self._advance(tenant, job):
+    def _train(self, model: TrainingModel) -> None:
+        """Do one piece (for instance a micro-batch) of the training model's first operation."""
+        queued = model.queue[0]
+        model.base.make_current()
+        if self._advance(model, queued):
             return
-        tenant.work = None
-        tenant.queue.popleft()
-        if not tenant.queue:
-            self._tenants.remove(tenant)
-        if job.handle is not None:
-            self._settle(job.handle)
+        model.work = None
+        model.queue.popleft()
+        if not model.queue:
+            self._models.remove(model)
+        if isinstance(queued, QueuedPublish):
+            self._start_waiting(queued.session)
 
-    def _advance(self, tenant: Tenant, job: Job) -> bool:
-        """Do one piece of the job, and return whether the job needs another turn."""
+    def _advance(self, model: TrainingModel, queued: QueuedTraining) -> bool:
+        """Do one piece of the operation, and return whether it needs another turn."""
         try:
-            if tenant.work is None:
-                if not job.future.set_running_or_notify_cancel():
-                    self._cancelled(tenant, job)
+            if model.work is None:
+                if not queued.future.set_running_or_notify_cancel():
+                    self._record_cancellation(queued)
                     return False
-                tenant.work = self._operations.start(tenant, job)
-            next(tenant.work)
+                model.work = self._operations.start(queued)
+            next(model.work)
         except StopIteration:
             return False
         except BaseException as error:
-            _prepared(error, tenant.base)
-            job.fail(error)
+            _prepare(error, model.base)
+            queued.fail(error)
             if not isinstance(error, Exception):
                 raise
-            _check_device(error, tenant.base)
+            _check_device(error, model.base)
             return False
         return True
 
-    def _cancelled(self, tenant: Tenant, job: Job) -> None:
-        """Record that a queued job was cancelled.
+    def _record_cancellation(self, queued: QueuedTraining) -> None:
+        """Record that a queued operation was cancelled.
 
         If it was a forward_backward, the next optim_step is rejected, because its gradient would
         lack the cancelled part.
         """
-        if job.handle is not None:
-            job.handle.failure = _CANCELLED
-        if isinstance(job.operation, CreateModel):
-            tenant.failure = _CANCELLED
-        is_part = isinstance(job.operation, ForwardBackward) and not job.operation.forward_only
-        if tenant.adapter is not None and (
-            is_part or isinstance(job.operation, ForwardBackwardLater)
-        ):
-            tenant.adapter.refuse_step(UserError("it was cancelled"))
+        adds_gradient = False
+        match queued:
+            case QueuedPublish():
+                queued.session.failure = _CANCELLED
+            case QueuedCreation():
+                queued.model.failure = _CANCELLED
+            case QueuedForwardBackward():
+                adds_gradient = not queued.operation.forward_only
+            case QueuedForwardBackwardLater():
+                adds_gradient = True
+        if adds_gradient and queued.model.adapter is not None:
+            queued.model.adapter.reject_next_step(UserError("it was cancelled"))
 
     def _sample(self, base: BaseModel) -> None:
         """Run one step of the base model's sampler; an exception fails all of its requests."""
@@ -359,51 +378,52 @@ class DeviceOwner:
             base.make_current()
             base.sampler.step()
         except Exception as error:
-            _prepared(error, base)
-            base.sampler.fail(error)
+            _prepare(error, base)
+            base.sampler.abort_all(error)
             _check_device(error, base)
 
-    def _forget_unused(self) -> None:
+    def _drop_unused_sessions(self) -> None:
         """Free the weights and cached prefixes of released samplers without open requests."""
-        for handle in [handle for handle in self._handles if handle.is_unused]:
-            self._handles.remove(handle)
+        for unused in [session for session in self._sampler_sessions if session.is_unused]:
+            self._sampler_sessions.remove(unused)
             if not any(
-                h.version == handle.version and h.base is handle.base for h in self._handles
+                session.version == unused.version and session.base is unused.base
+                for session in self._sampler_sessions
             ):
-                handle.base.sampler.forget(handle.version)
-            handle.weights = None
+                unused.base.sampler.evict_prefixes(unused.version)
+            unused.weights = None
 
     def _end(self) -> None:
-        """Fail all jobs that are left and release all tensors."""
+        """Fail all operations that are left and release all tensors."""
         self._ended.set()
         error = self._closed()
-        for tenant in self._tenants:
-            if tenant.work is not None:
-                tenant.work.close()
-            _fail_all(tenant.queue, error)
-        for handle in self._handles:
-            _fail_all(handle.waiting, error)
-        self._refuse_inbox()
+        for model in self._models:
+            if model.work is not None:
+                model.work.close()
+            _fail_all(model.queue, error)
+        for session in self._sampler_sessions:
+            _fail_all(session.waiting, error)
+        self._reject_inbox()
         for base in self._bases:
-            base.sampler.fail(error)
+            base.sampler.abort_all(error)
         # Tensors must be released here: not while the thread shuts down, and not by another thread
         # that drops the last reference to this object.
-        self._tenants, self._bases, self._handles = [], [], []
-        self._sides, self._training, self._sampling = FairShare(), FairShare(), FairShare()
+        self._models, self._bases, self._sampler_sessions = [], [], []
+        self._reset_shares()
         self._on_end()
 
-    def _refuse_inbox(self) -> None:
-        """Fail all jobs in the inbox."""
+    def _reject_inbox(self) -> None:
+        """Fail all operations in the inbox."""
         while True:
             try:
                 item = self._inbox.get_nowait()
             except Empty:
                 return
-            if isinstance(item, Job):
+            if isinstance(item, QueuedOperation):
                 item.fail(self._closed())
 
     def _closed(self) -> PlanishError:
-        """Return the error for jobs that the thread can no longer do."""
+        """Return the error for operations that the thread can no longer run."""
         if self._fault is None:
             return EngineClosedError(
                 "the engine was closed before this was done; make a new ServiceClient"
@@ -417,13 +437,13 @@ class DeviceOwner:
         return error
 
 
-def _prepared(error: BaseException, base: BaseModel) -> None:
-    """Prepare an exception for the job's future.
+def _prepare(error: BaseException, base: BaseModel) -> None:
+    """Prepare an exception for the operation's future.
 
     The frames of its traceback release their tensors, so that keeping the exception does not keep
     the memory. An out-of-memory error gets a note that names the settings to lower.
     """
-    let_go(error)
+    clear_frames(error)
     if _lacks_memory(error):
         error.add_note(
             f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
@@ -452,7 +472,7 @@ def _lacks_memory(error: BaseException) -> bool:
     )
 
 
-def _fail_all(jobs: Sequence[Job], error: Exception) -> None:
-    """Fail all of these jobs with `error`."""
-    for job in jobs:
-        job.fail(error)
+def _fail_all(operations: Iterable[QueuedOperation], error: Exception) -> None:
+    """Fail all of these operations with `error`."""
+    for queued in operations:
+        queued.fail(error)

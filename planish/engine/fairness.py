@@ -1,8 +1,8 @@
 """Fair sharing of time: among the waiting keys, the one that has used the least time is next.
 
 Time is charged after each turn, so a key waits after a long turn until the others have caught up.
-A key earns no credit while it is absent: when it returns, its clock is set to that of the waiting
-keys. If its clock is ahead of theirs, it stays there.
+A key earns no credit while it is absent: when it returns, it counts as having used as much time as
+the waiting keys. If it has used more than they have, that stays.
 """
 
 from __future__ import annotations
@@ -14,26 +14,28 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairShare(Generic[K]):
-    """A clock of used seconds per key."""
+    """The seconds that each key has used."""
 
     def __init__(self) -> None:
-        """Create clocks that all start at 0."""
-        self._clocks: dict[K, float] = {}
-        self._now = 0.0
-        """The clock of the key that was picked last. This value never decreases."""
+        """Start with no time used."""
+        self._used_seconds: dict[K, float] = {}
+        self._last_picked = 0.0
+        """The used seconds of the key that was picked last. This value never decreases."""
 
     def pick(self, waiting: Sequence[K]) -> K:
         """Return the key of `waiting` (not empty) with the least time, the first if several tie."""
-        chosen = min(waiting, key=self._clock)
-        self._now = max(self._now, self._clock(chosen))
-        self._clocks = {
-            key: clock for key, clock in self._clocks.items() if clock > self._now or key in waiting
+        chosen = min(waiting, key=self._used)
+        self._last_picked = max(self._last_picked, self._used(chosen))
+        self._used_seconds = {
+            key: used
+            for key, used in self._used_seconds.items()
+            if used > self._last_picked or key in waiting
         }
         return chosen
 
     def charge(self, key: K, seconds: float) -> None:
-        """Add `seconds` of used time to the clock of `key`."""
-        self._clocks[key] = self._clock(key) + seconds
+        """Add `seconds` to the time that `key` has used."""
+        self._used_seconds[key] = self._used(key) + seconds
 
-    def _clock(self, key: K) -> float:
-        return max(self._clocks.get(key, 0.0), self._now)
+    def _used(self, key: K) -> float:
+        return max(self._used_seconds.get(key, 0.0), self._last_picked)

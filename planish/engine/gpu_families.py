@@ -1,7 +1,7 @@
 """The checks of the GPU's kernels: each family against torch, at the shapes of one model.
 
-model/kernels/triton/self_test.py runs this module in a process of its own, because an illegal memory access ends
-the CUDA context of its process. The module reads a `Request` from its standard input and writes a
+kernels/triton/self_test.py runs this module in a process of its own, because an illegal memory
+access ends the CUDA context of its process. The module reads a `Request` from its standard input and writes a
 line when it begins a family, and another with the verdict.
 
 Inputs are chosen so that a mistake is visible. With ordinary scores, one key of a thousand changes
@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.sampling.cuda_graph_runner import GraphPasses
+from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.model_runner import Rows
 from planish.engine.sampling.sampling_head import RowLayout
 from planish.engine.settings import DTYPES
@@ -437,8 +437,8 @@ def check_graphs(case: Case) -> None:
     }
     decoder = Decoder(config, weights, case.dtype, case.device)
     shape = KVSpec.from_config(config, case.dtype, case.device)
-    recorded = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
-    eager = GraphPasses(decoder, shape, max_batch=4, prefill_tokens=64)
+    recorded = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
+    eager = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
     if recorded.recorder is None:
         raise WrongResultError("no graph can be recorded on this device")
     eager.recorder = None

@@ -266,7 +266,7 @@ class _Model:
         """
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
         sampler = self._sampler(ample, given.get("max_batch"))
-        sampling = sampler.step_bytes(self.config, self.dtype, self.device)
+        sampling = sampler.workspace_bytes(self.config, self.dtype, self.device)
         prefixes = given.get(
             "prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8)
         )
@@ -298,18 +298,18 @@ class _Model:
         """Return the largest settings whose workspace fits into a quarter of `ample` bytes."""
         default = SamplerSettings()
         steps = (
-            ((default.max_batch, default.prefill_tokens),)
+            ((default.max_batch, default.max_prefill_tokens_per_step),)
             if self.device.type == "cpu"
             else _GPU_STEPS
         )
         sizes = [
-            replace(default, max_batch=max_batch or rows, prefill_tokens=tokens)
+            replace(default, max_batch=max_batch or rows, max_prefill_tokens_per_step=tokens)
             for rows, tokens in steps
         ]
         fitting = (
             size
             for size in sizes
-            if size.step_bytes(self.config, self.dtype, self.device) <= ample / 4
+            if size.workspace_bytes(self.config, self.dtype, self.device) <= ample / 4
         )
         return next(fitting, sizes[-1])
 

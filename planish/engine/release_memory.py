@@ -37,7 +37,7 @@ class _Mallinfo2(ctypes.Structure):
     )
 
 
-def give_back(keep_bytes: int) -> None:
+def trim_heap(keep_bytes: int) -> None:
     """Return freed memory to the system if the C library keeps more of it than `keep_bytes`; does
     nothing without glibc 2.33.
 
@@ -48,7 +48,7 @@ def give_back(keep_bytes: int) -> None:
         libc.malloc_trim(0)
 
 
-def let_go(error: BaseException) -> None:
+def clear_frames(error: BaseException) -> None:
     """Free what the frames that `error` came through hold: whoever keeps it would keep their
     tensors too, and the next pass not find the memory.
 

@@ -1,4 +1,4 @@
-"""The engine's records of training models, samplers and jobs."""
+"""The engine's records of training models, samplers and queued operations."""
 
 from __future__ import annotations
 
@@ -12,15 +12,25 @@ from torch import Tensor
 
 from planish.engine.base_models import BaseModel
 from planish.engine.training.adapters import Adapter
+from planish.engine.training.trainer import TrainingBatch
 from planish.errors import UserError
 from planish.model.lora import LoraLayout, LoraWeights
-from planish.service import ForwardBackwardLater, Operation
+from planish.service import (
+    ForwardBackward,
+    ForwardBackwardLater,
+    LoadWeights,
+    Operation,
+    OptimStep,
+    Sample,
+    SaveWeights,
+    SaveWeightsForSampler,
+)
 from planish.types import CheckpointPath, GetInfoResponse, ModelData
 
 
 @dataclass(eq=False)
-class Tenant:
-    """One training model and its queue of jobs.
+class TrainingModel:
+    """One training model and its queue of operations.
 
     Only the engine thread may access `adapter`, `queue`, `work` and `failure`.
     """
@@ -35,7 +45,7 @@ class Tenant:
     """The LoRA adapter. None until the model is created, and after it is unloaded."""
     failure: str | None = None
     """Why the model permanently has no adapter."""
-    queue: deque[Job] = field(default_factory=deque)
+    queue: deque[QueuedTraining] = field(default_factory=deque)
     key: object = field(default_factory=object)
     """A unique object that identifies this model within versions of weights. A `model_id` would not
     be unique, because it may be reused after an unload.
@@ -45,7 +55,7 @@ class Tenant:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the first job in the queue can be started or continued now."""
+        """Whether the first operation in the queue can be started or continued now."""
         if not self.queue:
             return False
         operation = self.queue[0].operation
@@ -53,7 +63,7 @@ class Tenant:
 
     @property
     def awaits_data(self) -> bool:
-        """Whether the first job in the queue waits for data that are being prepared."""
+        """Whether the first operation in the queue waits for data that are being prepared."""
         operation = self.queue[0].operation if self.queue else None
         return isinstance(operation, ForwardBackwardLater) and operation.data.running()
 
@@ -72,7 +82,7 @@ class Tenant:
 
 
 @dataclass(eq=False)
-class SamplerHandle:
+class SamplerSession:
     """One sampler: a base model, or one version of an adapter on it.
 
     Only the engine thread may access the attributes after `model_path`.
@@ -89,7 +99,7 @@ class SamplerHandle:
     """
     failure: str | None = None
     """Why the creation of the sampler failed."""
-    waiting: list[Job] = field(default_factory=list)
+    waiting: list[QueuedSample] = field(default_factory=list)
     """The requests that arrived before the sampler was ready."""
     running: set[Future[Any]] = field(default_factory=set)
     """The futures of requests without a response. A callback removes each one when it is done, in
@@ -112,29 +122,114 @@ class LoadedAdapter:
     with_optimizer: bool
     layout: LoraLayout
     version: Hashable
-    """The version of the weights (see `SamplerHandle.version`)."""
+    """The version of the weights (see `SamplerSession.version`)."""
 
 
 @dataclass(frozen=True, eq=False)
-class Job:
-    """One submitted operation and what `submit` looked up for it.
+class QueuedOperation:
+    """A submitted operation and the future of its result.
 
-    A job of a training model has a `tenant`, and a job of a sampler has a `handle`. A job that
-    publishes a model's weights as a new sampler has both.
+    The subclasses add what `Engine.submit` looked up or read for the operation.
     """
 
     operation: Operation[Any]
     future: Future[Any]
-    tenant: Tenant | None = None
-    handle: SamplerHandle | None = None
-    loaded: LoadedAdapter | None = None
-    save_to: CheckpointPath | None = None
-    asked_loss: str | None = None
-    """The loss that the caller named. The operation itself has the loss that is computed."""
 
     def fail(self, error: BaseException) -> None:
-        """Set `error` on the future, unless the job is already done or cancelled."""
+        """Set `error` on the future, unless the operation is already done or cancelled."""
         if not self.future.done() and (
             self.future.running() or self.future.set_running_or_notify_cancel()
         ):
             self.future.set_exception(error)
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedTraining(QueuedOperation):
+    """An operation in the queue of a training model."""
+
+    model: TrainingModel
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedCreation(QueuedTraining):
+    """The creation of a training model, from a checkpoint if `loaded` is given."""
+
+    loaded: LoadedAdapter | None
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedUnload(QueuedTraining):
+    """The unloading of a training model."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedForwardBackward(QueuedTraining):
+    """A forward pass, with gradients unless `operation.forward_only`, over datums already read."""
+
+    operation: ForwardBackward
+    batch: TrainingBatch
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedForwardBackwardLater(QueuedTraining):
+    """A forward and backward pass over datums that are still being prepared."""
+
+    operation: ForwardBackwardLater
+    loss_fn: str
+    """The loss to compute: the requested loss, or its substitute."""
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedOptimStep(QueuedTraining):
+    """An optimizer step."""
+
+    operation: OptimStep
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedLoad(QueuedTraining):
+    """The replacement of a training model's state by a checkpoint."""
+
+    operation: LoadWeights
+    loaded: LoadedAdapter
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedSave(QueuedTraining):
+    """The saving of a checkpoint."""
+
+    operation: SaveWeights | SaveWeightsForSampler
+    path: CheckpointPath
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedPublish(QueuedTraining):
+    """The publication of a training model's current weights as a new sampler."""
+
+    session: SamplerSession
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedSampling(QueuedOperation):
+    """An operation on a sampler."""
+
+    session: SamplerSession
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedSamplerCreation(QueuedSampling):
+    """The creation of a sampler, from a checkpoint if `loaded` is given."""
+
+    loaded: LoadedAdapter | None
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedSample(QueuedSampling):
+    """A sampling request."""
+
+    operation: Sample
+
+
+@dataclass(frozen=True, eq=False)
+class QueuedRelease(QueuedSampling):
+    """The release of a sampler."""

@@ -462,7 +462,7 @@ def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind,
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message):
         call(embedded_client)
-    assert embedded_client._session.service._tenants == {}
+    assert embedded_client._session.service._training_models == {}
 
 
 # A server says the same, of a call that it has seen.

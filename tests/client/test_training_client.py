@@ -357,16 +357,16 @@ def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded
     training_client = embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
     client = training_client.save_weights_and_get_sampling_client()
     pending = client.sample(ModelInput.from_ints([1, 2]), 1, SamplingParams(max_tokens=50, stop=[]))
-    assert len(engine._handles) == 1
+    assert len(engine._sampler_sessions) == 1
     del client
     gc.collect()
-    assert engine._handles == {}
+    assert engine._sampler_sessions == {}
     assert len(pending.result(WAIT).sequences[0].tokens) == 50
     clients = [training_client.save_weights_and_get_sampling_client() for _ in range(20)]
-    assert len(engine._handles) == 20
+    assert len(engine._sampler_sessions) == 20
     del clients
     gc.collect()
-    assert engine._handles == {}
+    assert engine._sampler_sessions == {}
 
 
 @pytest.mark.slow
@@ -378,7 +378,7 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
     del client
     gc.collect()
     assert update.result(WAIT).metrics["adam_step"] == 1
-    assert engine._tenants == {}
+    assert engine._training_models == {}
     assert sampling_client.get_base_model() == "tiny"
 
 
@@ -421,10 +421,10 @@ def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client
         monkeypatch.setattr("planish.engine.engine.Future", Interrupted)
         with pytest.raises(KeyboardInterrupt):
             create()
-        assert engine._handles == {}
-        assert engine._tenants.keys() == {training_client.model_id}
+        assert engine._sampler_sessions == {}
+        assert engine._training_models.keys() == {training_client.model_id}
     logprobs(training_client)  # so that the engine has come so far
-    assert engine._owner._handles == []
+    assert engine._thread._sampler_sessions == []
 
 
 def test_clients_stay_in_their_process(service_client, training_client):

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from planish.engine.sampling.model_runner import PlainPasses
+from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import cpu
@@ -128,5 +128,5 @@ def test_a_stack_is_reused_while_the_batch_has_the_same_adapters(decoder: Decode
 def test_an_idle_sampler_references_no_adapter(decoder: Decoder):
     sampler = Sampler(decoder, SamplerSettings(), lambda _: "", None)
     drawn(sampler, [job(decoder, index) for index in (1, 2, 4)])
-    assert isinstance(sampler._passes, PlainPasses)
-    assert not sampler._passes._stacks._stacks
+    assert isinstance(sampler._runner, EagerRunner)
+    assert not sampler._runner._stacks._stacks

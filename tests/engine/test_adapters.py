@@ -126,8 +126,8 @@ def test_a_step_that_overflows_float32_changes_nothing():
 def test_a_failed_forward_backward_fails_exactly_one_step():
     adapter = new_adapter()
     adapter.add_grad(gradient(adapter, 1))
-    adapter.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
-    adapter.refuse_step(NonFiniteError("the loss of data[4] is not finite"))
+    adapter.reject_next_step(NonFiniteError("the loss of data[3] is not finite"))
+    adapter.reject_next_step(NonFiniteError("the loss of data[4] is not finite"))
     with pytest.raises(NonFiniteError, match=r"nothing was applied.*data\[3\]"):
         adapter.optim_step(AdamParams())
     assert adapter.step == 0
@@ -158,7 +158,7 @@ def test_loading_without_the_optimizer_resets_moments_and_step():
     adapter.add_grad(gradient(adapter, 0))
     adapter.optim_step(AdamParams())
     restored.add_grad(gradient(adapter, 5))
-    restored.refuse_step(NonFiniteError("the loss of data[3] is not finite"))
+    restored.reject_next_step(NonFiniteError("the loss of data[3] is not finite"))
     restored.load_state({"master": adapter.master}, with_optimizer=False)
     assert torch.equal(restored.master, adapter.master)
     assert restored.step == 0

@@ -23,7 +23,7 @@ import planish.engine.settings as settings_module
 from planish.engine.base_models import BaseModel
 from planish.engine.checkpoints.files import ADAPTER, MANIFEST, Manifest, _stored
 from planish.engine.engine import Engine
-from planish.engine.engine_thread import DeviceOwner
+from planish.engine.engine_thread import EngineThread
 from planish.engine.settings import EngineSettings, choose_dtype
 from planish.errors import CheckpointError, EngineClosedError, NonFiniteError, UserError
 from planish.service import (
@@ -278,7 +278,7 @@ def test_loading_a_base_model_does_not_block_other_base_models(engine, monkeypat
         go_on.set()
         for caller in slow_ones:
             caller.result(WAIT).result(WAIT)
-    assert engine._handles["t"].base is engine._handles["u"].base
+    assert engine._sampler_sessions["t"].base is engine._sampler_sessions["u"].base
 
 
 def test_a_sample_request_waits_for_a_sampler_being_published(engine):
@@ -314,7 +314,7 @@ def test_a_released_sampler_finishes_its_requests_and_frees_its_cache(engine):
     assert len(asked.result(WAIT).sequences) == 2
     cache = engine._models.get("llama").sampler._cache
     wait_until(lambda: len(cache) == 0)
-    assert engine._owner._handles == []
+    assert engine._thread._sampler_sessions == []
 
 
 def test_samplers_of_one_version_share_cached_prefixes_until_both_are_released(engine):
@@ -501,10 +501,10 @@ def test_an_error_in_the_engine_loop_fails_all_requests(engine, monkeypatch):
     running = engine.submit(request("s", 1000))
     waiting = engine.submit(ForwardBackwardLater("a", Future(), "cross_entropy"))
 
-    def broken(self: DeviceOwner) -> None:
+    def broken(self: EngineThread) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(DeviceOwner, "_turn", broken)
+    monkeypatch.setattr(EngineThread, "_run_turn", broken)
     for future in (running, waiting):
         with pytest.raises(EngineClosedError, match="a bug"):
             future.result(WAIT)
@@ -674,14 +674,14 @@ def test_training_resumed_in_a_new_engine_ends_bitwise_identical(engines):
         if i < 2:
             step(engine, "half", datum(start=i), datum(start=i + 7))
     path = engine.submit(SaveWeights("half", "at-2")).result(WAIT).path
-    whole = engine._tenants["whole"]
+    whole = engine._training_models["whole"]
     loss(engine, "whole")
     fresh = engines()
     fresh.submit(CreateModel("resumed", from_path=path, with_optimizer=True)).result(WAIT)
     for i in (2, 3):
         step(fresh, "resumed", datum(start=i), datum(start=i + 7))
     assert loss(fresh, "resumed") == loss(engine, "whole")
-    ours, theirs = whole.adapter.state(), fresh._tenants["resumed"].adapter.state()
+    ours, theirs = whole.adapter.state(), fresh._training_models["resumed"].adapter.state()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert int(ours["step"]) == 4
 
@@ -815,7 +815,7 @@ def test_close_without_finish_interrupts_waiting_for_data(engine):
     data: Future[Any] = Future()
     data.set_running_or_notify_cancel()
     waiting = engine.submit(ForwardBackwardLater("a", data, "cross_entropy"))
-    engine._owner.stop(finish=True)
+    engine._thread.stop(finish=True)
     with pytest.raises(TimeoutError):
         waiting.result(0.1)
     engine.close(finish=False)
@@ -851,7 +851,7 @@ def test_submitting_while_closing_never_hangs(engines):
 def test_an_unreferenced_engine_stops_its_thread(model_dirs, tmp_path):
     engine = Engine(model_dirs, tmp_path, EngineSettings(dtype="float32"))
     create(engine)
-    thread, base = engine._owner._thread, weakref.ref(engine._models.get("llama"))
+    thread, base = engine._thread._thread, weakref.ref(engine._models.get("llama"))
     del engine
     gc.collect()
     thread.join(WAIT)

@@ -64,4 +64,4 @@ def test_keys_that_left_without_a_debt_are_forgotten():
         share.charge(share.pick([key]), 1.0)
     for _ in range(3):
         share.charge(share.pick([0]), 1.0)
-    assert len(share._clocks) == 1
+    assert len(share._used_seconds) == 1

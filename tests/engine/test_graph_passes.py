@@ -10,8 +10,8 @@ import pytest
 import torch
 from test_sampler import adapter, request, run, tokens
 
-from planish.engine.sampling.cuda_graph_runner import GraphPasses, GraphRecorder, graph_sizes
-from planish.engine.sampling.model_runner import PlainPasses
+from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, graph_sizes
+from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
 from planish.model.kv_cache import KVSpec
@@ -54,10 +54,10 @@ def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_
         )
         jobs.append((op, tenants[index % 3], f"version {index % 3}"))
     answers = []
-    for kernels, passes in (("torch", PlainPasses), ("triton", GraphPasses)):
+    for kernels, passes in (("torch", EagerRunner), ("triton", CudaGraphRunner)):
         with_kernels(kernels)
-        sampler = sampler_of(decoder, max_batch=5, prefill_tokens=64)
-        assert isinstance(sampler._passes, passes)
+        sampler = sampler_of(decoder, max_batch=5, max_prefill_tokens_per_step=64)
+        assert isinstance(sampler._runner, passes)
         answers.append([s for response in run(sampler, *jobs) for s in response.sequences])
     for plain, graphs in zip(*answers, strict=True):
         assert graphs.tokens == plain.tokens
@@ -70,9 +70,9 @@ def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
     with_kernels("triton")
     sampler = sampler_of(decoder, max_batch=2)
     run(sampler, (request(tokens(5), max_tokens=2), adapter(decoder, 1), "one"))
-    assert isinstance(sampler._passes, GraphPasses)
-    assert not sampler._passes._adapters._slots
-    assert not sampler._passes._prefill_adapters._slots
+    assert isinstance(sampler._runner, CudaGraphRunner)
+    assert not sampler._runner._adapters._slots
+    assert not sampler._runner._prefill_adapters._slots
 
 
 def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kernels, monkeypatch):
@@ -84,8 +84,8 @@ def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kerne
         found.append(logits)
         return hidden, logits
 
-    decode = sampler._passes.decode
-    monkeypatch.setattr(sampler._passes, "decode", noted)
+    decode = sampler._runner.decode
+    monkeypatch.setattr(sampler._runner, "decode", noted)
     run(sampler, *(request(tokens(5), seed=seed, max_tokens=3 + seed) for seed in range(2)))
     assert {len(logits) for logits in found} == {1, 2}
     assert len({logits.data_ptr() for logits in found}) == 1
@@ -256,13 +256,13 @@ def test_a_failed_capture_frees_its_memory(cuda):
     assert ended == [("closes", 1), ("gives back", 1), ("closes", 2)]
 
 
-def recorded_sizes(decoder, patch, record) -> GraphPasses:
+def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
     """Return a model runner that has captured all its graphs with `record`."""
-    passes = GraphPasses(
+    passes = CudaGraphRunner(
         decoder,
         KVSpec.from_config(decoder.config, decoder.dtype, DEVICE),
         max_batch=3,
-        prefill_tokens=8,
+        max_prefill_tokens_per_step=8,
     )
     passes.recorder = SimpleNamespace(recorded=record)  # type: ignore[assignment]
     passes.record()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from planish.engine.release_memory import _libc, give_back
+from planish.engine.release_memory import _libc, trim_heap
 
 
 def anonymous_kilobytes() -> int:
@@ -18,8 +18,8 @@ def test_freed_heap_blocks_are_returned_to_the_system():
     in_use = blocks.pop()
     blocks.clear()
     kept = anonymous_kilobytes()
-    give_back(1 << 40)
+    trim_heap(1 << 40)
     assert anonymous_kilobytes() > kept - 20_000
-    give_back(0)
+    trim_heap(0)
     assert anonymous_kilobytes() < kept - 100_000
     assert len(in_use) == 60_000

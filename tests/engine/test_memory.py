@@ -324,11 +324,11 @@ def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):
     long = replace(short, max_context=short.max_context + 100_000)
     cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
     settings = SamplerSettings()
-    more = settings.step_bytes(long, torch.float32, cpu) - settings.step_bytes(
+    more = settings.workspace_bytes(long, torch.float32, cpu) - settings.workspace_bytes(
         short, torch.float32, cpu
     )
     # threads * rows * query heads per KV head * positions * bytes
     assert more == 4 * 16 * 4 * 100_000 * 4
-    assert settings.step_bytes(long, torch.float32, gpu) == settings.step_bytes(
+    assert settings.workspace_bytes(long, torch.float32, gpu) == settings.workspace_bytes(
         short, torch.float32, gpu
     )

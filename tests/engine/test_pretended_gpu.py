@@ -21,8 +21,8 @@ from planish.engine import base_models
 from planish.engine.base_models import BaseModel
 from planish.engine.gpu_families import case_of, check
 from planish.engine.memory import DeviceMemory
-from planish.engine.sampling.cuda_graph_runner import GraphPasses, GraphRecorder, Step
-from planish.engine.sampling.model_runner import PlainPasses
+from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphRecorder, Step
+from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
 from planish.model.kernels import choose
@@ -56,7 +56,7 @@ def test_sampling_and_training_keep_tensors_on_the_gpu(
     )
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     assert (base.device, base.dtype) == (GPU, torch.bfloat16)
-    assert isinstance(base.sampler._passes, PlainPasses if deterministic else GraphPasses)
+    assert isinstance(base.sampler._runner, EagerRunner if deterministic else CudaGraphRunner)
     adapters = [
         adapted(base, LoraConfig(rank=8, seed=0)),
         adapted(base, LoraConfig(rank=4, seed=1, train_unembed=False)),
@@ -138,9 +138,9 @@ def test_torch_replaces_a_kernel_family_that_failed(
     )
     settings = EngineSettings(max_batch=3, kv_cache_bytes=1 << 24, prefix_cache_bytes=1 << 20)
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
-    passes = base.sampler._passes
-    assert isinstance(passes, PlainPasses if family in ("attention", "lora") else GraphPasses)
-    if isinstance(passes, GraphPasses):
+    passes = base.sampler._runner
+    assert isinstance(passes, EagerRunner if family in ("attention", "lora") else CudaGraphRunner)
+    if isinstance(passes, CudaGraphRunner):
         assert (passes.recorder is None) == (family == "graphs")
     adapter = adapted(base, LoraConfig(rank=8, seed=0))
     responses, _ = sampled(base, [adapter, adapter], gpu)
@@ -155,8 +155,8 @@ def test_cuda_graphs_can_be_disabled_alone(
     monkeypatch.setenv("PLANISH_GRAPHS", "0")
     directory, settings = tiny_model(tmp_path, layers=1), EngineSettings()
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
-    assert isinstance(base.sampler._passes, GraphPasses)
-    assert base.sampler._passes.recorder is None
+    assert isinstance(base.sampler._runner, CudaGraphRunner)
+    assert base.sampler._runner.recorder is None
 
 
 def test_a_captured_step_is_checked_against_its_eager_run(

@@ -165,7 +165,7 @@ def mixed_requests() -> list[Sample]:
 @pytest.mark.slow
 def test_deterministic_sampling_does_not_depend_on_batch_or_cache(decoder, tiling):
     for chosen in (tiling, FIXED):
-        sampler = sampler_of(decoder, chosen, max_batch=9, prefill_tokens=96)
+        sampler = sampler_of(decoder, chosen, max_batch=9, max_prefill_tokens_per_step=96)
         together = drawn(run(sampler, *mixed_requests()))
         responses = run(sampler, *mixed_requests())
         assert sum(response.prompt_cache_hit_tokens for response in responses) > 300
@@ -176,7 +176,7 @@ def test_deterministic_sampling_does_not_depend_on_batch_or_cache(decoder, tilin
 
 @pytest.mark.slow
 def test_without_determinism_batch_and_cache_change_only_rounding(decoder):
-    sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
+    sampler = sampler_of(decoder, max_batch=9, max_prefill_tokens_per_step=96)
     for _ in range(2):
         for batched, op in zip(run(sampler, *mixed_requests()), mixed_requests(), strict=True):
             (alone,) = run(sampler_of(decoder), op)
@@ -246,7 +246,7 @@ def test_the_prefix_cache_never_serves_another_version(decoder):
     (again,) = run(sampler, (request(prompt, seed=0), second, "second"))
     assert again.prompt_cache_hit_tokens == 96
     assert again.sequences[0].tokens == crossed.sequences[0].tokens
-    sampler.forget("second")
+    sampler.evict_prefixes("second")
     assert run(sampler, (request(prompt, seed=0), second, "second"))[0].prompt_cache_hit_tokens == 0
 
 
@@ -254,7 +254,7 @@ def test_the_prefix_cache_never_serves_another_version(decoder):
 def test_chunked_prefill_equals_transformers(decoder, theirs, chunk):
     prompt = tokens(700)
     (response,) = run(
-        sampler_of(decoder, prefill_tokens=chunk),
+        sampler_of(decoder, max_prefill_tokens_per_step=chunk),
         request(prompt, max_tokens=3, seed=1, prompt_logprobs=True),
     )
     expected = full_logprobs(theirs, prompt)[torch.arange(699), prompt[1:]]
@@ -322,7 +322,7 @@ def test_prompt_logprobs_top_k_targets_and_alternatives_equal_transformers(decod
 def test_alternative_prompt_tokens_do_not_depend_on_chunked_prefill(decoder, tiling, monkeypatch):
     op = request(tokens(150), prompt_alt_tokens_k=9, seed=3, temperature=0.8)
     whole = run(sampler_of(decoder, tiling), op)[0].prompt_alt_tokens
-    monkeypatch.setattr(scheduler, "_DRAWS", 9 * 70)
+    monkeypatch.setattr(scheduler, "_MAX_ALTERNATIVES", 9 * 70)
     sampler, computed = sampler_of(decoder, tiling), []
     original = sampler._prefill
     monkeypatch.setattr(
@@ -366,7 +366,7 @@ def test_scoring_a_prompt_uses_its_cached_prefix(decoder, tiling, options):
 
 
 def test_scoring_a_cached_prompt_is_limited_per_step(decoder, tiling, monkeypatch):
-    sampler, rows = sampler_of(decoder, tiling, prefill_tokens=64), []
+    sampler, rows = sampler_of(decoder, tiling, max_prefill_tokens_per_step=64), []
     score = sampler._score
     monkeypatch.setattr(
         sampler, "_score", lambda *given: rows.append(len(given[2])) or score(*given)
@@ -379,7 +379,12 @@ def test_scoring_a_cached_prompt_is_limited_per_step(decoder, tiling, monkeypatc
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"prefill_tokens": 64}, {"prefix_cache_bytes": 100_000}, {"prefix_cache_bytes": 0}],
+    [
+        {},
+        {"max_prefill_tokens_per_step": 64},
+        {"prefix_cache_bytes": 100_000},
+        {"prefix_cache_bytes": 0},
+    ],
 )
 def test_prompt_logprobs_do_not_depend_on_the_prefix_cache(decoder, tiling, settings):
     """Requests with and without prompt logprobs, of two versions, use a cache that holds few or no
@@ -520,7 +525,7 @@ def test_samples_that_end_together_are_freed_in_one_call(decoder, monkeypatch):
 
 
 def test_cancelling_frees_memory_at_any_time(decoder):
-    sampler = sampler_of(decoder, prefill_tokens=64, max_batch=4)
+    sampler = sampler_of(decoder, max_prefill_tokens_per_step=64, max_batch=4)
     ops = [
         request(tokens(100, seed=i % 3), 3, max_tokens=50, prompt_logprobs=i == 4) for i in range(6)
     ]
@@ -672,7 +677,7 @@ def test_a_request_cancelled_with_non_finite_logits_ends_once(decoder, monkeypat
     prefill = sampler._prefill
     monkeypatch.setattr(sampler, "_prefill", lambda batch: (future.cancel(), prefill(batch)))
     sampler.step()
-    sampler.fail(RuntimeError("the device is gone"))
+    sampler.abort_all(RuntimeError("the device is gone"))
     assert wait([future], timeout=0).done
     assert future.cancelled()
 
@@ -717,7 +722,7 @@ def test_fail_ends_all_requests_and_the_sampler_still_works(decoder):
     future: Future[SampleResponse] = Future()
     sampler.submit(request(tokens(20)), None, "base", future)
     sampler.step()
-    sampler.fail(RuntimeError("the device is gone"))
+    sampler.abort_all(RuntimeError("the device is gone"))
     with pytest.raises(RuntimeError, match="the device is gone"):
         future.result(timeout=0)
     run(sampler, request(tokens(20)))

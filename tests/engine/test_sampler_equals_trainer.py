@@ -47,7 +47,7 @@ def rollouts(
     """
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 70).tolist()
-    sampler = Sampler(decoder, SamplerSettings(prefill_tokens=100), str, tiling)
+    sampler = Sampler(decoder, SamplerSettings(max_prefill_tokens_per_step=100), str, tiling)
     asked = []
     for i, extra in enumerate((1, 26, 57, 58, 59, 122, 300)):
         prompt = ModelInput.from_ints(

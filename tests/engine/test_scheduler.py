@@ -111,7 +111,7 @@ def test_waiting_for_a_prefix_does_not_block_a_started_request():
     """Request 1 waits for the prefix of request 0. Of request 2, only some samples fit meanwhile,
     and its prompt stays in memory.
     """
-    run = Run(Scheduler(max_batch=64, max_positions=512, prefill_tokens=2048))
+    run = Run(Scheduler(max_batch=64, max_positions=512, max_prefill_tokens_per_step=2048))
     run.ask(request(0, COMMON[:60]))
     run.ask(request(1, COMMON[:32] + [1] * 168))
     run.ask(request(2, [2] * 200, n=8))
@@ -137,7 +137,7 @@ def test_every_request_that_fits_alone_is_served(seed: int):
 
 
 def test_a_step_samples_a_limited_number_of_alternative_prompt_tokens():
-    scheduler = Scheduler(max_batch=64, max_positions=100_000, prefill_tokens=2048)
+    scheduler = Scheduler(max_batch=64, max_positions=100_000, max_prefill_tokens_per_step=2048)
     asked = [
         request(i, [i] * 500, max_tokens=0, alternatives=k)
         for i, k in enumerate([40_000, 100, 0, 1])
@@ -158,7 +158,7 @@ def test_a_step_samples_a_limited_number_of_alternative_prompt_tokens():
 
 def test_prompts_in_one_step_use_at_most_max_batch_adapters():
     """Requests for prompt logprobs only do not count towards a decoding batch."""
-    run = Run(Scheduler(max_batch=2, max_positions=100_000, prefill_tokens=2048))
+    run = Run(Scheduler(max_batch=2, max_positions=100_000, max_prefill_tokens_per_step=2048))
     for number in range(6):
         asked = request(number, [number] * 9, max_tokens=0)
         asked.weights = f"adapter {number // 2}"  # type: ignore[assignment]
@@ -172,7 +172,9 @@ def test_samples_reserve_multiples_of_span():
     """A request of 201 + 256 positions reserves 256 for the prompt and 320 for each sample. Powers
     of two would reserve 512.
     """
-    scheduler = Scheduler(max_batch=64, max_positions=256 + 10 * 320 + 319, prefill_tokens=512)
+    scheduler = Scheduler(
+        max_batch=64, max_positions=256 + 10 * 320 + 319, max_prefill_tokens_per_step=512
+    )
     assert scheduler.positions_needed(201, 256) == 256 + 320
     scheduler.waiting.append(request(0, COMMON[:201], n=20, max_tokens=256))
     scheduler.admit(PrefixCache(CHUNK, 100))

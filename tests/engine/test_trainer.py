@@ -306,7 +306,7 @@ def test_a_sparse_tensor_is_checked_before_it_is_expanded(decoder, monkeypatch):
     for wide, tall in ((273, 2), (5, 3)):
         inputs = {"target_tokens": TensorData([], "int64", [tall, wide], [0] * (tall + 1), [])}
         with pytest.raises(ValueError, match=r"target_tokens.*shape"):
-            new_trainer(decoder).validate([datum_of(tokens, inputs)], "cross_entropy", {})
+            new_trainer(decoder).read([datum_of(tokens, inputs)], "cross_entropy", {})
 
 
 def test_csr_tensors_equal_dense_tensors(decoder):
@@ -626,7 +626,7 @@ def test_invalid_input_is_rejected_before_any_work(decoder, data, loss_fn: str, 
     if loss_fn != "cross_entropy":
         loss_data = [*group_datums(0)[:1], *data[1:]]
     with pytest.raises(ValueError, match=message):
-        trainer.validate(loss_data, loss_fn)
+        trainer.read(loss_data, loss_fn)
 
 
 def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
@@ -634,24 +634,24 @@ def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
     inputs = data[0].loss_fn_inputs
     clipped = datum_of(data[0].model_input, {**inputs, "clip_low_threshold": inputs["logprobs"]})
     with pytest.raises(UnsupportedError, match="loss_fn_config"):
-        trainer.validate([clipped], "ppo")
+        trainer.read([clipped], "ppo")
     masked = datum_of(data[0].model_input, {**inputs, "mask": inputs["advantages"]})
-    trainer.validate([masked], "ppo")
+    trainer.read([masked], "ppo")
     unlike = datum_of(
         data[0].model_input, {**inputs, "mask": np.zeros(len(inputs["logprobs"]), np.float32)}
     )
     with pytest.raises(ValueError, match="mask.* is 0 where advantages is not"):
-        trainer.validate([unlike], "ppo")
+        trainer.read([unlike], "ppo")
     several = datum_of(
         data[0].model_input,
         {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)},
     )
     with pytest.raises(ValueError, match="one target a position"):
-        trainer.validate([several], "ppo")
+        trainer.read([several], "ppo")
     with pytest.raises(UnsupportedError, match="stable_reinforce"):
-        trainer.validate(data, "stable_reinforce")
+        trainer.read(data, "stable_reinforce")
     with pytest.raises(ValueError, match="clip_ratio.*unknown"):
-        trainer.validate(data, "ppo", {"clip_ratio": 0.2})
+        trainer.read(data, "ppo", {"clip_ratio": 0.2})
     with pytest.raises(ValueError, match="micro_batch_tokens=0"):
         TrainerSettings(micro_batch_tokens=0)
 

@@ -46,7 +46,7 @@ def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
     assert reached.wait(WAIT)
     closing = threading.Thread(target=engine.close, args=(False,))
     closing.start()
-    while not engine._owner._is_aborted:
+    while not engine._thread._is_aborted:
         pass
     go_on.set()
     closing.join(WAIT)
@@ -61,7 +61,7 @@ def test_a_prompt_ends_at_the_next_matmul(model, tmp_path, monkeypatch):
     whole = FrozenLinear.product
 
     def product(self: FrozenLinear, *arguments: Any) -> Any:
-        engine._owner.stop(finish=False)  # from the engine's own thread, as a dropped client does
+        engine._thread.stop(finish=False)  # from the engine's own thread, as a dropped client does
         return whole(self, *arguments)
 
     monkeypatch.setattr(FrozenLinear, "product", product)

@@ -72,7 +72,7 @@ def test_batch_and_cache_change_rounding_only(decoder):
     """Requests of all kinds, nine samples at a time, then all of them again with their prompts in
     the cache.
     """
-    sampler = sampler_of(decoder, max_batch=9, prefill_tokens=96)
+    sampler = sampler_of(decoder, max_batch=9, max_prefill_tokens_per_step=96)
     alone = [run(sampler_of(decoder), op)[0] for op in mixed_requests()]
     for _ in range(2):
         assert_equal_but_for_rounding(run(sampler, *mixed_requests()), alone)
@@ -141,7 +141,7 @@ def test_many_join_and_leave(decoder):
         )
         for i in range(60)
     ]
-    sampler = sampler_of(decoder, max_batch=40, prefill_tokens=256)
+    sampler = sampler_of(decoder, max_batch=40, max_prefill_tokens_per_step=256)
     futures: list[Future[SampleResponse]] = []
     for number, op in enumerate(ops):
         futures.append(Future())

@@ -41,7 +41,7 @@ def rollouts(
         prompt = common[: 70 if i else 3] + rng.integers(0, 256, extra).tolist()
         op = request(prompt, 1 + i % 4, max_tokens=20 + 30 * i, temperature=temperature, seed=i)
         jobs.append((op, adapter.snapshot(), "version"))
-    responses = run(sampler_of(decoder, prefill_tokens=100), *jobs)
+    responses = run(sampler_of(decoder, max_prefill_tokens_per_step=100), *jobs)
     return [(op.prompt, response) for (op, *_), response in zip(jobs, responses, strict=True)]
 
 

@@ -375,11 +375,11 @@ def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, device):
         [0.2, 0.9, 0.5],
     )
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    expected = token_sampling.draw(logits, params, uniforms, [2, 1, 0])
+    expected = token_sampling.sample_tokens(logits, params, uniforms, [2, 1, 0])
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     monkeypatch.setattr(token_sampling, "_invert", lambda *_: pytest.fail("torch samples"))
     assert torch.equal(
-        token_sampling.draw(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens
+        token_sampling.sample_tokens(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens
     )
 
 

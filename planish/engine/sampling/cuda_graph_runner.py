@@ -6,12 +6,12 @@ for each of a few batch sizes, and launched as a whole.
 
 A graph fixes all addresses and sizes. So everything that changes between steps is in tables at
 fixed addresses: tokens, positions, the attended ranges (kernels/triton/sampling_attention.py) and
-the adapters of the rows (kernels/triton/adapters.py). A batch is padded to the next recorded size. The padding rows attend to no
-keys, and their results are discarded.
+the adapters of the rows (kernels/triton/adapters.py). A batch is padded to the next recorded size.
+The padding rows attend to no keys, and their results are discarded.
 
 This model runner is not batch-invariant: the order of sums depends on the number of rows and on the
 partition of attention. So the last bits of a logprob depend on the batch. With deterministic=True
-the sampler uses `PlainPasses` instead.
+the sampler uses `EagerRunner` instead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from planish.engine.release_memory import let_go
+from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.model_runner import Rows
 from planish.engine.settings import head_shape
 from planish.model.decoder import Decoder
@@ -55,13 +55,13 @@ logits.
 """
 
 
-class GraphPasses:
+class CudaGraphRunner:
     """The model runner for GPUs, with one CUDA graph per batch size and kind of adapters."""
 
     def __init__(
-        self, decoder: Decoder, shape: KVSpec, max_batch: int, prefill_tokens: int
+        self, decoder: Decoder, shape: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
     ) -> None:
-        """Allocate the tables for up to `max_batch` decoding and `prefill_tokens` prompt rows."""
+        """Allocate the tables for up to `max_batch` decoding and `max_prefill_tokens_per_step` prompt rows."""
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
@@ -69,7 +69,7 @@ class GraphPasses:
         self._attention = DecodeTables(self._bases, self._sizes[-1], config.num_heads)
         self._adapters = AdapterTables(config, decoder.dtype, device, self._sizes[-1], max_batch)
         self._prefill_adapters = AdapterTables(
-            config, decoder.dtype, device, prefill_tokens, max_batch
+            config, decoder.dtype, device, max_prefill_tokens_per_step, max_batch
         )
         self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
@@ -87,7 +87,7 @@ class GraphPasses:
         """The graph recorder. None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
-    def serve(decoder: Decoder) -> bool:
+    def supports(decoder: Decoder) -> bool:
         """Return whether the GPU kernels support this model."""
         heads = head_shape(decoder.config, decoder.dtype)
         return all(
@@ -152,7 +152,7 @@ class GraphPasses:
                 try:
                     self._steps[size, adapted, adapted] = self._recorded(size, adapted, adapted)
                 except RuntimeError as error:
-                    let_go(error)
+                    clear_frames(error)
                     self._steps.clear()
                     self.recorder = None
                     reason = str(error).strip().split("\n")[0]
@@ -164,7 +164,7 @@ class GraphPasses:
                     )
                     return
 
-    def rest(self) -> None:
+    def release_adapters(self) -> None:
         """Release the adapters that the tables refer to."""
         self._adapters.fill(())
         self._prefill_adapters.fill(())

@@ -1,7 +1,7 @@
 """The sampler's model runners: they turn rows of tokens into hidden states and logits.
 
-`PlainPasses` is the eager model runner for any device. cuda_graph_runner.py has the model runner with
-CUDA graphs, for GPUs on which planish's Triton kernels support the model.
+`EagerRunner` is the eager model runner for any device. cuda_graph_runner.py has the model runner
+with CUDA graphs, for GPUs on which planish's Triton kernels support the model.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Rows:
     layout: RowLayout
 
 
-class Passes(Protocol):
+class ModelRunner(Protocol):
     """The interface of a model runner.
 
     Hidden states are [T, D] in the model's dtype, and logits are float32 [T, V]. Both results are
@@ -71,12 +71,12 @@ class Passes(Protocol):
         """
         ...
 
-    def rest(self) -> None:
+    def release_adapters(self) -> None:
         """Free cached adapter weights, because no request is running."""
         ...
 
 
-class PlainPasses:
+class EagerRunner:
     """The eager model runner, for any device. It is batch-invariant if `tiling` is given."""
 
     def __init__(self, decoder: Decoder, tiling: RowTiling | None, head: SamplingHead) -> None:
@@ -114,7 +114,7 @@ class PlainPasses:
         hidden = self._hidden(rows, self._decode_attention(row_of, prompts, samples), given)
         return hidden, self._head.logits(hidden, adapters)
 
-    def rest(self) -> None:
+    def release_adapters(self) -> None:
         """Free the stacked adapter weights."""
         self._stacks.forget()
 

@@ -76,7 +76,7 @@ class PrefixCache(Generic[V]):
         while len(self._chunks) > self.capacity:
             self._chunks.popitem(last=False)
 
-    def forget(self, version: Hashable) -> None:
+    def evict(self, version: Hashable) -> None:
         """Evict every chunk of one version of the weights."""
         for key in [key for key in self._chunks if key[0] == version]:
             del self._chunks[key]

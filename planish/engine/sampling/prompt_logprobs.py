@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from planish.engine.sampling.randomness import uniforms
-from planish.engine.sampling.token_sampling import draw_several, top_logprobs
+from planish.engine.sampling.token_sampling import sample_many, top_logprobs
 from planish.model.head import log_normalizer
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
@@ -32,7 +32,7 @@ Exact = Callable[[Tensor, Tensor, Tensor], Tensor]
 """A function (hidden [R, D], rows [P], tokens [P]) -> float32 logits [P]."""
 
 
-def asked(op: Sample) -> bool:
+def wants_scores(op: Sample) -> bool:
     """Return whether the request wants any prompt scores."""
     return (
         op.prompt_logprobs
@@ -79,7 +79,7 @@ class PromptScores:
         )
 
     @property
-    def begins(self) -> int:
+    def first_position(self) -> int:
         """The first position whose hidden state is needed for a score.
 
         The positions before it are not scored, so they may come from the prefix cache.
@@ -101,7 +101,7 @@ class PromptScores:
         float32 logits [R, V].
         """
         stop = min(start + hidden.shape[0], len(self.tokens) - 1)
-        for first in range(max(start, self.begins), stop, SCORED_ROWS):
+        for first in range(max(start, self.first_position), stop, SCORED_ROWS):
             last = min(first + SCORED_ROWS, stop)
             block = hidden[first - start : last - start]
             self._add_block(first + 1, block, logits(block), exact)
@@ -136,16 +136,18 @@ class PromptScores:
                 at = (place[0].cpu().numpy() + span.start - 1, place[1].cpu().numpy())
                 self._target_logprobs[at] = values.cpu().numpy()
         if self._alt is not None:
-            self._draw(span, hidden, logits, exact)
+            self._sample_alternatives(span, hidden, logits, exact)
 
-    def _draw(self, span: range, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
+    def _sample_alternatives(
+        self, span: range, hidden: Tensor, logits: Tensor, exact: Exact
+    ) -> None:
         """Sample alternative tokens for the prompt tokens in `span`."""
         assert self._alt is not None
         params, k = self.op.sampling_params, self.op.prompt_alt_tokens_k
         numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(
             logits.device
         )
-        drawn = draw_several(logits, params, numbers)
+        drawn = sample_many(logits, params, numbers)
         tokens = drawn.tokens.flatten()
         rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
         logprobs = (

@@ -29,15 +29,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.release_memory import let_go
-from planish.engine.sampling.cuda_graph_runner import GraphPasses
-from planish.engine.sampling.model_runner import Passes, PlainPasses, Rows
+from planish.engine.release_memory import clear_frames
+from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
+from planish.engine.sampling.model_runner import EagerRunner, ModelRunner, Rows
 from planish.engine.sampling.prefix_cache import PrefixCache
-from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, asked
+from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, wants_scores
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.sampling.stopping import StopCondition
-from planish.engine.sampling.token_sampling import SORTING_BYTES, draw, top_logprobs
+from planish.engine.sampling.token_sampling import SORTING_BYTES, sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
 from planish.model.config import ModelConfig
@@ -69,10 +69,10 @@ class SamplerSettings:
     """The maximum bytes of the prefix cache, in addition to `kv_cache_bytes`."""
     max_batch: int = 256
     """The maximum number of samples that run at the same time."""
-    prefill_tokens: int = 2048
+    max_prefill_tokens_per_step: int = 2048
     """The maximum number of prompt tokens that one step prefills."""
 
-    def step_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    def workspace_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
         """Estimate the workspace of one step, in bytes.
 
         The workspace has the activations of prompts, the attention scores, and the logits that
@@ -80,19 +80,19 @@ class SamplerSettings:
         """
         # There are three float32 logits tensors: the logits of the step, the copy that tokens are
         # sampled from, and the logits of the prompts' last positions.
-        drawing = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
+        logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         if device.type == "cpu":  # Each thread has its own scores; there are at most cpu_count().
             scores = (
                 4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
             )
         else:  # Only a GPU sorts many rows at once to filter them.
-            scores, drawing = 0, drawing + SORTING_BYTES
+            scores, logits_bytes = 0, logits_bytes + SORTING_BYTES
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
         return (
-            drawing
+            logits_bytes
             + scores
-            + self.prefill_tokens * (8 * config.hidden_size + dtype.itemsize * narrow)
+            + self.max_prefill_tokens_per_step * (8 * config.hidden_size + dtype.itemsize * narrow)
         )
 
 
@@ -118,16 +118,18 @@ class Sampler:
         self._tiling = tiling
         self._head = SamplingHead(decoder, tiling)
         self._kv_spec = KVSpec.from_config(decoder.config, decoder.dtype, decoder.device)
-        self._passes: Passes
-        if tiling is None and GraphPasses.serve(decoder):
-            self._passes = GraphPasses(
-                decoder, self._kv_spec, settings.max_batch, settings.prefill_tokens
+        self._runner: ModelRunner
+        if tiling is None and CudaGraphRunner.supports(decoder):
+            self._runner = CudaGraphRunner(
+                decoder, self._kv_spec, settings.max_batch, settings.max_prefill_tokens_per_step
             )
         else:
-            self._passes = PlainPasses(decoder, tiling, self._head)
+            self._runner = EagerRunner(decoder, tiling, self._head)
         per_position = self._kv_spec.bytes_per_position
         self._scheduler = Scheduler(
-            settings.max_batch, settings.kv_cache_bytes // per_position, settings.prefill_tokens
+            settings.max_batch,
+            settings.kv_cache_bytes // per_position,
+            settings.max_prefill_tokens_per_step,
         )
         self.settings = settings
         self._make_pools()
@@ -138,19 +140,19 @@ class Sampler:
         """Each chunk's keys, values and final hidden states [CHUNK, D]. The hidden states give the
         logprobs of a cached prefix without another prefill.
         """
-        self._hidden: dict[int, list[Tensor]] = {}
-        """The hidden states of the whole chunks computed so far, by id(prompt). An entry is removed
-        when its prompt is ready.
+        self._hidden: dict[Prompt, list[Tensor]] = {}
+        """The hidden states of the whole chunks computed so far. An entry is removed when its
+        prompt is ready.
         """
-        self._last_hidden: dict[int, Tensor] = {}
-        """The hidden state [1, D] of each ready prompt's last token, by id(prompt)."""
+        self._last_hidden: dict[Prompt, Tensor] = {}
+        """The hidden state [1, D] of each ready prompt's last token."""
         self._requests: list[Request] = []
         self._count = 0
 
     def record(self) -> None:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
-        if isinstance(self._passes, GraphPasses):
-            self._passes.record()
+        if isinstance(self._runner, CudaGraphRunner):
+            self._runner.record()
 
     @property
     def busy(self) -> bool:
@@ -193,9 +195,9 @@ class Sampler:
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
             version=version,
-            stop=StopCondition.of(params.stop, self._decoder.config.eos_token_ids),
+            stop=StopCondition.from_params(params.stop, self._decoder.config.eos_token_ids),
             seed=seed,
-            scores=PromptScores(op, tokens, seed) if asked(op) else None,
+            scores=PromptScores(op, tokens, seed) if wants_scores(op) else None,
             future=future,
         )
         self._count += 1
@@ -205,11 +207,11 @@ class Sampler:
     @torch.inference_mode()
     def step(self) -> None:
         """Start the requests that fit, prefill prompts, and sample the next tokens."""
-        self._drop_ended()
+        self._drop_finished_requests()
         admitted = self._scheduler.admit(self._cache)
         self._prompts.reserve(prompt.capacity for prompt in admitted)
         for prompt in admitted:
-            self._place(prompt)
+            self._start_prompt(prompt)
         batch = self._scheduler.prefill_batch()
         if batch:
             self._prefill(batch)
@@ -219,18 +221,18 @@ class Sampler:
             if not sample.tokens and sample.prompt.ready
         ]
         if fresh:
-            self._draw_first(fresh)
+            self._sample_first(fresh)
         going = [sample for sample in self._scheduler.running if sample.tokens]
         if going:
             self._decode(going)
         if not self.busy:
-            self._passes.rest()
+            self._runner.release_adapters()
 
-    def forget(self, version: Hashable) -> None:
+    def evict_prefixes(self, version: Hashable) -> None:
         """Free the cached prefixes of a version of the weights that is no longer in use."""
-        self._cache.forget(version)
+        self._cache.evict(version)
 
-    def fail(self, error: Exception) -> None:
+    def abort_all(self, error: Exception) -> None:
         """Fail every request with `error` and reset the scheduler and the pools.
 
         The engine calls this method when it closes, and after an exception in `step`, which may
@@ -239,7 +241,7 @@ class Sampler:
         requests, self._requests = self._requests, []
         settings = self._scheduler
         self._scheduler = Scheduler(
-            settings.max_batch, settings.max_positions, settings.prefill_tokens
+            settings.max_batch, settings.max_positions, settings.max_prefill_tokens_per_step
         )
         self._make_pools()
         self._last_hidden.clear()
@@ -248,7 +250,7 @@ class Sampler:
             request.fail(error)
 
     def _make_pools(self) -> None:
-        kind = GappedKVPool if isinstance(self._passes, GraphPasses) else KVPool
+        kind = GappedKVPool if isinstance(self._runner, CudaGraphRunner) else KVPool
         self._budget = KVBudget(
             max_pool_bytes(self.settings.kv_cache_bytes) // self._kv_spec.bytes_per_position
         )
@@ -258,24 +260,27 @@ class Sampler:
 
     # Prompts
 
-    def _place(self, prompt: Prompt) -> None:
+    def _start_prompt(self, prompt: Prompt) -> None:
         """Assign a slot to a new prompt and fill it with the cached prefix."""
         pool = self._prompts.pool_for(prompt.capacity)
         pool.allocate(prompt)
-        known = self._cache.find(prompt.version, prompt.tokens) if not prompt.draws else []
+        known = (
+            self._cache.find(prompt.version, prompt.tokens) if not prompt.num_alternatives else []
+        )
         request = prompt.scored_for
         first = (
             len(known)
             if request is None or request.scores is None
-            else request.scores.begins // CHUNK
+            else request.scores.first_position // CHUNK
         )
         # Cached positions are scored right here, while all other requests wait. So at most
-        # `prefill_tokens` cached positions are scored, and later steps prefill the remainder.
-        known = known[: first + self.settings.prefill_tokens // CHUNK]
+        # `max_prefill_tokens_per_step` cached positions are scored, and later steps prefill the
+        # remainder.
+        known = known[: first + self.settings.max_prefill_tokens_per_step // CHUNK]
         if known:
             keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
             pool.write(prompt.slot, 0, (keys, values))
-        hidden = self._hidden[id(prompt)] = [chunk[2] for chunk in known]
+        hidden = self._hidden[prompt] = [chunk[2] for chunk in known]
         if request is not None and hidden[first:]:
             self._score(request, first * CHUNK, torch.cat(hidden[first:]))
         prompt.computed = prompt.cached = len(known) * CHUNK
@@ -293,7 +298,7 @@ class Sampler:
             spans.append(
                 PrefillSpan(self._prompts.pool_for(prompt.capacity), prompt.slot, row, start, count)
             )
-        hidden = self._passes.prefill(Rows(tokens, positions, layout), spans)
+        hidden = self._runner.prefill(Rows(tokens, positions, layout), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
 
@@ -305,13 +310,13 @@ class Sampler:
         request = prompt.scored_for
         if request is not None:
             self._score(request, prompt.computed, hidden)
-        known = self._hidden[id(prompt)]
+        known = self._hidden[prompt]
         known += [chunk.clone() for chunk in hidden.split(CHUNK) if len(chunk) == CHUNK]
         prompt.computed += hidden.shape[0]
         if not prompt.ready:
             return
-        del self._hidden[id(prompt)]
-        self._last_hidden[id(prompt)] = hidden[-1:].clone()
+        del self._hidden[prompt]
+        self._last_hidden[prompt] = hidden[-1:].clone()
         missing = self._cache.missing(prompt.version, prompt.tokens)
         pool = self._prompts.pool_for(prompt.capacity)
         chunks = [(*pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK), known[i]) for i in missing]
@@ -339,7 +344,7 @@ class Sampler:
         except Exception as error:
             # This request may run out of memory because it wants unusually many scores. The other
             # requests of the batch can go on.
-            let_go(error)
+            clear_frames(error)
             request.fail(error)
 
     def _release_unused(self, prompts: Sequence[Prompt]) -> None:
@@ -350,18 +355,18 @@ class Sampler:
         _remove(self._prompts, unused)
         for prompt in unused:
             self._scheduler.release(prompt)
-            self._last_hidden.pop(id(prompt), None)
-            self._hidden.pop(id(prompt), None)
+            self._last_hidden.pop(prompt, None)
+            self._hidden.pop(prompt, None)
 
     # Samples
 
-    def _draw_first(self, samples: list[RunningSample]) -> None:
+    def _sample_first(self, samples: list[RunningSample]) -> None:
         """Sample the first token of each sample from its prompt's last hidden state.
 
         The LM head runs once per prompt, not once per sample.
         """
         samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
-        prompts = list({id(sample.prompt): sample.prompt for sample in samples}.values())
+        prompts = list(dict.fromkeys(sample.prompt for sample in samples))
         layout = RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
         hidden = torch.zeros(
             layout.total,
@@ -369,13 +374,13 @@ class Sampler:
             dtype=self._decoder.dtype,
             device=self._decoder.device,
         )
-        row_of = {id(prompt): row for prompt, row in zip(prompts, layout.starts, strict=True)}
+        row_of = dict(zip(prompts, layout.starts, strict=True))
         for prompt in prompts:
-            hidden[row_of[id(prompt)]] = self._last_hidden[id(prompt)][0]
+            hidden[row_of[prompt]] = self._last_hidden[prompt][0]
         logits = self._head.logits(hidden, layout.adapters)
-        self._draw(
+        self._sample_tokens(
             samples,
-            [row_of[id(sample.prompt)] for sample in samples],
+            [row_of[sample.prompt] for sample in samples],
             hidden,
             logits,
             layout.adapters,
@@ -385,7 +390,7 @@ class Sampler:
         """Run each sample's last token through the decoder and sample its next token."""
         self._ensure_slots(samples)
         rows_of = Counter(sample.prompt.weights for sample in samples)
-        multiple = self._passes.multiple(len(rows_of))
+        multiple = self._runner.multiple(len(rows_of))
 
         def place(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights
@@ -408,10 +413,10 @@ class Sampler:
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
         rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
-        hidden, logits = self._passes.decode(
+        hidden, logits = self._runner.decode(
             Rows(tokens, positions, layout), rows, self._prompts, self._samples
         )
-        self._draw(samples, layout.starts, hidden, logits, layout.adapters)
+        self._sample_tokens(samples, layout.starts, hidden, logits, layout.adapters)
 
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
         """Ensure that each sample has a slot with space for its last token's keys and values.
@@ -467,7 +472,7 @@ class Sampler:
             return grown_capacity(sample.stored + 1, limit)
         return limit
 
-    def _draw(
+    def _sample_tokens(
         self,
         samples: list[RunningSample],
         rows: list[int],
@@ -481,22 +486,22 @@ class Sampler:
         its request.
         """
         params = [sample.request.op.sampling_params for sample in samples]
-        drawn = draw(
+        sampled = sample_tokens(
             logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows
         )
-        exact = self._head.drawn(hidden, logits, rows, drawn.tokens, adapters)
+        exact = self._head.drawn(hidden, logits, rows, sampled.tokens, adapters)
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
-        logprobs = (exact / temperature - drawn.log_normalizer).tolist()
+        logprobs = (exact / temperature - sampled.log_normalizer).tolist()
         most = max(sample.request.op.topk_sample_logprobs for sample in samples)
         if most and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
-        tops = top_logprobs(logits, drawn.log_normalizer, temperature, most) if most else None
+        tops = top_logprobs(logits, sampled.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         done: list[RunningSample] = []
         for i, (sample, token, logprob) in enumerate(
-            zip(samples, drawn.tokens.tolist(), logprobs, strict=True)
+            zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
         ):
             if not math.isfinite(logprob):
                 # Only this request fails: the rows of a batch are independent, so the NaN or inf
@@ -509,23 +514,24 @@ class Sampler:
             if k:
                 sample.top.append((top_ids[i][:k], top_values[i][:k]))
             if sample.request.op.on_token is not None:
-                _tell(sample, sample.request.op.on_token)
+                _call_on_token(sample, sample.request.op.on_token)
             try:
-                if self._stopped(sample) or len(sample.tokens) == sample.request.max_tokens:
-                    done.append(sample)
+                if sample.request.stop.is_met(sample.tokens, self._decode_text):
+                    sample.stop_reason = "stop"
+                elif len(sample.tokens) == sample.request.max_tokens:
+                    sample.stop_reason = "length"
             except Exception as error:
                 # The tokenizer failed on these tokens, which belong to this request alone.
                 sample.request.fail(error)
-        self._take_out(done)
+            if sample.stop_reason is not None:
+                done.append(sample)
+        self._remove_samples(done)
         for sample in done:
             self._finish(sample)
 
-    def _stopped(self, sample: RunningSample) -> bool:
-        """Return whether the sample's last token completes a stop token or stop string."""
-        return sample.request.stop.met(sample.tokens, self._decode_text)
-
     def _finish(self, sample: RunningSample) -> None:
         """Build the sample's sequence, and deliver the response if it was the last one."""
+        assert sample.stop_reason is not None
         request = sample.request
         k = request.op.topk_sample_logprobs
         top = TopkLogprobs(
@@ -533,7 +539,7 @@ class Sampler:
             np.array([values for _, values in sample.top], np.float32),
         )
         request.sequences[sample.index] = SampledSequence(
-            stop_reason="stop" if self._stopped(sample) else "length",
+            stop_reason=sample.stop_reason,
             sequence_id=f"{request.op.sampler_id}:{request.number}:{sample.index}",
             tokens_np=np.array(sample.tokens, np.int32),
             logprobs_np=np.array(sample.logprobs, np.float32),
@@ -542,7 +548,7 @@ class Sampler:
         if len(request.sequences) == request.num_samples:
             self._deliver(request)
 
-    def _take_out(self, samples: Sequence[RunningSample]) -> None:
+    def _remove_samples(self, samples: Sequence[RunningSample]) -> None:
         """Remove samples from the batch and free their slots and unused prompts."""
         _remove(self._samples, [sample for sample in samples if sample.capacity])
         for sample in samples:
@@ -565,13 +571,13 @@ class Sampler:
         if request.claim():
             request.future.set_result(response)
 
-    def _drop_ended(self) -> None:
+    def _drop_finished_requests(self) -> None:
         """Remove the requests that were cancelled or have failed on their own."""
         for request in [request for request in self._requests if request.future.done()]:
             # concurrent.futures.wait() learns of a cancellation only through this call.
             request.claim()
             self._requests.remove(request)
-            self._take_out(self._scheduler.withdraw(request))
+            self._remove_samples(self._scheduler.withdraw(request))
             if request.prompt is not None:
                 self._release_unused([request.prompt])
 
@@ -588,7 +594,7 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
         pools.pool_for(capacity).free(*some)
 
 
-def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
+def _call_on_token(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
     """Call `on_token` with the sample's newest token.
 
     An exception in the callback fails this request only, not the batch.
@@ -604,6 +610,6 @@ def _tell(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None
 
 def _not_finite(sampler_id: str) -> NonFiniteError:
     return NonFiniteError(
-        f"sampler_id={sampler_id!r}: its logits are not finite, so no token can be drawn; its weights are too large: "
+        f"sampler_id={sampler_id!r}: its logits are not finite, so no token can be sampled; its weights are too large: "
         "go back to an earlier checkpoint and lower learning_rate"
     )

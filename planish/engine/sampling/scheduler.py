@@ -21,13 +21,13 @@ from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition
 from planish.model.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.service import Sample
-from planish.types import SampledSequence, SampleResponse
+from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
     from planish.engine.sampling.prompt_logprobs import PromptScores
     from planish.model.lora import LoraWeights
 
-_DRAWS = 1 << 18
+_MAX_ALTERNATIVES = 1 << 18
 """The maximum number of tokens sampled at prompt positions in one step. They take some tenths of a
 second. One chunk of one prompt is allowed even if it exceeds this limit.
 """
@@ -112,7 +112,7 @@ class Prompt:
         return self.computed == len(self.tokens)
 
     @property
-    def draws(self) -> int:
+    def num_alternatives(self) -> int:
         """The number of tokens to sample at each position of the prompt (prompt_alt_tokens_k)."""
         return self.scored_for.op.prompt_alt_tokens_k if self.scored_for is not None else 0
 
@@ -139,6 +139,8 @@ class RunningSample:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
+    stop_reason: StopReason | None = None
+    """Why the sample ended; None while it runs."""
 
     @property
     def stored(self) -> int:
@@ -154,15 +156,17 @@ class RunningSample:
 class Scheduler:
     """Admission of requests under a limit of running samples and a budget of KV cache positions."""
 
-    def __init__(self, max_batch: int, max_positions: int, prefill_tokens: int) -> None:
+    def __init__(
+        self, max_batch: int, max_positions: int, max_prefill_tokens_per_step: int
+    ) -> None:
         """Create a scheduler without requests.
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
-        `prefill_tokens` the prompt tokens of one step.
+        `max_prefill_tokens_per_step` the prompt tokens of one step.
         """
         self.max_batch = max_batch
         self.max_positions = max_positions
-        self.prefill_tokens = prefill_tokens
+        self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
         self.waiting: list[Request] = []
         self.prompts: list[Prompt] = []
         self.running: list[RunningSample] = []
@@ -205,24 +209,30 @@ class Scheduler:
 
         The numbers are multiples of CHUNK, except at the end of a prompt. The batch has at most
         `max_batch` adapters. Tokens sampled at prompt positions have a limit of their own
-        (`_DRAWS`), so prompts with many of them do not delay the others.
+        (`_MAX_ALTERNATIVES`), so prompts with many of them do not delay the others.
         """
-        room, draws, adapters = self.prefill_tokens, _DRAWS, set()
+        room, alternatives, adapters = self.max_prefill_tokens_per_step, _MAX_ALTERNATIVES, set()
         batch = []
         for prompt in self.prompts:
             if prompt.weights not in adapters and len(adapters) == self.max_batch:
                 continue
             left = prompt.length - prompt.computed
             count = min(left, room)
-            if prompt.draws:
-                count = min(count, max(draws // prompt.draws, CHUNK if draws == _DRAWS else 0))
+            if prompt.num_alternatives:
+                count = min(
+                    count,
+                    max(
+                        alternatives // prompt.num_alternatives,
+                        CHUNK if alternatives == _MAX_ALTERNATIVES else 0,
+                    ),
+                )
             if count < left:
                 count -= count % CHUNK
             if count > 0:
                 batch.append((prompt, count))
                 adapters.add(prompt.weights)
                 room -= count
-                draws -= count * prompt.draws
+                alternatives -= count * prompt.num_alternatives
         return batch
 
     def finish(self, sample: RunningSample) -> None:

@@ -20,7 +20,7 @@ class StopCondition:
     strings: tuple[str, ...] = ()
 
     @classmethod
-    def of(
+    def from_params(
         cls, stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]
     ) -> StopCondition:
         """Return the stop condition for the `stop` of SamplingParams.
@@ -36,7 +36,7 @@ class StopCondition:
             strings=tuple(item for item in stop if isinstance(item, str)),
         )
 
-    def met(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    def is_met(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
         """Return whether the last of `tokens` completes a stop token or stop string.
 
         The caller must call this method after every token. Only the text of the last tokens is

@@ -33,10 +33,10 @@ float64 sums, and temporaries.
 
 
 @dataclass(frozen=True)
-class Draw:
+class SampledTokens:
     """Sampled tokens and the log normalizers of their rows.
 
-    `tokens` is int64 [B], or [R, K] from `draw_several`. `log_normalizer` is float32, one per row:
+    `tokens` is int64 [B], or [R, K] from `sample_many`. `log_normalizer` is float32, one per row:
     the log of the sum of exp(logits / temperature).
     """
 
@@ -44,12 +44,12 @@ class Draw:
     log_normalizer: Tensor
 
 
-def draw(
+def sample_tokens(
     logits: Tensor,
     params: list[SamplingParams],
     uniforms: list[float],
     rows: list[int] | None = None,
-) -> Draw:
+) -> SampledTokens:
     """Sample one token from each row of float32 logits [R, V], or from each row in `rows`.
 
     `params` and `uniforms` have one entry per sampled token. Temperature 0 takes the likeliest
@@ -77,10 +77,10 @@ def draw(
             else logits.argmax(-1)[on_device(rows, torch.int64, device)]
         )
         drawn = torch.where(greedy, best, drawn)
-    return Draw(drawn, normalizer)
+    return SampledTokens(drawn, normalizer)
 
 
-def draw_several(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Draw:
+def sample_many(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> SampledTokens:
     """Sample K tokens from each row of float32 logits [R, V].
 
     `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. `draw` would return the same
@@ -91,9 +91,11 @@ def draw_several(logits: Tensor, params: SamplingParams, uniforms: Tensor) -> Dr
         weights, logits.new_full(logits.shape[:1], params.temperature or 1.0)
     )
     if params.temperature == 0:
-        return Draw(logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1]), normalizer)
+        return SampledTokens(
+            logits.argmax(-1, keepdim=True).expand(-1, uniforms.shape[1]), normalizer
+        )
     _filter(weights, [params] * len(logits))
-    return Draw(_inverted(weights, uniforms), normalizer)
+    return SampledTokens(_inverted(weights, uniforms), normalizer)
 
 
 def _is_filtered(params: SamplingParams) -> bool:

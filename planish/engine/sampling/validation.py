@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from planish.engine.sampling.prompt_logprobs import asked
+from planish.engine.sampling.prompt_logprobs import wants_scores
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
@@ -85,7 +85,7 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
             raise UserError(
                 "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
             )
-    if op.prompt_only and not asked(op):
+    if op.prompt_only and not wants_scores(op):
         raise UserError(
             "prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs"
         )

@@ -69,7 +69,7 @@ class Adapter:
         """
         self.grad = grad if self.grad is None else self.grad + grad
 
-    def refuse_step(self, error: BaseException) -> None:
+    def reject_next_step(self, error: BaseException) -> None:
         """Make the next optimizer step fail, because a forward_backward failed with `error`.
 
         That step raises `refused_step(error)` and drops the accumulated gradient.

@@ -1,9 +1,9 @@
 """The trainer runs forward and backward passes over datums, one micro-batch at a time.
 
 The gradient of a call is the gradient of the sum of its datums' losses. The datums are packed into
-prefix trees (model/prefix_tree.py) under a token budget, so the peak memory is known in advance. A shared
-prefix is computed once, and its gradient is exact. Micro-batches depend only on the datums of the
-call and on the settings, never on other calls or tenants.
+prefix trees (model/prefix_tree.py) under a token budget, so the peak memory is known in advance. A
+shared prefix is computed once, and its gradient is exact. Micro-batches depend only on the datums
+of the call and on the settings, never on other calls or training models.
 
 The adapter receives a gradient only after the whole call has succeeded. A non-finite loss or
 gradient fails the call, and also the optimizer step that may already be queued after the call.
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.engine.release_memory import give_back
+from planish.engine.release_memory import trim_heap
 from planish.engine.settings import head_shape
 from planish.engine.training.adapters import Adapter, is_finite
 from planish.engine.training.datums import Example, read_examples
@@ -121,18 +121,28 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True, eq=False)
-class _Job:
-    """The inputs that all micro-batches of one call share."""
+class TrainingBatch:
+    """The datums of one forward_backward call, checked and converted to arrays."""
 
     examples: list[Example]
+    loss_fn: str
+    """The name of the loss."""
     loss: Loss
     config: Mapping[str, float]
+    """The options of the loss, including the defaults."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The inputs that all micro-batches of one call share."""
+
+    batch: TrainingBatch
     weights: LoraWeights
     backward: bool
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _MicroBatchResult:
     """The results of one micro-batch, except its gradient."""
 
     losses: dict[int, float]
@@ -163,11 +173,18 @@ class Trainer:
         self.settings = settings
         self._kept_bytes = settings.reserved_bytes(decoder.config, decoder.dtype, decoder.device)
 
-    def validate(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: Mapping[str, float] | None = None
-    ) -> None:
-        """Raise UserError (or a subclass) if `forward_backward` would reject this input."""
-        self._read(data, loss_fn, loss_fn_config)
+    def read(
+        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
+    ) -> TrainingBatch:
+        """Return the datums as a batch for `run`. The method may be called from any thread.
+
+        Raise UserError (or a subclass) that names the first invalid argument or datum.
+        """
+        loss = find_loss(loss_fn)
+        complete = complete_config(loss_fn, config)
+        model = self._decoder.config
+        examples = read_examples(data, loss, loss_fn, model.vocab_size, model.max_context)
+        return TrainingBatch(examples, loss_fn, loss, complete)
 
     def forward_backward(
         self,
@@ -177,7 +194,19 @@ class Trainer:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Compute losses, logprobs and gradients of `data`; yield between micro-batches.
+        """Call `read` and `run`. Invalid data, too, make the adapter reject its next step."""
+        try:
+            batch = self.read(data, loss_fn, config)
+        except BaseException as error:
+            if not forward_only:
+                adapter.reject_next_step(error)
+            raise
+        return (yield from self.run(adapter, batch, forward_only))
+
+    def run(
+        self, adapter: Adapter, batch: TrainingBatch, forward_only: bool = False
+    ) -> Generator[None, None, ForwardBackwardOutput]:
+        """Compute losses, logprobs and gradients of a batch; yield between micro-batches.
 
         The gradient is added to the adapter's accumulated gradient. With `forward_only` no
         gradient is computed and the adapter does not change.
@@ -186,9 +215,9 @@ class Trainer:
         accumulated gradient is unchanged. Unless `forward_only`, the adapter then rejects its next
         optimizer step.
         """
+        examples = batch.examples
         try:
-            loss, complete, examples = self._read(data, loss_fn, config)
-            job = _Job(examples, loss, complete, adapter.weights, backward=not forward_only)
+            call = _Call(batch, adapter.weights, backward=not forward_only)
             packed = pack(
                 [example.tokens for example in examples], self.settings.micro_batch_tokens
             )
@@ -197,7 +226,7 @@ class Trainer:
             for number, micro_batch in enumerate(packed):
                 if number:
                     yield
-                part, part_grad = self._run(job, micro_batch)
+                part, part_grad = self._run(call, micro_batch)
                 if part_grad is not None:
                     grad = part_grad if grad is None else grad.add_(part_grad)
                 parts.append(part)
@@ -207,70 +236,58 @@ class Trainer:
                 )
         except BaseException as error:
             if not forward_only:
-                adapter.refuse_step(error)
+                adapter.reject_next_step(error)
             raise
         finally:
             if self._decoder.device.type == "cpu":
-                give_back(self._kept_bytes)
+                trim_heap(self._kept_bytes)
         if grad is not None:
             adapter.add_grad(grad)
         return _output(examples, packed, parts)
 
-    def _read(
-        self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None
-    ) -> tuple[Loss, dict[str, float], list[Example]]:
-        loss = find_loss(loss_fn)
-        complete = complete_config(loss_fn, config)
-        model = self._decoder.config
-        return (
-            loss,
-            complete,
-            read_examples(data, loss, loss_fn, model.vocab_size, model.max_context),
-        )
-
-    def _run(self, job: _Job, packed: Packed) -> tuple[_Part, Tensor | None]:
+    def _run(self, call: _Call, packed: Packed) -> tuple[_MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
-        pairs = _Pairs.of(packed, job.examples, self._decoder.config.vocab_size)
+        pairs = _Pairs.of(packed, call.batch.examples, self._decoder.config.vocab_size)
         try:
-            with torch.set_grad_enabled(job.backward):
-                unique = self._score(job, packed, pairs)
+            with torch.set_grad_enabled(call.backward):
+                unique = self._score(call, packed, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
-            logprobs = unique.detach().cpu()[pairs.place].requires_grad_(job.backward)
-            with torch.set_grad_enabled(job.backward):
-                losses = _losses(job, packed, logprobs)
+            logprobs = unique.detach().cpu()[pairs.place].requires_grad_(call.backward)
+            with torch.set_grad_enabled(call.backward):
+                losses = _losses(call, packed, logprobs)
             grad = (
-                self._backward(job, packed, pairs, unique, logprobs, losses)
-                if job.backward
+                self._backward(call, packed, pairs, unique, logprobs, losses)
+                if call.backward
                 else None
             )
         except BaseException:
-            job.weights.collect_grad()
+            call.weights.collect_grad()
             raise
         flat = logprobs.detach()
         arrays = {
-            datum: part.view(job.examples[datum].targets.shape).numpy().copy()
-            for datum, part in zip(packed.datums, flat.split(_sizes(job, packed)), strict=True)
+            datum: part.view(call.batch.examples[datum].targets.shape).numpy().copy()
+            for datum, part in zip(packed.datums, flat.split(_sizes(call, packed)), strict=True)
         }
         amounts = dict(zip(packed.datums, losses.tolist(), strict=True))
-        return _Part(amounts, arrays, _ratio_range(job, arrays)), grad
+        return _MicroBatchResult(amounts, arrays, _ratio_range(call, arrays)), grad
 
-    def _score(self, job: _Job, packed: Packed, pairs: _Pairs) -> Tensor:
+    def _score(self, call: _Call, packed: Packed, pairs: _Pairs) -> Tensor:
         """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         recompute = self.settings.recomputes(len(packed))
-        packed = packed.padded(self._tiling.padded(len(packed), job.weights))
+        packed = packed.padded(self._tiling.padded(len(packed), call.weights))
         hidden = self._decoder.hidden(
             sent(torch.from_numpy(packed.tokens), device),
             sent(torch.from_numpy(packed.positions), device),
             self._attention(packed),
-            [AdapterRows(0, len(packed), job.weights)],
+            [AdapterRows(0, len(packed), call.weights)],
             recompute=recompute,
         )
         rows, targets = sent(pairs.rows, device), sent(pairs.targets, device)
-        head, temperature = self._decoder.head, job.config["temperature"]
+        head, temperature = self._decoder.head, call.batch.config["temperature"]
         return scored_logprobs(
-            hidden, head, job.weights.head, rows, targets, temperature, recompute=recompute
+            hidden, head, call.weights.head, rows, targets, temperature, recompute=recompute
         )
 
     def _attention(self, packed: Packed) -> Attend:
@@ -287,7 +304,7 @@ class Trainer:
 
     def _backward(
         self,
-        job: _Job,
+        call: _Call,
         packed: Packed,
         pairs: _Pairs,
         unique: Tensor,
@@ -300,7 +317,7 @@ class Trainer:
         backward pass through the model.
         """
         (wanted,) = torch.autograd.grad(losses.sum(), logprobs)
-        for datum, part in zip(packed.datums, wanted.split(_sizes(job, packed)), strict=True):
+        for datum, part in zip(packed.datums, wanted.split(_sizes(call, packed)), strict=True):
             if not bool(torch.isfinite(part).all()):
                 raise NonFiniteError(
                     f"the gradient of data[{datum}]'s loss is not finite; check its logprobs and advantages"
@@ -308,7 +325,7 @@ class Trainer:
         at_pairs = torch.zeros(unique.shape, dtype=wanted.dtype).index_add_(0, pairs.place, wanted)
         if unique.requires_grad and bool(at_pairs.any()):
             unique.backward(sent(at_pairs, unique.device))
-        return job.weights.collect_grad()
+        return call.weights.collect_grad()
 
 
 @dataclass(frozen=True, eq=False)
@@ -341,21 +358,23 @@ class _Pairs:
         )
 
 
-def _sizes(job: _Job, packed: Packed) -> list[int]:
+def _sizes(call: _Call, packed: Packed) -> list[int]:
     """Return the number of scores of each datum of the micro-batch."""
-    return [job.examples[datum].targets.size for datum in packed.datums]
+    return [call.batch.examples[datum].targets.size for datum in packed.datums]
 
 
-def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
+def _losses(call: _Call, packed: Packed, logprobs: Tensor) -> Tensor:
     """Return the loss of each datum.
 
     Raises NonFiniteError that names the first datum whose loss is not finite.
     """
     losses = []
-    for datum, part in zip(packed.datums, logprobs.split(_sizes(job, packed)), strict=True):
-        example = job.examples[datum]
+    for datum, part in zip(packed.datums, logprobs.split(_sizes(call, packed)), strict=True):
+        example = call.batch.examples[datum]
         inputs = {name: torch.tensor(values) for name, values in example.inputs.items()}
-        losses.append(job.loss.fn(part.view(example.targets.shape), inputs, job.config))
+        losses.append(
+            call.batch.loss.fn(part.view(example.targets.shape), inputs, call.batch.config)
+        )
     stacked = torch.stack(losses)
     finite = torch.isfinite(stacked).tolist()
     if not all(finite):
@@ -366,16 +385,16 @@ def _losses(job: _Job, packed: Packed, logprobs: Tensor) -> Tensor:
     return stacked
 
 
-def _ratio_range(job: _Job, logprobs: Mapping[int, np.ndarray]) -> tuple[float, float] | None:
+def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float, float] | None:
     """Return the smallest and largest importance ratio over tokens with a nonzero advantage.
 
     Return None if the loss has no ratio or no token has a nonzero advantage.
     """
-    if not job.loss.has_ratio:
+    if not call.batch.loss.has_ratio:
         return None
     gaps = []
     for datum, values in logprobs.items():
-        inputs = job.examples[datum].inputs
+        inputs = call.batch.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
     # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Only cispo
@@ -388,7 +407,7 @@ def _exp(value: float) -> float:
 
 
 def _output(
-    examples: list[Example], packed: list[Packed], parts: list[_Part]
+    examples: list[Example], packed: list[Packed], parts: list[_MicroBatchResult]
 ) -> ForwardBackwardOutput:
     losses = {datum: value for part in parts for datum, value in part.losses.items()}
     logprobs = {datum: value for part in parts for datum, value in part.logprobs.items()}
