@@ -1,8 +1,8 @@
 """The checks of the GPU's kernels: each family against torch, at the shapes of one model.
 
 kernels/triton/self_test.py runs this module in a process of its own, because an illegal memory
-access ends the CUDA context of its process. The module reads a `Request` from its standard input and writes a
-line when it begins a family, and another with the verdict.
+access ends the CUDA context of its process. The module reads a `Request` from its standard input
+and writes a line when it begins a family, and another with the verdict.
 
 Inputs are chosen so that a mistake is visible. With ordinary scores, one key of a thousand changes
 an attention output by less than bf16 rounds. So the queries here point at one key each: at the
