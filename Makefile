@@ -1,14 +1,26 @@
 # demo and test do all their own set-up: a virtual environment, pinned packages, the embedded model.
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench bench-peers clean
+.PHONY: help demo test test-all test-extras lint bench bench-peers clean
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt
+# The packages of the extras, above those of $(VENV): torch is installed once.
+EXTRAS_VENV := .venv-extras
+# An installation that fails is tried once more, because a registry may have been out of reach.
+define PIP_INSTALL
+install() { $(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2); }; \
+	install || { echo "pip failed; trying once more" >&2; sleep 10; install; }
+endef
 # torch is installed first, so that no other package pulls in a larger build of it.
 TORCH := torch==2.13.0
 TESTS ?= tests
+# The last six packages are what the recipes of tinker-cookbook import.
+EXTRAS := 'planish[inspect,trackio,verifiers]' trl \
+	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
+# The tests that are skipped, in whole or in part, where these packages are not installed.
+EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
+	tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py tests/test_moved_modules.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start.
 TEST_PROCESSES ?= 3
@@ -17,6 +29,7 @@ help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
+	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL and tinker-cookbook"
 	@echo "make lint   ruff and pyright"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"
@@ -27,14 +40,18 @@ demo: $(VENV)/.model
 
 # One thread per process: tiny models gain nothing from two. Bytecode is written once for all
 # processes.
-PYTEST := PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 HF_DATASETS_OFFLINE=1 \
+	$(1)/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 test: $(VENV)/.dev $(VENV)/.model
-	$(PYTEST) $(TESTS)
+	$(call PYTEST,$(VENV)) $(TESTS)
 
 test-all: $(VENV)/.dev $(VENV)/.model
-	$(PYTEST) -m "slow and not gpu" --timeout 600 $(TESTS)
+	$(call PYTEST,$(VENV)) -m "slow and not gpu" --timeout 600 $(TESTS)
+
+# A skipped test fails the run here.
+test-extras: $(EXTRAS_VENV)/.made $(VENV)/.model
+	$(call PYTEST,$(EXTRAS_VENV)) -m "not gpu" --timeout 600 --no-skips $(EXTRAS_TESTS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -49,12 +66,23 @@ bench-peers: $(VENV)/.model
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(PIP_INSTALL) $(TORCH)
-	$(PIP_INSTALL) -e .
+	$(call PIP_INSTALL,$(VENV),-c constraints.txt $(TORCH))
+	$(call PIP_INSTALL,$(VENV),-c constraints.txt -e .)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(PIP_INSTALL) -e '.[dev]'
+	$(call PIP_INSTALL,$(VENV),-c constraints.txt -e '.[dev]')
+	touch $@
+
+# The .pth file puts the packages of $(VENV), pip among them, behind those of $(EXTRAS_VENV).
+# tinker-cookbook comes without its requirements, because pip finds no tml-renderers 0.4.
+$(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
+	$(BIN)/python -m venv --clear --without-pip $(EXTRAS_VENV)
+	base=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	own=$$($(EXTRAS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
+	$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
+	$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook)
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run
@@ -62,5 +90,5 @@ $(VENV)/.model: $(VENV)/.run
 	touch $@
 
 clean:
-	rm -rf $(VENV) .peers build dist *.egg-info runs/demo .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(EXTRAS_VENV) .peers build dist *.egg-info runs/demo .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

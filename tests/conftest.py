@@ -78,6 +78,17 @@ def pytest_runtest_call() -> None:
     _seed_random_numbers(SEED + 1_000_003)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a skipped test fails the run")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if session.config.getoption("no_skips") and reporter and reporter.stats.get("skipped"):
+        reporter.write_line("\nFAILED: tests were skipped in spite of --no-skips", red=True)
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
 @pytest.fixture(scope="session")
 def planish_home() -> Callable[[Path], Path]:
     """Return a function that makes a PLANISH_HOME directory, empty except for the kernels.

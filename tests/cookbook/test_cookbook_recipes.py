@@ -1,10 +1,10 @@
 """Recipes of the official cookbook: with planish.cookbook in the place of the cookbook, and
 unmodified, in process and on a server.
 
-They need tinker-cookbook 0.6 in the environment (`pip install --no-deps tinker-cookbook`, then what
-it asks for but tml-renderers), and are skipped without.
+They need tinker-cookbook 0.6 in the environment (`make test-extras`), and are skipped without.
 """
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -13,7 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -112,11 +112,22 @@ def planish_run(place: Path) -> list[str]:
     return ["-m", "planish", "run", *options, *substitute]
 
 
-@pytest.mark.parametrize("recipe", PORTED)
-def test_a_recipe_runs_with_planishs_cookbook(place, recipe):
+@pytest.fixture(scope="module", name="ported_rows")
+def _ported_rows(place) -> Callable[[str], list[dict[str, Any]]]:
+    """Run a ported recipe, once for all tests of this file; the rows of its metrics.jsonl."""
     ported(place)
-    words = [*planish_run(place), "-m", f"mine.{recipe}", *PORTED[recipe].split()]
-    rows = run(place, words, place / "ported" / recipe)
+
+    @functools.cache
+    def rows(recipe: str) -> list[dict[str, Any]]:
+        words = [*planish_run(place), "-m", f"mine.{recipe}", *PORTED[recipe].split()]
+        return run(place, words, place / "ported" / recipe)
+
+    return rows
+
+
+@pytest.mark.parametrize("recipe", PORTED)
+def test_a_recipe_runs_with_planishs_cookbook(ported_rows, recipe):
+    rows = ported_rows(recipe)
     assert rows
     names = set().union(*rows)
     expected = ("reward", "env/all/reward/total", "train_mean_nll", "dpo_loss")
@@ -182,14 +193,12 @@ def sampled(path: str) -> list[Any]:
     )
 
 
-def test_the_cookbooks_reader_finds_the_files_of_a_run(place):
+def test_the_cookbooks_reader_finds_the_files_of_a_run(place, ported_rows):
     """A run of planish with the default layout."""
     storage = importlib.import_module("tinker_cookbook.stores.storage")
     stores = importlib.import_module("tinker_cookbook.stores.training_store")
-    directory = place / "ported" / "rl_basic"
-    if not (directory / "metrics.jsonl").exists():
-        pytest.skip("the run is made by another test of this file")
-    store = stores.TrainingRunStore(storage.LocalStorage(directory))
+    ported_rows("rl_basic")
+    store = stores.TrainingRunStore(storage.LocalStorage(place / "ported" / "rl_basic"))
     [iteration] = store.list_iterations()
     assert iteration.has_train_rollouts
     assert iteration.has_train_logtree

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
 """Inspect itself, on a small random model: its tasks, options and messages go through planish's
-sampler.
+sampler. Needs `planish[inspect]`; skipped where it is not.
 """
 
 import asyncio
@@ -12,10 +12,7 @@ import pytest
 
 import planish
 
-pytest.importorskip(
-    "inspect_ai",
-    reason="inspect-ai is not among the pinned packages: it needs fsspec<=2026.6.0 (docs/evaluation.md says what was run with it)",
-)
+pytest.importorskip("inspect_ai", reason="it needs an older fsspec; make test-extras runs it")
 
 from inspect_ai import Task, eval_async, task
 from inspect_ai.dataset import Sample

@@ -1,7 +1,12 @@
 """What transformers and PEFT compute with an export is what planish computes with the checkpoint."""
 
 import json
+import os
+import shutil
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -81,6 +86,47 @@ def test_peft_equals_planish(family, tied, parts, trained, tmp_path):
         warnings.filterwarnings("ignore", message=".*tie.*")
         model = PeftModel.from_pretrained(loaded(made.base), out)
     np.testing.assert_allclose(logprobs(model.eval()), made.logprobs, atol=TOLERANCE, rtol=0)
+
+
+CARD = """
+import sys
+from peft import AutoPeftModelForCausalLM
+import torch
+exec(sys.argv[1])
+by_name = AutoPeftModelForCausalLM.from_pretrained("DIRECTORY", dtype=torch.float32)
+tokens = eval(sys.argv[2])
+for found in (model, by_name):
+    logits = found.eval()(torch.tensor([tokens])).logits[0].detach().float()
+    print(torch.log_softmax(logits, -1)[range(len(tokens) - 1), tokens[1:]].tolist())
+"""
+
+
+@pytest.mark.slow
+def test_the_cards_code_and_autopeft_find_the_base_by_its_hub_name(trained, tmp_path):
+    """In a process of its own, since the hub's cache is chosen at import."""
+    made = trained("llama", unembed=False)
+    cache = tmp_path / "hub/models--some-org--Tiny-1.0"
+    shutil.copytree(made.base, cache / "snapshots/abc")
+    (cache / "refs").mkdir()
+    (cache / "refs/main").write_text("abc")
+    out = weights.build_lora_adapter(
+        base_model=str(cache / "snapshots/abc"),
+        adapter_path=made.files,
+        output_path=tmp_path / "DIRECTORY",
+    )
+    code = (tmp_path / "DIRECTORY/README.md").read_text().split("```python\n")[1].split("```")[0]
+    assert "some-org/Tiny-1.0" in code
+    done = subprocess.run(
+        [sys.executable, "-c", CARD, code, str(TOKENS)],
+        cwd=Path(out).parent,
+        env={**os.environ, "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        np.testing.assert_allclose(json.loads(line), made.logprobs, atol=TOLERANCE, rtol=0)
+    assert len(done.stdout.splitlines()) == 2
 
 
 @pytest.mark.parametrize("family", ["mistral", "qwen3"])

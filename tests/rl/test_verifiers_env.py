@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("verifiers")
+pytest.importorskip("verifiers", reason="make test-extras runs it")
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UnsupportedError, UserError

@@ -359,7 +359,7 @@ def test_wandb_without_a_login_says_how_to_log_in(tmp_path):
 
 
 def test_trackio_keeps_each_step_once_also_after_a_resumption(tmp_path):
-    pytest.importorskip("trackio")
+    pytest.importorskip("trackio", reason="make test-extras runs it")
     for start, end in ((0, 5), (3, 7)):
         done = process(
             tmp_path / "run", "trackio", start, end, TRACKIO_DIR=str(tmp_path / "trackio")
