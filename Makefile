@@ -9,7 +9,8 @@ BIN := $(VENV)/bin
 EXTRAS_VENV := .venv-extras
 # An installation that fails is tried once more, because a registry may have been out of reach.
 define PIP_INSTALL
-install() { $(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2); }; \
+echo "pip install $(2)"; \
+	install() { $(1)/bin/python -m pip install --disable-pip-version-check --quiet $(2); }; \
 	install || { echo "pip failed; trying once more" >&2; sleep 10; install; }
 endef
 # torch is installed first, so that no other package pulls in a larger build of it.
@@ -66,12 +67,12 @@ bench-peers: $(VENV)/.model
 
 $(VENV)/.run: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(call PIP_INSTALL,$(VENV),-c constraints.txt $(TORCH))
-	$(call PIP_INSTALL,$(VENV),-c constraints.txt -e .)
+	@$(call PIP_INSTALL,$(VENV),-c constraints.txt $(TORCH))
+	@$(call PIP_INSTALL,$(VENV),-c constraints.txt -e .)
 	touch $@
 
 $(VENV)/.dev: $(VENV)/.run
-	$(call PIP_INSTALL,$(VENV),-c constraints.txt -e '.[dev]')
+	@$(call PIP_INSTALL,$(VENV),-c constraints.txt -e '.[dev]')
 	touch $@
 
 # The .pth file puts the packages of $(VENV), pip among them, behind those of $(EXTRAS_VENV).
@@ -81,8 +82,8 @@ $(EXTRAS_VENV)/.made: $(VENV)/.dev constraints-extras.txt
 	base=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	own=$$($(EXTRAS_VENV)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
 	echo "import site; site.addsitedir('$$base')" > "$$own/base.pth"
-	$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
-	$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook)
+	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-compile $(EXTRAS))
+	@$(call PIP_INSTALL,$(EXTRAS_VENV),-c constraints-extras.txt --no-deps tinker-cookbook)
 	touch $@
 
 $(VENV)/.model: $(VENV)/.run

@@ -46,7 +46,7 @@ def found(name: str):
 def test_a_name_of_the_recipes_can_be_imported(name):
     needed = WITH_AN_EXTRA.get(name)
     if needed is not None and importlib.util.find_spec(needed) is None:
-        pytest.skip(f"{needed} is not installed")
+        pytest.skip(f"needs {needed}; make test-extras runs it")
     value = found(name)
     refused = isinstance(value, type) and issubclass(value, Refused)
     assert not refused or name in CANNOT_BE_MADE
@@ -104,7 +104,7 @@ def imported(path: Path) -> Iterator[str]:
 def test_the_names_are_those_of_the_installed_cookbook():
     spec = importlib.util.find_spec("tinker_cookbook")
     if spec is None or spec.origin is None or "planish" in spec.origin:
-        pytest.skip("tinker-cookbook is not installed")
+        pytest.skip("needs tinker-cookbook; make test-extras runs it")
     files = (Path(spec.origin).parent / "recipes").rglob("*.py")
     names = {
         name for path in files if not path.name.endswith("_test.py") for name in imported(path)

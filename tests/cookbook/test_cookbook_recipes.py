@@ -27,7 +27,7 @@ from planish.testing import tiny_model
 COOKBOOK = importlib.util.find_spec("tinker_cookbook")
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(COOKBOOK is None, reason="tinker-cookbook is not installed"),
+    pytest.mark.skipif(COOKBOOK is None, reason="needs tinker-cookbook; make test-extras runs it"),
 ]
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 """A name in the cookbook's table."""

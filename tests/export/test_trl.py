@@ -19,7 +19,7 @@ from planish.export import weights
 from planish.export.importing import import_adapter
 from planish.testing import tiny_model
 
-trl = pytest.importorskip("trl")
+trl = pytest.importorskip("trl", reason="make test-extras runs it")
 
 # TRL, Accelerate and torch warn of each other's newer versions.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
