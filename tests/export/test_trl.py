@@ -14,7 +14,7 @@ from trained_adapters import TOKENS
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from planish import ModelInput, ServiceClient
-from planish.engine.checkpoints import CheckpointStore
+from planish.engine.checkpoints.store import CheckpointStore
 from planish.export import weights
 from planish.export.importing import import_adapter
 from planish.testing import tiny_model
