@@ -24,11 +24,11 @@ from planish.server.durable.checkpoints import is_private, loading_seq
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
 from planish.server.durable.store import Transaction
-from planish.server.models.model import ModelRegistry, unloaded
+from planish.server.models.model import Model, unloaded
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
-from planish.server.services import Services
+from planish.server.services import ModelRegistry, Services
 from planish.types import CheckpointPath
 
 _log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Recovery:
         # Answered requests before the first unanswered one are replayed when the model is loaded.
         while isinstance(queue.peek(), RequestRow):
             queue.take()
-        self._models.add(row, queue, unload_seq)
+        Model(self._models, row, queue, unload_seq)
 
     async def _add_sampler(self, row: SamplerRow) -> None:
         model = self._models.open.get(row.model) if row.model is not None else None
@@ -225,7 +225,7 @@ class Cleanup:
 
     async def _expire_missing_requests(self) -> None:
         for model in list(self._models.open.values()):
-            await model.expire_missing_request()
+            await model.intake.expire_missing_request()
 
     async def _end_stale_sessions(self) -> None:
         sessions = self._services.sessions

@@ -44,7 +44,7 @@ from planish.server.durable.store import Store, Transaction
 from planish.server.engine_client import NOBODYS_SAMPLE, EngineClient
 from planish.server.maintenance import Cleanup, Recovery
 from planish.server.metrics import Counters, Metrics, resident_bytes
-from planish.server.models.model import Model, ModelRegistry
+from planish.server.models.model import Model
 from planish.server.models.request_queue import RequestQueue
 from planish.server.results import (
     Accepted,
@@ -59,7 +59,7 @@ from planish.server.results import (
 )
 from planish.server.samplers import Samplers
 from planish.server.scheduling import AdapterCache, FairQueue
-from planish.server.services import Services
+from planish.server.services import ModelRegistry, Services
 from planish.server.sessions import ENDED, Sessions
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, HostedService, UnloadModel
@@ -353,7 +353,7 @@ class Server:
             creation, entry, lambda transaction: put(transaction, row)
         )
         if request is not None:
-            self.models.add(row, RequestQueue(0)).enqueue(request)
+            Model(self.models, row, RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
 
     # Training runs: every model that a tenant made, in memory or not, open or closed.

@@ -70,7 +70,7 @@ async def submit_training(
     server: Server, tenant: Tenant, seq_id: int, operation: Operation[Any]
 ) -> Accepted:
     model = await server.open_model(tenant, operation.model_id)  # type: ignore[attr-defined]
-    return await model.submit(seq_id, operation)
+    return await model.intake.submit(seq_id, operation)
 
 
 @dataclass

@@ -22,6 +22,7 @@ from server_client import (
 
 from planish.server.durable.checkpoints import CheckpointCatalog
 from planish.server.durable.request_log import QueuedRequest, failure
+from planish.server.models import replay
 from planish.server.models.model import Model
 from planish.server.results import BadRequest, Done, Failed, Gone, TryAgain, Unavailable
 from planish.server.samplers import Sampler, Samplers
@@ -289,7 +290,7 @@ def test_an_internal_error_still_answers_the_request(model_dir, data_dir, monkey
             model = await client.model()
             with monkeypatch.context() as patch:
                 patch.setattr(Model, "_start", broken)
-                patch.setattr(Model, "_repeat_failure", broken)
+                patch.setattr(replay, "repeat_failure", broken)
                 requests = [
                     await model.submit(gradient(model.model_id)),
                     await model.submit(adam(model.model_id)),
@@ -359,8 +360,8 @@ def test_an_unreadable_request_uses_up_its_number(model_dir, data_dir):
         ) as server:
             client = await Client.start(server)
             model = await client.model()
-            with pytest.raises(ValueError, match="checkpoint path"):
-                await model.submit(LoadWeights(model.model_id, "tinker://x/external_weights/y"))
+            with pytest.raises(ValueError, match="reserved for the server"):
+                await model.submit(SaveWeights(model.model_id, "_planish.snapshot.1"))
             no_token = [
                 Datum(ModelInput.from_ints([2**31]), {"target_tokens": [1], "weights": [1.0]})
             ]

@@ -104,6 +104,11 @@ class RequestRow:
         """Whether a replay of its model runs it again."""
         return self.state == "done" and self.kind in _REPLAYED
 
+    @property
+    def failure(self) -> Failed:
+        """The answer of a failed or rejected request."""
+        return Failed(self.message or "", self.category or "unknown", self.error_class)
+
     def with_state(self, state: str) -> Self:
         """Return the row with another state."""
         return replace(self, state=state)

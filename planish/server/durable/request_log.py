@@ -334,7 +334,7 @@ class RequestLog:
                 except FileNotFoundError:  # it expired after the row was read
                     raise _aged(request_id) from None
             case "failed" | "refused":
-                return Failed(row.message or "", row.category or "unknown", row.error_class)
+                return row.failure
         return TryAgain()  # recovery has not put it into memory yet
 
     async def _written(

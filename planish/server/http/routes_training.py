@@ -77,7 +77,7 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
         await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
         raise found
     model = await context.open_server.open_model(context.tenant, place.model_id)
-    return accepted(await model.submit(place.seq_id, found))
+    return accepted(await model.intake.submit(place.seq_id, found))
 
 
 def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:

@@ -1,8 +1,8 @@
 """A training model on the server: one actor that owns the model's requests and its state.
 
-A request is checked, journaled and queued by `submit` (request_queue.py). A worker, which runs
-while there is something to do, pins the model's adapter in memory and gives the requests to the
-engine in the order of their numbers. A few requests are in the engine at once, so that the device
+A request is checked, journaled and queued by `intake.submit` (request_queue.py). A worker, which
+runs while there is something to do, pins the model's adapter in memory and gives the requests to
+the engine in the order of their numbers. A few requests are in the engine at once, so that the device
 does not wait for the event loop. Requests that read or write a named checkpoint wait until all
 earlier ones are answered.
 """
@@ -14,12 +14,12 @@ import logging
 import time
 from collections.abc import Coroutine, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
-from planish.errors import CheckpointError, DamagedFileError, EngineClosedError, UserError
+from planish.errors import EngineClosedError, UserError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import is_superseded, snapshot_name
+from planish.server.durable.checkpoints import is_superseded, loaded_path, snapshot_name
 from planish.server.durable.journal import RequestRow, result_of
 from planish.server.durable.records import ModelRow, change
 from planish.server.durable.request_log import (
@@ -33,14 +33,12 @@ from planish.server.durable.store import Transaction, crash_point
 from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
-from planish.server.results import Abandoned, Accepted, Done, Failed, Tenant
-from planish.server.samplers import Samplers
-from planish.server.services import Services
+from planish.server.results import Abandoned, Done, Failed, Tenant
+from planish.server.services import ModelRegistry
 from planish.service import (
     CreateModel,
     ForwardBackward,
     LoadWeights,
-    Operation,
     OptimStep,
     PublishSampler,
     SaveWeights,
@@ -59,44 +57,6 @@ _PINNED_SECONDS = 10.0
 """After this time a model leaves memory if others wait for room."""
 
 
-@dataclass(frozen=True)
-class ModelRegistry:
-    """The open models of one server, and what they share."""
-
-    services: Services
-    samplers: Samplers
-    open: dict[str, Model] = field(default_factory=dict)
-
-    def add(
-        self, row: ModelRow, queue: RequestQueue[QueueItem], unload_seq: int | None = None
-    ) -> Model:
-        """Open a model. `unload_seq` is the number of its unload request, if there is one."""
-        model = self.open[row.id] = Model(self, row, queue, unload_seq)
-        return model
-
-    async def stop(self, seconds: float) -> None:
-        """Take nothing more from the queues, let the engine finish what it has, and take final
-        snapshots, all within `seconds`.
-        """
-        self.services.stopping.set()
-        models = list(self.open.values())
-        for model in models:
-            model.in_flight.notify()
-        try:
-            async with asyncio.timeout(seconds):
-                # A timeout cancels the workers that still run.
-                await asyncio.gather(
-                    *(model.worker for model in models if model.worker is not None)
-                )
-                for model in list(self.open.values()):
-                    if self.services.adapter_cache.is_loaded(model):
-                        await model.save_snapshot()
-        except TimeoutError:
-            _log.warning(
-                "some work was not finished within %g seconds; it stays in the journal", seconds
-            )
-
-
 class Model:
     """One training model, in memory or not. Only this class writes the model's state.
 
@@ -109,8 +69,9 @@ class Model:
         registry: ModelRegistry,
         row: ModelRow,
         queue: RequestQueue[QueueItem],
-        unload_seq: int | None,
+        unload_seq: int | None = None,
     ) -> None:
+        """Open a model. `unload_seq` is the number of its unload request, if there is one."""
         self.row = row
         self.queue = queue
         self.in_flight = InFlight()
@@ -120,11 +81,9 @@ class Model:
         self.worker: asyncio.Task[None] | None = None
         self.is_snapshotting = False
         self._registry = registry
+        registry.open[row.id] = self
         self._services = registry.services
         self.intake = RequestIntake(self, registry.services, registry.samplers, unload_seq)
-        self._blocked: tuple[int, float] | None = None
-        """The missing number, and since when the model waits for it."""
-        self._has_warned = False
         self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
@@ -142,11 +101,7 @@ class Model:
         """The request that the last snapshot was taken after; -1 if there is no snapshot."""
         return -1 if self.row.snapshot_seq is None else self.row.snapshot_seq
 
-    # Taking requests.
-
-    async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
-        """Journal and queue an operation (see `RequestIntake.submit`)."""
-        return await self.intake.submit(seq_id, operation)
+    # Taking requests. `intake` checks and journals them first.
 
     def enqueue(self, request: QueuedRequest) -> None:
         """Queue a journaled request. If the model was closed or the number was skipped while the
@@ -232,13 +187,7 @@ class Model:
                     await self._repeat(item)
                 case QueuedRequest(row=RequestRow(state="refused") as row):
                     await self.in_flight.drained()
-                    self._settle(
-                        item,
-                        Failed(
-                            row.message or "it was refused", row.category or "user", row.error_class
-                        ),
-                        state="refused",
-                    )
+                    self._settle(item, row.failure, state="refused")
                     await self._repeat(row)
                 case QueuedRequest(row=RequestRow(kind="unload_model") as row):
                     await self.in_flight.drained()
@@ -260,7 +209,7 @@ class Model:
             raise
         except Exception as error:  # the engine has not run the request
             why = failure(error)
-            await self._repeat_failure(request.row.kind, why)
+            await replay.repeat_failure(self._services.engine, request.row, why, self.adapter)
             self.adapter.applied = request.seq
             if request.seq == 0:
                 await self.close(f"it could not be created ({error})")
@@ -276,15 +225,11 @@ class Model:
             return
         await self._services.crash_guard.enter(request.id)
         match operation:
-            case CreateModel():
-                await self._create(request, operation)
-            case LoadWeights():
-                await self._load_weights(request, operation)
+            case CreateModel() | LoadWeights():
+                await self._load(request, operation)
             case SaveWeights() | SaveWeightsForSampler():
                 await self.in_flight.drained()
-                step, lock = await steps.begin_save(
-                    self._services, self.tenant, self.id, request, operation
-                )
+                step, lock = await steps.begin_save(self._services, request, operation)
                 self._expect(step).add_done_callback(lambda _: lock.release())
             case PublishSampler():
                 await self._publish(request, operation)
@@ -312,38 +257,19 @@ class Model:
         if is_due and self._can_snapshot and not self.is_snapshotting:
             await self.begin_snapshot()
 
-    async def _create(self, request: QueuedRequest, operation: CreateModel) -> None:
-        submitted, creating, path = self._services.clock.now(), operation, operation.from_path
-        if path is not None:
-            creating = replace(operation, from_path=await self._private_copy(request, path))
-        with steps.errors_naming(path, creating.from_path):
-            info = await self._services.engine.perform(creating)
-        arch = info.model_data.arch
-        self.row = replace(self.row, arch=arch)
-
-        async def record() -> AlsoWrite:
-            return lambda transaction: change(transaction, ModelRow, self.id, arch=arch)
-
-        created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        created.set_result(info)
-        self._expect(steps.Step(request, operation, created, submitted, record))
+    async def _load(self, request: QueuedRequest, operation: CreateModel | LoadWeights) -> None:
+        """Create the model, or load a checkpoint into it, while no other request runs."""
         await self.in_flight.drained()
-
-    async def _load_weights(self, request: QueuedRequest, operation: LoadWeights) -> None:
+        source = steps.source_of(operation)
+        if source is not None:
+            self.private_paths.add(loaded_path(self.id, request.seq, source))
+        step = await steps.begin_load(self._services, request, operation)
+        if isinstance(operation, CreateModel):
+            self.row = replace(self.row, arch=step.future.result().model_data.arch)
+        self._expect(step)
         await self.in_flight.drained()
-        submitted = self._services.clock.now()
-        copy = await self._private_copy(request, operation.path)
-        with steps.errors_naming(operation.path, copy):
-            future = await self._services.engine.submit(replace(operation, path=copy))
-        self._expect(steps.Step(request, operation, future, submitted))
-        await self.in_flight.drained()
-        if future.exception() is None:
+        if isinstance(operation, LoadWeights) and step.future.exception() is None:
             self.adapter.has_gradient = False
-
-    async def _private_copy(self, request: QueuedRequest, path: str) -> str:
-        copy = await steps.private_copy(self._services, self.id, request, path)
-        self.private_paths.add(copy)
-        return copy
 
     # Published samplers.
 
@@ -364,21 +290,14 @@ class Model:
         self._expect(steps.Step(request, operation, future, submitted, make_ready))
 
     async def _begin_publishing(self, seq: int, operation: PublishSampler) -> asyncio.Future[str]:
-        published, saved = await steps.publish(self._services.engine, seq, operation)
-        sampler = self._registry.samplers.get(operation.sampler_id)
+        engine, samplers = self._services.engine, self._registry.samplers
+        published, saved = await steps.publish(engine, seq, operation)
+        sampler = samplers.get(operation.sampler_id)
 
         async def keep() -> None:
             try:
-                await steps.keep_published(
-                    self._services.engine, self._registry.samplers, sampler, saved
-                )
-            except EngineClosedError:
-                self.adapter.lost_work = True
-            except Exception:
-                self.adapter.lost_work = True
-                _log.exception(
-                    "the sampler published by request %d of %s could not be saved yet", seq, self.id
-                )
+                is_kept = await steps.keep_published(engine, samplers, sampler, saved)
+                self.adapter.lost_work = self.adapter.lost_work or not is_kept
             finally:
                 del self.in_flight.unsaved[seq]
                 self.in_flight.notify()
@@ -432,48 +351,6 @@ class Model:
         written.add_done_callback(lambda _: unwritten.pop(request.seq, None))
         self.in_flight.running.pop(request.seq, None)
         self.in_flight.notify()
-
-    async def expire_missing_request(self) -> None:
-        """Fail the requests that wait behind a number that has been missing for too long."""
-        now, timeout = time.monotonic(), self._services.settings.missing_request_timeout
-        if not self.queue.is_blocked:
-            self._blocked = None
-        elif self._blocked is None or self._blocked[0] != self.queue.next_seq:
-            self._blocked = (self.queue.next_seq, now)
-        elif now - self._blocked[1] >= timeout:
-            message = (
-                f"seq_id={self.queue.next_seq} of {self.id!r} did not arrive within {timeout:g} "
-                "seconds, so the requests after it were not run; continue with the next sequence "
-                "number, or create a new client"
-            )
-            self._blocked = None
-            waiting = [
-                item
-                for item in self.queue.skip_missing()
-                if isinstance(item, QueuedRequest) and item.row.is_to_do
-            ]
-            await self._refuse(waiting, Failed(message, "user"))
-            self.wake()
-
-    async def _refuse(self, requests: Sequence[QueuedRequest], why: Failed) -> None:
-        """Decide for good that queued requests will not run. The worker answers them in turn."""
-        skipped = self.queue.skipped_below
-
-        def refuse(transaction: Transaction) -> None:
-            change(transaction, ModelRow, self.id, passed=skipped)
-            for request in requests:
-                journal.finish(transaction, request.row, why, time.time())
-
-        for request in requests:
-            request.row = replace(
-                request.row,
-                state="refused",
-                message=why.message,
-                category=why.category,
-                error_class=why.error_class,
-            )
-        self.row = replace(self.row, passed=skipped)
-        await self._services.store.keep(refuse)
 
     async def _fail_everything(self, error: Exception) -> None:
         """Answer all running and ready requests with an error. The next load starts again from what
@@ -549,70 +426,29 @@ class Model:
 
     async def _free(self) -> None:
         """Remove the model from the engine, if it is there."""
-        self.adapter = AdapterState()
+        self.adapter = self.adapter.fresh()
         with suppress(UserError, EngineClosedError):
             await self._services.engine.perform(UnloadModel(self.id))
             crash_point("unloaded")
 
     async def _restore(self) -> None:
-        """Restore the adapter to its state after the last dequeued request. If a file is
-        damaged or missing, nothing changes, and the model can come back once the file is restored.
+        """Restore the adapter to its state after the last dequeued request. If a file is damaged or
+        missing, nothing changes, and the model can come back once the file is restored.
         """
         # The rows tell which requests were answered.
         await asyncio.gather(*self.in_flight.unwritten.values())
-        self.adapter = AdapterState()
-        begun = self.snapshot_seq
+        self.adapter = self.adapter.fresh()
         try:
-            if self.row.snapshot is not None:
-                async with self._services.crash_guard.running(self.id):
-                    await replay.create_from_snapshot(self._services.engine, self.row)
-                self.adapter.applied = begun
-            crash_point("loaded before replay")
-            rows = await self._services.store.read(
-                lambda connection: journal.of_model(connection, self.id, begun)
+            await replay.restore(
+                self._services, self.row, self.queue.next_seq, self.adapter, self._publish_again
             )
-            for row in rows:
-                if row.seq < self.queue.next_seq:
-                    await self._repeat(row)
-                    crash_point("between replayed operations")
-        except BaseException as error:
+        except BaseException:
             await self._free()
-            if isinstance(error, (DamagedFileError, CheckpointError)):
-                _log.error("%s cannot be loaded until the file is restored: %s", self.id, error)
-                raise DamagedFileError(
-                    f"model_id={self.id!r} cannot be loaded ({error}). Create a new client from "
-                    "your last checkpoint; the server's operator may have the file in a backup"
-                ) from error
             raise
 
     async def _repeat(self, row: RequestRow) -> None:
         """Repeat the effect of an answered request."""
-        assert not row.is_to_do, row
-        self.adapter.applied = row.seq
-        self.adapter.cost.requests += 1
-        if row.is_replayed:
-            async with self._services.crash_guard.running(row.id):
-                await self._replay(row)
-        elif row.state != "done":
-            await self._repeat_failure(
-                row.kind, Failed(row.message or "", row.category or "user", row.error_class)
-            )
-
-    async def _replay(self, row: RequestRow) -> None:
-        operation = await self._services.request_log.journaled_operation(row)
-        if isinstance(operation, PublishSampler):
-            await self._publish_again(row.seq, operation)
-        else:
-            if isinstance(operation, LoadWeights):
-                self.adapter.has_gradient = False
-            self.adapter.note_gradient(operation)
-            result = await replay.repeat(self._services.engine, self.id, row.seq, operation)
-            if isinstance(operation, OptimStep) and not self._has_warned:
-                is_same = await replay.is_reproduced(self._services.store, row, result)
-                self._has_warned = not is_same
-        self._services.counters.replayed += 1
-        self.adapter.cost.changes += 1
-        self.adapter.cost.bytes += row.body_bytes
+        await replay.repeat(self._services, row, self.adapter, self._publish_again)
 
     async def _publish_again(self, seq: int, operation: PublishSampler) -> None:
         """Publish a sampler again, unless its weights are on disk or it was closed."""
@@ -622,11 +458,6 @@ class Model:
             await samplers.release(sampler)
             await (await self._begin_publishing(seq, operation))
             await samplers.published(sampler)
-
-    async def _repeat_failure(self, kind: str, why: Failed) -> None:
-        if kind in ("forward_backward", "optim_step"):
-            self.adapter.has_gradient = kind == "forward_backward"
-            await replay.repeat_failure(self._services.engine, self.id, kind, why)
 
     # Snapshots.
 

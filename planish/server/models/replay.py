@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -23,13 +23,15 @@ from typing import Any
 
 import orjson
 
+from planish.errors import CheckpointError, DamagedFileError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import loaded_path
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, change
-from planish.server.durable.store import Store, Transaction
+from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Failed
+from planish.server.services import Services
 from planish.server.settings import ServerSettings
 from planish.service import (
     CreateModel,
@@ -38,6 +40,7 @@ from planish.service import (
     LoadWeights,
     Operation,
     OptimStep,
+    PublishSampler,
     SaveWeights,
     SaveWeightsForSampler,
 )
@@ -80,7 +83,13 @@ class AdapterState:
     """Whether a published sampler could not be saved, or a running request ended without an answer.
     A snapshot would lose that work for good; loading the model again repeats it.
     """
+    has_warned: bool = False
+    """Whether a replay was found to compute something else than the first run."""
     cost: ReplayCost = field(default_factory=ReplayCost)
+
+    def fresh(self) -> AdapterState:
+        """Return the state of the adapter when it is not in memory."""
+        return AdapterState(has_warned=self.has_warned)
 
     @property
     def can_be_saved(self) -> bool:
@@ -106,36 +115,93 @@ class AdapterState:
             self.cost.bytes += size
 
 
-async def create_from_snapshot(engine: EngineClient, row: ModelRow) -> None:
-    """Create the model of `row` in the engine from its snapshot, optimizer state included."""
-    await engine.perform(
-        CreateModel(row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=row.metadata)
-    )
+Publish = Callable[[int, PublishSampler], Awaitable[None]]
+"""Publishes a sampler again, as the request with this number did."""
 
 
-async def repeat(engine: EngineClient, model_id: str, seq: int, operation: Operation[Any]) -> Any:
-    """Run an answered operation again, and return its result. Loads read the private copy that
-    their first run made.
+async def restore(
+    services: Services, row: ModelRow, next_seq: int, adapter: AdapterState, publish: Publish
+) -> None:
+    """Create the model of `row` in the engine from its snapshot, and repeat the requests below
+    `next_seq` that were answered since. `adapter` follows. DamagedFileError if a file was altered
+    or removed.
     """
+    begun = -1 if row.snapshot_seq is None else row.snapshot_seq
+    try:
+        if row.snapshot is not None:
+            creation = CreateModel(
+                row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=row.metadata
+            )
+            async with services.crash_guard.running(row.id):
+                await services.engine.perform(creation)
+            adapter.applied = begun
+        crash_point("loaded before replay")
+        rows = await services.store.read(lambda db: journal.of_model(db, row.id, begun))
+        for answered in rows:
+            if answered.seq < next_seq:
+                await repeat(services, answered, adapter, publish)
+                crash_point("between replayed operations")
+    except (DamagedFileError, CheckpointError) as error:
+        _log.error("%s cannot be loaded until the file is restored: %s", row.id, error)
+        raise DamagedFileError(
+            f"model_id={row.id!r} cannot be loaded ({error}). Create a new client from your last "
+            "checkpoint; the server's operator may have the file in a backup"
+        ) from error
+
+
+async def repeat(
+    services: Services, row: RequestRow, adapter: AdapterState, publish: Publish
+) -> None:
+    """Repeat the effect of an answered request on a model. `adapter` follows."""
+    assert not row.is_to_do, row
+    adapter.applied = row.seq
+    adapter.cost.requests += 1
+    if row.is_replayed:
+        async with services.crash_guard.running(row.id):
+            operation = await services.request_log.journaled_operation(row)
+            if isinstance(operation, PublishSampler):
+                await publish(row.seq, operation)
+            else:
+                await _run_again(services, row, operation, adapter)
+        services.counters.replayed += 1
+        adapter.cost.changes += 1
+        adapter.cost.bytes += row.body_bytes
+    elif row.state != "done":
+        await repeat_failure(services.engine, row, row.failure, adapter)
+
+
+async def _run_again(
+    services: Services, row: RequestRow, operation: Operation[Any], adapter: AdapterState
+) -> None:
+    """Run an answered operation again. Loads read the private copy that their first run made."""
     match operation:
         case CreateModel(from_path=str(path)):
-            operation = replace(operation, from_path=loaded_path(model_id, seq, path))
+            operation = replace(operation, from_path=loaded_path(row.owner, row.seq, path))
         case LoadWeights(path=path):
-            operation = replace(operation, path=loaded_path(model_id, seq, path))
-    return await engine.perform(operation)
+            operation = replace(operation, path=loaded_path(row.owner, row.seq, path))
+            adapter.has_gradient = False
+    adapter.note_gradient(operation)
+    result: Any = await services.engine.perform(operation)
+    if isinstance(operation, OptimStep) and not adapter.has_warned:
+        adapter.has_warned = not await is_reproduced(services.store, row, result)
 
 
-async def repeat_failure(engine: EngineClient, model_id: str, kind: str, why: Failed) -> None:
-    """Repeat the effect of a forward_backward or an optim_step that failed: the next optim_step
-    fails, or this one does.
+async def repeat_failure(
+    engine: EngineClient, row: RequestRow, why: Failed, adapter: AdapterState
+) -> None:
+    """Repeat the effect of a request that failed. After a forward_backward the next optim_step
+    fails, after an optim_step this one does; other requests have none.
     """
+    if row.kind not in ("forward_backward", "optim_step"):
+        return
+    adapter.has_gradient = row.kind == "forward_backward"
     missing: Future[Sequence[Datum]] = Future()
     missing.set_exception(named_error(why.message, why.error_class))
     with suppress(ValueError):
-        await engine.perform(ForwardBackwardLater(model_id, missing, "cross_entropy"))
-    if kind == "optim_step":
+        await engine.perform(ForwardBackwardLater(row.owner, missing, "cross_entropy"))
+    if row.kind == "optim_step":
         with suppress(ValueError):
-            await engine.perform(OptimStep(model_id, AdamParams()))
+            await engine.perform(OptimStep(row.owner, AdamParams()))
 
 
 async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepResponse) -> bool:

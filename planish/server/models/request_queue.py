@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -29,7 +29,8 @@ from planish.server.durable.checkpoints import check_name_is_not_private, check_
 from planish.server.durable.journal import JournalEntry, RequestRow, encode_request, kind_of
 from planish.server.durable.records import ModelRow, SamplerRow, change, put, select
 from planish.server.durable.request_log import AlsoWrite, QueuedRequest, new_row, run_uncancelled
-from planish.server.results import Accepted, BadRequest, Gone, ServerError
+from planish.server.durable.store import Transaction
+from planish.server.results import Accepted, BadRequest, Failed, Gone, ServerError
 from planish.server.samplers import Samplers
 from planish.server.services import Services
 from planish.service import (
@@ -178,6 +179,8 @@ class RequestIntake:
         """Requests from this number on are rejected, because the model is being unloaded."""
         self.arriving: dict[int, asyncio.Task[Any]] = {}
         """Requests being checked and journaled, by number."""
+        self._blocked: tuple[int, float] | None = None
+        """The missing number, and since when the model waits for it."""
 
     async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
         """Journal and queue an operation, which runs once all lower numbers have run.
@@ -308,6 +311,48 @@ class RequestIntake:
                         f"sampling_session_id={sampler_id!r} has already been used; continue with "
                         "the next sequence number"
                     )
+
+    async def expire_missing_request(self) -> None:
+        """Fail the requests that wait behind a number that has been missing for too long."""
+        now, timeout = time.monotonic(), self._services.settings.missing_request_timeout
+        if not self._model.queue.is_blocked:
+            self._blocked = None
+        elif self._blocked is None or self._blocked[0] != self._model.queue.next_seq:
+            self._blocked = (self._model.queue.next_seq, now)
+        elif now - self._blocked[1] >= timeout:
+            message = (
+                f"seq_id={self._model.queue.next_seq} of {self._model.id!r} did not arrive within {timeout:g} "
+                "seconds, so the requests after it were not run; continue with the next sequence "
+                "number, or create a new client"
+            )
+            self._blocked = None
+            waiting = [
+                item
+                for item in self._model.queue.skip_missing()
+                if isinstance(item, QueuedRequest) and item.row.is_to_do
+            ]
+            await self._refuse(waiting, Failed(message, "user"))
+            self._model.wake()
+
+    async def _refuse(self, requests: Sequence[QueuedRequest], why: Failed) -> None:
+        """Decide for good that queued requests will not run. The worker answers them in turn."""
+        skipped = self._model.queue.skipped_below
+
+        def refuse(transaction: Transaction) -> None:
+            change(transaction, ModelRow, self._model.id, passed=skipped)
+            for request in requests:
+                journal.finish(transaction, request.row, why, time.time())
+
+        for request in requests:
+            request.row = replace(
+                request.row,
+                state="refused",
+                message=why.message,
+                category=why.category,
+                error_class=why.error_class,
+            )
+        self._model.skip_below(skipped)
+        await self._services.store.keep(refuse)
 
     async def _use_up(self, seq: int, error: Exception, kind: str) -> None:
         """Journal a rejected request, unless its number cannot be used any more."""

@@ -10,15 +10,16 @@ These functions return what they did; the model writes its own state.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planish.errors import UserError
+from planish.errors import EngineClosedError, UserError
 from planish.server.durable.checkpoints import loaded_path, sampler_name
 from planish.server.durable.journal import result_of
-from planish.server.durable.records import put_checkpoint
+from planish.server.durable.records import ModelRow, change, put_checkpoint
 from planish.server.durable.request_log import AlsoWrite, QueuedRequest
 from planish.server.durable.store import crash_point
 from planish.server.engine_client import EngineClient
@@ -26,13 +27,17 @@ from planish.server.results import Done, Tenant
 from planish.server.samplers import Sampler, Samplers
 from planish.server.services import Services
 from planish.service import (
+    CreateModel,
     ForwardBackward,
+    LoadWeights,
     Operation,
     PublishSampler,
     SaveWeights,
     SaveWeightsForSampler,
 )
 from planish.types import CheckpointPath, CheckpointType, SaveWeightsForSamplerResponse
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,11 +55,40 @@ class Step:
     """Called with the result there; returns what to write in the transaction of the answer."""
 
 
-async def private_copy(services: Services, model_id: str, request: QueuedRequest, path: str) -> str:
+def source_of(operation: CreateModel | LoadWeights) -> str | None:
+    """Return the checkpoint that an operation reads."""
+    return operation.path if isinstance(operation, LoadWeights) else operation.from_path
+
+
+async def begin_load(
+    services: Services, request: QueuedRequest, operation: CreateModel | LoadWeights
+) -> Step:
+    """Give a load, or the creation of a model, to the engine. A creation has completed when this
+    returns; UserError if it failed.
+    """
+    submitted, source = services.clock.now(), source_of(operation)
+    copy = None if source is None else await _private_copy(services, request, source)
+    with _errors_naming(source, copy):
+        if isinstance(operation, LoadWeights):
+            assert copy is not None
+            future = await services.engine.submit(replace(operation, path=copy))
+            return Step(request, operation, future, submitted)
+        info = await services.engine.perform(replace(operation, from_path=copy))
+    created: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    created.set_result(info)
+
+    async def record() -> AlsoWrite:
+        arch = info.model_data.arch
+        return lambda transaction: change(transaction, ModelRow, operation.model_id, arch=arch)
+
+    return Step(request, operation, created, submitted, record)
+
+
+async def _private_copy(services: Services, request: QueuedRequest, path: str) -> str:
     """Copy the checkpoint that a request reads to where nobody else can change it, once, and return
     the path of the copy.
     """
-    copy = loaded_path(model_id, request.seq, path)
+    copy = loaded_path(request.row.owner, request.seq, path)
     if request.row.state == "accepted":
         await services.engine.copy_checkpoint(path, copy)
         crash_point("pinned before recording")
@@ -63,7 +97,7 @@ async def private_copy(services: Services, model_id: str, request: QueuedRequest
 
 
 @contextmanager
-def errors_naming(path: str | None, copy: str | None) -> Iterator[None]:
+def _errors_naming(path: str | None, copy: str | None) -> Iterator[None]:
     """Replace the name of the private copy in errors with the path that the client knows."""
     try:
         yield
@@ -74,16 +108,13 @@ def errors_naming(path: str | None, copy: str | None) -> Iterator[None]:
 
 
 async def begin_save(
-    services: Services,
-    tenant: Tenant,
-    model_id: str,
-    request: QueuedRequest,
-    operation: SaveWeights | SaveWeightsForSampler,
+    services: Services, request: QueuedRequest, operation: SaveWeights | SaveWeightsForSampler
 ) -> tuple[Step, asyncio.Lock]:
     """Give a save to the engine. The caller releases the lock when the answer is being written."""
+    tenant = Tenant(request.row.tenant)
     await services.checkpoints.check_quota(tenant)
     kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
-    path = str(CheckpointPath(model_id, kind, operation.name))
+    path = str(CheckpointPath(operation.model_id, kind, operation.name))
     lock = services.checkpoints.changing(path)
     await lock.acquire()
     try:
@@ -137,15 +168,24 @@ async def keep_published(
     samplers: Samplers,
     sampler: Sampler | None,
     saved: asyncio.Future[SaveWeightsForSamplerResponse],
-) -> None:
-    """Record where a published sampler's weights were saved, or delete them if it was closed."""
-    path = (await saved).path
-    info = await engine.checkpoint_info(path)
-    crash_point("sampler saved before recording")
-    if sampler is None or samplers.get(sampler.id) is not sampler:
-        await engine.delete_checkpoint(path)
-    else:
-        await samplers.saved(sampler, path, info.checkpoint.size_bytes or 0)
+) -> bool:
+    """Record where a published sampler's weights were saved, or delete them if it was closed.
+    Return False if the weights are not on disk.
+    """
+    try:
+        path = (await saved).path
+        info = await engine.checkpoint_info(path)
+        crash_point("sampler saved before recording")
+        if sampler is None or samplers.get(sampler.id) is not sampler:
+            await engine.delete_checkpoint(path)
+        else:
+            await samplers.saved(sampler, path, info.checkpoint.size_bytes or 0)
+    except Exception as error:
+        if not isinstance(error, EngineClosedError):
+            sampler_id = "that was closed" if sampler is None else sampler.id
+            _log.exception("the published sampler %s could not be saved yet", sampler_id)
+        return False
+    return True
 
 
 async def encode_result(kind: str, operation: Operation[Any], result: Any) -> Done:

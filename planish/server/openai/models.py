@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
 
 from planish.errors import UnknownModelError
 from planish.model.config import ModelConfig
@@ -35,7 +34,7 @@ from planish.server.http.context import ModelNotFoundError
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
 from planish.server.server import Server
 from planish.service import CreateSampler, Sample
-from planish.tokenizer import load_tokenizer
+from planish.tokenizer import ModelTokenizer, load_tokenizer
 from planish.types import CheckpointPath, SampleResponse
 from planish.wire.models import SessionPlace
 
@@ -49,7 +48,7 @@ class BaseTexts:
     def __init__(self, name: str, directory: Path) -> None:
         self._name = name
         self._directory = directory
-        self.tokenizer: Any = load_tokenizer(directory)
+        self.tokenizer: ModelTokenizer = load_tokenizer(directory)
         self.codec = Codec(self.tokenizer)
         self.tokens = TokenTexts(self.tokenizer)
         config = ModelConfig.from_directory(directory)
@@ -255,7 +254,7 @@ _ALPHABET = _byte_level_alphabet()
 class TokenTexts:
     """The text and the bytes of each token of a tokenizer."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
         """`tokenizer` is a tokenizer of `transformers`."""
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
