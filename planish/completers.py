@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from planish.errors import UserError
-from planish.types import ModelInput, SamplingParams, StopReason
+from planish.types import ModelInput, SampleResponse, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     from planish.renderers import Message, Renderer
@@ -71,12 +71,22 @@ class MessageCompleter(ABC):
         """Return the answer to `messages`."""
 
 
+class SamplesTokens(Protocol):
+    """A SamplingClient, or any object with this method."""
+
+    def sample_async(
+        self, prompt: ModelInput, num_samples: int, sampling_params: SamplingParams
+    ) -> Awaitable[SampleResponse]:
+        """Return samples of a prompt."""
+        ...
+
+
 class TinkerTokenCompleter(TokenCompleter):
     """A TokenCompleter that samples from a SamplingClient. The name is that of the tinker cookbook."""
 
     def __init__(
         self,
-        sampling_client: Any,
+        sampling_client: SamplesTokens,
         max_tokens: int,
         temperature: float = 1.0,
         context_window: int | None = None,
@@ -143,7 +153,7 @@ class TinkerMessageCompleter(MessageCompleter):
 
     def __init__(
         self,
-        sampling_client: Any,
+        sampling_client: SamplesTokens,
         renderer: Renderer,
         max_tokens: int,
         stop_condition: StopCondition | None = None,

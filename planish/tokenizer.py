@@ -6,15 +6,47 @@ torch.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from planish.errors import DamagedFileError, UnknownModelError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+
+class ModelTokenizer(Protocol):
+    """What planish needs of a tokenizer: a tokenizer of `transformers`, or an object like it."""
+
+    name_or_path: str
+
+    @property
+    def all_special_ids(self) -> Sequence[int]:
+        """The ids of the special tokens."""
+        ...
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, Any]:
+        """The added tokens by id, special or not."""
+        ...
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Return the text of the tokens, a string."""
+        ...
+
+    def convert_tokens_to_ids(self, tokens: str) -> Any:
+        """Return the id of the token with this text, None or that of the unknown token."""
+        ...
+
+    def convert_ids_to_tokens(self, ids: int) -> Any:
+        """Return the text of one token as the vocabulary writes it."""
+        ...
 
 
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":

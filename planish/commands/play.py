@@ -25,6 +25,7 @@ from planish.rl.rollout.play import Answer, AnswersAsTokens, FirstEnv
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import EnvGroupBuilder, RLDataset, Trajectory, TrajectoryGroup
 from planish.runlog.model_renderer import model_renderer
+from planish.tokenizer import ModelTokenizer
 from planish.training.rl_config import Config
 from planish.types import ModelInput
 
@@ -140,7 +141,9 @@ def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
 class PersonAtTerminal(AnswersAsTokens):
     """A policy that shows what is new in a prompt, and reads the answer from standard input."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int, console: Console, name: str = "") -> None:
+    def __init__(
+        self, tokenizer: ModelTokenizer, max_tokens: int, console: Console, name: str = ""
+    ) -> None:
         super().__init__(tokenizer, max_tokens)
         self._console = console
         self._name = name

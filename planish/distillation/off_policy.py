@@ -29,6 +29,7 @@ from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised.nll import NLLEvaluator, held_out_data
 from planish.supervised.objective import CrossEntropy, Gradient, Metrics
 from planish.supervised.types import SupervisedDataset
+from planish.tokenizer import ModelTokenizer
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import with_service_client
 from planish.training.supervised_context import within_context
@@ -102,7 +103,7 @@ async def require_topk(teacher: Any, topk: int) -> None:
 class SoftCrossEntropy:
     """The objective of a supervised loop: cross entropy with the teacher's distributions."""
 
-    tokenizer: Any
+    tokenizer: ModelTokenizer
     teacher: Any
     """A sampling client."""
     topk: int

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from planish.completers import TinkerTokenCompleter, derived_seed
+from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, read_rows, write_whole
 from planish.processes.interruption import at_once
@@ -40,8 +40,7 @@ Row = dict[str, Any]
 class TeacherSampler:
     """How a teacher answers prompts."""
 
-    client: Any
-    """A sampling client."""
+    client: SamplesTokens
     renderer: Renderer
     max_tokens: int
     temperature: float = 1.0

@@ -16,11 +16,10 @@ import asyncio
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import chz
 
-from planish import logtree
+from planish import ServiceClient, logtree
 from planish.completers import StopCondition
 from planish.errors import UserError
 from planish.preference.judging import judged
@@ -193,7 +192,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
         default=None, doc="longer prompts are left out; none = all are taken"
     )
     seed: int = chz.field(default=0, doc="of the prompts' order")
-    service_client: Any = chz.field(
+    service_client: ServiceClient | None = chz.field(
         default=None, doc="what the preference model runs on; none = it opens its own"
     )
 

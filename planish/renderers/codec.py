@@ -26,6 +26,8 @@ from typing import Any, Self
 
 from tokenizers import Tokenizer
 
+from planish.tokenizer import ModelTokenizer
+
 
 @dataclass(frozen=True)
 class Control:
@@ -43,7 +45,7 @@ class Codec:
     decode and conversion methods. ValueError if one of these methods is missing.
     """
 
-    tokenizer: Any
+    tokenizer: ModelTokenizer
     guarded: dict[int, str] = field(init=False, repr=False)
     _control_ids: dict[str, int | None] = field(init=False, repr=False, default_factory=dict)
     _copies: "dict[tuple[bool, bool], RestrictedTokenizer]" = field(

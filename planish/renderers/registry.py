@@ -9,9 +9,10 @@ from planish.renderers.llama3 import Llama3
 from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
 from planish.renderers.templates import chat_template_of, default_system_message
+from planish.tokenizer import ModelTokenizer
 
 
-def _chatml(tokenizer: Any) -> ChatFormat:
+def _chatml(tokenizer: ModelTokenizer) -> ChatFormat:
     template = chat_template_of(tokenizer)
     if template is None:
         return ChatML()
@@ -20,7 +21,7 @@ def _chatml(tokenizer: Any) -> ChatFormat:
     )
 
 
-def _role_colon(tokenizer: Any) -> ChatFormat:
+def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:
     return RoleColon(bos=getattr(tokenizer, "bos_token", None))
 
 
@@ -37,7 +38,7 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
 
 def get_renderer(
     name: str,
-    tokenizer: Any,
+    tokenizer: ModelTokenizer,
     *,
     default_system: str | None = None,
     strip_thinking_from_history: bool | None = None,

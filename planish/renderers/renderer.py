@@ -31,6 +31,7 @@ from planish.renderers.messages import (
 from planish.renderers.termination import Parsed, eos_ids
 from planish.renderers.tool_calls import as_text
 from planish.renderers.train_on import TrainOnWhat, read_train_on_what, trained_messages
+from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 Messages = Sequence[Message] | Sequence[Mapping[str, Any]]
@@ -54,7 +55,7 @@ class Renderer:
     """
 
     name: str
-    tokenizer: Any = field(repr=False)
+    tokenizer: ModelTokenizer = field(repr=False)
     format: ChatFormat
     codec: Codec = field(init=False, repr=False, compare=False)
 

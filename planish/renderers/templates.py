@@ -18,6 +18,7 @@ from planish.errors import DamagedFileError
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.messages import read_messages
 from planish.renderers.tool_calls import as_text
+from planish.tokenizer import ModelTokenizer
 
 HELLO = {"role": "user", "content": "Hello."}
 ANSWER = {"role": "assistant", "content": "Good day."}
@@ -67,7 +68,7 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def chat_template_of(tokenizer: Any) -> str | None:
+def chat_template_of(tokenizer: ModelTokenizer) -> str | None:
     """Return a tokenizer's chat template, or None; of several, the one named default."""
     return choose_template(getattr(tokenizer, "chat_template", None))
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from planish.errors import StorageError, UserError
 from planish.files import write_whole
@@ -31,6 +31,7 @@ from planish.reports.rollout_rows import summary_rows, text_rows
 from planish.reports.rollout_tokens import TokenTexts
 from planish.reports.rollout_tree import iteration_trace
 from planish.rl.rollout.rollouts import GroupRollout
+from planish.tokenizer import ModelTokenizer
 
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
 TEXTS = "_rollouts.jsonl"
@@ -80,7 +81,7 @@ class RolloutFiles:
     num_groups_to_log: int
     json_export: bool
     """Whether the files for programs are written, too."""
-    tokenizer: Any = field(repr=False)
+    tokenizer: ModelTokenizer = field(repr=False)
     _texts: TokenTexts = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from typing import Any
 
 from markupsafe import Markup
 
 from planish.logtree.html import visible
+from planish.tokenizer import ModelTokenizer
 
 REPLACEMENT = "\ufffd"
 LONGEST_PIECE = 16
@@ -46,7 +46,7 @@ class TokenTexts:
     `encode`, `decode`, `all_special_ids` and `added_tokens_decoder`.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._controls = {*tokenizer.all_special_ids, *tokenizer.added_tokens_decoder}
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:]

@@ -31,6 +31,7 @@ from planish.processes.interruption import Interrupted, StopRequest
 from planish.renderers import Renderer, get_renderer, recommended_renderer_name
 from planish.runlog.console import StepDisplay
 from planish.runlog.run_directory import CheckpointRecord, RunDirectory, checkpoint_of
+from planish.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +150,9 @@ def _resumed(
     raise errors[0]
 
 
-def choose_renderer(renderer_name: str | None, model_name: str, tokenizer: Any) -> Renderer:
+def choose_renderer(
+    renderer_name: str | None, model_name: str, tokenizer: ModelTokenizer
+) -> Renderer:
     """The named renderer, or the one for the model's name, or the one that the model's own files
     ask for.
     """
@@ -179,7 +182,7 @@ class RunCheckpoints:
     run: RunDirectory
     ttl_seconds: int | None = None
     rolling_ttl_seconds: int | None = None
-    service_client: Any = None
+    service_client: ServiceClient | None = None
     """Needed for rolling checkpoints, to delete them."""
     data_size: int | None = None
     """Of the data set; None says nothing of it."""
@@ -282,6 +285,7 @@ class RunCheckpoints:
     def _delete_rolling(self) -> None:
         path, self._rolling = self._rolling, None
         if path is not None:
+            assert self.service_client is not None
             try:
                 self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(
                     path

@@ -9,13 +9,11 @@ run asks the service first (`learn_renderer`). A process that no run prepared fi
 engine would (planish/model/sources.py).
 """
 
-from typing import Any
-
 from planish import ServiceClient
 from planish.model.sources import resolve_model
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
-from planish.tokenizer import load_tokenizer
+from planish.tokenizer import ModelTokenizer, load_tokenizer
 
 _RENDERERS: dict[tuple[str, str | None], Renderer] = {}
 
@@ -37,7 +35,7 @@ def learn_renderer(
     return _keep(model_name, renderer_name, tokenizer)
 
 
-def _keep(model_name: str, renderer_name: str | None, tokenizer: Any) -> Renderer:
+def _keep(model_name: str, renderer_name: str | None, tokenizer: ModelTokenizer) -> Renderer:
     renderer = choose_renderer(renderer_name, model_name, tokenizer)
     _RENDERERS[model_name, renderer_name] = renderer
     return renderer

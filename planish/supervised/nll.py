@@ -14,12 +14,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any, Self
+from typing import Self
 
 from planish import TrainingClient
 from planish.errors import UserError
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.supervised.types import SupervisedDataset
+from planish.tokenizer import ModelTokenizer
 from planish.types import Datum, ForwardBackwardOutput
 
 DATUMS_PER_CALL = 64
@@ -30,7 +31,7 @@ DATUMS_PER_CALL = 64
 class Tally:
     """The sums behind both measures, over any number of calls."""
 
-    tokenizer: Any
+    tokenizer: ModelTokenizer
     nats: float = 0.0
     """Weighted."""
     weight: float = 0.0

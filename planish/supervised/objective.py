@@ -13,6 +13,7 @@ from planish import TrainingClient
 from planish.runlog.evaluators import Evaluator
 from planish.supervised.nll import NLLEvaluator, Tally
 from planish.supervised.types import SupervisedDataset
+from planish.tokenizer import ModelTokenizer
 from planish.types import Datum
 
 Metrics = dict[str, float]
@@ -42,7 +43,7 @@ class Objective(Protocol):
 class CrossEntropy:
     """Minus the logprob of each target, times its weight, summed."""
 
-    tokenizer: Any
+    tokenizer: ModelTokenizer
 
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
@@ -56,7 +57,7 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class CrossEntropyGradient:
-    tokenizer: Any
+    tokenizer: ModelTokenizer
     data: Sequence[Datum]
     pending: Any
 

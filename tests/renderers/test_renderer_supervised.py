@@ -1,5 +1,7 @@
 """Which tokens are targets, and that training sees what sampling sees."""
 
+from typing import Any
+
 import pytest
 import torch
 from family_tokenizers import family_tokenizer
@@ -266,7 +268,7 @@ def test_time_is_linear_in_the_conversation():
             return self.inner.encode(text, **options)
 
     def characters(rounds: int) -> int:
-        tokenizer = Counting(family_tokenizer("qwen"))
+        tokenizer: Any = Counting(family_tokenizer("qwen"))
         renderer = get_renderer("qwen3", tokenizer)
         renderer.build_supervised_example(CONVERSATION[1:3] * rounds, "all_assistant_messages")
         return tokenizer.characters

@@ -1,5 +1,7 @@
 """Token for token, a renderer writes what the model's chat template writes."""
 
+from typing import Any
+
 import pytest
 from family_tokenizers import family_tokenizer, template
 from hypothesis import HealthCheck, given, settings
@@ -34,7 +36,8 @@ TOOLS = [
 def by_template(renderer: Renderer, messages, prompt: bool, **names) -> list[int]:
     if renderer.name == "qwen3_disable_thinking":
         names["enable_thinking"] = False
-    text = renderer.tokenizer.apply_chat_template(
+    tokenizer: Any = renderer.tokenizer
+    text = tokenizer.apply_chat_template(
         messages, tokenize=False, add_generation_prompt=prompt, **names
     )
     if not prompt:

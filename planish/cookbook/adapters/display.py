@@ -1,12 +1,11 @@
 """Trajectories as text."""
 
-from typing import Any
-
 from planish.rl.types import Trajectory
+from planish.tokenizer import ModelTokenizer
 
 
 def format_trajectory(
-    trajectory: Trajectory, tokenizer: Any, only_last_transition: bool = False
+    trajectory: Trajectory, tokenizer: ModelTokenizer, only_last_transition: bool = False
 ) -> str:
     """Each turn with its prompt, answer, reward and metrics."""
     turns = list(enumerate(trajectory.transitions))

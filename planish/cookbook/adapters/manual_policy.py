@@ -2,11 +2,11 @@
 
 import asyncio
 import sys
-from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.rl.rollout.single_rollout import do_single_rollout as play
 from planish.rl.types import Env, Trajectory
+from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 
@@ -16,7 +16,7 @@ class ManualPolicy(TokenCompleter):
     """
 
     def __init__(
-        self, tokenizer: Any, multiline: bool = True, show_observation: bool = True
+        self, tokenizer: ModelTokenizer, multiline: bool = True, show_observation: bool = True
     ) -> None:
         self.tokenizer = tokenizer
         self.multiline = multiline
@@ -54,7 +54,7 @@ def print_trajectory_summary(trajectory: Trajectory) -> None:
 
 
 async def play_env(
-    env: Env, tokenizer: Any, multiline: bool = True, show_observation: bool = True
+    env: Env, tokenizer: ModelTokenizer, multiline: bool = True, show_observation: bool = True
 ) -> Trajectory:
     """Play one episode by hand."""
     trajectory = await play(ManualPolicy(tokenizer, multiline, show_observation), env)

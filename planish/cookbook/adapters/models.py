@@ -9,7 +9,7 @@ from typing import Any
 from planish.model.config import ModelConfig
 from planish.model.sources import resolve_model
 from planish.renderers import recommended_renderer_name
-from planish.tokenizer import load_tokenizer
+from planish.tokenizer import ModelTokenizer, load_tokenizer
 
 Tokenizer = Any
 _log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ def get_tokenizer(model_name: str) -> Any:
     return _REGISTERED[model_name]() if model_name in _REGISTERED else _loaded(model_name)
 
 
-def encode_without_special_tokens(tokenizer: Any, text: str) -> list[int]:
+def encode_without_special_tokens(tokenizer: ModelTokenizer, text: str) -> list[int]:
     """The tokens of `text`, without any at its beginning or end."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 

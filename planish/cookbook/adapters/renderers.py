@@ -7,6 +7,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.renderers import Renderer
 from planish.renderers import get_renderer as planish_renderer
 from planish.tinker.refused import refused_type
+from planish.tokenizer import ModelTokenizer
 
 _TEXT_ONLY = "planish reads text only"
 AudioPart = refused_type("AudioPart", _TEXT_ONLY)
@@ -45,7 +46,7 @@ def _assistant(messages: Any) -> Any:
 
 def get_renderer(
     name: str,
-    tokenizer: Any,
+    tokenizer: ModelTokenizer,
     image_processor: Any = None,
     *,
     model_name: str | None = None,

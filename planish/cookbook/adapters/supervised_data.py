@@ -12,6 +12,7 @@ from planish.renderers.datums import Reduction, datum_from_weights
 from planish.supervised import types
 from planish.supervised.nll import Tally
 from planish.supervised.types import SupervisedDataset
+from planish.tokenizer import ModelTokenizer
 from planish.types import Datum, ForwardBackwardOutput, ModelInput, TensorData
 
 __all__ = ["conversation_to_datum"]
@@ -43,7 +44,7 @@ def compute_bpb(
     logprobs_list: Sequence[TensorData],
     weights_list: Sequence[TensorData],
     target_tokens_list: Sequence[TensorData],
-    tokenizer: Any,
+    tokenizer: ModelTokenizer,
 ) -> float:
     """Bits for each byte of the learned text, special tokens apart; NaN without any text."""
     data = [

@@ -6,12 +6,12 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from planish.completers import StopCondition, TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
 from planish.rl.rollout.rollouts import do_group_rollout
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, Trajectory, TrajectoryGroup
+from planish.tokenizer import ModelTokenizer
 from planish.types import ModelInput
 
 
@@ -27,7 +27,7 @@ class Answer:
 class AnswersAsTokens(TokenCompleter):
     """A policy that answers with texts, which are tokenised. Each token has the logprob -1."""
 
-    def __init__(self, tokenizer: Any, max_tokens: int | None = None) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, max_tokens: int | None = None) -> None:
         """`tokenizer` is one of `transformers`. Answers longer than `max_tokens` are cut off; None
         = never.
         """
@@ -59,7 +59,7 @@ class AnswersAsTokens(TokenCompleter):
 class ScriptedPolicy(AnswersAsTokens):
     """A policy that returns given answers in order. UserError if it is called more often."""
 
-    def __init__(self, tokenizer: Any, answers: Iterable[str | Answer]) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, answers: Iterable[str | Answer]) -> None:
         super().__init__(tokenizer)
         self._answers = list(answers)
         self._next = 0
@@ -95,7 +95,9 @@ class FirstEnv(EnvGroupBuilder):
         return self.builder.logging_tags()
 
 
-def play(builder: EnvGroupBuilder, *answers: str | Answer, tokenizer: Any) -> TrajectoryGroup:
+def play(
+    builder: EnvGroupBuilder, *answers: str | Answer, tokenizer: ModelTokenizer
+) -> TrajectoryGroup:
     """Roll out one group with given answers and grade it as in training.
 
     The environments take turns: in a group with several environments, the first answers go to their
