@@ -1,8 +1,8 @@
-"""Memory that is kept after its use: by the C library after tensors are freed, and by errors.
+"""Release of memory that is no longer used, but kept by the C library or by exceptions.
 
-Activations of many sizes come and go in a forward and backward pass; glibc keeps the freed blocks
-for reuse, and between those that are still in use they cannot always be joined, so a process grows
-to several times what it needs at a time.
+A forward and backward pass allocates and frees activations of many sizes. glibc keeps the freed
+blocks for reuse. It cannot always join them, because blocks between them are still in use. So a
+process may grow to several times the memory that it needs at a time.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from types import TracebackType
 from typing import Any
 
 _COMPUTING = ("planish.engine.", "planish.model.", "torch.", "triton.")
-"""Modules whose functions hold tensors of a pass, and are over when an error has left them."""
+"""Prefixes of modules whose frames may reference tensors, and are finished after an exception."""
 
 
 class _Mallinfo2(ctypes.Structure):
-    """struct mallinfo2 of glibc's malloc.h."""
+    """The struct mallinfo2 of glibc's malloc.h."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -38,10 +38,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def trim_heap(keep_bytes: int) -> None:
-    """Return freed memory to the system if the C library keeps more of it than `keep_bytes`; does
-    nothing without glibc 2.33.
+    """Return freed memory to the system if the C library keeps more than `keep_bytes` of it.
 
-    Keeping some is worth it: what is returned must be mapped and zeroed again by the next pass.
+    Some memory is worth keeping, because the next pass would have to map and zero it again. Without
+    glibc 2.33 the function does nothing.
     """
     libc = _libc()
     if libc is not None and libc.mallinfo2().fordblks > keep_bytes:
@@ -49,26 +49,26 @@ def trim_heap(keep_bytes: int) -> None:
 
 
 def clear_frames(error: BaseException) -> None:
-    """Free what the frames that `error` came through hold: whoever keeps it would keep their
-    tensors too, and the next pass not find the memory.
+    """Clear the local variables of the frames in the traceback of `error` and of its causes.
 
-    Frames of other code than that which computes stay as they are, as do those that still run.
+    Otherwise the tensors of these frames would stay in memory as long as the exception does.
+    Frames of modules that do not compute are left alone, and frames that are still running.
     """
     seen: set[int] = set()
-    left: list[BaseException | None] = [error]
-    while left:
-        found = left.pop()
+    pending: list[BaseException | None] = [error]
+    while pending:
+        found = pending.pop()
         if found is not None and id(found) not in seen:
             seen.add(id(found))
             _clear(found.__traceback__)
-            left += [found.__cause__, found.__context__]
+            pending += [found.__cause__, found.__context__]
 
 
 def _clear(traceback: TracebackType | None) -> None:
     while traceback is not None:
         frame = traceback.tb_frame
         if frame.f_globals.get("__name__", "").startswith(_COMPUTING):
-            with suppress(RuntimeError):  # it still runs
+            with suppress(RuntimeError):  # the frame is still running
                 frame.clear()
         traceback = traceback.tb_next
 

@@ -342,7 +342,7 @@ def before_linking(monkeypatch, act: Callable[[], None], linked_before: int = 0)
 
 def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypatch):
     is_writing, go_on = threading.Event(), threading.Event()
-    put = checkpoints._put
+    put = checkpoints._rename_into_place
 
     def slow_put(aside: Path, target: Path) -> None:
         if target.name == "a":
@@ -350,7 +350,7 @@ def test_a_copy_waits_for_a_writer_and_has_its_content(store, adapter, monkeypat
             go_on.wait(10)
         put(aside, target)
 
-    monkeypatch.setattr(checkpoints, "_put", slow_put)
+    monkeypatch.setattr(checkpoints, "_rename_into_place", slow_put)
     newer = SavedAdapter(
         {**adapter.state(), "step": torch.tensor(7)},
         adapter.layout,

@@ -646,7 +646,7 @@ def test_input_of_other_servers_is_accepted_or_rejected_with_a_remedy(decoder):
         data[0].model_input,
         {**inputs, "target_tokens": np.zeros((len(inputs["logprobs"]), 2), np.int64)},
     )
-    with pytest.raises(ValueError, match="one target a position"):
+    with pytest.raises(ValueError, match="one target per position"):
         trainer.read([several], "ppo")
     with pytest.raises(UnsupportedError, match="stable_reinforce"):
         trainer.read(data, "stable_reinforce")

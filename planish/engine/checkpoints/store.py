@@ -65,7 +65,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Label:
-    """What a caller says about a checkpoint. UserError if it cannot be right."""
+    """The path, time to live and metadata of a checkpoint to write. Raises UserError if invalid."""
 
     path: CheckpointPath
     ttl_seconds: int | None = None
@@ -115,7 +115,7 @@ class CheckpointStore:
         Raises CheckpointError if the name is taken. Raises StorageError if writing fails; partial
         files are removed then.
         """
-        self._put_new(label, lambda aside: self._write(aside, label, adapter))
+        self._create(label, lambda temporary: self._write(temporary, label, adapter))
 
     def copy(self, source: CheckpointPath, label: Label) -> None:
         """Copy the checkpoint `source` to `label`, which sets the time to live and metadata.
@@ -132,23 +132,25 @@ class CheckpointStore:
             )
 
         def copy(manifest: Manifest) -> None:
-            self._put_new(label, lambda aside: self._link(aside, source, manifest, label))
+            self._create(label, lambda temporary: self._link(temporary, source, manifest, label))
 
-        self._undisturbed(source, copy)
+        self._retry_if_replaced(source, copy)
 
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         label = Label(path, ttl_seconds)
         # Check first that the checkpoint exists, so that no lock file is created otherwise.
         self.manifest(path)
-        with self._locked(self._place(path).parent.parent):
-            manifest = replace(self._found(path), expires_at=label.expires_at(datetime.now(UTC)))
-            write_whole(self._place(path) / MANIFEST, manifest.to_json())
+        with self._locked(self._directory_of(path).parent.parent):
+            manifest = replace(
+                self._read_manifest(path), expires_at=label.expires_at(datetime.now(UTC))
+            )
+            write_whole(self._directory_of(path) / MANIFEST, manifest.to_json())
 
     def files(self, path: CheckpointPath) -> dict[str, Path]:
         """Return the path of each file of a checkpoint by file name."""
         names = (*self.manifest(path).files, MANIFEST)
-        return {name: self._place(path) / name for name in names}
+        return {name: self._directory_of(path) / name for name in names}
 
     def exists(self, path: CheckpointPath) -> bool:
         """Return whether the checkpoint exists, possibly damaged, and has not expired."""
@@ -167,13 +169,13 @@ class CheckpointStore:
         DamagedFileError if the manifest is unusable.
         """
         try:
-            manifest = self._found(path)
+            manifest = self._read_manifest(path)
         except (CheckpointError, DamagedFileError):
             # A replacement may have crashed, or still be, between its two renames.
-            self._put_back(self._place(path))
-            manifest = self._found(path)
+            self._restore_previous(self._directory_of(path))
+            manifest = self._read_manifest(path)
         if _has_expired(manifest):
-            self._remove_expired(self._place(path))
+            self._remove_expired(self._directory_of(path))
             raise CheckpointError(
                 f"the checkpoint {path} expired at {manifest.expires_at:%Y-%m-%d %H:%M:%S} UTC; "
                 "save with a longer ttl_seconds, or None"
@@ -201,11 +203,11 @@ class CheckpointStore:
                     f"{path} holds weights for sampling, without optimizer state; give a checkpoint of save_state, "
                     "or load it without the optimizer"
                 )
-            state = read_state(self._place(path), manifest, layout, with_optimizer)
+            state = read_state(self._directory_of(path), manifest, layout, with_optimizer)
             self._check_unchanged(path, manifest)
             return state, manifest.files[ADAPTER].sha256
 
-        return self._undisturbed(path, read)
+        return self._retry_if_replaced(path, read)
 
     def has_run(self, run_id: str) -> bool:
         """Return whether the run has a directory, which it has while it has checkpoints."""
@@ -231,9 +233,9 @@ class CheckpointStore:
         Raises CheckpointError if the checkpoint does not exist, and StorageError if it cannot be
         removed.
         """
-        target = self._place(path)
+        target = self._directory_of(path)
         try:
-            self._put_back(target)
+            self._restore_previous(target)
             # Check first that the checkpoint exists, so that no lock file is created otherwise.
             if not target.is_dir():
                 raise FileNotFoundError
@@ -253,7 +255,7 @@ class CheckpointStore:
                 shutil.rmtree(leftover)
                 _remove_if_empty(leftover.parent)
 
-    def _place(self, path: CheckpointPath) -> Path:
+    def _directory_of(self, path: CheckpointPath) -> Path:
         """Return the directory of a checkpoint. Raises CheckpointError if its names are invalid."""
         try:
             check_name("the checkpoint path's run", path.run_id)
@@ -262,9 +264,9 @@ class CheckpointStore:
             raise CheckpointError(str(error)) from None
         return self.directory / path.run_id / _SEGMENT[path.checkpoint_type] / path.name
 
-    def _found(self, path: CheckpointPath) -> Manifest:
+    def _read_manifest(self, path: CheckpointPath) -> Manifest:
         """Return the current manifest without a lock, even if the checkpoint has expired."""
-        target = self._place(path)
+        target = self._directory_of(path)
         if not target.is_dir():
             raise CheckpointError(
                 f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
@@ -272,7 +274,7 @@ class CheckpointStore:
             )
         return read_manifest(target)
 
-    def _undisturbed(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
+    def _retry_if_replaced(self, path: CheckpointPath, use: Callable[[Manifest], R]) -> R:
         """Return `use(manifest)`; call it again if the checkpoint was replaced meanwhile.
 
         `use` must call `_check_unchanged` after it has read or linked the files.
@@ -287,41 +289,41 @@ class CheckpointStore:
 
     def _check_unchanged(self, path: CheckpointPath, manifest: Manifest) -> None:
         """Raise DamagedFileError if the checkpoint was replaced since `manifest` was read."""
-        if not _same_files(read_manifest(self._place(path)), manifest):
+        if not _same_files(read_manifest(self._directory_of(path)), manifest):
             raise DamagedFileError(f"{path} was replaced while it was read; try again")
 
-    def _put_new(self, label: Label, write: Callable[[Path], Manifest]) -> None:
+    def _create(self, label: Label, write: Callable[[Path], Manifest]) -> None:
         """Call `write` to fill a temporary directory, then rename it to the checkpoint."""
-        target = self._place(label.path)
-        aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+        target = self._directory_of(label.path)
+        temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
-            with self._locked(target.parent.parent, make=True):
+            with self._locked(target.parent.parent, create=True):
                 target.parent.mkdir(exist_ok=True)
                 self._clear_leftovers(target)
-                aside.mkdir()
-                manifest = write(aside)
-                self._check_free(label, target, manifest)
-                _put(aside, target)
+                temporary.mkdir()
+                manifest = write(temporary)
+                self._check_name_is_free(label, target, manifest)
+                _rename_into_place(temporary, target)
         except OSError as error:
             remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
             raise StorageError(
                 f"the checkpoint {label.path} was not saved: {error}; {remedy}"
             ) from error
         finally:
-            shutil.rmtree(aside, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
     def _link(
-        self, aside: Path, source: CheckpointPath, manifest: Manifest, label: Label
+        self, temporary: Path, source: CheckpointPath, manifest: Manifest, label: Label
     ) -> Manifest:
-        """Link the files of `source` into `aside`, and write and return the copy's manifest."""
+        """Link the files of `source` into `temporary`, and write and return the copy's manifest."""
         kept = {
             name: file
             for name, file in manifest.files.items()
-            if name in _files_of(label.path.checkpoint_type)
+            if name in _file_names(label.path.checkpoint_type)
         }
         try:
             for name in kept:
-                _link_or_copy(self._place(source) / name, aside / name)
+                _link_or_copy(self._directory_of(source) / name, temporary / name)
         except FileNotFoundError as error:
             raise DamagedFileError(
                 f"{error.filename} is missing; the checkpoint is damaged, use another one"
@@ -338,11 +340,11 @@ class CheckpointStore:
             user_metadata=dict(metadata),
             files=kept,
         )
-        write_manifest(aside, copied)
+        write_manifest(temporary, copied)
         return copied
 
-    def _write(self, aside: Path, label: Label, adapter: SavedAdapter) -> Manifest:
-        """Write all files of a checkpoint into `aside`; return the manifest."""
+    def _write(self, temporary: Path, label: Label, adapter: SavedAdapter) -> Manifest:
+        """Write all files of a checkpoint into `temporary`; return the manifest."""
         now = datetime.now(UTC)
         manifest = Manifest(
             base_model=adapter.base_model,
@@ -356,13 +358,13 @@ class CheckpointStore:
         )
         with_optimizer = label.path.checkpoint_type == "training"
         files = write_tensors(
-            aside, adapter.layout, adapter.state, adapter.base_model, with_optimizer
+            temporary, adapter.layout, adapter.state, adapter.base_model, with_optimizer
         )
         manifest = replace(manifest, files=files)
-        write_manifest(aside, manifest)
+        write_manifest(temporary, manifest)
         return manifest
 
-    def _check_free(self, label: Label, target: Path, manifest: Manifest) -> None:
+    def _check_name_is_free(self, label: Label, target: Path, manifest: Manifest) -> None:
         """Raise CheckpointError if the name is taken.
 
         A sampler checkpoint with equal weights may be replaced, because a resumed run saves its
@@ -371,24 +373,24 @@ class CheckpointStore:
         if label.overwrite or not target.is_dir():
             return
         with suppress(DamagedFileError):
-            there = read_manifest(target)
-            is_equal = label.path.checkpoint_type == "sampler" and there.files == manifest.files
-            if is_equal or _has_expired(there):
+            existing = read_manifest(target)
+            is_equal = label.path.checkpoint_type == "sampler" and existing.files == manifest.files
+            if is_equal or _has_expired(existing):
                 return
         raise name_taken(label.path)
 
     @contextmanager
-    def _locked(self, run: Path, make: bool = False) -> Iterator[None]:
-        """Acquire the lock of the run. `make`: create the run's directory if it does not exist."""
+    def _locked(self, run: Path, create: bool = False) -> Iterator[None]:
+        """Acquire the lock of the run. `create`: create the run's directory if it does not exist."""
         lock, is_held = FileLock(run / _LOCK), False
         while not is_held:
-            if make:
+            if create:
                 run.mkdir(parents=True, exist_ok=True)
             try:
                 lock.acquire()
                 is_held = True
             except FileNotFoundError:  # another process just deleted the run's last checkpoint
-                if not make:
+                if not create:
                     raise
         try:
             yield
@@ -401,7 +403,7 @@ class CheckpointStore:
         The caller must have the lock, so no other process is writing these files.
         """
         if not target.is_dir():
-            self._put_back_locked(target)
+            self._restore_previous_locked(target)
         for leftover in target.parent.glob(f".{target.name}.*.tmp"):
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -414,14 +416,14 @@ class CheckpointStore:
             if _has_expired(read_manifest(target)):
                 _remove(target)
 
-    def _put_back(self, target: Path) -> None:
+    def _restore_previous(self, target: Path) -> None:
         """Restore the old checkpoint if a writer crashed while it replaced the checkpoint."""
         if _previous(target).is_dir():
             with self._locked(target.parent.parent):
-                self._put_back_locked(target)
+                self._restore_previous_locked(target)
 
-    def _put_back_locked(self, target: Path) -> None:
-        """Do the same as `_put_back`; the caller must have the lock."""
+    def _restore_previous_locked(self, target: Path) -> None:
+        """Do the same as `_restore_previous`; the caller must have the lock."""
         if _previous(target).is_dir() and not target.is_dir():
             os.rename(_previous(target), target)
 
@@ -442,7 +444,7 @@ def _same_files(one: Manifest, other: Manifest) -> bool:
     return (one.time, one.files) == (other.time, other.files)
 
 
-def _files_of(kind: CheckpointType) -> tuple[str, ...]:
+def _file_names(kind: CheckpointType) -> tuple[str, ...]:
     """Return the names of a checkpoint's files, without the manifest."""
     return (ADAPTER, ADAPTER_CONFIG, OPTIMIZER) if kind == "training" else (ADAPTER, ADAPTER_CONFIG)
 
@@ -464,11 +466,11 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 def _remove(target: Path) -> None:
     """Remove a checkpoint. The caller must have the lock."""
-    aside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
         shutil.rmtree(_previous(target), ignore_errors=True)
-        os.rename(target, aside)  # atomic, so that no reader sees a partly removed checkpoint
-        shutil.rmtree(aside)
+        os.rename(target, temporary)  # atomic, so that no reader sees a partly removed checkpoint
+        shutil.rmtree(temporary)
     finally:
         _remove_if_empty(target.parent)
 
@@ -493,8 +495,8 @@ def _previous(target: Path) -> Path:
     return target.with_name(f".{target.name}.previous")
 
 
-def _put(aside: Path, target: Path) -> None:
-    """Rename `aside` to `target`.
+def _rename_into_place(temporary: Path, target: Path) -> None:
+    """Rename `temporary` to `target`.
 
     An older checkpoint of that name is removed only after the new one is in place.
     """
@@ -502,7 +504,7 @@ def _put(aside: Path, target: Path) -> None:
     if target.is_dir():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
-    os.rename(aside, target)
+    os.rename(temporary, target)
     sync(target.parent)
     shutil.rmtree(previous, ignore_errors=True)
 

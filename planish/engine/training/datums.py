@@ -1,8 +1,7 @@
-"""Datums checked and brought into arrays, before any work: what passes here can be packed and
-scored.
+"""The checks of datums, and their conversion to numpy arrays, before any computation.
 
-Every error names the datum, the input and the remedy. numpy only, so that a client's thread can do
-it at once.
+Every error names the datum, the input and the remedy. The module uses numpy only, so the thread
+that submits the datums can call it.
 """
 
 from __future__ import annotations
@@ -16,30 +15,31 @@ from planish.engine.training.losses import Loss
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.types import Datum, TensorData
 
-# Inputs that clients of the public API carry along; looked at only to see that they say nothing
-# else than the rest.
-_CARRIED = ("mask",)
+# Inputs that clients of the public API send with every loss. A loss without such an input ignores
+# it, after a check that it does not contradict the other inputs.
+_TOLERATED = ("mask",)
 _PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
 
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One datum: N tokens, what is scored at each, and the loss's inputs in the shape of the
-    targets.
-    """
+    """One datum as arrays: N tokens, their targets, and the inputs of the loss."""
 
     tokens: np.ndarray
-    """int64 [N]"""
+    """The input tokens, int64 [N]."""
     targets: np.ndarray
-    """int64 [N] or [N, K]"""
+    """The target tokens of each position, int64 [N] or [N, K]."""
     inputs: Mapping[str, np.ndarray]
-    """float32, each in the shape of `targets`."""
+    """The inputs of the loss by name, float32, each in the shape of `targets`."""
 
 
 def read_examples(
     data: Sequence[Datum], loss: Loss, loss_name: str, vocab_size: int, max_context: int
 ) -> list[Example]:
-    """UserError or NonFiniteError names the first datum at fault."""
+    """Return the datums as arrays.
+
+    Raise UserError or NonFiniteError, which names the first invalid datum, its input and the remedy.
+    """
     if not data:
         raise UserError("data is empty; give at least one Datum")
     return [
@@ -85,60 +85,65 @@ def _read(
 
 
 def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
+    """Raise UserError if an input of the loss is missing, or if the loss does not take an input."""
     missing = [name for name in ("target_tokens", *loss.required) if name not in given]
     if missing:
         raise UserError(
             f"{where}.loss_fn_inputs has no {missing[0]!r}, which loss_fn={loss_name!r} needs; add it"
         )
-    known = ("target_tokens", *loss.required, *loss.optional, *_CARRIED)
+    known = ("target_tokens", *loss.required, *loss.optional, *_TOLERATED)
     for name in given:
         if name in known:
             continue
         if name in _PER_TOKEN_CLIPPING:
             raise UnsupportedError(
-                f"{where}.loss_fn_inputs[{name!r}]: clipping by token is not supported; give one number in loss_fn_config[{name!r}]"
+                f"{where}.loss_fn_inputs[{name!r}]: clipping per token is not supported; give one number in loss_fn_config[{name!r}]"
             )
         raise UserError(
-            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_CARRIED)])}; remove it"
+            f"{where}.loss_fn_inputs[{name!r}] is unknown to loss_fn={loss_name!r}, which takes {', '.join(known[: -len(_TOLERATED)])}; remove it"
         )
 
 
 def _targets(
     where: str, data: TensorData, length: int, loss: Loss, loss_name: str, vocab_size: int
 ) -> np.ndarray:
+    """Return the target tokens, int64 [N] or [N, K], after a check of their dtype and shape."""
     name = f"{where}.loss_fn_inputs['target_tokens']"
     if data.dtype != "int64":
         raise UserError(f"{name} has dtype {data.dtype}; token ids are int64")
-    shape = data.shape or []  # looked at first: what is only claimed could fill the memory
+    # Check the shape first: a sparse tensor may claim a shape that does not fit into memory.
+    shape = data.shape or []
     if len(shape) == 2 and not loss.many_targets:
         raise UserError(
-            f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target a position"
+            f"{name} has shape {shape}; loss_fn={loss_name!r} takes one target per position"
         )
     if len(shape) not in (1, 2) or shape[0] != length or 0 in shape:
         raise UserError(
-            f"{name} has shape {shape}, but model_input has {length} tokens; give one target a token "
+            f"{name} has shape {shape}, but model_input has {length} tokens; give one target per token "
             "(the input shifted by one), or K of them"
         )
     if len(shape) == 2 and shape[1] > vocab_size:
         raise UserError(
-            f"{name} has shape {shape}: {shape[1]} targets a token, and the vocabulary has {vocab_size}; give fewer"
+            f"{name} has shape {shape}: {shape[1]} targets per token, and the vocabulary has {vocab_size}; give fewer"
         )
     return data.to_numpy()
 
 
 def _check_tokens(name: str, tokens: np.ndarray, vocab_size: int) -> None:
+    """Raise UserError if a token is outside the vocabulary."""
     if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
         bad = tokens[(tokens < 0) | (tokens >= vocab_size)].flat[0]
         remedy = "use the model's own tokenizer"
         if bad < 0 and name.endswith("['target_tokens']"):
-            remedy = "what is not to be learned has a weight or an advantage of 0, and any token"
+            remedy = "give positions that should not be learned a weight or an advantage of 0, and any valid token"
         raise UserError(f"{name} holds token {bad}, but the vocabulary has {vocab_size}; {remedy}")
 
 
 def _floats(name: str, data: TensorData, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an input as finite float32 values of this shape."""
     if data.shape != list(shape):
         raise UserError(
-            f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value a target"
+            f"{name} has shape {data.shape}, but target_tokens has {list(shape)}; give one value per target"
         )
     values = data.to_numpy().astype(np.float32, copy=False)
     if not np.isfinite(values).all():
