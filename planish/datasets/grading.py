@@ -39,6 +39,20 @@ _UNIT = re.compile(
 """What may follow a number, a space apart."""
 _SEVERAL = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
 """Signs between values. An answer may have one only where the known answer has it too."""
+_LITERAL = re.compile(r"\d+(?:\.\d+)?")
+_GROUPING = re.compile(r"(?<=\d)(?:,|\{,\}|\\[ ,!])(?=\d{3}(?!\d))")
+_UNSPOKEN = re.compile(
+    r"(?<=[A-Za-z])_(?:\d|\{\w+\})|\\(?:text|mathrm|mbox|textrm)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?"
+)
+"""Subscripts, and words such as units: their digits are no values."""
+_SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
+_ARITHMETIC = re.compile(
+    r"[-+*/^(!÷×·]|\\(?:[dt]?frac|[dt]?binom|sqrt|cdot|times|div|pi|log|ln|exp|sin|cos|tan)(?![A-Za-z])|"
+    r"\}\s*[\[{]|\]\s*\{|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
+)
+"""What makes one value of two numbers."""
+_NEUTRAL = re.compile(r"[\s()\[\]{}]|\\(?:left|right|quad)(?![A-Za-z])|\\[ ,;:!]")
+_BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 BOX = r"\boxed{"
 BRACE = re.compile(r"(?<!\\)[{}]")
 
@@ -104,6 +118,10 @@ class Grader:
         numbers = number_of(given), number_of(known)
         if numbers[0] is not None and numbers[1] is not None:
             return numbers[0] == numbers[1]
+        if numbers[0] is not None:  # math-verify does not read all of these forms
+            given = str(numbers[0])
+        elif is_one_value(known) and not is_one_value(given):
+            return False
         try:
             reply = self._process.ask({"answer": given, "expected": known}, self.timeout_seconds)
         except SandboxUnavailableError as error:
@@ -138,6 +156,26 @@ def _normal(answer: str) -> str:
     while text.endswith("\\\\"):  # a line break behind the answer
         text = text.removesuffix("\\\\").strip()
     return text.removeprefix("\\$").strip()
+
+
+def is_one_value(text: str) -> bool:
+    """Whether arithmetic connects all numbers of `text`, so that it names one value.
+
+    `72|73` and `72 73` are not one value: math-verify may read the one number or the other.
+    """
+    text = _SHORT_FRACTION.sub(r"\1/\2", _UNSPOKEN.sub(" ", _GROUPING.sub("", text)))
+    depth = 0
+    for character in re.sub(r"\\[{}]", "", text):
+        depth += _BRACKETS.get(character, 0)
+        if depth < 0:
+            return False
+    return depth == 0 and all(map(_is_arithmetic, _LITERAL.split(text)[1:-1]))
+
+
+def _is_arithmetic(between: str) -> bool:
+    """Whether what stands between two numbers makes one value of them."""
+    left, operations = _ARITHMETIC.subn("", between)
+    return operations > 0 and not _NEUTRAL.sub("", left)
 
 
 def _is_variable(side: str) -> bool:

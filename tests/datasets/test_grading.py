@@ -2,13 +2,14 @@ r"""Boxes with braces, answers that a library must judge, and answers that would
 
 import contextlib
 import re
+import string
 import time
 from pathlib import Path
 
 import pytest
 from math_verify import parse, verify
 
-from planish.datasets.grading import Grade, Grader, GradingError, extract_boxed
+from planish.datasets.grading import Grade, Grader, GradingError, extract_boxed, is_one_value
 from planish.sandbox import SandboxUnavailableError
 from planish.sandbox.worker_process import WorkerStartError
 
@@ -185,3 +186,43 @@ def test_without_a_sandbox_numbers_are_graded_and_expressions_are_unjudged(monke
         assert caplog.text.count("cannot be graded") == 1
         with pytest.raises(SandboxUnavailableError):
             grader.equal("2+x", "x+2")
+
+
+SEPARATORS = [
+    *(sign for sign in string.punctuation if sign not in "-+*/^!.,"),
+    *(" ", "\n", "\t", "\\ ", "\\,", "\\;", "\\quad ", "\\qquad ", "\\newline ", "\\par ", "\\cr "),
+    *("\\mid ", "\\vert ", "\\lor ", "\\cup ", "\\to ", "\\approx ", "\\equiv ", "\\sim ", "\\ne "),
+    *("\\implies ", "\\hspace{1em}", "\\_", "\\{", "\\}", "\\text{ or }", "\\mathrm{or}", "\\in "),
+    *(" or ", " or, ", " then ", "→", "—", "、", "，", "；", "..", "...", " . ", "\\ldots "),
+]
+
+
+@pytest.mark.sandbox
+@pytest.mark.slow
+@pytest.mark.parametrize("known", ["72", r"\frac{144}{2}", r"36\sqrt{4}"])
+def test_no_sign_between_two_numbers_hedges(grader, known):
+    accepted = []
+    for sign in SEPARATORS:
+        for answer in (f"72{sign}73", f"73{sign}72", f"72 {sign} 73", f"73 {sign} 72"):
+            with contextlib.suppress(GradingError):
+                if grader.equal(answer, known):
+                    accepted.append(answer)
+    assert accepted == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "72", r"\frac{144}{2}", r"\frac12", r"\frac 1 2", r"\sqrt[3]{8}", r"2\pi r^2", "x^2 + 2x + 1", r"\log_2 8", r"72\text{ cm}^2",
+        r"\left(1 + \frac{2}{3}\right) \cdot 4", "2(3)", "1,234 + 1", r"\binom{5}{2}", r"2^{3} \times 5", r"10\sin 30^\circ", "3 + 4i",
+    ],
+)  # fmt: skip
+def test_arithmetic_is_one_value(text):
+    assert is_one_value(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["1, 2", "[0, 5)", r"\{1, 2\}", "1 < x < 3", "x = 2 or x = 3", "3:4"]
+)
+def test_lists_intervals_and_ratios_are_not_one_value(text):
+    assert not is_one_value(text)

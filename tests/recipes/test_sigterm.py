@@ -65,6 +65,7 @@ def run(
         env={
             **os.environ,
             "PLANISH_HOME": str(home),
+            "PLANISH_DATA": str(home / "data"),
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
         },
