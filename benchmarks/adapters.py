@@ -1,14 +1,15 @@
-"""Different adapters in one decode batch, against one adapter that answers the same requests.
+"""Several adapters in one decode batch, compared with one adapter and the same requests.
 
     python benchmarks/adapters.py                 writes results/adapters.json
     python benchmarks/adapters.py name=NAME       writes results/NAME.json
 
-1, 8 and 64 training clients in process, each with a sampler of its own weights after one optimizer
-step; 64, and 256, samples in all, so of 8 clients each has 8 or 32. All requests, one prompt for
-each client, are under way at once; one of the clients then answers the same ones alone. What many
-adapters must cost is that their weights are read at every step: that time, at the bandwidth that
-memory was measured to have, stands beside. A new version is packed at its first use, which is not
-in these times: it is the first token of a new sampler, by that of one in use.
+There are 1, 8 and 64 training clients in process. Each has a sampling client for its weights after
+one optimizer step. There are 64 or 256 samples in total, so each of 8 clients has 8 or 32. All
+requests, one prompt per client, run at once. Then one of the clients runs the same requests alone.
+Several adapters have one unavoidable cost: their weights are read at every step. The table shows
+this time, computed from the measured memory bandwidth. A new version of an adapter is packed at its
+first use. The times above exclude packing; it is measured as the first token of a new sampling
+client, compared with the first token of one that was used before.
 """
 
 import json
@@ -42,14 +43,14 @@ BFLOAT16_BYTES = 2
 @chz.chz
 class Options:
     name: str = "adapters"
-    """Of the file that is written."""
+    """Name of the results file."""
     model: str = DEFAULT_MODEL
     rank: int = 16
     prompt_tokens: int = 32
     new_tokens: int = 32
     rounds: int = 3
     small: bool = False
-    """For trying: its times mean nothing."""
+    """A quick check that everything runs; its times mean nothing."""
     directory: Path = RESULTS
 
 
@@ -78,8 +79,8 @@ def main(options: Options) -> None:
             for samples in sizes
             for count in counts
         ]
-    # Last: a second thread that computes in parallel has OpenMP's threads sleep between kernels,
-    # and everything takes a third longer (docs/log.md).
+    # This must come last: after a large torch operation in this thread, OpenMP's threads sleep
+    # between kernels, and everything takes a third longer (docs/log.md).
     bandwidth = report["read_bandwidth"] = read_bandwidth()
     for point in report["points"]:
         point["read_seconds_a_step"] = point["adapters"] * layout.size * BFLOAT16_BYTES / bandwidth
@@ -90,7 +91,7 @@ def main(options: Options) -> None:
 def trained(
     service_client: planish.ServiceClient, options: Options, number: int
 ) -> planish.TrainingClient:
-    """After one step, so that no two adapters are the same, and none does nothing."""
+    """Train one step, so that all adapters differ and none is zero."""
     client = service_client.create_lora_training_client(
         base_model=options.model, rank=options.rank, seed=number
     )
@@ -104,7 +105,7 @@ def trained(
 def first_tokens(
     sampler: planish.SamplingClient, options: Options, number: int
 ) -> tuple[float, float]:
-    """Seconds of the first token by a sampler that is new, and to another prompt by the same."""
+    """Return the seconds of a new sampler's first token, and then for another prompt."""
     prompts = work_of(sampler.get_tokenizer(), options, 2, 1, f"first {number}")["prompts"]
     new, used = (first_token(sampler, prompt) for prompt in prompts)
     return new, used
@@ -113,12 +114,12 @@ def first_tokens(
 def measured(
     samplers: Sequence[planish.SamplingClient], options: Options, samples: int
 ) -> dict[str, Any]:
-    """Seconds of each round of all adapters, and of one alone; each is first in every second round."""
+    """Return the seconds of each round with all adapters and with one. The order alternates."""
     seconds: dict[str, list[float]] = {"seconds": [], "alone_seconds": []}
     for number in range(options.rounds + 1):
         contenders = [("seconds", samplers), ("alone_seconds", samplers[:1])]
         for name, clients in contenders if number % 2 else reversed(contenders):
-            # Prompts of their own for every round: nothing of them is in a cache.
+            # Every round has its own prompts, so no cache contains them.
             round_name = f"{name} {samples} {number}"
             count = len(samplers)
             work = work_of(
@@ -128,7 +129,7 @@ def measured(
             made = tokens_of(rollouts_in_turn(clients, work))
             took = time.perf_counter() - begun
             assert made == samples * options.new_tokens
-            if number:  # what is made for the first time is made in round 0
+            if number:  # round 0 warms up
                 seconds[name].append(round(took, 4))
     return {**seconds, "median_seconds": statistics.median(seconds["seconds"])}
 

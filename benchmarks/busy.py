@@ -1,19 +1,19 @@
-"""planish on an idle machine, and on the same machine beside one process that computes all the time.
+"""planish on an idle machine, and on the same machine beside one busy process.
 
     python benchmarks/busy.py                       W1, W2 and a served iteration, idle and busy
-    python benchmarks/busy.py spins=default,0,300000 works=W1      other GOMP_SPINCOUNTs, in turn
-    python benchmarks/busy.py name=try small=True directory=/tmp   whether it all runs: small
-        works, whose times mean nothing
+    python benchmarks/busy.py spins=default,0,300000 works=W1      other spin counts, alternating
+    python benchmarks/busy.py name=try small=True directory=/tmp   a quick check with small
+        workloads, whose times mean nothing
 
-W1 and W2 are those of works.py, by planish's public API in one process. A served iteration is what
-a user of the official SDK does on the machine that `planish serve` runs on: publish the weights,
-take 4 samples of 16 tokens, and train one step on them; each result is waited for. The busy process
-is `while True: pass` in Python.
+W1 and W2 are the workloads of works.py, run with planish's public API in one process. A served
+iteration is what a user of the official SDK does on the machine that runs `planish serve`: publish
+the weights, take 4 samples of 16 tokens, and train one step on them, waiting for each result. The
+busy process is `while True: pass` in Python.
 
 A spin is the value of GOMP_SPINCOUNT, which bounds how long torch's OpenMP threads spin before they
 sleep; "default" leaves the choice to planish. Rounds of all spins are interleaved, and idle rounds
-come before busy ones. A round that takes longer than `limit` seconds is given up: the file says
-null for it.
+come before busy ones. A round that takes longer than `limit` seconds is aborted and recorded as
+null.
 
 Medians, machine, versions and commit go to NAME.json in `directory`; report.py makes the table.
 """
@@ -47,21 +47,21 @@ LOADS = ("idle", "busy")
 PROMPT = list(range(1000, 1064))
 SAMPLES, NEW_TOKENS, RANK = 4, 16, 32
 Row = dict[str, dict[str, Any]]
-"""By load, "idle" or "busy": the seconds of each round, and their median."""
+"""For each load, "idle" or "busy": the seconds of each round, and their median."""
 
 
 @chz.chz
 class Options:
     name: str = "busy"
-    """Of the file of results."""
+    """Name of the results file."""
     works: str = "W1,W2,served"
     spins: str = "default"
-    """Values of GOMP_SPINCOUNT, with commas between them."""
+    """Values of GOMP_SPINCOUNT, separated by commas."""
     rounds: int = 3
     served_seconds: float = 45.0
-    """How long served iterations are counted, for each spin and load."""
+    """Seconds for which served iterations are counted, for each spin and load."""
     limit: float = 900.0
-    """Seconds after which a round of W1 or W2 is given up."""
+    """Seconds after which a round of W1 or W2 is aborted."""
     model: str = DEFAULT_MODEL
     directory: Path = RESULTS
     small: bool = False
@@ -83,7 +83,7 @@ def main(options: Options) -> None:
 
 
 def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
-    """Rounds of W1 or W2 by spin and load, of processes that load once."""
+    """Measure rounds of W1 or W2 by spin and load. Each process loads the model once."""
     model = resolve_model(options.model)
     seconds: dict[str, dict[str, list[float | None]]] = {
         spin: {load: [] for load in LOADS} for spin in spins
@@ -108,7 +108,9 @@ def measure_work(options: Options, work: str, spins: Sequence[str], path: Path) 
 def round_seconds(
     contender: Contender, work: str, number: int, load: str, limit: float
 ) -> float | None:
-    """None if it took longer than `limit`, or an earlier round did: the process is ended then."""
+    """Return the seconds of a round. None if this or an earlier round took longer than `limit`; the
+    process is then ended.
+    """
     timer = Timer(limit, contender.end)
     try:
         with under(load):
@@ -123,7 +125,7 @@ def round_seconds(
 
 
 def measure_served(options: Options, work: str, spins: Sequence[str], path: Path) -> dict[str, Row]:
-    """Served iterations by spin and load. Each spin has a server of its own."""
+    """Measure served iterations by spin and load. Each spin has its own server."""
     found: dict[str, Row] = {}
     for spin in spins:
         with (
@@ -157,7 +159,7 @@ def row(seconds: Sequence[float | None]) -> dict[str, Any]:
 
 @contextmanager
 def under(load: str) -> Iterator[None]:
-    """Inside, one process computes if the load is "busy"."""
+    """Run a busy process for the block if the load is "busy"."""
     if load == "idle":
         yield
         return
@@ -170,8 +172,8 @@ def under(load: str) -> Iterator[None]:
 
 
 def client(url: str, model: str, limit: str) -> None:
-    """A user of the official SDK: prints the seconds of its iterations, as many as fit into
-    `limit` seconds and at least two, after one that warms up.
+    """Act as a user of the official SDK and print the seconds of its iterations: as many as fit
+    into `limit` seconds, at least two, after a warm-up.
     """
     import tinker
     from tinker import types

@@ -1,19 +1,19 @@
-"""planish and its peers on the same pieces of work (works.py), in one run.
+"""Compare planish with other systems ("peers") on the same workloads (works.py) in one run.
 
     python benchmarks/compare.py                                      what `make bench` does
     python benchmarks/compare.py name=peers peers=all works=all       what `make bench-peers` does
-    python benchmarks/compare.py name=try small=True directory=/tmp   whether it all runs: small
-        works, whose times mean nothing
+    python benchmarks/compare.py name=try small=True directory=/tmp   a quick check with small
+        workloads, whose times mean nothing
 
-Each peer is a process in its own environment (environments.py) that loads once for a work. Rounds
-are interleaved: round 1 of every peer, then round 2, and so on, after one smaller round each that
-warms up; a peer that waits is stopped. `limit` is the matrix products that the work needs and
-nothing else (limits.py), measured in the same rounds. Peers must have done the same work, or there
-is no result: as many tokens, and losses that agree.
+Each peer runs in its own process and environment (environments.py) and loads once per workload.
+After a smaller warm-up round, rounds alternate: round 1 of every peer, then round 2, and so on. A
+waiting process is suspended. `limit` is the time of the unavoidable matmuls alone (limits.py),
+measured in the same rounds. There is no result unless all peers did the same work: the same number
+of tokens, and losses that agree.
 
-Medians, ratios, machine, versions, commit and load go to NAME.json in `directory`; report.py makes
-the page of them. Who measures sees to it that nobody else computes: the share of the cores that
-others used is recorded for every round, and named when it is large.
+Medians, ratios, machine, versions, commit and load are written to NAME.json in `directory`, and
+report.py makes tables of them. Run it on an otherwise idle machine: the share of the cores that
+other programs used is recorded for every round, and printed if it is large.
 """
 
 import json
@@ -44,12 +44,12 @@ HERE = Path(__file__).parent
 OWN = "planish"
 """The environment that this process runs in."""
 PLACES = ("directory", "models")
-"""Options that say where files are, and nothing of what was measured."""
+"""Options with paths, which are not part of the recorded options."""
 BUSY = 0.05
-"""A round in which others used more of the cores than this is named."""
+"""If other programs use a larger share of the cores in a round, it is printed."""
 LOSS_TOLERANCE = 0.01
-"""Of the sum of |advantage| over the tokens: bf16 logprobs differ by about a hundredth between
-implementations.
+"""Allowed difference of losses, relative to the sum of |advantage| over the tokens. bf16 logprobs
+differ by about 0.01 between implementations.
 """
 
 
@@ -59,7 +59,7 @@ class PeerSpec:
     script: str
     works: tuple[str, ...]
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Of its environment: they choose the form."""
+    """Environment variables of the process, which select a variant of the script."""
 
 
 SAMPLING = ("W1", "W1b", "W1c")
@@ -83,17 +83,17 @@ ON_REQUEST = {
         for size in (4, 8, 16, 32)
     },
 }
-"""Not among "all": llama.cpp is compiled from source, and PEFT's best micro-batch is looked for
-once.
+"""Peers that "all" leaves out: llama.cpp is compiled from source, and the sizes of PEFT's
+micro-batch are only compared once.
 """
 
 
 @chz.chz
 class Options:
     name: str = "bench"
-    """Of the file of results."""
+    """Name of the results file."""
     peers: str = "ours,limit,generate,peft"
-    """With commas between them, or "all"."""
+    """Names separated by commas, or "all"."""
     works: str = "W1,W1b,W2"
     rounds: int = 3
     model: str = DEFAULT_MODEL
@@ -144,8 +144,7 @@ def main(options: Options) -> None:
             measured = interleaved(contenders, work, options.rounds, model, Path(scratch))
             check_same_work(work, rounds[work], measured)
             report["works"][work] = {one.contender.name: one.row() for one in measured}
-            # After each work: a peer that dies later, of too little memory say, takes none of this
-            # along.
+            # Write after each workload, because a later peer may run out of memory.
             write_whole(
                 options.directory / f"{options.name}.json", json.dumps(report, indent=1) + "\n"
             )
@@ -165,7 +164,7 @@ def interpreter(environment: str) -> Path:
 
 
 def header(options: Any) -> dict[str, Any]:
-    """What every file of results begins with."""
+    """Return the fields that every results file begins with."""
     if ROOT not in Path(planish.__file__).parents:
         raise SystemExit(
             f"planish is imported from {planish.__file__}, not from this checkout: set PYTHONPATH={ROOT}"
@@ -185,11 +184,11 @@ def header(options: Any) -> dict[str, Any]:
 def interleaved(
     contenders: Sequence[Contender], work: str, rounds: int, model: Path, scratch: Path
 ) -> list[Measured]:
-    """All contenders on one work, in the order given, round by round."""
+    """Run all contenders on one workload, alternating, in the given order."""
     measured = [Measured(contender, []) for contender in contenders]
     with ExitStack() as stack:
-        # Whoever ends this process ends the peers, of which all but one are stopped and would stay
-        # so.
+        # If this process is terminated, it must end the peers: all but one are suspended, and would
+        # stay suspended.
         stack.callback(
             signal.signal, signal.SIGTERM, signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         )
@@ -219,9 +218,7 @@ def say(line: str) -> None:
 def check_same_work(
     work: str, rounds: Sequence[Mapping[str, Any]], measured: Sequence[Measured]
 ) -> None:
-    """Raise if somebody made another number of tokens than asked for, or a loss that is not the
-    others'.
-    """
+    """Raise if a peer made another number of tokens than requested, or if the losses differ."""
     for number, given in enumerate(rounds[1:]):
         asked = len(given["prompts"]) * given["samples"] * given["new_tokens"]
         facts = {one.contender.name: one.rounds[number] for one in measured}

@@ -1,8 +1,8 @@
-"""A peer's process as the driver holds it: started, asked for rounds, and stopped while others
-work.
+"""A peer's process, as the driver controls it: started, asked for rounds, and suspended while
+others are measured.
 
-While it waits, its whole process group is stopped (SIGSTOP), so that no thread of it spins while
-another is measured.
+While it waits, its whole process group is suspended (SIGSTOP), so none of its threads can spin
+while another peer is measured.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class PeerError(Exception):
 
 @dataclass
 class Contender:
-    """One peer on one file of works. A context: inside, its process lives."""
+    """One peer on one file of workloads. A context manager: the process runs inside the block."""
 
     name: str
     command: Sequence[str | Path]
-    """What starts it, without the model and the file of works."""
+    """The command that starts it, without the model and the file of workloads."""
     works: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     load_seconds: float = 0.0
     versions: Mapping[str, str] = field(default_factory=dict)
 
     def start(self, model: Path, log: Path) -> Self:
-        """Returns when it has loaded; it is stopped then."""
+        """Start the process, wait until it has loaded, and suspend it."""
         self._log = log
         begun = time.perf_counter()
         with log.open("wb") as errors:
@@ -59,8 +59,8 @@ class Contender:
         return self
 
     def ask(self, work: str, number: int) -> dict[str, Any]:
-        """Round `number` of a work: its facts, with "seconds", "peak_gib" and "others", the share
-        of the cores that others used.
+        """Run round `number` of a workload. Returns its facts with "seconds", "peak_gib" and
+        "others", the share of the cores that other programs used.
         """
         pipe = self._process.stdin
         assert pipe is not None
@@ -88,7 +88,7 @@ class Contender:
         return json.loads(line)
 
     def _stop(self) -> None:
-        """Returns when it has stopped."""
+        """Suspend the process group, and return when it is suspended."""
         self._signal(signal.SIGSTOP)
         os.waitid(os.P_PID, self._process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 

@@ -1,10 +1,9 @@
-"""The environments that peers run in, one virtual environment each, made from the package index
-when first needed.
+"""The peers' virtual environments, installed from the package index when they are first needed.
 
     python benchmarks/environments.py            all of them
     python benchmarks/environments.py vllm       one
 
-All that is in one is pinned in peers/requirements-NAME.txt. It lies in .peers/NAME of the checkout.
+peers/requirements-NAME.txt pins all packages. The environment is .peers/NAME in the checkout.
 """
 
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 PEERS = Path(__file__).parent / "peers"
 HOME = Path(__file__).parents[1] / ".peers"
-# A wheel of exactly this torch is installed first, so that no other package draws in a larger one.
+# Exactly this torch wheel is installed first, so that no other package installs a larger one.
 TORCH = "torch==2.13.0"
 
 
@@ -24,7 +23,7 @@ def names() -> list[str]:
 
 
 def python_of(name: str) -> Path:
-    """The interpreter of an environment, which is made if it is not there as its requirements say."""
+    """Return the interpreter of an environment. Installs it if missing or out of date."""
     requirements = PEERS / f"requirements-{name}.txt"
     directory = HOME / name
     python, installed = directory / "bin" / "python", directory / "installed.txt"

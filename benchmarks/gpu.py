@@ -1,32 +1,31 @@
-"""planish on one GPU: decoding, training and whole iterations, as shares of what the GPU was
-measured to do in the same run.
+"""planish on one GPU: decoding, training and whole iterations, as shares of the GPU's limits, which
+are measured in the same run.
 
     python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=32                 limits, decode,
         training, an iteration, tenants
     python benchmarks/gpu.py model=Qwen3-8B kv_cache_gib=48 max_batch=512 parts=grpo-128x16
-    python benchmarks/gpu.py model=Qwen3-8B parts=peers                     against transformers and
-        PEFT
+    python benchmarks/gpu.py model=Qwen3-8B parts=peers                     beside transformers
+        and PEFT
     python benchmarks/gpu.py model=Qwen3-8B parts=profile                   where the time goes
-    python benchmarks/gpu.py model=tiny small=True directory=/tmp           whether it all runs, on
-        a CPU too
+    python benchmarks/gpu.py model=tiny small=True directory=/tmp           a quick check, also on a
+        CPU
 
-Models are those of random_model.py, with random weights and made when they are first asked for, or
-any other by its name. All but the profile goes through the public API. Parts:
+Models are those of random_model.py, which have random weights and are created when they are first
+used, or any other model by its name. All parts except the profile use the public API. Parts:
 
-* decode: a step of 1, 8 and 128 rows (8 samples of a prompt, but for the first), by the share of
-  its `gpu_limits.decode_bytes` in what could be read meanwhile
+* decode: a step of 1, 8 and 128 rows (8 samples per prompt, except for 1 row); the share is
+  `gpu_limits.decode_bytes` divided by the bytes that could be read in that time
 * training: forward_backward and optim_step on 16 x 8 sequences of 200 + 256 tokens, rank 32; FLOPs
   as in `gpu_limits.training_flops`
-* grpo-16x8, grpo-128x16: one iteration with so many prompts and samples of 256 tokens: new weights,
-  sampling, forward_backward, optim_step
-* tenants: a step of 128 rows of 1, 8 and 64 adapters
-* peers: works of works.py by planish and others, each in a process of its own, interleaved
-  (compare.py)
+* grpo-16x8, grpo-128x16: one iteration with that number of prompts and samples of 256 tokens: new
+  weights, sampling, forward_backward, optim_step
+* tenants: a step of 128 rows with 1, 8 and 64 adapters
+* peers: the workloads of works.py with planish and other systems, each in its own process,
+  alternating (compare.py)
 * profile: kernels of a decode step and of a micro-batch
 
-A part is recorded as soon as it is done, in NAME.json in `directory`, beside the parts that were
-recorded there, or in results, for this model and GPU before. After `minutes` no part and no further
-round is begun.
+A part is recorded in NAME.json in `directory` as soon as it is done. Earlier parts for this model
+and GPU are kept, from there or from results. After `minutes` no further part or round is begun.
 """
 
 from __future__ import annotations
@@ -78,7 +77,7 @@ def main(options: Options) -> None:
         with planish.ServiceClient(**options.service) as service:
             for name in served:
                 recording.run(name, partial(SERVED_PARTS[name], bench, service))
-        # Parts that have processes of their own need the memory.
+        # Parts with their own processes need the memory.
         gc.collect()
         torch.cuda.empty_cache()
     for name, part in other_parts(bench, parts).items():
@@ -90,7 +89,7 @@ def main(options: Options) -> None:
 
 @dataclass(frozen=True)
 class Recording:
-    """The file of results: whatever ends this process, the parts that were done are in it."""
+    """The results file. It contains the finished parts even if this process is killed."""
 
     bench: Bench
     file: Path
@@ -116,7 +115,7 @@ class Recording:
         try:
             self.add(name, part())
         except (Exception, SystemExit):
-            # The machine's time is short: what else was asked for may well run.
+            # Continue with the other parts, because time on the machine is short.
             traceback.print_exc()
             self.failed.append(name)
         say(f"{name}: ended after {time.monotonic() - begun:.0f} s")
@@ -134,7 +133,7 @@ class Recording:
 
 
 def recorded_before(file: Path, report: Mapping[str, Any]) -> dict[str, Any]:
-    """Parts that an earlier run recorded for this model on such a GPU with the same software."""
+    """Return the parts that an earlier run recorded for this model, kind of GPU and software."""
     for known in (file, RESULTS / file.name):
         if known.is_file():
             earlier = json.loads(known.read_text(encoding="utf-8"))
@@ -144,7 +143,7 @@ def recorded_before(file: Path, report: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpu_facts() -> dict[str, Any]:
-    """Of the device that everything ran on."""
+    """Return the facts about the GPU."""
     facts = {
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",

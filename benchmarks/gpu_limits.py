@@ -1,27 +1,27 @@
-"""What a GPU can do, as measured, and what a work needs of it: the two sides of every share that
-gpu.py reports.
+"""The measured limits of a GPU and the minimum work of a workload: the two sides of every share
+that gpu.py reports.
 
-Measured: how fast torch multiplies large bf16 matrices of random numbers (zeros are faster), both
-squares and the model's own layers, and how fast it reads memory. Needed: useful work only, each
-token that sequences share counted once.
+Measured: the speed of torch's matmuls of large bf16 matrices of random numbers (zeros are faster),
+both squares and the model's own layers, and the memory bandwidth. Minimum work: useful work only,
+and tokens that sequences share count once.
 
-* `training_flops`, forward and backward of a LoRA on frozen weights. N: numbers in a layer's
-  linears; r: rank; T: distinct tokens that are inputs; S: distinct rows from which an answer's
-  token is predicted; a multiplication with its addition is 2 FLOPs.
+* `training_flops`: forward and backward of a LoRA on frozen weights. N: parameters of a layer's
+  linear modules; r: rank; T: distinct input tokens; S: distinct rows from which an answer's token
+  is predicted; a multiplication with its addition is 2 FLOPs.
 
       linears     4 N T layers              forward, and the gradient of the input; frozen weights
-                  need none
+                  need no gradient
       LoRA        6 r sum(in + out) T layers  forward, the gradient of the input, and those of A and
                   B
-      attention   12 heads head_dim P layers  two products forward, four backward; P: pairs of a
-                  token and one that it sees
+      attention   12 heads head_dim P layers  two matmuls forward, four backward; P: number of
+                  (query, key) pairs
       head        4 hidden vocabulary S      forward, and the gradient of the input
 
-  Norms, rotations, softmax, the optimizer and whatever is computed a second time count nothing.
+  Norms, RoPE, softmax, the optimizer and recomputation do not count.
 
-* `decode_bytes` of one step: every number of the layers' linears and of the head, and the keys and
-  values of every distinct position that is seen. Products of so few rows take less time than
-  reading their weights, so this is the limit.
+* `decode_bytes` of one step: every parameter of the layers' linear modules and of the head, and the
+  keys and values of every distinct position that is attended to. A matmul of few rows takes less
+  time than reading its weights, so memory bandwidth is the limit.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ from planish.model.config import ModelConfig
 from planish.model.lora import LAYER_SITES, linear_shape
 
 NUMBER_BYTES = 2
-"""Of a weight, a key or a value in bf16."""
+"""Bytes of a weight, a key or a value in bf16."""
 SQUARE, SMALL_SQUARE = 8192, 256
 PRODUCTS = 10
-"""In one timing, so that starting and ending it counts little."""
+"""Repetitions in one timing, so that launch and synchronization count little."""
 MEASURED_LAYERS = 4
 LAYER_ROWS, SMALL_LAYER_ROWS = 4096, 64
 SMALL_BANDWIDTH_BYTES = 1 << 24
@@ -61,13 +61,13 @@ SMALL_BANDWIDTH_BYTES = 1 << 24
 @dataclass(frozen=True)
 class MachineLimits:
     product_rate: float
-    """FLOP/s of large square products."""
+    """FLOP/s of large square matmuls."""
     layer_rate: float
-    """FLOP/s of the model's own products, one layer after the other, with the rows of a
+    """FLOP/s of the model's own matmuls, one layer after the other, with the rows of a
     micro-batch.
     """
     bandwidth: float
-    """Bytes read a second."""
+    """Memory bandwidth for reading, in bytes per second."""
 
 
 @torch.inference_mode()
@@ -79,18 +79,18 @@ def measured_limits(config: ModelConfig, small: bool) -> MachineLimits:
     layers = 2 * layer_numbers(few) * few.num_layers * rows / Limit(few).layers_seconds(rows)
     bandwidth = read_bandwidth(SMALL_BANDWIDTH_BYTES if small else BANDWIDTH_BYTES)
     if DEVICE.type == "cuda":
-        gc.collect()  # a Limit refers to itself, and so keeps its weights
+        gc.collect()  # a Limit has reference cycles, which keep its weights alive
         torch.cuda.empty_cache()
     return MachineLimits(square, layers, bandwidth)
 
 
 def layer_numbers(config: ModelConfig) -> int:
-    """Numbers in the linears of one layer."""
+    """Return the number of parameters of one layer's linear modules."""
     return sum(out * fan_in for out, fan_in in _linears(config))
 
 
 def training_flops(config: ModelConfig, work: Mapping[str, Any], rank: int = RANK) -> float:
-    """Of one forward_backward on the round; see the module."""
+    """Return the FLOPs of one forward_backward on the round (see the module's docstring)."""
     counts = Counts.of(work)
     rows = counts.prompt_rows + counts.answer_rows
     layer = 4 * layer_numbers(config) * rows
@@ -102,7 +102,7 @@ def training_flops(config: ModelConfig, work: Mapping[str, Any], rank: int = RAN
 
 
 def seen_pairs(work: Mapping[str, Any]) -> int:
-    """Pairs of a distinct token and one that it sees, itself included."""
+    """Return the number of pairs of a distinct query token and a key token, including itself."""
     prompts, shared = work["prompts"], work["shared_tokens"]
     inputs = work["new_tokens"] - 1
     pairs = _pairs(0, shared)
@@ -113,19 +113,19 @@ def seen_pairs(work: Mapping[str, Any]) -> int:
 
 
 def _pairs(first: int, stop: int) -> int:
-    """Of the tokens at positions first .. stop - 1 of one sequence."""
+    """Return the number of pairs for the tokens at positions first .. stop - 1 of one sequence."""
     return (stop * (stop + 1) - first * (first + 1)) // 2
 
 
-def decode_bytes(config: ModelConfig, work: Mapping[str, Any], drawn: float) -> float:
-    """Of the step that comes when `drawn` tokens of each sample are known."""
+def decode_bytes(config: ModelConfig, work: Mapping[str, Any], sampled: float) -> float:
+    """Return the bytes of the step after `sampled` tokens of each sample."""
     prompts, shared = work["prompts"], work["shared_tokens"]
-    positions = shared + sum(len(prompt) - shared + work["samples"] * drawn for prompt in prompts)
+    positions = shared + sum(len(prompt) - shared + work["samples"] * sampled for prompt in prompts)
     kept = 2 * config.num_layers * config.num_kv_heads * config.head_dim * positions
     weights = config.num_layers * layer_numbers(config) + config.vocab_size * config.hidden_size
     return NUMBER_BYTES * (weights + kept)
 
 
 def _linears(config: ModelConfig) -> list[tuple[int, int]]:
-    """(out, in) of the linears of one layer."""
+    """Return (out, in) of the linear modules of one layer."""
     return [linear_shape(config, name) for site in LAYER_SITES for name in site]

@@ -1,4 +1,4 @@
-"""The parts of gpu.py: what each measures, as rows of its table."""
+"""The parts of gpu.py. Each returns its measurements as rows of the table."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ from planish.tokenizer import load_tokenizer
 
 NEW_TOKENS, WARM_UP_TOKENS, SMALL_NEW_TOKENS = 256, 32, 8
 DECODE_ROWS = ((1, 1), (1, 8), (16, 8))
-"""Prompts, and samples of each."""
+"""Number of prompts, and of samples per prompt."""
 TENANTS = (1, 8, 64)
-"""Adapters, of which each has a prompt; 64 prompts in all, of two samples each."""
+"""Numbers of adapters. There are 64 prompts in total with two samples each."""
 FEW_TOKENS, MANY_TOKENS = 8, 136
-"""New tokens of two calls; the steps between are measured."""
+"""New tokens of two calls. The difference of their times is the time of the steps in between."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table."""
+    """A row of the table."""
 
     what: str
     values: list[float]
-    """One for each round."""
+    """One value per round."""
     unit: str
     share: float | None = None
-    """Of something named by `of`, for the median."""
+    """The median as a share of the limit that `of` names."""
     of: str = ""
 
     @property
@@ -65,27 +65,27 @@ class Row:
 class Options:
     model: str = "Qwen3-8B"
     parts: str = "decode,training,grpo-16x8,tenants"
-    """With commas between them."""
+    """Names separated by commas."""
     rounds: int = 3
-    """Of which the median is taken."""
+    """Number of rounds. The table has their median."""
     minutes: float = 8.0
     kv_cache_gib: float | None = None
     max_batch: int | None = None
     micro_batch_tokens: int | None = None
-    """These three are of ServiceClient; None is its default."""
+    """This option and the next two are options of ServiceClient. None uses its default."""
     peers: str = "ours,generate,peft-8"
     works: str = "W1,W1b,W2"
     name: str | None = None
-    """Of the file of results; by default "gpu-" and the model's."""
+    """Name of the results file. Default: "gpu-" and the model's name."""
     directory: Path = RESULTS
     models: Path = Path(tempfile.gettempdir()) / "planish-random-models"
-    """Where random models are kept."""
+    """Directory for random models."""
     small: bool = False
-    """For trying whether everything works: times mean nothing then."""
+    """A quick check that everything runs; times mean nothing."""
 
     @property
     def service(self) -> dict[str, Any]:
-        """Options of ServiceClient."""
+        """Return the options for ServiceClient."""
         kv_cache = None if self.kv_cache_gib is None else int(self.kv_cache_gib * (1 << 30))
         given = {
             "kv_cache_bytes": kv_cache,
@@ -97,7 +97,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Bench:
-    """What the parts share."""
+    """The objects that all parts share."""
 
     options: Options
     model: Path
@@ -114,7 +114,9 @@ class Bench:
         return load_tokenizer(self.model)
 
     def rounds(self) -> Iterator[int]:
-        """Numbers of the rounds after the warm-up: at least one, and no more when it is late."""
+        """Yield the numbers of the rounds after the warm-up: at least one, and no more once the
+        time is over.
+        """
         yield 1
         for number in range(2, self.options.rounds + 1):
             if self.is_late:
@@ -122,7 +124,7 @@ class Bench:
             yield number
 
     def round(self, name: str, prompts: int, samples: int, new_tokens: int) -> dict[str, Any]:
-        """One of this shape, or a smaller one where things are only tried."""
+        """Return a round of this shape, or a smaller one with `small`."""
         shape = Shape(prompts, samples, new_tokens)
         if self.options.small:
             shape = Shape(min(prompts, 4), min(samples, 2), SMALL_NEW_TOKENS)
@@ -175,7 +177,7 @@ def tenants(bench: Bench, service: planish.ServiceClient) -> list[Row]:
 def decode_seconds(
     bench: Bench, clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]
 ) -> list[float]:
-    """Of a step, once for each round."""
+    """Return the seconds of a step, once per round."""
 
     def sample(new_tokens: int) -> None:
         rollouts_in_turn(clients, {**work, "new_tokens": new_tokens})
@@ -200,8 +202,8 @@ def milliseconds(seconds: Sequence[float]) -> list[float]:
 def published_adapter(
     bench: Bench, service: planish.ServiceClient, seed: int
 ) -> planish.SamplingClient:
-    """A sampler of a new adapter, whose training state is freed: sixty-four of those would not fit
-    beside a large model.
+    """Return a sampling client of a new adapter. The training state is freed, because 64 of them
+    would not fit beside a large model.
     """
     client = service.create_lora_training_client(
         str(bench.model), rank=RANK, seed=seed, train_unembed=False
@@ -230,7 +232,7 @@ def training(bench: Bench, service: planish.ServiceClient) -> list[Row]:
 def training_rows(
     bench: Bench, what: str, seconds: Sequence[float], work: Mapping[str, Any]
 ) -> list[Row]:
-    """All rounds have the shape of `work`."""
+    """Return the rows of rounds that all have the shape of `work`."""
     tokens = work["samples"] * sum(len(prompt) + work["new_tokens"] for prompt in work["prompts"])
     rate = training_flops(bench.config, work) / statistics.median(seconds)
     of_layers = rate / bench.limits.layer_rate
@@ -272,11 +274,11 @@ def grpo(bench: Bench, service: planish.ServiceClient, prompts: int, samples: in
     ]
 
 
-# Parts that make their own.
+# Parts that create their own engine or processes.
 
 
 def peers(bench: Bench, work: str) -> list[Row]:
-    """Every peer runs in this environment: what there is for the GPU was installed with it."""
+    """Compare the peers. All of them run in this environment, which has the packages for the GPU."""
     options, known = bench.options, PEERS | ON_REQUEST
     names = [name for name in chosen(options.peers, PEERS, known) if work in known[name].works]
     given = {"OURS_OPTIONS": json.dumps(options.service)}
@@ -334,8 +336,8 @@ SERVED_PARTS: Mapping[str, Callable[[Bench, planish.ServiceClient], list[Row]]] 
 
 
 def other_parts(bench: Bench, names: Sequence[str]) -> dict[str, Callable[[], list[Row]]]:
-    """Those of `names` that have processes or an engine of their own; a work of the peers is a
-    part.
+    """Return those of the named parts that use their own processes or engine. Each workload of
+    the peers is a part.
     """
     works = chosen(bench.options.works, works_of(bench.options), works_of(bench.options))
     by_work = {f"peers-{work}": partial(peers, bench, work) for work in works}

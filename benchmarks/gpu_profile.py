@@ -1,9 +1,9 @@
-"""Where a GPU's time goes: kernels by their share, and how much of the time it has nothing to do.
+"""Profile of a GPU: the share of each kernel, and the share of idle time.
 
-Unlike the benchmarks this drives the sampler and the trainer themselves, in one thread, so that a
-step is a step. Time is that without the profiler, which slows what the CPU does; the GPU is idle
-for what its kernels, as the profiler saw them, leave of it. On a CPU the operators take the place
-of kernels.
+Unlike the other benchmarks this calls the sampler and the trainer directly, in one thread, so that
+steps can be separated. The time of a step is measured without the profiler, which slows down the
+CPU. Idle time is this time minus the kernels' time in the profile. On a CPU, operators take the
+place of kernels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from planish.service import Sample
 from planish.types import Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 SETTLING_STEPS, STEPS = 8, 4
-"""Decode steps before the profile, and in each timing of it."""
+"""Decode steps before the profile, and in each timing."""
 SHOWN = 25
 NAME_CHARACTERS = 100
 
@@ -40,11 +40,11 @@ NAME_CHARACTERS = 100
 class Profile:
     title: str
     seconds: float
-    """Of one step or micro-batch."""
+    """Seconds of one step or micro-batch."""
     idle: float | None
-    """Share of the time in which no kernel ran; not known on a CPU."""
+    """Share of the time without a running kernel; None on a CPU."""
     kernels: list[tuple[str, int, float]]
-    """Name, calls and seconds of each, in `seconds`; the longest first."""
+    """(name, calls, seconds) of each kernel, the longest first."""
 
     def text(self) -> str:
         idle = "" if self.idle is None else f"; the GPU is idle for {self.idle:.0%}"
@@ -58,14 +58,14 @@ class Profile:
 
 
 def profiles(directory: Path, settings: EngineSettings, work: Mapping[str, Any]) -> list[Profile]:
-    """Of one decode step of all samples of the round at once, and of one micro-batch of training."""
+    """Profile one decode step of all samples of the round, and one training micro-batch."""
     base = BaseModel(directory, settings, DeviceMemory(settings).claim(directory))
     return [decode_profile(base, work), training_profile(base, work)]
 
 
 def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
     sampler = base.sampler
-    # Prompts that share a beginning are computed in two waves.
+    # Prompts with a common prefix are computed in two waves.
     prompt_steps = 2 * math.ceil(
         sum(map(len, work["prompts"])) / sampler.settings.max_prefill_tokens_per_step
     )
@@ -115,8 +115,8 @@ def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
 
 
 def micro_batch(work: Mapping[str, Any], budget: int) -> list[Datum]:
-    """Of the round's prompts as many as fit, with answers of random tokens, whose logprobs do not
-    matter.
+    """Return datums for as many of the round's prompts as fit, with answers of random tokens. Their
+    logprobs do not matter.
     """
     draw = torch.Generator().manual_seed(0)
     new, data, rows = work["new_tokens"], [], 0
@@ -132,8 +132,8 @@ def micro_batch(work: Mapping[str, Any], budget: int) -> list[Datum]:
 
 
 def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
-    """`run` is called three times: to warm up, for the time, and for the profile. It holds `times`
-    of what is profiled.
+    """Call `run` three times: to warm up, for the time, and for the profile. One call contains
+    `times` steps or micro-batches.
     """
     run()
     synchronize()
@@ -163,7 +163,7 @@ def profiled(title: str, run: Callable[[], None], times: int) -> Profile:
 
 
 def by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, float]]:
-    """Calls and microseconds of each name together, the longest first."""
+    """Return the total calls and microseconds of each name, the longest first."""
     calls: Counter[str] = Counter()
     micros: dict[str, float] = {}
     for name, count, duration in events:
@@ -176,7 +176,7 @@ def by_name(events: Iterable[tuple[str, int, float]]) -> list[tuple[str, int, fl
 
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
-    """How long at least one of the spans lasts."""
+    """Return the length of the union of the spans."""
     total, reached = 0.0, float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))

@@ -1,17 +1,16 @@
-"""How cost and memory grow: with the number of groups in a work, and with the length of what is
-attended to.
+"""How time and memory grow with the number of groups and with the context length.
 
     python benchmarks/growth.py                 writes results/growth.json and results/contexts.json
     python benchmarks/growth.py parts=contexts  one of them
 
-* groups: W1 and W2 with 1, 4, 16 and 64 prompts of 8 samples, each in a process of its own, for its
-  memory.
-* contexts: seconds of a decode step of 8 sequences with nothing in common that are 256 to 4,096
-  tokens long. Many new tokens and few are sampled from prompts that are in the prefix cache; the
-  difference is by the steps between. Attention needs 4 x context x heads x head_dim FLOPs a row and
-  layer, and reads every key and value once.
+* groups: W1 and W2 with 1, 4, 16 and 64 prompts of 8 samples, each in its own process, so that its
+  memory can be measured.
+* contexts: seconds of a decode step of 8 sequences of 256 to 4,096 tokens without a common prefix.
+  Many and few new tokens are sampled from cached prompts; the difference is the time of the steps
+  in between. Attention needs 4 x context x heads x head_dim FLOPs per row and layer, and reads
+  every key and value once.
 
-For tenants see tenants.py.
+tenants.py measures several tenants.
 """
 
 import json
@@ -38,7 +37,7 @@ CONTEXTS = (256, 512, 1024, 2048, 4096)
 SEQUENCES = 8
 FEW_TOKENS, MANY_TOKENS = 8, 40
 KEY_BYTES = 2
-"""Of one number of a key or a value in bf16."""
+"""Bytes of one number of a key or value in bf16."""
 
 
 @chz.chz
@@ -47,7 +46,7 @@ class Options:
     parts: str = "groups,contexts"
     rounds: int = 3
     small: bool = False
-    """For trying: their times mean nothing."""
+    """A quick check with small workloads; their times mean nothing."""
     directory: Path = RESULTS
 
 
@@ -66,7 +65,7 @@ def main(options: Options) -> None:
 
 
 def measure_groups(options: Options, scratch: Path) -> dict[str, Any]:
-    """One process for each size, interleaved."""
+    """Measure all sizes, each in its own process, alternating."""
     new_tokens, sizes = (8, GROUPS[:2]) if options.small else (64, GROUPS)
     works: dict[str, list[dict[str, Any]]] = {}
     for name in ("W1", "W2"):

@@ -1,13 +1,13 @@
-"""What the options of a run do, measured: one option at a time is changed in `math_rl
-env=arithmetic` on the embedded model.
+"""Measure the effect of a run's options, changing one at a time in `math_rl env=arithmetic` on the
+embedded model.
 
-    python benchmarks/hyperparameters.py RUNS [NAME ...]     make the runs (those of the named
-        tables) under the directory RUNS
+    python benchmarks/hyperparameters.py RUNS [NAME ...]     make the runs (of the named tables)
+        under the directory RUNS
     python benchmarks/hyperparameters.py RUNS --tables       write the tables of
         docs/hyperparameters.md from them
 
-A run that is there already is gone on with, or read. Each is deterministic in its seed; its times
-are not part of a table.
+An existing run is resumed or read. Each run is deterministic given its seed; the tables contain no
+times.
 """
 
 import subprocess
@@ -85,7 +85,7 @@ def make_run(path: Path, changes: Mapping[str, object]) -> None:
 
 
 def with_tables(page: str, directory: Path) -> str:
-    """The page with the table of each sweep, whose runs are all there, between its marks."""
+    """Return the page with the table of each sweep between its marks, if all its runs exist."""
     for name, variants in SWEEPS.items():
         begin, end = f"<!-- sweep: {name} -->\n", "<!-- end -->"
         before, mark, rest = page.partition(begin)

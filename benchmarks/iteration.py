@@ -1,4 +1,4 @@
-"""A GRPO iteration and its halves by planish's public API, on the rounds of works.py."""
+"""A GRPO iteration and its halves with planish's public API, on the rounds of works.py."""
 
 import random
 import time
@@ -17,7 +17,7 @@ class Iteration:
     groups: Groups
     loss: float
     sampling_seconds: float
-    """Publishing the weights is part of it."""
+    """Seconds of sampling, including publishing the weights."""
     training_seconds: float
 
     @property
@@ -26,7 +26,7 @@ class Iteration:
 
 
 def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iteration:
-    """Samples with the current weights, and trains on that with random advantages."""
+    """Sample with the current weights, and train on the samples with random advantages."""
     begun = time.perf_counter()
     groups = rollouts(client.save_weights_and_get_sampling_client(), work)
     sampled = time.perf_counter()
@@ -35,12 +35,12 @@ def iteration(client: planish.TrainingClient, work: Mapping[str, Any]) -> Iterat
 
 
 def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
-    """All requests are under way at once, one for each prompt."""
+    """Send one request per prompt, all at once."""
     return rollouts_in_turn([client], work)
 
 
 def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]) -> Groups:
-    """The same with one prompt to each client, and from the first again."""
+    """Like `rollouts`, but distribute the prompts over the clients in turn."""
     params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
     futures = [
         client.sample(
@@ -54,8 +54,8 @@ def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[st
 
 
 def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: int) -> list[float]:
-    """Seconds of a decode step, once for each round. `sample(n)` draws n new tokens; what prompts
-    take is in `few` and `many` alike.
+    """Return the seconds of a decode step, once per round. `sample(n)` samples n new tokens. The
+    time of the prompts cancels, because it is the same for `few` and `many`.
     """
 
     def sampled(new_tokens: int) -> float:
@@ -63,13 +63,13 @@ def step_seconds(sample: Callable[[int], object], few: int, many: int, rounds: i
         sample(new_tokens)
         return time.perf_counter() - begun
 
-    sampled(many)  # so that the prompts are known, and nothing is made for the first time below
+    sampled(many)  # a warm-up, which also caches the prompts
     return [(sampled(many) - sampled(few)) / (many - few) for _ in range(rounds)]
 
 
 def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
-    """The round with completions [prompt][sample][token], their logprobs, and a random advantage
-    [prompt][sample] for each.
+    """Return the round with completions [prompt][sample][token], their logprobs, and a random
+    advantage for each [prompt][sample].
     """
     draw = random.Random(work["seed"])
     return {
@@ -81,12 +81,12 @@ def answered(work: Mapping[str, Any], groups: Groups) -> dict[str, Any]:
 
 
 def tokens_of(groups: Groups) -> int:
-    """Those that came with a logprob."""
+    """Return the number of tokens that have a logprob."""
     return sum(len(sequence.logprobs or []) for group in groups for sequence in group)
 
 
 def train_step(client: planish.TrainingClient, work: Mapping[str, Any]) -> float:
-    """One optimizer step on a round with answers; the sum of the loss over all tokens."""
+    """Take one optimizer step on a round with answers. Returns the sum of the loss over all tokens."""
     data = [
         datum(prompt, *sequence)
         for prompt, *group in zip(

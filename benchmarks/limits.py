@@ -1,25 +1,23 @@
-"""The limit of a work on this machine: its matrix products alone, one after the other, as fast as
-torch does them.
+"""The lower limit of a workload's time on this machine: its matmuls alone, one after the other, as
+fast as torch computes them.
 
     python benchmarks/compare.py name=limits peers=limit works=all
 
-It is a peer like the others (peers/serving.py), so that it is measured in the same run. What it
-times are the products of the base model's linears that the work cannot do without, in bf16 (in
-float32 on a CPU that has no instructions for it) with distinct weights for every layer, by the
-fastest of torch's ways for each shape:
+It is a peer like the others (peers/serving.py), so that it is measured in the same run. It times
+the matmuls of the base model's linear modules that the workload cannot avoid. They run in bf16 (in
+float32 on a CPU without bf16 instructions) with distinct weights for every layer, and with the
+fastest of torch's functions for each shape:
 
-* decoding: at every step one product a linear for all running samples, and the head;
-* prompts: every distinct token once, what prompts share once for all, no head;
-* training: forward, gradients with respect to inputs but none with respect to base weights, LoRA's
-  own products, and the head forward and backward on the distinct scored rows. Every distinct token
-  once: what sequences share is shared;
-* one sequence alone: reading the weights once a token at the bandwidth that memory was measured to
-  have;
-* an iteration: its rollouts (without the adapter's products) and its training.
+* decoding: at every step one matmul per linear module for all running samples, and the head;
+* prompts: every distinct token once, shared prefixes once for all prompts, no head;
+* training: forward, gradients of inputs but not of base weights, LoRA's own matmuls, and the head
+  forward and backward on the distinct scored rows; every distinct token once;
+* a single sequence: reading the weights once per token at the measured memory bandwidth;
+* an iteration: its rollouts (without the adapter's matmuls) and its training.
 
-Attention, norms, rotations, sampling and all else count nothing here, so no implementation reaches
-it. A pass through all layers is timed a few times, and the median multiplied by the number of
-passes.
+Attention, norms, RoPE, sampling and everything else count as zero, so no implementation can reach
+the limit. A pass through all layers is timed a few times, and the median is multiplied by the
+number of passes.
 """
 
 from __future__ import annotations
@@ -42,13 +40,13 @@ from planish.model.lora import LAYER_SITES, linear_shape
 REPEATS = 3
 RANK = 32
 TRIED_LAYERS = 6
-"""Of which torch's ways are compared: more weights than a cache holds."""
+"""Layers on which torch's functions are compared: more weights than a cache holds."""
 ROW_TILES = (512, 1024, 2048)
-"""Rows of one product, where a work has more rows than that; the best is taken."""
+"""Rows of one matmul, for workloads with more rows. The fastest is used."""
 HEAD_COLUMNS = 8192
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BANDWIDTH_BYTES = 1 << (30 if DEVICE.type == "cpu" else 32)
-"""More than any cache holds, and on a GPU enough that starting a kernel counts little."""
+"""More than any cache holds; on a GPU enough that launch time counts little."""
 
 Product = Callable[[Tensor], Any]
 
@@ -74,16 +72,16 @@ def answer(run: Callable[[Mapping[str, Any]], float], work: Mapping[str, Any]) -
 
 @dataclass(frozen=True)
 class Counts:
-    """Rows of products that a work needs."""
+    """Numbers of matmul rows that a workload needs."""
 
     samples: int
     prompt_rows: int
-    """Distinct tokens of prompts."""
+    """Distinct tokens of all prompts."""
     answer_rows: int
-    """Tokens of answers that are inputs: all but the last of each."""
+    """Answer tokens that are inputs: all but the last of each answer."""
     scored_rows: int
-    """Distinct rows from which a token of an answer is predicted: the last of a prompt is one row
-    for all of its samples.
+    """Distinct rows that predict an answer token. The last row of a prompt counts once for all of
+    its samples.
     """
 
     @classmethod
@@ -133,14 +131,14 @@ class Limit:
         return self.rollouts(work) + self.training(work)
 
     def _prompts(self, work: Mapping[str, Any]) -> float:
-        """The prompts, and the head for the first token of the answers to each."""
+        """Return the seconds of the prompts, with the head for each prompt's first answer tokens."""
         return over_rows(Counts.of(work).prompt_rows, self.layers_seconds) + self._head_seconds(
             len(work["prompts"])
         )
 
     def layers_seconds(self, rows: int) -> float:
-        """Of the layers' products, forward, for so many rows."""
-        return seconds(self._runner(rows, self._forward(rows)))
+        """Return the seconds of the forward matmuls of all layers for this number of rows."""
+        return seconds(self._passes(rows, self._forward(rows)))
 
     def _head_seconds(self, rows: int) -> float:
         return seconds(
@@ -149,8 +147,8 @@ class Limit:
 
     def _training_seconds(self, rows: int) -> float:
         passes = [
-            *self._runner(rows, self._forward(rows)),
-            *self._runner(rows, self._backward(rows), is_backward=True),
+            *self._passes(rows, self._forward(rows)),
+            *self._passes(rows, self._backward(rows), is_backward=True),
         ]
         lora = [partial(lora_products, rows, parts) for parts in self._parts]
         return seconds(passes) + self._config.num_layers * sum(seconds([site()]) for site in lora)
@@ -159,7 +157,7 @@ class Limit:
         grad = random_matrix(rows, self._config.vocab_size)
         return self._head_seconds(rows) + seconds(self._applied(self._head_backward(rows), grad))
 
-    def _runner(
+    def _passes(
         self, rows: int, products: Sequence[Sequence[Product]], is_backward: bool = False
     ) -> list[Callable[[], Any]]:
         """Every site of every layer once, in their order."""
@@ -176,14 +174,14 @@ class Limit:
 
 
 def over_rows(rows: int, of_tile: Callable[[int], float]) -> float:
-    """Seconds for all rows, in the tiles that are best for this."""
+    """Return the seconds for all rows, in the fastest tiles."""
     tiles = [tile for tile in ROW_TILES if tile < rows] or [rows]
     return min(of_tile(tile) * rows / tile for tile in tiles)
 
 
 def fastest(weights: Sequence[Tensor], rows: int, columns: int | None = None) -> list[Product]:
-    """For each weight [out, in] the function of x [rows, in] that gives x @ weight.T: of torch's
-    ways the fastest over all of them.
+    """Return for each weight [out, in] a function of x [rows, in] that computes x @ weight.T, with
+    the torch function that is fastest for all of them.
     """
     x = random_matrix(rows, weights[0].shape[1])
 
@@ -195,7 +193,7 @@ def fastest(weights: Sequence[Tensor], rows: int, columns: int | None = None) ->
 
 
 def ways(weight: Tensor, rows: int, columns: int | None) -> Iterator[Callable[[Tensor], Product]]:
-    """Each makes the product of a weight of this shape."""
+    """Yield functions that make a matmul function of a weight of this shape."""
     yield plain
     if weight.device.type == "cpu" and torch.backends.mkldnn.is_available():
         yield partial(prepacked, rows=rows)
@@ -213,7 +211,7 @@ def prepacked(weight: Tensor, rows: int) -> Product:
 
 
 def in_columns(weight: Tensor, columns: int) -> Product:
-    """A product as large as the head's is faster in pieces, of which each is used before the next."""
+    """A matmul as large as the head's is faster in pieces, one after another."""
     return partial(each_part, parts=weight.split(columns))
 
 
@@ -223,7 +221,7 @@ def each_part(x: Tensor, parts: Sequence[Tensor]) -> None:
 
 
 def lora_products(rows: int, parts: Sequence[tuple[int, int]]) -> Callable[[], None]:
-    """Forward and backward of the adapters of the linears that read one input."""
+    """Return a function with the LoRA matmuls, forward and backward, of modules with one input."""
     fan_in = parts[0][1]
     x, a = random_matrix(rows, fan_in), random_matrix(len(parts) * RANK, fan_in)
     bs = [random_matrix(out, RANK) for out, _ in parts]
@@ -244,7 +242,9 @@ def lora_products(rows: int, parts: Sequence[tuple[int, int]]) -> Callable[[], N
 
 
 def seconds(calls: Sequence[Callable[[], Any]]) -> float:
-    """Of all calls, one after the other: the median of some times, after one that is not counted."""
+    """Return the seconds of all calls, one after the other: the median of several runs after a
+    warm-up.
+    """
     times = []
     for _ in range(REPEATS + 1):
         synchronize()
@@ -257,13 +257,13 @@ def seconds(calls: Sequence[Callable[[], Any]]) -> float:
 
 
 def synchronize() -> None:
-    """Returns when the GPU, if there is one, has done what it was given."""
+    """Wait until the GPU, if there is one, has finished its work."""
     if DEVICE.type == "cuda":
         torch.cuda.synchronize()
 
 
 def read_bandwidth(size: int = BANDWIDTH_BYTES) -> float:
-    """Bytes a second, by the fastest of torch's ways to read memory that no cache holds."""
+    """Return bytes per second, with the fastest torch function for reading uncached memory."""
     x = torch.ones(size // 4, device=DEVICE)
     readers = (
         partial(torch.sum, x),

@@ -1,4 +1,4 @@
-"""What a measurement was made on: processor, memory, code, and who else was computing."""
+"""The conditions of a measurement: processor, memory, code, and the load by other programs."""
 
 import os
 import platform
@@ -29,14 +29,14 @@ def machine() -> dict[str, Any]:
 
 
 def cpu_fields() -> Mapping[str, str]:
-    """Of the first processor in /proc/cpuinfo."""
+    """Return the fields of the first processor in /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     return {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
 
 
 def commit() -> str:
-    """The commit of this checkout, with "+ changes" if files differ from it; in a copy without
-    git's files PLANISH_COMMIT says it.
+    """Return the commit of this checkout, with "+ changes" if files differ from it. In a copy
+    without git's files, return PLANISH_COMMIT.
     """
     if not (ROOT / ".git").exists():
         return os.environ.get("PLANISH_COMMIT", "not known")
@@ -52,7 +52,7 @@ def commit() -> str:
 
 @dataclass(frozen=True)
 class CpuTime:
-    """Processor seconds that everybody has used so far, of all cores together, and when that was."""
+    """Processor seconds that all processes have used so far on all cores, and the time of reading."""
 
     used: float
     at: float
@@ -67,8 +67,8 @@ class CpuTime:
         return cls(used / os.sysconf("SC_CLK_TCK"), time.monotonic())
 
     def others(self, own: float) -> float:
-        """Share of all cores, from then until now, that was used by others than one who used `own`
-        processor seconds.
+        """Return the share of all cores that other processes used since then. `own` are the
+        processor seconds of this benchmark.
         """
         now = CpuTime.now()
         available = (now.at - self.at) * (os.cpu_count() or 1)

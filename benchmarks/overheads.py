@@ -1,14 +1,14 @@
-"""What a GRPO iteration (W3) takes beside the engine's work, and what it takes to publish weights
-to a sampler.
+"""What a GRPO iteration (W3) costs outside the engine, and what publishing weights to a sampling
+client costs.
 
     python benchmarks/overheads.py            writes results/overheads.json
 
-The engine has one thread that does all of its work; while it waits for the script, or for the
-interpreter, it uses no processor. So the share of an iteration outside the engine is what its
-thread's processor time leaves of the iteration's time, which holds on an idle machine only.
-Publishing is the call save_weights_and_get_sampling_client after an optimizer step; the first token
-from a new sampler is measured too, beside that of a sampler which has been used, so that work put
-off would be seen.
+The engine does all of its work in one thread. That thread uses no processor time while it waits for
+the script or for the interpreter lock. So the share outside the engine is the iteration's time
+minus the thread's processor time. This holds on an idle machine only. Publishing is the call
+save_weights_and_get_sampling_client after an optimizer step. The first token from the new client is
+measured too, and compared with that of a client that was used before, so that deferred work would
+be visible.
 """
 
 import json
@@ -30,7 +30,7 @@ from planish.model.sources import DEFAULT_MODEL
 
 ENGINE_THREAD = "planish-engine"
 PUBLISHED = 5
-"""Times that weights are published."""
+"""Number of times that weights are published."""
 
 
 @chz.chz
@@ -75,7 +75,7 @@ def part(
 
 
 def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) -> float:
-    """Share of one iteration in which the engine's thread did not run."""
+    """Return the share of one iteration in which the engine thread did not run."""
     work = make_round(client.get_tokenizer(), f"overheads {number}", shape, number)
     begun, used = time.perf_counter(), engine_seconds()
     iteration(client, work)
@@ -83,9 +83,7 @@ def outside_engine(client: planish.TrainingClient, shape: Shape, number: int) ->
 
 
 def engine_seconds() -> float:
-    """Processor time of the engine's thread so far; of all of them, where a process has several
-    engines.
-    """
+    """Return the processor time of the engine thread so far, or of all engine threads."""
     threads = [thread.ident for thread in threading.enumerate() if thread.name == ENGINE_THREAD]
     assert threads
     return sum(
@@ -96,8 +94,8 @@ def engine_seconds() -> float:
 
 
 def published(client: planish.TrainingClient, number: int) -> tuple[float, float, float]:
-    """Seconds of publishing, of the first token by the new sampler, and of the first token to
-    another prompt by the same.
+    """Return the seconds of publishing, of the new sampler's first token, and of its first token
+    for another prompt.
     """
     draw = random.Random(number)
     prompts = [make_prompts(client.get_tokenizer(), draw, Shape(1, 1, 1))[0] for _ in range(2)]

@@ -1,10 +1,10 @@
-"""Models of random weights in the shapes of known ones: they cost what those cost, and need no
-download.
+"""Models with random weights in the shapes of known models. They take as much time and memory as
+those and need no download.
 
-A directory is an ordinary Hugging Face one in bf16, made once in a minute or less, whole or not at
-all. Matrices have standard deviation 1 / sqrt(in), so every product keeps the size of its input,
-logits are about as far from one another as a standard normal's, and samples never settle on a few
-tokens. The tokenizer is that of bytes: most ids are no text.
+A directory is an ordinary Hugging Face one in bf16. It is created once in a minute or less, and is
+complete or absent. Matrices have standard deviation 1 / sqrt(in), so every matmul preserves the
+scale of its input. The logits then vary like a standard normal distribution, so samples do not
+settle on a few tokens. The tokenizer is a byte tokenizer, and most ids have no text.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "tie_word_embeddings": True,
     },
 }
-"""Fields of config.json; "tiny" is for trying on a CPU whether all runs."""
+"""Fields of config.json. "tiny" is for quick checks on a CPU."""
 MAX_CONTEXT = 40960
 ROPE_THETA = 1e6
 SHARD_BYTES = 2 << 30
 WRITERS = 4
-"""Shards that are made at once: each is twice in memory while it is written."""
+"""Shards that are made at once. Each takes twice its size in memory while it is written."""
 
 
 def random_model(name: str, home: Path, device: torch.device) -> Path:
-    """The directory of a model of SHAPES below `home`, made now if it is not there; `device` makes
-    the numbers.
+    """Return the directory of a model of SHAPES below `home`. Creates it if necessary, with random
+    numbers from `device`.
     """
     directory = home / name
     if directory.is_dir():
@@ -122,7 +122,7 @@ def _write_weights(
 
 
 def _shards(shapes: Mapping[str, tuple[int, ...]]) -> list[list[str]]:
-    """Names, cut into runs of SHARD_BYTES or little more."""
+    """Divide the names into shards of about SHARD_BYTES each."""
     shards: list[list[str]] = [[]]
     size = 0
     for name, shape in shapes.items():
@@ -139,7 +139,9 @@ def _bytes(shape: tuple[int, ...]) -> int:
 
 
 def _random_tensor(name: str, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """On the CPU. Always the same numbers on one kind of device; scales of norms are 1."""
+    """Return a tensor on the CPU. The numbers are always the same on one kind of device; norm
+    scales are 1.
+    """
     if len(shape) == 1:
         return torch.ones(shape, dtype=torch.bfloat16)
     generator = torch.Generator(device).manual_seed(

@@ -1,7 +1,7 @@
-"""The tables of docs/performance.md, made of the recorded results: python benchmarks/report.py
+"""Write the tables of docs/performance.md from the recorded results: python benchmarks/report.py
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME.json in benchmarks/results is
-what it is made of, and a table without results is empty. A test holds the page to them.
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`. Its data are NAME.json in
+benchmarks/results; without that file it is empty. A test keeps the page and the results equal.
 """
 
 import json
@@ -39,7 +39,7 @@ def main() -> None:
 
 
 def with_tables(page: str, results: Path) -> str:
-    """The page with every table made again."""
+    """Return the page with every table written again."""
     for name, table in TABLES.items():
         begin, file = f"<!-- table: {name} -->\n", results / f"{name}.json"
         before, mark, rest = page.partition(begin)
@@ -171,7 +171,7 @@ def overheads_table(report: Mapping[str, Any]) -> str:
 
 
 def adapters_table(report: Mapping[str, Any]) -> str:
-    """By the median of rounds; 0.9 of one adapter's throughput is 10% slower."""
+    """Medians of rounds. A ratio of 0.9 means 10% slower than one adapter."""
     rows = []
     for point in report["points"]:
         ratios = [
@@ -202,7 +202,7 @@ def adapters_table(report: Mapping[str, Any]) -> str:
 
 
 def gpu_table(report: Mapping[str, Any]) -> str:
-    """What gpu.py measured, with its share of what the GPU can do."""
+    """Measurements of gpu.py, with their shares of the GPU's limits."""
     rows = [
         [
             row["what"],
@@ -232,7 +232,7 @@ def spread(peer: Mapping[str, Any]) -> str:
 
 
 def provenance(report: Mapping[str, Any]) -> str:
-    """On what it was measured, as a line above the table."""
+    """Return the line above a table that describes the machine and the commit."""
     machine = report["machine"]
     flags = ", ".join(machine["flags"]) or "no AVX2"
     return (

@@ -1,4 +1,4 @@
-"""`planish serve` as a process of its own, for the length of a benchmark."""
+"""Run `planish serve` in a process for the duration of a benchmark."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _READY = re.compile(r"ready at (http://\S+)")
 def served(
     data_dir: Path, *options: str, variables: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """The URL of a server with these options, at any free port. It has the environment of this
-    process, OMP_NUM_THREADS for instance, and these `variables`.
+    """Yield the URL of a server with these options on a free port. It inherits the environment of
+    this process, such as OMP_NUM_THREADS, and gets `variables` in addition.
     """
     command = [
         sys.executable,

@@ -1,11 +1,11 @@
-"""From nothing to the first token: a fresh process imports planish, makes a ServiceClient, and
-samples one token.
+"""Time from process start to the first token: a fresh process imports planish, creates a
+ServiceClient, and samples one token.
 
-    python benchmarks/start.py                the embedded model, which is in the cache; writes
+    python benchmarks/start.py                the embedded model from the cache; writes
         results/start.json
 
-Files are in the system's cache: the first process, which is not counted, has read them. Seconds
-count from the start of the process.
+All files are in the page cache, because a first process, which is not counted, has read them.
+Seconds are counted from the start of the process.
 """
 
 import json
@@ -61,7 +61,7 @@ def main(options: Options) -> None:
 
 
 def started(model: str) -> dict[str, float]:
-    """When each was reached, in seconds since the process was started."""
+    """Return when each point was reached, in seconds since the process was started."""
     begun = time.time()
     command = [sys.executable, "-c", SCRIPT, model]
     reached = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE).stdout)

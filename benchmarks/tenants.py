@@ -1,17 +1,17 @@
-"""Many tenants on one server, against one tenant that does the same work in the same calls.
+"""Many tenants on one server, compared with one tenant that does the same work in the same calls.
 
     python benchmarks/tenants.py                                  64 tenants, the embedded model
     python benchmarks/tenants.py tenants=16 rounds=2 group=4
 
-Each tenant has a key, a session and an adapter of its own; ranks differ. A call samples `group`
-answers to one prompt, or trains on them (forward_backward and optim_step). In every round, tenants
-sample, train, and make a sampler of the new weights; the one tenant has one adapter, of the
-tenants' middle rank, and the same calls under way at once: `tenants` of them sample, then as many
-train and make a sampler, one behind the other.
+Each tenant has its own key, session and adapter; ranks differ. A call samples `group` answers to
+one prompt, or trains on them (forward_backward and optim_step). In every round, all tenants sample,
+train, and create a sampling client for the new weights. The single tenant has one adapter of the
+tenants' median rank and sends the same calls: `tenants` of them sample at once, then the same
+number train and create a sampling client, one after another.
 
-`throughput_ratio` is the median over rounds of one tenant's seconds by the many's, and
-`longest_wait` the most that one of the tenants had to wait for its answers, by the average of all.
-One JSON object is printed.
+`throughput_ratio` is the median over rounds of the single tenant's seconds divided by the tenants'
+seconds. `longest_wait` is the longest time that one of the tenants waited for its answers, divided
+by the average of all tenants. The script prints one JSON object.
 """
 
 import json
@@ -36,7 +36,7 @@ from planish.model.sources import DEFAULT_MODEL
 RANKS = (4, 8, 16, 32)
 MIDDLE_RANK = 16
 Seconds = dict[str, float]
-"""Of the parts of a round."""
+"""Seconds of the parts of a round."""
 
 
 @chz.chz
@@ -52,7 +52,7 @@ class Work:
 
 @dataclass
 class Tenant:
-    """One adapter, and how long its owner waited for answers."""
+    """One adapter, and how long its tenant waited for answers."""
 
     client: planish.TrainingClient
     sampler: planish.SamplingClient
@@ -74,7 +74,7 @@ def main(work: Work) -> None:
         many = list(
             pool.map(lambda n: made(services[n], work, RANKS[n % len(RANKS)]), range(work.tenants))
         )
-        round_of_both(pool, one, many, work, 0)  # so that nothing is made for the first time below
+        round_of_both(pool, one, many, work, 0)  # warm-up
         for tenant in many:
             tenant.waited.clear()
         rounds = [
@@ -111,7 +111,7 @@ def made(service: planish.ServiceClient, work: Work, rank: int) -> Tenant:
 def round_of_both(
     pool: ThreadPoolExecutor, one: Tenant, many: Sequence[Tenant], work: Work, number: int
 ) -> tuple[Seconds, Seconds]:
-    """Of the one and of the many; each is first in every second round."""
+    """Return the seconds of the single tenant and of the many tenants. The order alternates."""
     if number % 2:
         return round_of_one(pool, one, work, number), round_of_many(pool, many, work, number)
     shared = round_of_many(pool, many, work, number)
@@ -121,12 +121,12 @@ def round_of_both(
 def round_of_many(
     pool: ThreadPoolExecutor, many: Sequence[Tenant], work: Work, number: int
 ) -> Seconds:
-    """Seconds until all have sampled, and until all have trained. Nobody begins to train before all
-    have sampled, so that both compare.
+    """Return the seconds until all tenants have sampled, and until all have trained. No tenant
+    begins to train before all have sampled, so that both variants are comparable.
     """
     all_sampled, all_trained = (threading.Barrier(len(many) + 1) for _ in range(2))
 
-    def play(index: int) -> None:
+    def run_tenant(index: int) -> None:
         tenant = many[index]
         begun = time.perf_counter()
         answer = sample(tenant, work, number, index).result()
@@ -140,18 +140,18 @@ def round_of_many(
         all_trained.wait()
 
     begun = time.perf_counter()
-    players = [pool.submit(play, index) for index in range(len(many))]
+    running = [pool.submit(run_tenant, index) for index in range(len(many))]
     all_sampled.wait()
     sampled = time.perf_counter()
     all_trained.wait()
     trained = time.perf_counter()
-    for player in players:
+    for player in running:
         player.result()
     return {"sampling": sampled - begun, "training": trained - sampled}
 
 
 def round_of_one(pool: ThreadPoolExecutor, one: Tenant, work: Work, number: int) -> Seconds:
-    """The same calls by one tenant, as many at once as there are tenants in `round_of_many`."""
+    """Send the same calls for one tenant, as many at once as `round_of_many` has tenants."""
     begun = time.perf_counter()
     pending = [sample(one, work, number, index) for index in range(work.tenants)]
     answers = [answer.result() for answer in pending]
@@ -179,7 +179,7 @@ def sample(tenant: Tenant, work: Work, number: int, index: int) -> Any:
 
 
 def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> list[Any]:
-    """One call on the group, and one step."""
+    """Train on the group with one forward_backward and one optim_step."""
     given = prompt(work, number, index)
     data = []
     for place, sequence in enumerate(answer.sequences):
@@ -199,7 +199,7 @@ def train(tenant: Tenant, work: Work, number: int, index: int, answer: Any) -> l
 
 
 def prompt(work: Work, number: int, index: int) -> list[int]:
-    """No two have a beginning in common."""
+    """Return a prompt. No two prompts have a common prefix."""
     return [
         (number * 7919 + index * 104729 + place * 31) % 40000 for place in range(work.prompt_tokens)
     ]

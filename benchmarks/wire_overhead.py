@@ -1,15 +1,14 @@
-"""What it costs that the engine is a server: the same GRPO iterations over HTTP and in this
-process, in turn.
+"""The cost of a server: the same GRPO iterations over HTTP and in this process, alternating.
 
     python benchmarks/wire_overhead.py                            5 rounds of 8 problems x 8 answers
         of 64 tokens
     python benchmarks/wire_overhead.py steps=9 problems=4 new_tokens=128
 
-A round is one iteration on each side (a sampler of the newest weights, samples, forward_backward,
-optim_step), with the same prompts, seeds and adapter, and the other side first in every second
-round. The server journals as it always does. That both did the same work is checked by their
-tokens, logprobs and losses. One JSON object is printed; `ratio` is the median over the rounds of
-HTTP by in process, 1.05 being 5% of overhead.
+A round is one iteration on each side (a sampling client for the newest weights, samples,
+forward_backward, optim_step) with the same prompts, seeds and adapter. The order alternates. The
+server journals as usual. The script checks that both sides did the same work by comparing tokens,
+logprobs and losses. It prints one JSON object; `ratio` is the median over rounds of the time over
+HTTP divided by the time in process, so 1.05 means 5% of overhead.
 """
 
 import json
@@ -53,8 +52,8 @@ def main(work: Work) -> None:
             name: side.create_lora_training_client(base_model=work.model, rank=work.rank, seed=0)
             for name, side in sides.items()
         }
-        # The first iteration warms caches and allocators up.
-        _, *rounds = [played(clients, work, number) for number in range(work.steps + 1)]
+        # The first iteration warms up caches and allocators.
+        _, *rounds = [iterations(clients, work, number) for number in range(work.steps + 1)]
     ratios = {
         part: [getattr(row["http"], part) / getattr(row["in_process"], part) for row in rounds]
         for part in PARTS
@@ -71,10 +70,10 @@ def main(work: Work) -> None:
     print(json.dumps(report, indent=2))
 
 
-def played(
+def iterations(
     clients: Mapping[str, planish.TrainingClient], work: Work, number: int
 ) -> dict[str, Iteration]:
-    """One iteration on each side. Prompts share their first half."""
+    """Run one iteration on each side. The prompts share their first half."""
     shape = Shape(
         work.problems, work.group, work.new_tokens, work.prompt_tokens, work.prompt_tokens // 2
     )

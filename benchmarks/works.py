@@ -1,17 +1,17 @@
-"""The pieces of work that peers are compared on, as data.
+"""The workloads of the benchmarks, as data.
 
     W1   rollouts: 16 prompts of 200 tokens that share their first 120, 8 samples each, 64 new
          tokens, temperature 1, logprobs
     W1b  one prompt of 200 tokens, one sample, 128 new tokens
     W1c  8 prompts of 200 tokens, 8 samples each, 256 new tokens
-    W2   training on 128 such sequences: LoRA of rank 32 on all linears of the layers, importance
-         sampling on the new tokens, one AdamW step
-    W3   one iteration: W1 with the current weights, then W2 on what came out
+    W2   training on 128 such sequences: LoRA of rank 32 on all linear layers of the blocks,
+         importance sampling on the new tokens, one AdamW step
+    W3   one iteration: W1 with the current weights, then W2 on the samples
 
-Round 0 of each is smaller: it warms caches, allocators and compilers up. Every round has prompts of
-its own, so nobody finds them in a cache. Prompts are words, of which text makes the same tokens
-again: some peers take text. The sequences of W2 are sampled from the model. New tokens are never
-cut short: no stop sequence counts.
+Round 0 of each workload is smaller and warms up caches, allocators and compilers. Every round has
+its own prompts, so no cache contains them. Prompts consist of words whose text is tokenized to the
+same tokens again, because some peers take text. The sequences of W2 are sampled from the model. No
+stop sequence applies, so samples always have their full length.
 """
 
 import json
@@ -34,12 +34,12 @@ PROMPT_TOKENS, SHARED_TOKENS = 200, 120
 class Shape:
     prompts: int
     samples: int
-    """Of each prompt."""
+    """Tokens of each prompt."""
     new_tokens: int
-    """Of each sample."""
+    """Tokens of each sample."""
     prompt_tokens: int = PROMPT_TOKENS
     shared_tokens: int = SHARED_TOKENS
-    """The first of a prompt, which all prompts of the round have."""
+    """Tokens at the beginning of a prompt that all prompts of a round share."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Rounds:
     warm_up: Shape
     shape: Shape
     is_answered: bool = False
-    """Rounds hold sampled completions to train on."""
+    """Whether rounds contain sampled completions to train on."""
 
 
 WORKS = {
@@ -64,11 +64,11 @@ SMALL_WORKS = {
     "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), is_answered=True),
     "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
-"""For trying whether everything works: their times mean nothing."""
+"""Small workloads for a quick check; their times mean nothing."""
 
 
 def write_works(model: str, path: Path, works: Mapping[str, Rounds], rounds: int) -> None:
-    """The file {work: [round 0, round 1, ...]}; made in a process of its own, so that this one
+    """Write the file {workload: [round 0, round 1, ...]} in a subprocess, so that this process
     stays small.
     """
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
@@ -78,7 +78,7 @@ def write_works(model: str, path: Path, works: Mapping[str, Rounds], rounds: int
 def make_works(
     model: str, works: Mapping[str, Rounds], rounds: int
 ) -> dict[str, list[dict[str, Any]]]:
-    """For each work its warm-up and then `rounds` rounds."""
+    """Return the warm-up round of each workload, followed by `rounds` rounds."""
     with planish.ServiceClient() as service_client:
         client = service_client.create_sampling_client(base_model=model)
         made = {}
@@ -97,7 +97,7 @@ def make_works(
 
 
 def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, Any]:
-    """Other names have other prompts."""
+    """Make a round. Rounds with different names have different prompts."""
     prompts = make_prompts(tokenizer, random.Random(name), shape)
     return {
         "prompts": prompts,
@@ -110,7 +110,7 @@ def make_round(tokenizer: Any, name: str, shape: Shape, seed: int) -> dict[str, 
 
 
 def make_prompts(tokenizer: Any, draw: random.Random, shape: Shape) -> list[list[int]]:
-    """Prompts that are words; letters, where the tokenizer has no words."""
+    """Return prompts made of words, or of letters if the tokenizer has no words."""
     words = [token for token in range(1000, 20000) if is_word(tokenizer.decode([token]))]
     words = words or [token for token in range(256) if is_letter(tokenizer.decode([token]))]
     shared = draw.choices(words, k=shape.shared_tokens)

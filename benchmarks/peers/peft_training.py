@@ -1,8 +1,9 @@
-"""transformers and PEFT: W2 in micro-batches, eager or with `torch.compile`, in the dtype that
-torch multiplies quickest.
+"""transformers and PEFT: W2 in micro-batches, eager or with `torch.compile`, in the dtype with
+torch's fastest matmuls.
 
 The model's head runs on the positions of completions only, and adapters have the dtype of the base
-weights. `PEFT_MICRO_BATCH` sequences at a time; `PEFT_COMPILE=1` compiles the model.
+weights. `PEFT_MICRO_BATCH` sets the sequences per micro-batch; `PEFT_COMPILE=1`
+compiles the model.
 """
 
 import os

@@ -1,9 +1,8 @@
-"""A peer of a benchmark as a process: it loads once, then does one piece of work for each line it
-is told.
+"""A peer of a benchmark as a process: it loads once and then runs one round for each input line.
 
-Peers need their own environments, so this file and those beside it import nothing of planish except
-`ours.py`. A line on standard input is "WORK ROUND"; the answer is one JSON object on the standard
-output that the process began with. What libraries print goes to standard error.
+Peers run in their own environments, so the files in this folder, except `ours.py`, do not import
+planish. A line on standard input is "WORK ROUND"; the answer is one JSON object on the original
+standard output. Output of libraries goes to standard error.
 """
 
 import json
@@ -16,11 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 Run = Callable[[dict[str, Any]], dict[str, Any]]
-"""Does the work of one round (see `works.py`); answers facts by which peers' results can be
-compared.
+"""Runs one round (see `works.py`) and returns facts with which the peers' work can be compared.
 
-Its time is what is measured; a fact "seconds" takes the place of that, where a peer must make
-something first that is there already when it runs for long.
+The time of this call is the measurement. If a peer needs preparation that a long run would need
+only once, it returns its own time as the fact "seconds".
 """
 
 
@@ -40,7 +38,9 @@ class Wire:
 
 
 def serve(load: Callable[[str], Peer]) -> None:
-    """`python peer.py MODEL WORKS`: load(MODEL) gives the peer; WORKS is the file of `works.py`."""
+    """Run `python peer.py MODEL WORKS`. load(MODEL) returns the peer; WORKS is the file of
+    `works.py`.
+    """
     model, works = sys.argv[1:]
     wire = Wire()
     peer = load(model)
@@ -63,7 +63,7 @@ def serve(load: Callable[[str], Peer]) -> None:
 
 
 def quickest_dtype() -> Any:
-    """bf16, but float32 on a CPU on which torch takes several times as long for products of bf16."""
+    """Return bf16, or float32 on a CPU where torch's bf16 matmuls are several times slower."""
     import torch
 
     has_bfloat16 = torch.cuda.is_available() or torch.ops.mkldnn._is_mkldnn_bf16_supported()
@@ -71,8 +71,8 @@ def quickest_dtype() -> Any:
 
 
 def peak_gib() -> float:
-    """Largest resident memory of this process so far; of a process that computes on a GPU, the most
-    of its memory that torch held.
+    """Return the peak resident memory of this process in GiB. If it uses a GPU, return the peak GPU
+    memory that torch reserved.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""transformers' `generate`: W1 as one batch, with the logprobs of what was drawn."""
+"""transformers' `generate`: W1 as one batch, with the logprobs of the sampled tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""transformers with the loop written by hand: each prompt is computed once, and its cache repeated
+"""transformers with a hand-written loop: each prompt is computed once, and its cache is repeated
 for its samples.
 """
 
@@ -26,14 +26,14 @@ def load(path: str) -> Peer:
         )
         cache.batch_repeat_interleave(work["samples"])
         logits = out.logits[:, -1].repeat_interleave(work["samples"], 0)
-        drawn = []
+        sampled = []
         for step in range(work["new_tokens"]):
             if step:
-                logits = model(drawn[-1][0], past_key_values=cache, use_cache=True).logits[:, -1]
+                logits = model(sampled[-1][0], past_key_values=cache, use_cache=True).logits[:, -1]
             distribution = torch.log_softmax(logits.float(), -1)
             tokens = torch.multinomial(distribution.exp(), 1)
-            drawn.append((tokens, distribution.gather(1, tokens)))
-        return {"tokens": torch.cat([logprobs for _, logprobs in drawn]).cpu().numel()}
+            sampled.append((tokens, distribution.gather(1, tokens)))
+        return {"tokens": torch.cat([logprobs for _, logprobs in sampled]).cpu().numel()}
 
     versions = {"transformers": transformers.__version__, "torch": torch.__version__}
     return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)

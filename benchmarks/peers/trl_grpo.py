@@ -1,9 +1,9 @@
 """TRL's GRPOTrainer: W3 as one step on all prompts, in bf16, in micro-batches of `TRL_MICRO_BATCH`
 sequences.
 
-What is measured is the step alone, from its beginning to its end, as of a trainer that has long
-been running: a trainer is made for each round, around the same model with its adapter, and what
-that takes is left out. Its step samples with the weights that the round before it left.
+Only the step itself is timed, as in a trainer that has been running for some time. A trainer is
+created for each round with the same model and adapter, and its creation is not timed. The step
+samples with the weights that the previous round left.
 """
 
 import os
@@ -88,7 +88,7 @@ def grpo_config(work: dict[str, Any], directory: str) -> trl.GRPOConfig:
         top_k=0,
         beta=0.0,
         learning_rate=1e-5,
-        bf16=False,  # the model is in bf16 already; TRL's autocast would only cast it again
+        bf16=False,  # the model is already bf16; TRL's autocast would only cast it again
         gradient_checkpointing=False,
         shuffle_dataset=False,
         use_cpu=True,
