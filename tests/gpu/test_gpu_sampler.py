@@ -22,18 +22,18 @@ from test_sampler import (  # noqa: F401
     request,
     run,
     sampler_of,
-    test_a_prompt_computed_in_pieces_equals_one_computed_at_once,
-    test_a_sample_that_outgrows_its_slot_several_times,
+    test_a_sample_that_outgrows_its_slot_equals_transformers,
     test_bf16_logprobs_are_close_to_float32,
     test_cancelling_frees_memory_at_any_time,
-    test_failing_answers_everyone_and_leaves_a_working_sampler,
-    test_greedy_equals_transformers_generate,
+    test_chunked_prefill_equals_transformers,
+    test_fail_ends_all_requests_and_the_sampler_still_works,
+    test_greedy_sampling_equals_transformers_generate,
     test_logprobs_equal_transformers,
-    test_prompt_only_draws_nothing_even_in_a_full_context,
-    test_questions_about_the_prompt,
+    test_on_token_receives_every_sampled_token_in_order,
+    test_prompt_logprobs_top_k_targets_and_alternatives_equal_transformers,
+    test_prompt_only_samples_nothing_even_in_a_full_context,
     test_stops,
-    test_the_cache_never_serves_another_version,
-    test_tokens_are_told_as_they_are_drawn,
+    test_the_prefix_cache_never_serves_another_version,
     tokens,
 )
 from transformers import AutoModelForCausalLM
@@ -111,7 +111,7 @@ def test_samples_of_one_prompt_equal_one_request_each(decoder):
 @pytest.mark.parametrize(
     "ranks", [(4, 32, 5), (16,) * 11], ids=["of three ranks", "eleven of one rank"]
 )
-def test_many_tenants_equal_each_alone(decoder, ranks):
+def test_requests_with_many_adapters_equal_requests_alone(decoder, ranks):
     adapters = [None, *(adapter(decoder, seed, rank) for seed, rank in enumerate(ranks))]
     jobs: list[Job] = [
         (

@@ -59,7 +59,7 @@ def gap(decoder: Decoder, temperature: float, micro_batch_tokens: int = 4096) ->
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-def test_float32(model_of, device, family, temperature):
+def test_sampled_and_trained_logprobs_agree_in_float32(model_of, device, family, temperature):
     decoder = Decoder.load(model_of(family), torch.float32, device)
     for micro_batch_tokens in (4096, 500):
         assert np.abs(gap(decoder, temperature, micro_batch_tokens)).max() < 1e-4

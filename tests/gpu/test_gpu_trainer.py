@@ -8,19 +8,19 @@ import torch
 
 # Collected here once more, with the fixtures below.
 from test_trainer import (  # noqa: F401
-    test_a_long_sequence_runs_alone_and_keeps_little,
-    test_a_loss_that_is_not_finite_refuses_call_and_step,
-    test_adapters_on_parts_of_the_model,
-    test_an_abandoned_call_leaves_no_trace,
+    test_a_long_sequence_runs_alone_with_recomputed_activations,
+    test_a_non_finite_loss_fails_the_call_and_the_next_step,
+    test_an_abandoned_call_leaves_no_gradient,
     test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16,
     test_cross_entropy_is_linear_in_its_weights,
     test_each_loss_equals_transformers_and_peft,
     test_gradients_accumulate_over_calls_until_the_step,
     test_gradients_equal_transformers_and_peft,
-    test_many_targets_a_position,
-    test_packed_equals_one_by_one_and_any_split,
-    test_temperature_scales_the_logits_of_every_loss,
-    test_weights_that_are_not_finite_are_noticed,
+    test_gradients_of_partially_trained_adapters_equal_peft,
+    test_non_finite_weights_raise,
+    test_packed_training_equals_single_datums_and_any_split,
+    test_several_targets_per_position_equal_peft,
+    test_temperature_scales_the_logits_of_the_loss,
 )
 
 from planish.model.decoder import Decoder
