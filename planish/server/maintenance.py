@@ -21,14 +21,15 @@ from dataclasses import dataclass, field, replace
 from planish.errors import EngineClosedError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import is_private, loading_seq
-from planish.server.durable.journal import RequestRow
+from planish.server.durable.journal import RequestRow, result_of
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, select
 from planish.server.durable.store import Transaction
-from planish.server.models.model import Model, unloaded
+from planish.server.models.model import Model
 from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
 from planish.server.services import ModelRegistry, Services
+from planish.service import UnloadModel
 from planish.types import CheckpointPath
 
 _log = logging.getLogger(__name__)
@@ -83,11 +84,10 @@ class Recovery:
         return Recovered(len(session_rows), len(models), len(samplers), len(to_do))
 
     async def _add_model(self, row: ModelRow) -> None:
-        snapshot_seq = -1 if row.snapshot_seq is None else row.snapshot_seq
         rows = await self._services.store.read(
-            lambda db: journal.of_model(db, row.id, snapshot_seq)
+            lambda db: journal.of_model(db, row.id, row.last_snapshot)
         )
-        queue: RequestQueue[QueueItem] = RequestQueue(snapshot_seq + 1, row.passed)
+        queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.passed)
         unload_seq = None
         # Older versions may have stored an unload request under the number of another request that
         # arrived at the same moment.
@@ -137,7 +137,7 @@ class Recovery:
         elif row.owner not in self._models.open:
             request = request_log.restore(row)
             if row.kind == "unload_model":  # it was unloaded, and the crash came before the answer
-                request_log.settle(request, unloaded(row))
+                request_log.settle(request, result_of(row.kind, UnloadModel(row.owner), None))
             else:
                 why = Failed(f"model_id={row.owner!r} is closed", "user")
                 request_log.settle(request, why, state="refused")
@@ -155,7 +155,7 @@ class Recovery:
             seq = loading_seq(path)
             is_loaded = model is not None and seq is not None and (model.id, seq) in self._loads
             if model is not None and (is_loaded or path == model.row.snapshot):
-                model.keep_private(path)
+                model.private_paths.add(path)
             else:
                 await self._services.engine.delete_checkpoint(path)
 

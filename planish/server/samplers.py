@@ -77,11 +77,6 @@ class Sampler:
         return self.row.id
 
     @property
-    def key(self) -> str:
-        """Its name in the adapter cache."""
-        return self.row.id
-
-    @property
     def memory_bytes(self) -> int:
         """Its size in memory; 0 for a sampler of a base model."""
         return self.row.memory_bytes

@@ -188,7 +188,7 @@ class CachedAdapter(Protocol):
     """A training model or a sampler, as the cache sees it."""
 
     @property
-    def key(self) -> str: ...
+    def id(self) -> str: ...
 
     @property
     def memory_bytes(self) -> int: ...
@@ -249,7 +249,7 @@ class AdapterCache:
 
     def is_loaded(self, adapter: CachedAdapter) -> bool:
         """Return whether an adapter is in memory."""
-        entry = self._entries.get(adapter.key)
+        entry = self._entries.get(adapter.id)
         return entry is not None and entry.is_loaded
 
     @asynccontextmanager
@@ -277,7 +277,7 @@ class AdapterCache:
 
     def discard(self, adapter: CachedAdapter) -> None:
         """Remove an adapter that has left memory for good."""
-        self._entries.pop(adapter.key, None)
+        self._entries.pop(adapter.id, None)
         self._changed.set()
 
     async def unload_idle(self, seconds: float) -> None:
@@ -290,7 +290,7 @@ class AdapterCache:
                 await self._unload(entry)
 
     def _entry(self, adapter: CachedAdapter) -> _CacheEntry:
-        return self._entries.setdefault(adapter.key, _CacheEntry(adapter))
+        return self._entries.setdefault(adapter.id, _CacheEntry(adapter))
 
     def _change(self, entry: _CacheEntry, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
         async def run() -> R:
@@ -309,9 +309,9 @@ class AdapterCache:
         """Wake the callers that wait for room, and drop the entry if nothing uses it."""
         if (
             not (entry.is_loaded or entry.pins or entry.changing)
-            and self._entries.get(entry.adapter.key) is entry
+            and self._entries.get(entry.adapter.id) is entry
         ):
-            del self._entries[entry.adapter.key]
+            del self._entries[entry.adapter.id]
         self._changed.set()
 
     async def _load(self, entry: _CacheEntry) -> None:
@@ -352,7 +352,7 @@ class AdapterCache:
         try:
             await entry.adapter.unload()
         except Exception:
-            _log.exception("%s could not be unloaded", entry.adapter.key)
+            _log.exception("%s could not be unloaded", entry.adapter.id)
             entry.used = time.monotonic()
             return False
         entry.is_loaded, entry.reserved = False, 0

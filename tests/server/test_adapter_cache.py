@@ -17,7 +17,7 @@ from planish.server.scheduling import AdapterCache
 
 @dataclass(eq=False)
 class Fake:
-    key: str
+    id: str
     log: list[str]
     memory_bytes: int = 10
     is_evictable: bool = True
@@ -27,13 +27,13 @@ class Fake:
         await asyncio.sleep(0)
         if self.errors:
             raise self.errors.pop()
-        self.log.append(f"+{self.key}")
+        self.log.append(f"+{self.id}")
 
     async def unload(self) -> None:
         await asyncio.sleep(0)
         if self.errors:
             raise self.errors.pop()
-        self.log.append(f"-{self.key}")
+        self.log.append(f"-{self.id}")
 
 
 @pytest.fixture

@@ -155,7 +155,7 @@ def test_requests_that_change_nothing_also_trigger_a_snapshot(model_dir, data_di
                 await model.run(gradient(model.model_id, forward_only=True))
             while next(iter(server.models.open.values())).is_snapshotting:
                 await asyncio.sleep(0.01)
-            assert next(iter(server.models.open.values())).snapshot_seq >= 5
+            assert next(iter(server.models.open.values())).row.last_snapshot >= 5
 
     run(scenario())
 

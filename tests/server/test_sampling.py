@@ -342,7 +342,7 @@ def test_a_sampler_closed_before_publication_is_not_in_memory(model_dir, data_di
             closing = asyncio.create_task(server.samplers.close(sampler, "it was released"))
             await client.answer(publishing)
             await closing
-            assert [resident.key for resident in server.adapter_cache.loaded()] == [model.model_id]
+            assert [cached.id for cached in server.adapter_cache.loaded()] == [model.model_id]
             await server.engine.perform(CreateSampler(sampler_id, BASE))
 
     run(scenario())

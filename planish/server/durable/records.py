@@ -76,6 +76,11 @@ class ModelRow(Record):
     """Why the model takes no more requests; None while it is open."""
 
     @property
+    def last_snapshot(self) -> int:
+        """The request that the last snapshot was taken after; -1 if there is no snapshot."""
+        return -1 if self.snapshot_seq is None else self.snapshot_seq
+
+    @property
     def rank(self) -> int:
         """The LoRA rank."""
         return self.lora_config.rank

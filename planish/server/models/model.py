@@ -18,10 +18,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from planish.errors import EngineClosedError, UserError
-from planish.server.durable import journal
-from planish.server.durable.checkpoints import is_superseded, loaded_path, snapshot_name
+from planish.server.durable.checkpoints import is_superseded, loaded_path
 from planish.server.durable.journal import RequestRow, result_of
-from planish.server.durable.records import ModelRow, change
+from planish.server.durable.records import ModelRow
 from planish.server.durable.request_log import (
     AlsoWrite,
     QueuedRequest,
@@ -29,7 +28,7 @@ from planish.server.durable.request_log import (
     failure,
     token_count,
 )
-from planish.server.durable.store import Transaction, crash_point
+from planish.server.durable.store import crash_point
 from planish.server.models import replay, steps
 from planish.server.models.replay import AdapterState, ReplayCost
 from planish.server.models.request_queue import InFlight, QueueItem, RequestIntake, RequestQueue
@@ -45,7 +44,7 @@ from planish.service import (
     SaveWeightsForSampler,
     UnloadModel,
 )
-from planish.types import CheckpointPath, SaveWeightsResponse
+from planish.types import SaveWeightsResponse
 
 R = TypeVar("R")
 
@@ -96,11 +95,6 @@ class Model:
         """The owner of the model."""
         return Tenant(self.row.tenant)
 
-    @property
-    def snapshot_seq(self) -> int:
-        """The request that the last snapshot was taken after; -1 if there is no snapshot."""
-        return -1 if self.row.snapshot_seq is None else self.row.snapshot_seq
-
     # Taking requests. `intake` checks and journals them first.
 
     def enqueue(self, request: QueuedRequest) -> None:
@@ -112,18 +106,13 @@ class Model:
             self.wake()
         else:
             reason = self.row.closed or "the server no longer waits for its number"
-            answer = Failed(f"{request.id} came too late: {reason}", "user")
-            self._registry.samplers.not_published(self.id, request.seq, answer.message)
-            self._services.request_log.settle(request, answer, state="refused")
+            late = Failed(f"{request.id} came too late: {reason}", "user")
+            self._settle(request, late, state="refused")
 
     def skip_below(self, seq: int) -> None:
         """Skip all missing numbers below `seq`. The database has been told already."""
         self.queue.skipped_below = seq
         self.row = replace(self.row, passed=seq)
-
-    def keep_private(self, path: str) -> None:
-        """Note a private checkpoint of an earlier process, to be deleted with the others."""
-        self.private_paths.add(path)
 
     # The worker.
 
@@ -192,13 +181,11 @@ class Model:
                 case QueuedRequest(row=RequestRow(kind="unload_model") as row):
                     await self.in_flight.drained()
                     await self.close("it was unloaded")
-                    self._settle(item, unloaded(row))
+                    self._settle(item, result_of(row.kind, UnloadModel(self.id), None))
                 case QueuedRequest():
                     await self._run_request(item)
-        except EngineClosedError:
-            raise
         except Exception as error:
-            if isinstance(item, QueuedRequest):
+            if isinstance(item, QueuedRequest) and not isinstance(error, EngineClosedError):
                 self._settle(item, failure(error), state="refused")
             raise
 
@@ -358,19 +345,12 @@ class Model:
         """
         await self._free()
         self._services.adapter_cache.discard(self)
-        running = list(self.in_flight.running.values())
-        self.in_flight.running.clear()
         why = failure(error)
-        for item in (*running, *iter(self.queue.take, None)):
+        for item in (*self.in_flight.running.values(), *iter(self.queue.take, None)):
             if isinstance(item, QueuedRequest):
                 self._settle(item, why, state="refused")
 
     # Memory: what the adapter cache calls.
-
-    @property
-    def key(self) -> str:
-        """Its name in the adapter cache."""
-        return self.row.id
 
     @property
     def memory_bytes(self) -> int:
@@ -410,15 +390,11 @@ class Model:
         self.row = replace(self.row, closed=reason, snapshot=None, snapshot_seq=None)
         self._registry.open.pop(self.id, None)
 
-        def record(transaction: Transaction) -> None:
-            change(transaction, ModelRow, self.id, closed=reason, snapshot=None, snapshot_seq=None)
-            journal.drop_bodies(transaction, "owner = ?", [self.id])
-
         why = Failed(f"model_id={self.id!r} is closed: {reason}", "user")
         for item in self.queue.skip_missing():
             if isinstance(item, QueuedRequest):
                 self._settle(item, why, state="refused")
-        await self._services.store.keep(record)
+        await replay.record_closing(self._services.store, self.row)
         crash_point("model closed before cleaning")
         await self._free()
         self._services.adapter_cache.discard(self)
@@ -472,7 +448,7 @@ class Model:
         while self.is_snapshotting:
             await self.in_flight.change()
         adapter = self.adapter
-        is_behind = adapter.cost.changes > 0 and adapter.applied > self.snapshot_seq
+        is_behind = adapter.cost.changes > 0 and adapter.applied > self.row.last_snapshot
         if is_behind and self._can_snapshot:
             return await (await self.begin_snapshot())
         return not is_behind
@@ -483,44 +459,31 @@ class Model:
         """
         crash_point("before snapshot")
         self.is_snapshotting, self.adapter.cost = True, ReplayCost()
-        saved: asyncio.Future[SaveWeightsResponse]
-        try:
-            saved = await self._services.engine.submit(
-                SaveWeights(self.id, snapshot_name(self.adapter.applied), overwrite=True)
-            )
-        except Exception as error:
-            saved = asyncio.get_running_loop().create_future()
-            saved.set_exception(error)
-        return self._spawn(self._finish_snapshot(self.adapter.applied, saved))
+        seq = self.adapter.applied
+        saved = await replay.submit_snapshot(self._services.engine, self.id, seq)
+        return self._spawn(self._finish_snapshot(seq, saved))
 
     async def _finish_snapshot(self, seq: int, saved: asyncio.Future[SaveWeightsResponse]) -> bool:
-        path = str(CheckpointPath(self.id, "training", snapshot_name(seq)))
         try:
-            await saved
+            path = (await saved).path
             self.private_paths.add(path)
             await self.in_flight.durable(seq)
-            if not self.adapter.lost_work:
-                crash_point("snapshot saved before recording")
-                assert seq > self.snapshot_seq, (self.id, seq, self.snapshot_seq)
-                await replay.record_snapshot(self._services.store, self.id, seq, path)
-                self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
-                self._services.counters.snapshots += 1
-                crash_point("snapshot recorded before cleaning")
-                await self._delete_private(
-                    [path for path in self.private_paths if is_superseded(path, seq)]
+            if self.adapter.lost_work:
+                return False
+            await replay.record_snapshot(self._services, self.row, seq, path)
+            self.row = replace(self.row, snapshot=path, snapshot_seq=seq)
+            await self._delete_private([p for p in self.private_paths if is_superseded(p, seq)])
+        except Exception as error:
+            if not isinstance(error, EngineClosedError):
+                _log.exception(
+                    "the snapshot of %s failed; everything since the last one stays in the journal",
+                    self.id,
                 )
-                return True
-        except EngineClosedError:
             return False
-        except Exception:
-            _log.exception(
-                "the snapshot of %s failed; everything since the last one stays in the journal",
-                self.id,
-            )
         finally:
             self.is_snapshotting = False
             self.in_flight.notify()
-        return False
+        return True
 
     async def _delete_private(self, paths: Sequence[str]) -> None:
         for path in paths:
@@ -533,8 +496,3 @@ class Model:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
-
-
-def unloaded(row: RequestRow) -> Done:
-    """Return the answer of an unload request."""
-    return result_of(row.kind, UnloadModel(row.owner), None)

@@ -13,6 +13,7 @@ bodies of those requests, and older snapshots are deleted afterwards.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -25,7 +26,7 @@ import orjson
 
 from planish.errors import CheckpointError, DamagedFileError
 from planish.server.durable import journal
-from planish.server.durable.checkpoints import loaded_path
+from planish.server.durable.checkpoints import loaded_path, snapshot_name
 from planish.server.durable.journal import RequestRow
 from planish.server.durable.records import ModelRow, change
 from planish.server.durable.store import Store, Transaction, crash_point
@@ -44,7 +45,7 @@ from planish.service import (
     SaveWeights,
     SaveWeightsForSampler,
 )
-from planish.types import AdamParams, Datum, OptimStepResponse
+from planish.types import AdamParams, Datum, OptimStepResponse, SaveWeightsResponse
 from planish.wire.client_errors import named_error
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ async def restore(
     `next_seq` that were answered since. `adapter` follows. DamagedFileError if a file was altered
     or removed.
     """
-    begun = -1 if row.snapshot_seq is None else row.snapshot_seq
+    begun = row.last_snapshot
     try:
         if row.snapshot is not None:
             creation = CreateModel(
@@ -231,11 +232,40 @@ async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepRespon
     return True
 
 
-async def record_snapshot(store: Store, model_id: str, seq: int, path: str) -> None:
-    """Make `path` the model's snapshot after request `seq`, and drop the bodies it covers."""
+async def submit_snapshot(
+    engine: EngineClient, model_id: str, seq: int
+) -> asyncio.Future[SaveWeightsResponse]:
+    """Queue a snapshot after request `seq`. Errors are raised by the future."""
+    try:
+        return await engine.submit(SaveWeights(model_id, snapshot_name(seq), overwrite=True))
+    except Exception as error:
+        failed: asyncio.Future[SaveWeightsResponse] = asyncio.get_running_loop().create_future()
+        failed.set_exception(error)
+        return failed
+
+
+async def record_snapshot(services: Services, row: ModelRow, seq: int, path: str) -> None:
+    """Make `path` the snapshot of `row`'s model after request `seq`, and drop the bodies that it
+    covers.
+    """
+    crash_point("snapshot saved before recording")
+    assert seq > row.last_snapshot, (row.id, seq, row.last_snapshot)
 
     def record(transaction: Transaction) -> None:
-        change(transaction, ModelRow, model_id, snapshot=path, snapshot_seq=seq, used=time.time())
-        journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (model_id, seq))
+        change(transaction, ModelRow, row.id, snapshot=path, snapshot_seq=seq, used=time.time())
+        journal.drop_bodies(transaction, "owner = ? AND seq <= ?", (row.id, seq))
+
+    await services.store.keep(record)
+    services.counters.snapshots += 1
+    crash_point("snapshot recorded before cleaning")
+
+
+async def record_closing(store: Store, row: ModelRow) -> None:
+    """Record why the model of `row` is closed, and drop what was kept to bring it back."""
+
+    def record(transaction: Transaction) -> None:
+        closing = {"closed": row.closed, "snapshot": None, "snapshot_seq": None}
+        change(transaction, ModelRow, row.id, **closing)
+        journal.drop_bodies(transaction, "owner = ?", [row.id])
 
     await store.keep(record)
