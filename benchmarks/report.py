@@ -69,8 +69,8 @@ def peers_table(report: Mapping[str, Any]) -> str:
                 ]
             )
     heads = (
-        "work",
-        "peer",
+        "workload",
+        "system",
         "seconds, median (min to max)",
         "times planish",
         "peak memory, GiB",
@@ -94,7 +94,7 @@ def busy_table(report: Mapping[str, Any]) -> str:
                 ]
             )
     heads = (
-        "work",
+        "workload",
         "GOMP_SPINCOUNT",
         "seconds idle, median",
         "beside a busy process",
@@ -116,7 +116,7 @@ def growth_table(report: Mapping[str, Any]) -> str:
         for point in points
     ]
     heads = (
-        "work",
+        "workload",
         "groups",
         "seconds, median (min to max)",
         "milliseconds per new token",
