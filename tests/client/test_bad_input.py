@@ -276,7 +276,7 @@ BAD_TRAINING: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING]
 )
-def test_bad_training_input_is_refused_at_once(training_client, call, message):
+def test_invalid_training_input_is_rejected_at_once(training_client, call, message):
     before = logprobs(training_client)
     training_client.forward_backward([datum()], "cross_entropy").result(WAIT)
     with pytest.raises(ValueError, match=message):
@@ -359,7 +359,7 @@ BAD_SAMPLING: list[tuple[str, Any, str]] = [
 @pytest.mark.parametrize(
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING]
 )
-def test_bad_sampling_input_is_refused_at_once(embedded_client, call, message):
+def test_invalid_sampling_input_is_rejected_at_once(embedded_client, call, message):
     client = embedded_client.create_sampling_client(base_model="tiny")
     with pytest.raises(UserError, match=message):
         call(client)
@@ -458,7 +458,7 @@ BAD_SERVICE: list[tuple[str, Any, type[Exception], str]] = [
 @pytest.mark.parametrize(
     ("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE]
 )
-def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind, message):
+def test_invalid_names_are_rejected_at_once(embedded_client, monkeypatch, call, kind, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(kind, match=message):
         call(embedded_client)
@@ -471,7 +471,7 @@ def test_bad_names_are_refused_at_once(embedded_client, monkeypatch, call, kind,
 @pytest.mark.parametrize(
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_TRAINING]
 )
-def test_a_server_refuses_bad_training_input(
+def test_a_server_rejects_invalid_training_input(
     training_client, remote_training_client, call, message
 ):
     with pytest.raises(ValueError, match=message) as far:
@@ -482,7 +482,7 @@ def test_a_server_refuses_bad_training_input(
 @pytest.mark.parametrize(
     ("call", "message"), [pytest.param(c, m, id=n) for n, c, m in BAD_SAMPLING]
 )
-def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, message):
+def test_a_server_rejects_invalid_sampling_input(remote_sampling_client, call, message):
     with pytest.raises(UserError, match=message):
         outcome(call(remote_sampling_client))
 
@@ -490,7 +490,7 @@ def test_a_server_refuses_bad_sampling_input(remote_sampling_client, call, messa
 @pytest.mark.parametrize(
     ("call", "kind", "message"), [pytest.param(c, k, m, id=n) for n, c, k, m in BAD_SERVICE]
 )
-def test_a_server_refuses_bad_names(
+def test_a_server_rejects_invalid_names(
     shared_remote_client, embedded_client, monkeypatch, call, kind, message
 ):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -542,12 +542,12 @@ def remote_sampling_client(shared_remote_client) -> SamplingClient:
         ({"micro_batch_tokens": 0}, "micro_batch_tokens"),
     ],
 )
-def test_options_that_planish_lacks_are_rejected(options, message):
+def test_unsupported_options_are_rejected(options, message):
     with pytest.raises(ValueError, match=message):
         ServiceClient(**options)
 
 
-def test_a_damaged_base_model_is_refused_by_name(tmp_path):
+def test_a_damaged_base_model_is_rejected_by_name(tmp_path):
     directory = tiny_model(tmp_path / "m")
     weights = directory / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:1000])

@@ -31,7 +31,7 @@ def later(value: Any, seconds: float = 0.02) -> Future[Any]:
     return future
 
 
-def test_every_way_of_waiting_gives_the_result():
+def test_every_form_of_waiting_returns_the_result():
     assert Pending(later(1)).result() == 1
     assert Pending(later(2)).future().result() == 2
 
@@ -65,12 +65,12 @@ def test_async_forms_are_coroutines_for_task_groups():
     assert asyncio.run(main()) == [1, 2, 3, 4]
 
 
-def test_a_pending_cannot_be_pickled():
+def test_a_pending_future_cannot_be_pickled():
     with pytest.raises(TypeError, match="wait for its result"):
         pickle.dumps(completed(1))
 
 
-def test_errors_come_through_every_way():
+def test_every_form_of_waiting_raises_the_error():
     with pytest.raises(KeyError):
         Pending(later(KeyError("x"))).result()
 
@@ -109,7 +109,7 @@ def test_cancelling_a_task_cancels_only_its_own_operation(withdraw):
     assert future.cancelled() is withdraw
 
 
-def test_several_tasks_may_wait_for_one_result():
+def test_several_tasks_can_wait_for_one_result():
     async def main() -> list[int]:
         pending = Pending(later(1, 0.05))
         first, second = asyncio.ensure_future(pending), asyncio.ensure_future(pending)
@@ -166,7 +166,7 @@ class Methods:
     read_async = reading(read)
 
 
-def test_async_forms():
+def test_async_forms_return_awaitables():
     async def main() -> None:
         methods = Methods()
         pending = await methods.submit_async(1)

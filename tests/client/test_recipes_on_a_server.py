@@ -41,7 +41,7 @@ def rows_of(run: Path) -> list[dict]:
 
 
 @pytest.mark.slow
-def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_path):
+def test_supervised_training_is_equal_on_a_server(server_url, embedded_client, sums, tmp_path):
     options = {
         "model_name": "tiny",
         "dataset": str(sums),
@@ -62,7 +62,7 @@ def test_supervised_training_is_the_same(server_url, embedded_client, sums, tmp_
 
 
 @pytest.mark.slow
-def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(
+def test_rl_is_equal_on_a_server_and_resumes_in_another_session(
     server_url, embedded_client, sums, tmp_path
 ):
     options = {
@@ -85,7 +85,7 @@ def test_reinforcement_learning_is_the_same_and_goes_on_in_another_session(
 
 
 @pytest.mark.slow
-def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
+def test_recipes_run_on_a_server(server_url, tmp_path):
     changes = {
         "max_steps": 2,
         "batch_size": 2,
@@ -109,7 +109,7 @@ def test_the_library_of_recipes_runs_on_a_server(server_url, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["gsm8k", "multiple_choice_logprobs"])
-def test_an_evaluation_is_the_same(remote_client, embedded_client, sums, tmp_path, name):
+def test_an_evaluation_is_equal_on_a_server(remote_client, embedded_client, sums, tmp_path, name):
     choices = {"question": "Which?", "choices": ["one", "two", "three"], "answer": "B"}
     (tmp_path / "choices.jsonl").write_text(json.dumps(choices) + "\n")
     task = load_task(name, sums if name == "gsm8k" else tmp_path / "choices.jsonl")

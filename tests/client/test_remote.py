@@ -122,7 +122,7 @@ FAULTS: dict[str, Callable[[], Fault]] = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, name):
+def test_network_failures_do_not_change_results(server, undisturbed, impatient, name):
     counts: dict[str, itertools.count] = {}
 
     def every_second_of_a_path(path: str) -> Fault:
@@ -138,7 +138,7 @@ def test_a_network_that_fails_changes_no_result(server, undisturbed, impatient, 
 
 
 @pytest.mark.slow
-def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch):
+def test_a_request_told_to_retry_later_does_not_block_others(server, monkeypatch):
     monkeypatch.setattr("planish.client.remote_link._MAX_CONCURRENT_REQUESTS", 1)
     with ServiceClient(base_url=server.url) as client:
         waiting, other = (client.create_lora_training_client("tiny", rank=4) for _ in range(2))
@@ -152,7 +152,7 @@ def test_who_is_told_to_come_later_keeps_nobody_from_asking(server, monkeypatch)
 
 
 @pytest.mark.slow
-def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed):
+def test_results_are_equal_without_batched_sample_requests(server, undisturbed):
     """As on another server of the protocol."""
     missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
     with ServiceClient(base_url=server.url) as client:
@@ -165,7 +165,7 @@ def test_without_batches_of_samples_the_results_are_the_same(server, undisturbed
 
 
 @pytest.mark.slow
-def test_a_restart_is_a_pause(model_dir, tmp_path, undisturbed, impatient):
+def test_a_server_restart_only_delays_the_client(model_dir, tmp_path, undisturbed, impatient):
     models = {"tiny": model_dir}
     with serving(tmp_path / "data", models) as first:
         client = ServiceClient(base_url=first.url)
@@ -182,7 +182,7 @@ def test_a_restart_is_a_pause(model_dir, tmp_path, undisturbed, impatient):
 
 
 @pytest.mark.slow
-def test_a_server_that_stays_away_is_an_error(server, impatient):
+def test_a_server_that_does_not_return_raises(server, impatient):
     service = RemoteService(server.url, patience_seconds=0.2)
     client = ServiceClient(service=service)
     sampling_client = client.create_sampling_client(base_model="tiny")
@@ -198,7 +198,7 @@ def test_a_server_that_stays_away_is_an_error(server, impatient):
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_server_is_told(server, impatient):
+def test_an_internal_server_error_is_reported(server, impatient):
     with ServiceClient(base_url=server.url) as client:
         sampling_client = client.create_sampling_client(base_model="tiny")
         fault = Response('{"detail": "a fault of the server (KeyError)"}', 500)
@@ -213,7 +213,7 @@ def test_a_fault_of_the_server_is_told(server, impatient):
 # First contact
 
 
-def test_no_server_is_told(monkeypatch):
+def test_a_missing_server_is_reported(monkeypatch):
     monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -224,7 +224,7 @@ def test_no_server_is_told(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_takes_connections_and_stays_silent_is_told(monkeypatch):
+def test_a_silent_server_is_reported(monkeypatch):
     monkeypatch.setattr(remote_session, "_FIRST_CONTACT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -232,7 +232,7 @@ def test_a_server_that_takes_connections_and_stays_silent_is_told(monkeypatch):
             ServiceClient(base_url=url)
 
 
-def test_what_the_caller_changes_after_a_call_is_not_sent(server):
+def test_arguments_changed_after_a_call_are_not_sent(server):
     data, config = [datum()], {"clip_low_threshold": 0.8}
     inputs = {**datum().loss_fn_inputs, "logprobs": [-1.0] * 4, "advantages": [1.0] * 4}
     data[0] = Datum(PROMPT, inputs)
@@ -245,7 +245,7 @@ def test_what_the_caller_changes_after_a_call_is_not_sent(server):
 
 
 @pytest.mark.slow
-def test_what_meets_the_closing_harms_nothing_else(server):
+def test_calls_during_close_do_not_affect_others(server):
     """Given from another thread at the moment of `close`, it is done or refused; what was given
     before is finished.
     """
@@ -271,7 +271,7 @@ def test_what_meets_the_closing_harms_nothing_else(server):
     assert [len(one.result(0).sequences) for one in [*before, *late]] == [1] * (4 + len(late))
 
 
-def test_a_connection_whose_thread_cannot_start_is_an_error():
+def test_a_thread_that_cannot_start_raises():
     class Broken:
         async def __aenter__(self):
             raise OSError("no more open files")
@@ -295,12 +295,12 @@ def test_a_connection_whose_thread_cannot_start_is_an_error():
         ("http://a\nb", "base_url"),
     ],
 )
-def test_a_url_that_is_none_is_refused(url, message):
+def test_an_invalid_url_is_rejected(url, message):
     with pytest.raises(UserError, match=message):
         ServiceClient(base_url=url)
 
 
-def test_a_url_may_have_a_path():
+def test_a_url_can_have_a_path():
     assert checked_url("https://host/prefix/api/v1/") == "https://host/prefix"
 
 
@@ -340,13 +340,13 @@ CONFIG, SESSION = "/api/v1/client/config", "/api/v1/create_session"
         ({CONFIG: (401, b'{"detail": "who are you"}')}, "who are you.*api_key"),
     ],
 )
-def test_who_answers_there_is_told(answers, message):
+def test_a_url_of_another_program_is_reported(answers, message):
     with stranger(answers) as url, pytest.raises(UserError, match=message):
         ServiceClient(base_url=url)
 
 
 @pytest.mark.slow
-def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
+def test_a_wrong_key_is_reported(model_dir, tmp_path, monkeypatch):
     monkeypatch.delenv("PLANISH_API_KEY", raising=False)
     monkeypatch.setenv("TINKER_API_KEY", "tml-second")
     with serving(
@@ -370,7 +370,7 @@ def test_a_wrong_key_is_told(model_dir, tmp_path, monkeypatch):
             assert second.create_rest_client().list_user_checkpoints().result().checkpoints == []
 
 
-def test_a_missing_key_is_told_once(model_dir, tmp_path, monkeypatch):
+def test_a_missing_key_is_reported_once(model_dir, tmp_path, monkeypatch):
     for name in ("PLANISH_API_KEY", "TINKER_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     with (
@@ -385,7 +385,7 @@ def test_a_missing_key_is_told_once(model_dir, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["two words", "ключ", "a\nb"])
-def test_what_is_no_key_is_refused(key):
+def test_an_invalid_key_is_rejected(key):
     with pytest.raises(UserError, match="api_key is not a valid key"):
         ServiceClient(base_url="http://127.0.0.1:1", api_key=key)
 
@@ -424,7 +424,7 @@ def test_a_session_is_kept_alive_and_ended(server, monkeypatch):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_child_of_a_fork_does_not_wait_for_what_its_parent_asked(server):
+def test_a_forked_child_does_not_wait_for_requests_of_its_parent(server):
     with ServiceClient(base_url=server.url) as client:
         training_client = client.create_lora_training_client("tiny", rank=4)
         with failing(server, lambda path: later(429) if path.endswith("/forward") else None):
@@ -443,7 +443,7 @@ def test_the_child_of_a_fork_does_not_wait_for_what_its_parent_asked(server):
     assert os.waitstatus_to_exitcode(ended[1]) == 17
 
 
-def test_a_session_that_the_server_has_ended_says_so(server):
+def test_a_session_ended_by_the_server_is_reported(server):
     with ServiceClient(base_url=server.url) as client:
         training_client = client.create_lora_training_client("tiny", rank=2)
         service: Any = client._session.service
@@ -452,9 +452,7 @@ def test_a_session_that_the_server_has_ended_says_so(server):
             training_client.forward([datum()], "cross_entropy").result(WAIT)
 
 
-def test_a_sampler_that_is_released_while_it_is_made_is_freed_when_it_is_there(
-    remote_client, server
-):
+def test_a_sampler_released_during_creation_is_freed(remote_client, server):
     before, service = len(server.network.paths), remote_client._session.service
     made = service.submit(CreateSampler("s", "tiny"))
     service.submit(ReleaseSampler("s")).result(WAIT)
@@ -473,7 +471,7 @@ def test_a_sampler_that_is_released_while_it_is_made_is_freed_when_it_is_there(
     ]
 
 
-def test_a_sample_that_is_given_up_is_given_up_there(server):
+def test_a_cancelled_sample_is_cancelled_on_the_server(server):
     with ServiceClient(base_url=server.url) as client:
         sampling_client = client.create_sampling_client(base_model="tiny")
         before = len(server.network.paths)
@@ -502,7 +500,7 @@ def test_a_sample_that_is_given_up_is_given_up_there(server):
         )
 
 
-def test_a_callback_for_tokens_cannot_travel(server):
+def test_on_token_is_rejected_on_a_server(server):
     with ServiceClient(base_url=server.url) as client:
         sampler = client.create_sampling_client(base_model="tiny")
         with pytest.raises(planish.UnsupportedError, match="on_token.*stream"):
@@ -514,7 +512,7 @@ def test_a_callback_for_tokens_cannot_travel(server):
 # Tokenizers
 
 
-def test_tokenizers_are_kept_by_what_is_in_them(tmp_path):
+def test_tokenizers_are_cached_by_content(tmp_path):
     first = keep_tokenizer({"tokenizer.json": "{}", "config.json": "{}"}, tmp_path)
     assert {path.name: path.read_text() for path in first.iterdir()} == {
         "tokenizer.json": "{}",
@@ -526,13 +524,13 @@ def test_tokenizers_are_kept_by_what_is_in_them(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["../evil", "/etc/passwd", ".hidden", "", "a/b", "x" * 101])
-def test_a_file_that_is_none_is_refused(tmp_path, name):
+def test_an_invalid_tokenizer_file_is_rejected(tmp_path, name):
     with pytest.raises(UserError, match="has an invalid file"):
         keep_tokenizer({name: "{}"}, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+def test_an_unwritable_cache_is_named(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(planish.StorageError, match="PLANISH_HOME"):
         keep_tokenizer({"tokenizer.json": "{}"}, Path(tmp_path / "file"))

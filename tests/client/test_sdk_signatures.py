@@ -29,7 +29,7 @@ def arguments(function: Any) -> dict[str, inspect.Parameter]:
 
 
 @pytest.mark.parametrize(("kind", "name"), METHODS)
-def test_arguments_are_the_public_sdks(kind, name):
+def test_arguments_equal_those_of_the_public_sdk(kind, name):
     theirs = getattr(getattr(tinker, kind), name)
     if not callable(theirs):
         return
@@ -42,7 +42,7 @@ def test_arguments_are_the_public_sdks(kind, name):
     assert all(parameter.default is not inspect.Parameter.empty for parameter in added)
 
 
-def test_the_comparison_sees_the_methods_that_loops_use():
+def test_the_sdk_comparison_covers_the_methods_of_training_loops():
     assert {
         ("TrainingClient", "forward_backward_async"),
         ("SamplingClient", "sample"),
@@ -55,7 +55,7 @@ def test_the_comparison_sees_the_methods_that_loops_use():
     "kind",
     ["Datum", "ModelInput", "TensorData", "EncodedTextChunk", "SampleResponse", "SampledSequence"],
 )
-def test_types_have_the_public_sdks_attributes(kind):
+def test_types_have_the_attributes_of_the_public_sdk(kind):
     theirs = getattr(tinker, kind)
     names = {name for name in dir(theirs) if not name.startswith("_")} - set(
         dir(tinker.types.AdamParams)

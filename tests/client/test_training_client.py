@@ -195,7 +195,7 @@ def test_a_custom_loss_equals_the_built_in_one(service_client):
 
 
 @pytest.mark.slow
-def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
+def test_a_custom_loss_that_raises_fails_the_next_step(training_client):
     before = logprobs(training_client)
     training_client.forward_backward([datum()], "cross_entropy")
 
@@ -226,14 +226,14 @@ def test_a_custom_loss_that_raises_refuses_the_step_behind_it(training_client):
         (lambda data, lp: (lp[0].sum(), {"note": "x"}), "metric 'note' is 'x'"),
     ],
 )
-def test_what_is_no_loss_is_refused(training_client, loss_fn, message):
+def test_an_invalid_loss_is_rejected(training_client, loss_fn, message):
     with pytest.raises(planish.UserError, match=message) as refused:
         training_client.forward_backward_custom([datum()], loss_fn).result(WAIT)
     with pytest.raises(type(refused.value), match=f"nothing was applied.*{message}"):
         training_client.optim_step(STEP).result(WAIT)
 
 
-def test_a_custom_loss_that_calls_its_own_client_is_refused(training_client):
+def test_a_custom_loss_that_calls_its_own_client_is_rejected(training_client):
     """It would wait for what waits for it."""
 
     def calls(data, logprobs_list):
@@ -246,7 +246,7 @@ def test_a_custom_loss_that_calls_its_own_client_is_refused(training_client):
 
 
 @pytest.mark.slow
-def test_a_slow_custom_loss_holds_up_its_own_client_only(service_client, training_client):
+def test_a_slow_custom_loss_blocks_only_its_own_client(service_client, training_client):
     other = service_client.create_lora_training_client("tiny", rank=4, seed=1)
     gate = threading.Event()
 
@@ -294,7 +294,7 @@ def test_sampled_and_trained_logprobs_agree(training_client):
     assert scored[1:] == pytest.approx(at_one, abs=1e-4)
 
 
-def test_everything_that_can_be_asked_about_a_prompt(training_client):
+def test_all_forms_of_prompt_logprobs(training_client):
     sampling_client = training_client.save_weights_and_get_sampling_client()
     prompt = ModelInput.from_ints([5, 6, 7, 8])
     targets = TensorData([[1, -1], [2, 3], [-1, 8]], "int64")
@@ -325,7 +325,7 @@ def test_everything_that_can_be_asked_about_a_prompt(training_client):
 
 
 @pytest.mark.slow
-def test_a_stop_string_may_be_a_control_token(training_client):
+def test_a_stop_string_can_be_a_control_token(training_client):
     client = training_client.save_weights_and_get_sampling_client()
     tokenizer = client.get_tokenizer()
     params = SamplingParams(max_tokens=400, seed=0, temperature=2.0, stop=["<|im_end|>", "<think>"])
@@ -334,7 +334,7 @@ def test_a_stop_string_may_be_a_control_token(training_client):
     assert tokenizer.decode(sequence.tokens[-1:]) in ("<|im_end|>", "<think>")
 
 
-def test_cancelling_an_async_sample_withdraws_it(embedded_client):
+def test_cancelling_an_async_sample_cancels_the_request(embedded_client):
     client = embedded_client.create_sampling_client(base_model="tiny")
     sampler = embedded_client._session.service._models.get("tiny").sampler
 
@@ -352,7 +352,7 @@ def test_cancelling_an_async_sample_withdraws_it(embedded_client):
 
 
 @pytest.mark.slow
-def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded_client):
+def test_an_unreferenced_sampling_client_frees_its_version(embedded_client):
     engine = embedded_client._session.service
     training_client = embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
     client = training_client.save_weights_and_get_sampling_client()
@@ -370,7 +370,7 @@ def test_a_dropped_sampling_client_frees_its_version_after_its_requests(embedded
 
 
 @pytest.mark.slow
-def test_a_dropped_training_client_frees_its_adapter(embedded_client):
+def test_an_unreferenced_training_client_frees_its_adapter(embedded_client):
     engine = embedded_client._session.service
     client = embedded_client.create_lora_training_client("tiny", rank=4)
     update = [client.forward_backward([datum()], "cross_entropy"), client.optim_step(STEP)][1]
@@ -383,7 +383,7 @@ def test_a_dropped_training_client_frees_its_adapter(embedded_client):
 
 
 @pytest.mark.slow
-def test_answers_come_though_nobody_holds_the_clients(make_client):
+def test_requests_of_unreferenced_clients_are_answered(make_client):
     """As in a function that returns what a client of its own has begun."""
     prompt = ModelInput.from_ints([1, 2])
     answers = [
@@ -403,7 +403,7 @@ def test_answers_come_though_nobody_holds_the_clients(make_client):
     ]
 
 
-def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client, monkeypatch):
+def test_cancelling_the_creation_of_a_client_frees_its_resources(embedded_client, monkeypatch):
     engine = embedded_client._session.service
     training_client = embedded_client.create_lora_training_client("tiny", rank=4)
     path = training_client.save_weights_for_sampler("x").result(WAIT).path
@@ -427,7 +427,7 @@ def test_who_gives_up_waiting_for_a_client_leaves_nothing_behind(embedded_client
     assert engine._thread._sampler_sessions == []
 
 
-def test_clients_stay_in_their_process(service_client, training_client):
+def test_clients_cannot_be_copied_or_pickled(service_client, training_client):
     for client in (
         service_client,
         training_client,
@@ -444,7 +444,7 @@ def test_clients_stay_in_their_process(service_client, training_client):
 
 
 @pytest.mark.slow
-def test_state_goes_on_where_it_was(service_client, another_client, training_client):
+def test_a_loaded_state_continues_training_exactly(service_client, another_client, training_client):
     for _ in range(2):
         training_client.forward_backward([datum()], "cross_entropy")
         training_client.optim_step(STEP)
@@ -478,7 +478,7 @@ def test_state_goes_on_where_it_was(service_client, another_client, training_cli
 
 
 @pytest.mark.slow
-def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(
+def test_an_unknown_run_differs_from_a_run_without_checkpoints(
     service_client, training_client, another_client
 ):
     rest = service_client.create_rest_client()
@@ -493,7 +493,7 @@ def test_a_run_that_nobody_knows_is_no_run_without_checkpoints(
 
 
 @pytest.mark.slow
-def test_errors_have_the_same_class_near_and_far(service_client, training_client):
+def test_errors_have_the_same_class_locally_and_on_a_server(service_client, training_client):
     unlikely = datum(logprobs=[-1e4] * 6, advantages=[1.0] * 6)
     torn = (
         training_client.forward_backward([unlikely], "importance_sampling"),
@@ -550,7 +550,7 @@ def test_async_forms_of_checkpoints(service_client, training_client):
 
 
 @pytest.mark.slow
-def test_after_close_everything_is_refused(service_client, training_client):
+def test_calls_after_close_are_rejected(service_client, training_client):
     sampling_client = training_client.save_weights_and_get_sampling_client()
     path = training_client.save_state("a").result(WAIT).path
     rest = service_client.create_rest_client()
@@ -571,7 +571,7 @@ def test_after_close_everything_is_refused(service_client, training_client):
     service_client.close()
 
 
-def test_what_was_read_before_stays_after_close(service_client, training_client):
+def test_cached_values_can_be_read_after_close(service_client, training_client):
     tokenizer, info = training_client.get_tokenizer(), training_client.get_info()
     service_client.close()
     assert training_client.get_tokenizer() is tokenizer
@@ -579,7 +579,7 @@ def test_what_was_read_before_stays_after_close(service_client, training_client)
 
 
 @pytest.mark.slow
-def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, training_client):
+def test_close_finishes_a_custom_loss_and_later_operations(service_client, training_client):
     go_on = threading.Event()
 
     def slow(data, logprobs_list):
@@ -597,7 +597,7 @@ def test_close_finishes_a_custom_loss_and_what_comes_behind_it(service_client, t
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
-def test_the_child_of_a_fork_is_told_to_make_a_client_of_its_own(service_client):
+def test_a_forked_child_is_told_to_create_its_own_client(service_client):
     """As in a worker of a DataLoader, which would wait for ever."""
     sampling_client = service_client.create_sampling_client(base_model="tiny")
     child = os.fork()
@@ -629,7 +629,7 @@ print(client.model_id)
 
 
 @pytest.mark.slow
-def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(
+def test_requested_checkpoints_are_saved_when_a_program_ends(
     request, make_client, model_dir, tmp_path
 ):
     url = request.getfixturevalue("server_url") if "far" in request.node.name else ""
@@ -650,7 +650,7 @@ def test_a_program_that_ends_leaves_the_checkpoints_it_asked_for(
     assert [checkpoint.checkpoint_id for checkpoint in listed] == ["weights/at-the-end"]
 
 
-def test_leaving_a_block_by_an_error_does_not_wait_for_what_is_queued(model_dir, tmp_path):
+def test_leaving_a_with_block_by_an_error_does_not_wait(model_dir, tmp_path):
     left = []
 
     def work() -> None:

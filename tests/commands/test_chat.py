@@ -62,7 +62,7 @@ def contents(session: ChatSession) -> list[str]:
     return [message["content"] for message in session.messages]
 
 
-def test_turns_are_a_conversation(session, voice):
+def test_chat_turns_form_a_conversation(session, voice):
     assert said(session, "a", "b") == ["a!", "b!"]
     assert contents(session) == ["Be brief.", "a", "a!", "b", "b!"]
     assert [message["role"] for message in voice.asked[1][0]] == [
@@ -73,7 +73,7 @@ def test_turns_are_a_conversation(session, voice):
     ]
 
 
-def test_commands_change_it(session, voice):
+def test_chat_commands_change_the_conversation(session, voice):
     said(session, "a", "b", "/undo")
     assert contents(session) == ["Be brief.", "a", "a!"]
     said(session, "/temperature 0.25", "/retry")
@@ -102,20 +102,20 @@ def test_commands_change_it(session, voice):
         "/quit now",
     ],
 )
-def test_what_cannot_be_done_changes_nothing(line, session):
+def test_an_invalid_chat_command_changes_nothing(line, session):
     with pytest.raises(UserError):
         session.take(line, lambda _: None)
     assert contents(session) == ["Be brief."]
 
 
-def test_a_turn_that_fails_is_taken_back(session):
+def test_a_failed_turn_is_removed(session):
     said(session, "a")
     with pytest.raises(UserError):
         session.take("fail", lambda _: None)
     assert contents(session) == ["Be brief.", "a", "a!"]
 
 
-def test_what_is_saved_is_read_by_chat_sl(session, tmp_path):
+def test_a_saved_chat_is_readable_by_chat_sl(session, tmp_path):
     file = tmp_path / "chats.jsonl"
     said(session, "a", f"/save {file}", "/reset", "ä", f"/save {file}")
     rows = [json.loads(line) for line in file.read_text().splitlines()]
@@ -127,7 +127,7 @@ def test_what_is_saved_is_read_by_chat_sl(session, tmp_path):
     assert "dataset" in Options.__annotations__
 
 
-def test_an_error_ends_a_script_and_not_a_conversation(session, capsys):
+def test_an_error_ends_a_piped_chat_but_not_an_interactive_one(session, capsys):
     piped, typed = chat.Screen(at_terminal=False), chat.Screen(at_terminal=True)
     with pytest.raises(UserError):
         chat.converse(session, iter(["a", "/nothing", "b"]), piped)
@@ -138,7 +138,7 @@ def test_an_error_ends_a_script_and_not_a_conversation(session, capsys):
     assert "/nothing is no command" in printed.err
 
 
-def test_reasoning_is_shown_to_people_only():
+def test_reasoning_is_printed_only_to_a_terminal():
     for at_terminal, wanted in ((True, "thinking\nso"), (False, "so")):
         screen = chat.Screen(at_terminal)
         shown = io.StringIO()
@@ -148,7 +148,7 @@ def test_reasoning_is_shown_to_people_only():
         assert shown.getvalue() == wanted
 
 
-def test_a_model_gives_no_orders_to_a_terminal():
+def test_terminal_control_characters_of_a_model_are_removed():
     for at_terminal, wanted in ((True, "a\ufffd[2Jb\tc\n"), (False, "a\x1b[2Jb\tc\n")):
         shown = io.StringIO()
         screen = chat.Screen(at_terminal)
@@ -171,7 +171,7 @@ def speaking(model, tmp_path) -> Iterator[Voice]:
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
-def test_what_streams_adds_up_to_the_answer(speaking):
+def test_streamed_pieces_join_to_the_answer(speaking):
     pieces: list[Piece] = []
     answer = speaking.answer(HELLO, 1.0, 48, 7, pieces.append)
     assert len(pieces) > 1
@@ -183,7 +183,7 @@ def test_what_streams_adds_up_to_the_answer(speaking):
     assert len(whole) == 1
 
 
-def test_control_c_stops_an_answer_and_keeps_what_there_is(speaking):
+def test_control_c_stops_an_answer_and_keeps_its_text(speaking):
     pieces: list[Piece] = []
 
     def interrupted(piece: Piece) -> None:
@@ -198,14 +198,14 @@ def test_control_c_stops_an_answer_and_keeps_what_there_is(speaking):
     assert begun.message["content"].startswith(answer.message["content"])
 
 
-def test_a_conversation_that_is_too_long_is_told(speaking):
+def test_a_conversation_that_is_too_long_is_reported(speaking):
     with pytest.raises(UserError, match="/undo or /reset"):
         speaking.answer([{"role": "user", "content": "x" * 3000}], 1.0, 8, None, lambda _: None)
     nearly = [{"role": "user", "content": "x" * 2000}]
     assert speaking.answer(nearly, 1.0, 500, 1, lambda _: None).num_tokens <= 2048 - 2000
 
 
-def test_what_is_typed_makes_no_control_token(speaking, monkeypatch):
+def test_typed_text_never_becomes_a_control_token(speaking, monkeypatch):
     prompts: list[list[int]] = []
     submit = speaking._service.submit
     monkeypatch.setattr(
@@ -248,7 +248,7 @@ def test_lines_of_a_pipe_are_answered(model, tmp_path, monkeypatch, capsys):
     assert answers("", "--renderer", "nothing")[0] == 1
 
 
-def test_a_checkpoint_speaks_its_own_format(model, tmp_path):
+def test_a_checkpoint_selects_its_chat_format(model, tmp_path):
     from planish import ServiceClient
 
     with ServiceClient(data_dir=tmp_path) as service:
@@ -269,7 +269,7 @@ def test_a_checkpoint_speaks_its_own_format(model, tmp_path):
     assert model_renderer(model).name != "role_colon"
 
 
-def test_a_pipe_of_other_bytes_than_text_is_told(monkeypatch):
+def test_piped_input_that_is_not_text_is_rejected(monkeypatch):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi\n\xff\xfe\n"), "utf-8"))
     with pytest.raises(UserError, match="give lines in utf-8"):
         list(chat._piped())

@@ -21,7 +21,7 @@ def mapped(tmp_path, monkeypatch):
     return directory
 
 
-def test_models_lists_what_can_be_loaded_and_from_where(mapped, capsys, monkeypatch):
+def test_models_lists_names_and_sources(mapped, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     assert main(["models"]) == 0
     printed = capsys.readouterr().out
@@ -36,12 +36,12 @@ def test_fetch_prints_the_directory(mapped, capsys):
     assert str(mapped) in capsys.readouterr().out
 
 
-def test_an_unknown_model_is_an_error_with_what_was_tried(mapped, capsys):
+def test_an_unknown_model_error_lists_the_sources(mapped, capsys):
     assert main(["models", "--fetch", "no-such-model"]) == 1
     assert "tried" in capsys.readouterr().err
 
 
-def test_it_runs_as_a_module():
+def test_planish_runs_as_a_module():
     done = subprocess.run(
         [sys.executable, "-m", "planish", "--help"], capture_output=True, text=True
     )
@@ -49,7 +49,7 @@ def test_it_runs_as_a_module():
     assert "models" in done.stdout
 
 
-def test_it_tells_its_version(capsys):
+def test_version_is_printed(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -106,9 +106,7 @@ def test_it_tells_its_version(capsys):
         (["plot", ".", "--smooth", "0"], "planish: --smooth 0: give"),
     ],
 )
-def test_what_was_typed_wrong_is_told_in_a_line(
-    mapped, tmp_path, capsys, monkeypatch, words, message
-):
+def test_a_usage_error_is_one_line(mapped, tmp_path, capsys, monkeypatch, words, message):
     (tmp_path / "test.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
     monkeypatch.chdir(tmp_path)
     more = ["--data", "test.jsonl"] if words[0] == "eval" else []
@@ -116,9 +114,7 @@ def test_what_was_typed_wrong_is_told_in_a_line(
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_data_that_are_not_there_are_named_as_they_were_typed(
-    mapped, tmp_path, capsys, monkeypatch
-):
+def test_missing_data_are_named_as_typed(mapped, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for data in ("missing.jsonl", "./max_tokens=3", "."):
         assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
@@ -147,7 +143,7 @@ sys.exit(cli.main(["say"]))
 """
 
 
-def test_a_reader_that_has_seen_enough_is_no_error():
+def test_a_closed_output_pipe_is_not_an_error():
     pipe = subprocess.PIPE
     with subprocess.Popen(
         [sys.executable, "-c", SAY], stdin=pipe, stdout=pipe, stderr=pipe
@@ -176,6 +172,6 @@ def test_trace_writes_a_file_for_a_viewer(tmp_path, capsys):
     assert (tmp_path / "other.json").is_file()
 
 
-def test_a_run_that_was_not_traced_is_an_error(tmp_path, capsys):
+def test_a_run_without_a_trace_is_rejected(tmp_path, capsys):
     assert main(["trace", str(tmp_path)]) == 1
     assert "enable_trace=True" in capsys.readouterr().err

@@ -10,7 +10,7 @@ from planish.commands.cli import COMMANDS, main
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
-def test_a_command_has_help_of_its_own(command, capsys):
+def test_each_command_has_its_own_help(command, capsys):
     with pytest.raises(SystemExit) as ended:
         main([command.name, "--help"])
     assert ended.value.code == 0
@@ -20,7 +20,7 @@ def test_a_command_has_help_of_its_own(command, capsys):
     assert callable(module.run)
 
 
-def test_help_names_all_commands_and_loads_none():
+def test_help_lists_all_commands_without_importing_them():
     program = (
         "import sys\nfrom planish.commands.cli import main\n"
         "try: main(['--help'])\nfinally: print(sorted({'torch', 'starlette', 'transformers', 'rich'} & set(sys.modules)))"
@@ -33,7 +33,7 @@ def test_help_names_all_commands_and_loads_none():
 
 
 @pytest.mark.parametrize("words", [[], ["no-such-command"], ["plot"]])
-def test_what_is_no_command_is_told_how_to_be_one(words, capsys):
+def test_an_unknown_command_names_the_remedy(words, capsys):
     with pytest.raises(SystemExit) as ended:
         main(words)
     assert ended.value.code == 2

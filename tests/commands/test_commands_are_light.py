@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("command", ["models", "runs", "checkpoints list"])
-def test_it_loads_no_torch(tmp_path, command):
+def test_the_command_imports_no_torch(tmp_path, command):
     code = "import sys; from planish.commands.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
     environment = os.environ | {
         "PLANISH_DATA": str(tmp_path),

@@ -99,7 +99,7 @@ def test_each_turn_of_an_episode_is_shown(run, capsys):
         (["--text", "absent"], []),
     ],
 )
-def test_trajectories_are_chosen(run, capsys, words, expected):
+def test_trajectories_can_be_selected(run, capsys, words, expected):
     assert answers(capsys, run, *words) == expected
 
 
@@ -115,12 +115,12 @@ def test_trajectories_are_chosen(run, capsys, words, expected):
         (["--limit", "-1"], "--limit -1: give a whole number of at least 0"),
     ],
 )
-def test_what_cannot_be_shown_is_refused(run, capsys, words, message):
+def test_an_invalid_selection_is_rejected(run, capsys, words, message):
     assert main(["rollouts", str(run), *words]) == 1
     assert message in capsys.readouterr().err
 
 
-def test_a_directory_without_rollouts_says_why(tmp_path, capsys):
+def test_a_directory_without_rollouts_is_explained(tmp_path, capsys):
     assert main(["rollouts", str(tmp_path / "absent")]) == 1
     assert "there is no such directory; give the log_path" in capsys.readouterr().err
     assert main(["rollouts", str(tmp_path)]) == 1

@@ -29,7 +29,7 @@ def script(place: Path, text: str, name: str = "script.py") -> Path:
 
 
 @pytest.mark.slow
-def test_the_sdk_is_planish_and_arguments_are_the_scripts(tmp_path):
+def test_a_script_gets_planish_as_the_sdk_and_its_own_arguments(tmp_path):
     script(
         tmp_path,
         """
@@ -52,7 +52,7 @@ def test_the_sdk_is_planish_and_arguments_are_the_scripts(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_traceback_is_the_scripts_alone(tmp_path):
+def test_a_traceback_shows_only_the_script(tmp_path):
     script(tmp_path, "def f():\n    raise KeyError('mine')\n\nf()\n")
     done = run(tmp_path, "script.py")
     plain = subprocess.run(
@@ -63,7 +63,7 @@ def test_a_traceback_is_the_scripts_alone(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_script_that_is_not_there_fails_as_with_python(tmp_path):
+def test_a_missing_script_fails_as_with_python(tmp_path):
     done = run(tmp_path, "missing.py")
     assert done.returncode == 2
     assert "can't open file" in done.stderr
@@ -74,7 +74,7 @@ def test_a_script_that_is_not_there_fails_as_with_python(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_refused_method_is_an_error_of_the_script(tmp_path):
+def test_an_unsupported_method_raises_in_the_script(tmp_path):
     script(
         tmp_path,
         """
@@ -90,7 +90,7 @@ def test_a_refused_method_is_an_error_of_the_script(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_module_of_the_working_directory_runs_and_its_processes_import_the_same(tmp_path):
+def test_a_module_and_its_subprocesses_import_from_the_working_directory(tmp_path):
     script(
         tmp_path,
         """
@@ -158,7 +158,7 @@ def test_a_wrong_option_is_named_before_the_script_starts(tmp_path, words, named
 
 
 @pytest.mark.slow
-def test_without_the_official_cookbook_there_is_planishs(tmp_path):
+def test_without_the_official_cookbook_planish_provides_it(tmp_path):
     script(tmp_path, "import tinker_cookbook; print(tinker_cookbook.__name__)")
     (tmp_path / "beside").mkdir()
     script(tmp_path, "import tinker_cookbook; print(tinker_cookbook.MINE)", "beside/script.py")

@@ -40,7 +40,7 @@ def choice(renderer):
     return score_choice(renderer)
 
 
-def test_chosen_comes_first_and_both_are_asked_the_question(renderer, choice):
+def test_each_pair_has_the_chosen_answer_first_and_one_prompt(renderer, choice):
     chosen, rejected = comparison_to_score_data(LabeledComparison(COMPARISON, "B"), choice)
     texts = [renderer.tokenizer.decode(datum.model_input.to_ints()) for datum in (chosen, rejected)]
     assert "What?" in texts[0]
@@ -61,7 +61,7 @@ def test_chosen_comes_first_and_both_are_asked_the_question(renderer, choice):
 
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=5))
-def test_loss_and_gradient_are_those_of_plain_torch(choice, odds):
+def test_loss_and_gradient_equal_plain_torch(choice, odds):
     """From logits: plain torch takes the loss of the pairs' logit differences, ours goes by the
     logprobs of Yes and No.
     """
@@ -95,7 +95,7 @@ def test_loss_and_gradient_are_those_of_plain_torch(choice, odds):
     assert measured["score_margin"] == pytest.approx(sum(margins) / len(margins), abs=1e-6)
 
 
-def test_the_gradient_that_is_applied_is_that_of_the_loss(client, models, choice):
+def test_the_applied_gradient_is_that_of_the_loss(client, models, choice):
     """By the norm of the adapter's gradient: that of the custom loss is that of the linear loss
     with dL/dscore as weights.
     """
@@ -125,7 +125,7 @@ def test_the_gradient_that_is_applied_is_that_of_the_loss(client, models, choice
     assert norms[0] > 0
 
 
-def test_a_score_is_a_difference_of_logits_and_swapping_turns_the_sign(client, models, choice):
+def test_a_score_is_a_logit_difference_and_swapping_negates_it(client, models, choice):
     model = BradleyTerryPreferenceModel(
         client.create_sampling_client(base_model=models[0]), choice, temperature=2.0
     )

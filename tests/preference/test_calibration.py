@@ -22,12 +22,12 @@ def drawn(temperature, count, seed=0):
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 4.0])
-def test_the_temperature_is_found(temperature):
+def test_calibration_recovers_the_temperature(temperature):
     assert fit_temperature(drawn(temperature, 20_000)) == pytest.approx(temperature, rel=0.1)
 
 
 @given(st.lists(st.floats(-20, 20), min_size=2, max_size=30), st.floats(0.1, 10))
-def test_it_minimises_the_smoothed_log_loss(odds, factor):
+def test_calibration_minimises_the_smoothed_log_loss(odds, factor):
     found = fit_temperature(odds)
     target = (len(odds) + 1) / (len(odds) + 2)
 
@@ -43,7 +43,7 @@ def test_it_minimises_the_smoothed_log_loss(odds, factor):
     assert loss(found) <= loss(min(max(found * factor, 1e-3), HOTTEST)) + 1e-6
 
 
-def test_a_model_that_is_always_right_is_not_made_sure_without_end():
+def test_a_perfect_model_gets_a_bounded_temperature():
     few, many = fit_temperature([2.0] * 4), fit_temperature([2.0] * 400)
     assert few == pytest.approx(2.0 / math.log(5))
     assert many < few
@@ -52,6 +52,6 @@ def test_a_model_that_is_always_right_is_not_made_sure_without_end():
     )
 
 
-def test_a_model_that_is_wrong_is_silenced_and_none_is_left_as_it_is():
+def test_a_wrong_model_is_flattened_and_no_data_change_nothing():
     assert fit_temperature([-1.0, -2.0]) == pytest.approx(HOTTEST, rel=1e-3)
     assert fit_temperature([]) == 1.0

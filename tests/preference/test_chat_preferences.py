@@ -42,13 +42,13 @@ def choice(renderer):
     return label_choice(renderer)
 
 
-def test_a_comparison_is_written_as_the_public_cookbooks_write_it(renderer, choice):
+def test_a_comparison_is_written_as_in_the_public_cookbook(renderer, choice):
     [datum] = comparison_to_datum(LabeledComparison(COMPARISON, "B"), choice)
     assert renderer.tokenizer.decode(datum.model_input.to_ints()) == RENDERED
 
 
 @pytest.mark.parametrize(("label", "place"), [("A", 0), ("B", 1), ("Tie", 2)])
-def test_the_label_alone_has_weight_and_a_swap_moves_it(choice, label, place):
+def test_only_the_label_has_weight_and_a_swap_changes_it(choice, label, place):
     [datum] = comparison_to_datum(LabeledComparison(COMPARISON, label), choice)
     weights = datum.loss_fn_inputs["weights"].to_numpy()
     assert (weights.sum(), weights[-1, place]) == (1, 1)
@@ -56,7 +56,7 @@ def test_the_label_alone_has_weight_and_a_swap_moves_it(choice, label, place):
     assert swapped.loss_fn_inputs["weights"].to_numpy()[-1, [1, 0, 2][place]] == 1
 
 
-def test_a_comparison_that_is_too_long_is_left_out_and_counted_never_cut(choice):
+def test_an_overlong_comparison_is_dropped_and_counted(choice):
     labeled = LabeledComparison(COMPARISON, "A")
     [datum] = comparison_to_datum(labeled, choice)
     length = datum.model_input.length
@@ -101,7 +101,7 @@ class FirstIsBetter:
         )
 
 
-def test_both_orders_take_the_place_out_of_it(choice):
+def test_judging_both_orders_removes_the_position_bias(choice):
     sampler = FirstIsBetter(choice)
     model = ChatPreferenceModel(sampler, choice)  # pyright: ignore[reportArgumentType]
     assert asyncio.run(model.log_odds(COMPARISON)) == -3

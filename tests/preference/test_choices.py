@@ -21,7 +21,7 @@ TALK = [
 
 
 @pytest.mark.parametrize("name", ["qwen3_instruct", "qwen3", "chatml", "llama3", "role_colon"])
-def test_the_deciding_token_follows_all_that_the_model_writes_before_it(renderer, name):
+def test_the_deciding_token_follows_the_full_judge_output(renderer, name):
     renderer = get_renderer(name, renderer.tokenizer)
     choice = Choice.between(("Yes", "No"), renderer)
     for answer, token in zip(choice.answers, choice.tokens, strict=True):
@@ -33,12 +33,12 @@ def test_the_deciding_token_follows_all_that_the_model_writes_before_it(renderer
         assert renderer.tokenizer.decode(whole.to_ints()[len(prompt) :]).lstrip().startswith(answer)
 
 
-def test_answers_that_begin_alike_are_refused(renderer):
+def test_choices_with_a_common_first_token_are_rejected(renderer):
     with pytest.raises(UserError, match="not told apart"):
         Choice.between(("Yes", "Yeah", "No"), renderer)
 
 
-def test_only_the_deciding_position_is_learned(renderer):
+def test_only_the_deciding_position_is_trained(renderer):
     choice = Choice.between(("A", "B", "Tie"), renderer)
     datum = choice.datum(TALK, [0.0, 1.0, 0.0])
     targets, weights = (
@@ -55,7 +55,7 @@ def client(tmp_path_factory):
         yield client
 
 
-def test_logprobs_are_those_of_transformers_and_of_the_trainer(client, models, renderer):
+def test_logprobs_equal_transformers_and_the_trainer(client, models, renderer):
     choice = Choice.between(("A", "B", "Tie"), renderer)
     sampler = client.create_sampling_client(base_model=models[0])
     found = asyncio.run(choice.logprobs(sampler, TALK))

@@ -80,13 +80,13 @@ def evaluator(renderer, reference, judges=None, **options):
         (always_b, False, [1, 1, 1]),
     ],
 )
-def test_wins_by_hand(judge, both_ways, wins):
+def test_win_rates_equal_a_hand_computation(judge, both_ways, wins):
     texts = [("a", "ab"), ("ab", "a"), ("a", "b")]
     comparisons = [Comparison(PROMPTS[0], said(a), said(b)) for a, b in texts]
     assert asyncio.run(win_rate(judge, comparisons, both_ways=both_ways)).wins == wins
 
 
-def test_both_orders_count_alike():
+def test_both_orders_have_equal_weight():
     """r(A, B) = 0.6 and r(B, A) = 0.2: the win is (0.6 - 0.2 + 2) / 4."""
 
     async def partial(comparison):
@@ -96,7 +96,7 @@ def test_both_orders_count_alike():
     assert rate.wins == pytest.approx([0.6])
 
 
-def test_each_order_is_asked_for_once():
+def test_each_order_is_judged_once():
     asked = []
 
     async def counting(comparison):
@@ -119,7 +119,7 @@ def test_the_standard_error_is_that_of_a_mean():
     assert WinRate([1.0]).mean.stderr is None
 
 
-def test_against_fixed_texts(renderer):
+def test_answers_are_compared_with_fixed_texts(renderer):
     """The policy writes n twice, two characters; the reference has 1, 2, 3 and 1."""
     reference = FixedReference([said(text) for text in ("x", "xx", "xxx", "x")])
     found = asyncio.run(evaluator(renderer, reference)(Policy(renderer, 2)))  # pyright: ignore[reportArgumentType]
@@ -168,7 +168,7 @@ def test_several_judges_see_the_same_answers(renderer):
     }
 
 
-def test_against_a_policy_that_is_sampled_once(renderer):
+def test_answers_are_compared_with_a_policy_sampled_once(renderer):
     reference, made = Policy(renderer, 1), []
 
     async def create(**named):
@@ -187,7 +187,7 @@ def test_against_a_policy_that_is_sampled_once(renderer):
     assert len({*reference.seeds, *policy.seeds}) == 8, "the two draw apart from each other"
 
 
-def test_a_checkpoint_is_the_reference(renderer):
+def test_a_checkpoint_can_be_the_reference(renderer):
     made = []
 
     async def create(**named):
@@ -203,7 +203,7 @@ def test_a_checkpoint_is_the_reference(renderer):
     assert made == [{"model_path": "planish://run/weights/7"}]
 
 
-def test_what_cannot_be_measured_is_refused(renderer):
+def test_invalid_comparison_options_are_rejected(renderer):
     with pytest.raises(UserError, match="4 prompts and 1 reference"):
         asyncio.run(evaluator(renderer, FixedReference([said("x")]))(Policy(renderer, 1)))  # pyright: ignore[reportArgumentType]
     answering = Answering(renderer, 8)
@@ -225,7 +225,7 @@ class FourPrompts(PromptBuilder):
         return Prompts([], PROMPTS)
 
 
-def test_a_policy_against_itself_on_the_engine(models, tmp_path):
+def test_a_policy_compared_with_itself_wins_half(models, tmp_path):
     """Random weights: half of the comparisons are won, within the error; the same draws give the
     same answer.
     """

@@ -28,11 +28,11 @@ EXPECTED = LabeledComparison(Comparison(PROMPT, GOOD, BAD), "A")
         },
     ],
 )
-def test_each_form_gives_the_comparison(row):
+def test_each_row_format_gives_the_comparison(row):
     assert read_comparison(row, "here") == EXPECTED
 
 
-def test_swapping_changes_the_places_and_not_the_preference():
+def test_swapping_changes_positions_but_not_the_preference():
     swapped = EXPECTED.swap()
     assert (swapped.label, swapped.comparison.completion_B) == ("B", GOOD)
     assert swapped.ranked == EXPECTED.ranked == (GOOD, BAD)
@@ -56,6 +56,6 @@ def test_swapping_changes_the_places_and_not_the_preference():
         ({"comparison": {}, "label": "C"}, "label is 'C'"),
     ],
 )
-def test_what_is_no_comparison_is_refused_with_its_place(row, message):
+def test_an_invalid_comparison_is_rejected_with_its_location(row, message):
     with pytest.raises(UserError, match=message):
         read_comparison(row, "row 3")

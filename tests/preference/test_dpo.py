@@ -67,7 +67,7 @@ RECORDED = [
 
 
 @pytest.mark.parametrize("case", TRL["cases"], ids=lambda case: f"{case['name']} {case['options']}")
-def test_loss_measures_and_gradients_are_those_of_trl(case):
+def test_losses_metrics_and_gradients_equal_trl(case):
     loss = LOSSES[case["name"]](**case["options"])
     logprobs_D = recorded_logprobs()
     value, measured = pair_loss(
@@ -90,7 +90,7 @@ def test_loss_measures_and_gradients_are_those_of_trl(case):
         )
 
 
-def test_the_papers_formulas_in_float64():
+def test_losses_equal_the_formulas_of_the_papers():
     """A third computation, pair by pair, with nothing of torch's."""
     [chosen], [rejected] = (TRL[f"policy_{side}"][:1] for side in ("chosen", "rejected"))
     [chosen_reference], [rejected_reference] = (
@@ -166,7 +166,7 @@ def by_transformers(model, datum):
 
 
 @pytest.mark.slow
-def test_rewards_are_the_difference_of_two_models_by_transformers(client, models, pairs, tmp_path):
+def test_rewards_equal_the_difference_of_two_transformers_models(client, models, pairs, tmp_path):
     policy, reference = models
     _, test = builder(policy, pairs)()
     assert test is not None
@@ -234,9 +234,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
-    client, models, pairs, tmp_path, monkeypatch
-):
+def test_a_resumed_run_keeps_its_reference_and_result(client, models, pairs, tmp_path, monkeypatch):
     start = train(client, models[0], pairs, tmp_path / "start", max_steps=2)
     options = {"load_checkpoint_path": str(start), "lr_schedule": "constant"}
     train(client, models[0], pairs, tmp_path / "whole", **options)
@@ -277,9 +275,7 @@ def test_a_resumed_run_keeps_its_reference_and_ends_as_if_it_was_not_stopped(
 
 
 @pytest.mark.slow
-def test_a_run_that_begins_once_more_names_its_reference_anew(
-    client, models, pairs, tmp_path, monkeypatch
-):
+def test_a_restarted_run_records_its_reference_again(client, models, pairs, tmp_path, monkeypatch):
     first, second = (
         str(train(client, models[0], pairs, tmp_path / name, max_steps=1, seed=seed))
         for seed, name in enumerate(("first", "second"))
@@ -301,7 +297,7 @@ def test_a_run_that_begins_once_more_names_its_reference_anew(
     )
 
 
-def test_pairs_beyond_the_context_are_cut_so_that_the_reference_holds_them_too(tmp_path):
+def test_overlong_pairs_are_truncated_for_policy_and_reference(tmp_path):
     tiny_model(tmp_path / "short", max_context=100)
     rows = [{"prompt": f"Say {n}.", "chosen": "a" * 300, "rejected": "b"} for n in range(8)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -316,7 +312,7 @@ def test_pairs_beyond_the_context_are_cut_so_that_the_reference_holds_them_too(t
     assert '"max_length": 99' in (run / "config.json").read_text()
 
 
-def test_a_test_set_of_which_nothing_is_left_is_refused(client, models, tmp_path):
+def test_an_empty_test_set_is_rejected(client, models, tmp_path):
     for split, count, length in (("train", 10, 1), ("test", 3, 200)):
         rows = [{"prompt": f"{n}" * length, "chosen": "a", "rejected": "b"} for n in range(count)]
         (tmp_path / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -326,7 +322,7 @@ def test_a_test_set_of_which_nothing_is_left_is_refused(client, models, tmp_path
 
 
 @pytest.mark.parametrize("option", ["reference_model_name", "reference_checkpoint_path"])
-def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(
+def test_a_reference_with_another_tokenizer_is_rejected_before_training(
     client, models, pairs, tmp_path, option
 ):
     other = shutil.copytree(models[1], tmp_path / "other")
@@ -341,7 +337,7 @@ def test_a_reference_of_other_tokens_is_refused_before_anything_is_trained(
     assert not (tmp_path / "run").exists()
 
 
-def test_when_a_reference_fails_nothing_more_is_asked_of_it(models, pairs):
+def test_a_failed_reference_gets_no_further_requests(models, pairs):
     train_set, _ = builder(models[0], pairs)()
     begun, ended = [], []
 
@@ -364,7 +360,7 @@ def test_when_a_reference_fails_nothing_more_is_asked_of_it(models, pairs):
     assert asyncio.run(run()) == len(train_set.get_batch(0)) - 1
 
 
-def test_reference_logprobs_are_the_trainers(client, models, pairs):
+def test_reference_logprobs_equal_the_trainers(client, models, pairs):
     train_set, _ = builder(models[0], pairs)()
     data = list(train_set.get_batch(0))
     reference = client.create_sampling_client(base_model=models[0])
@@ -391,9 +387,7 @@ def test_reference_logprobs_are_the_trainers(client, models, pairs):
         ({"reference_model_name": "a", "reference_checkpoint_path": "b"}, "two references"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(
-    client, models, pairs, tmp_path, changes, message
-):
+def test_an_invalid_option_is_rejected(client, models, pairs, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         train(client, models[0], pairs, tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()

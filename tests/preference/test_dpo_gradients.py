@@ -152,7 +152,7 @@ def peft_gradients(name, data_dir, trained, data, model):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_gradients_on_lora_weights_are_those_of_peft_by_trls_formula(
+def test_lora_gradients_equal_peft_with_the_trl_formula(
     service_client, data_dir, trained, data, model, name
 ):
     loss = LOSSES[name]

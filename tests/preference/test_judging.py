@@ -45,7 +45,7 @@ def comparisons():
     ]
 
 
-def test_each_answer_is_read_once_and_the_preferences_are_those_of_single_comparisons():
+def test_each_answer_is_scored_once_with_equal_preferences():
     at_once, one_by_one = Scoring(), Scoring()
     assert isinstance(at_once, ScoringPreferenceModel)
     found = asyncio.run(judged(at_once, comparisons()))
@@ -54,7 +54,7 @@ def test_each_answer_is_read_once_and_the_preferences_are_those_of_single_compar
     assert len(one_by_one.read) == 48
 
 
-def test_an_error_of_a_score_is_raised_as_it_is():
+def test_a_scoring_error_is_raised_unchanged():
     class Away(Scoring):
         async def score(self, prompt, answer):
             raise ConnectionError("the judge is away")

@@ -39,7 +39,7 @@ async def shorter(comparison):
     return 0.2 + (0.6 if b < a else -0.6)
 
 
-def test_measures_of_one_order():
+def test_metrics_of_one_order_equal_a_hand_computation():
     found = measures(asyncio.run(judge(shorter, PAIRS, both_orders=False)))
     right, wrong = [0.9, 0.7], 0.3
     assert found["num_pairs"] == 3, "a tie is not judged"
@@ -51,7 +51,7 @@ def test_measures_of_one_order():
     assert "position_bias" not in found
 
 
-def test_measures_of_both_orders():
+def test_metrics_of_both_orders_equal_a_hand_computation():
     found = measures(asyncio.run(judge(shorter, PAIRS[:2], both_orders=True)))
     assert found["num_pairs"] == 2
     assert found["accuracy"] == 1.0
@@ -64,7 +64,7 @@ async def always_second(comparison):
     return 1.0
 
 
-def test_a_model_that_knows_places_alone_is_at_chance_and_finite():
+def test_a_model_with_only_a_position_bias_is_at_chance():
     found = measures(asyncio.run(judge(always_second, PAIRS, both_orders=True)))
     assert (found["accuracy"], found["order_agreement"], found["position_bias"]) == (0.5, 0.0, 1.0)
     assert found["accuracy_stderr"] == 0.0
@@ -72,14 +72,14 @@ def test_a_model_that_knows_places_alone_is_at_chance_and_finite():
     assert found["ece"] == pytest.approx(0.5)
 
 
-def test_one_comparison_says_nothing_of_the_spread():
+def test_one_comparison_has_no_standard_error():
     assert "accuracy_stderr" not in measures(
         asyncio.run(judge(always_second, PAIRS[:1], both_orders=True))
     )
 
 
 @given(st.lists(st.tuples(st.sampled_from([-1, 1]), st.floats(-1, 1)), min_size=1, max_size=40))
-def test_an_antisymmetric_model_is_measured_alike_in_both_orders(judged):
+def test_an_antisymmetric_model_has_equal_metrics_in_both_orders(judged):
     one = measures([Judgment(sign, value) for sign, value in judged])
     both = measures([Judgment(sign, value, -value) for sign, value in judged])
     assert both.pop("position_bias") == 0
@@ -88,7 +88,7 @@ def test_an_antisymmetric_model_is_measured_alike_in_both_orders(judged):
     assert 0 <= one["ece"] <= 1
 
 
-def test_calibration_error_of_the_edges_of_bins():
+def test_calibration_error_includes_bin_edges():
     assert expected_calibration_error([1.0, 1.0]) == 0
     assert expected_calibration_error([0.5, 0.5]) == 0
     assert expected_calibration_error([0.0]) == 1
@@ -128,7 +128,7 @@ class Busy:
 
 @pytest.mark.parametrize("ask", [judge, log_odds_of_chosen])
 @pytest.mark.parametrize("pairs", [PAIRS, PAIRS[1:2]], ids=["an error", "a cancellation"])
-def test_nothing_is_asked_any_more_when_a_judge_has_ended(ask, pairs):
+def test_no_request_is_sent_after_a_judge_has_failed(ask, pairs):
     async def left():
         model = Busy()
         asking = asyncio.create_task(ask(model, pairs, both_orders=True))
@@ -141,7 +141,7 @@ def test_nothing_is_asked_any_more_when_a_judge_has_ended(ask, pairs):
     assert asyncio.run(left()) == 0
 
 
-def test_the_evaluator_names_its_measures_and_tells_what_it_left_out():
+def test_the_evaluator_names_its_metrics_and_dropped_comparisons():
     evaluator = HeldOutPreferences(
         PAIRS, lambda client: client, both_orders=False, left_out=2, name="dev"
     )

@@ -21,7 +21,7 @@ BOTH, ONE = TournamentPattern.ALL_PAIRS_BOTH_WAYS, TournamentPattern.ALL_PAIRS_O
 PATTERNS = st.sampled_from(TournamentPattern)
 
 
-def test_both_patterns_by_hand():
+def test_both_matchup_patterns_equal_a_hand_computation():
     assert [(m.a, m.b) for m in matchups_of(3, BOTH)] == [
         (0, 1),
         (1, 0),
@@ -56,12 +56,12 @@ def test_both_patterns_by_hand():
         (1, 4, [1]),
     ],
 )
-def test_nobody_is_left_over(answers, size, chunks):
+def test_every_answer_takes_part_in_a_matchup(answers, size, chunks):
     assert [len(chunk) for chunk in chunks_of(answers, size)] == chunks
 
 
 @given(st.integers(2, 60), st.integers(2, 9), PATTERNS)
-def test_every_answer_meets_all_of_its_chunk_and_nobody_else(answers, size, pattern):
+def test_answers_meet_exactly_the_others_of_their_chunk(answers, size, pattern):
     chunks = chunks_of(answers, size)
     assert [answer for chunk in chunks for answer in chunk] == list(range(answers))
     assert {len(chunk) for chunk in chunks} <= set(range(2, size + 2))
@@ -71,7 +71,7 @@ def test_every_answer_meets_all_of_its_chunk_and_nobody_else(answers, size, patt
 
 
 @given(st.integers(2, 40), st.integers(2, 9), PATTERNS)
-def test_a_judge_with_a_taste_for_a_side_favours_no_answer(answers, size, pattern):
+def test_a_position_biased_judge_favours_no_answer(answers, size, pattern):
     """At most by the one matchup that an odd number leaves."""
     results = [Result(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
     most = 0 if pattern is BOTH else 1
@@ -80,14 +80,14 @@ def test_a_judge_with_a_taste_for_a_side_favours_no_answer(answers, size, patter
 
 @pytest.mark.slow
 @given(st.integers(2, 12), PATTERNS, st.randoms())
-def test_what_one_wins_another_loses(answers, pattern, rng):
+def test_matchup_rewards_sum_to_zero(answers, pattern, rng):
     results = [Result(matchup, rng.uniform(-1, 1)) for matchup in matchups_of(answers, pattern)]
     found = standings(answers, results)
     assert sum(standing.balance for standing in found) == pytest.approx(0, abs=1e-9)
     assert all(-1 <= standing.win_minus_loss <= 1 for standing in found)
 
 
-def test_standings_by_hand():
+def test_standings_equal_a_hand_computation():
     results = [Result(Matchup(0, 1), 1.0), Result(Matchup(1, 0), -0.5), Result(Matchup(0, 2), 0.25)]
     assert standings(4, results) == [
         Standing(3, -1.75),
@@ -100,6 +100,6 @@ def test_standings_by_hand():
     )
 
 
-def test_chunks_of_one_are_refused():
+def test_chunks_of_one_are_rejected():
     with pytest.raises(UserError, match="matchup_group_size=1"):
         matchups_of(4, BOTH, 1)

@@ -89,7 +89,7 @@ def run(client, *arguments, **changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_learns_is_calibrated_and_can_be_used_again(
+def test_a_preference_model_is_trained_calibrated_and_loaded(
     client, models, many_pairs, tmp_path, kind
 ):
     path = run(client, models[0], many_pairs, kind, tmp_path / "run", **ENOUGH[kind])
@@ -119,7 +119,7 @@ def test_a_model_learns_is_calibrated_and_can_be_used_again(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_finished_run_is_left_alone_and_an_uncalibrated_one_is_calibrated(
+def test_a_finished_run_is_unchanged_and_an_uncalibrated_one_calibrated(
     client, models, many_pairs, tmp_path, kind, monkeypatch
 ):
     arguments = (models[0], many_pairs, kind, tmp_path / "run")
@@ -144,7 +144,7 @@ def test_a_finished_run_is_left_alone_and_an_uncalibrated_one_is_calibrated(
         Description.read(tmp_path / "run")
 
 
-def test_splits_share_no_prompt_and_the_chat_model_sees_both_places(models, many_pairs):
+def test_splits_share_no_prompt_and_chat_models_train_both_orders(models, many_pairs):
     splits = builder(models[0], many_pairs, "chat").splits()
     parts = [
         {prompt_of(labeled) for labeled in part}
@@ -160,7 +160,7 @@ def test_splits_share_no_prompt_and_the_chat_model_sees_both_places(models, many
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_ties_are_a_label_for_chat_and_nothing_for_bradley_terry(models, tmp_path, kind):
+def test_ties_are_a_chat_label_and_dropped_for_bradley_terry(models, tmp_path, kind):
     path = tmp_path / "ties.jsonl"
     tie = {
         "comparison": {"prompt_conversation": "?", "completion_A": "X", "completion_B": "O"},
@@ -174,7 +174,7 @@ def test_ties_are_a_label_for_chat_and_nothing_for_bradley_terry(models, tmp_pat
     assert len(train.rows) == (13 if kind == "chat" else 8)
 
 
-def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
+def test_overlong_test_pairs_are_reported(client, models, tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [
         {"prompt": str(n), "chosen": "X" * (300 if n % 2 else 1), "rejected": "O"}
@@ -190,7 +190,7 @@ def test_test_pairs_that_are_too_long_are_told(client, models, tmp_path):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_beyond_the_context_are_left_out_and_those_within_it_judged(tmp_path, kind):
+def test_overlong_pairs_are_dropped_and_others_judged(tmp_path, kind):
     tiny_model(tmp_path / "short", max_context=200)
     with ServiceClient(
         models={"short": str(tmp_path / "short")}, data_dir=tmp_path / "data"
@@ -218,9 +218,7 @@ def longest(form, length):
 
 
 @pytest.mark.parametrize(("data", "left_out"), [({"test_size": 0}, None), ({"max_length": 200}, 2)])
-def test_a_run_without_a_pair_to_test_on_ends_as_others(
-    client, models, tmp_path, capsys, data, left_out
-):
+def test_a_run_without_test_pairs_completes(client, models, tmp_path, capsys, data, left_out):
     for split, count, length in (("train", 20, 1), ("test", 2, 300)):
         rows = [
             {"prompt": f"{split} {n}", "chosen": "X" * length, "rejected": "O"}
@@ -242,17 +240,13 @@ def test_a_run_without_a_pair_to_test_on_ends_as_others(
         ({"data": {"calibration_size": 40}}, "calibration_size=40: of"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(
-    client, models, many_pairs, tmp_path, changes, message
-):
+def test_an_invalid_option_is_rejected(client, models, many_pairs, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         run(client, models[0], many_pairs, "chat", tmp_path / "run", **changes)
     assert not (tmp_path / "run").exists()
 
 
-def test_a_comparison_that_the_format_cannot_write_is_refused_with_its_number(
-    client, models, tmp_path
-):
+def test_an_unrenderable_comparison_is_rejected_with_its_number(client, models, tmp_path):
     path = tmp_path / "bad.jsonl"
     rows = [
         {"prompt": "a", "chosen": "b", "rejected": "c"},

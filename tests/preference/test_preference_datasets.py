@@ -43,7 +43,7 @@ def learned(datum, renderer):
     )
 
 
-def test_the_answers_are_learned_and_nothing_else(renderer):
+def test_only_the_answers_are_trained(renderer):
     talk = [says("user", "a"), says("assistant", "earlier"), says("user", "b")]
     [pair] = pairs_of(comparison_to_data(labeled(*talk), renderer))
     assert learned(pair.chosen, renderer) == "short<|im_end|>"
@@ -54,7 +54,7 @@ def test_the_answers_are_learned_and_nothing_else(renderer):
         comparison_to_data(labeled(*talk, label="Tie"), renderer)
 
 
-def test_a_pair_that_is_too_long_is_cut_and_counted_or_left_out_whole(renderer):
+def test_an_overlong_pair_is_truncated_or_dropped_and_counted(renderer):
     whole = comparison_to_data(labeled(says("user", "a")), renderer)
     lengths = [datum.model_input.length for datum in whole]
     cut = comparison_to_data(labeled(says("user", "a")), renderer, lengths[0])
@@ -69,7 +69,7 @@ def config(**changes):
     )
 
 
-def test_batches_of_pairs_from_files(renderer, pairs, tmp_path):
+def test_batches_of_pairs_are_read_from_files(renderer, pairs, tmp_path):
     rows = ComparisonBuilderFromRows(dataset=str(pairs), test_size=3)
     train, test = DPODatasetBuilderFromComparisons(
         common_config=config(), comparison_builder=rows
@@ -94,7 +94,7 @@ def test_batches_of_pairs_from_files(renderer, pairs, tmp_path):
     assert (len(train), test and len(test.get_batch(0))) == (3, 2)
 
 
-def test_what_cannot_be_learned_is_refused_before_anything_is(tmp_path, pairs):
+def test_untrainable_pairs_are_rejected_before_training(tmp_path, pairs):
     bad = tmp_path / "bad.jsonl"
     bad.write_text(
         json.dumps({"prompt": [says("robot", "x")], "chosen": "a", "rejected": "b"}) + "\n"
@@ -112,7 +112,7 @@ def test_what_cannot_be_learned_is_refused_before_anything_is(tmp_path, pairs):
         )()
 
 
-def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+def test_held_out_rows_keep_their_numbers(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [*[{"prompt": "a", "chosen": "b", "rejected": "c"}] * 9, {"prompt": "a"}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

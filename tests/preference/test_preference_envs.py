@@ -85,7 +85,7 @@ def play(model, builder, texts, *, strategy=None, **options) -> Any:
 
 
 @pytest.mark.parametrize("pattern", TournamentPattern)
-def test_rewards_by_hand(models, pattern):
+def test_preference_rewards_equal_a_hand_computation(models, pattern):
     """Lengths 1 to 4: each answer beats the shorter ones. The third was cut off."""
     played = play(
         models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"]
@@ -101,7 +101,7 @@ def test_rewards_by_hand(models, pattern):
     ]
 
 
-def test_ties_are_worth_nothing_and_chunks_do_not_meet(models):
+def test_ties_give_no_reward_and_chunks_do_not_meet(models):
     played = play(
         models[0], group(models[0], size=6, matchup_group_size=3), ["a", "b", "c", "a", "ab", "ab"]
     )
@@ -122,7 +122,7 @@ def test_the_judge_sees_prompt_and_text(models):
     assert seen[1] == seen[0].swap()
 
 
-def test_matchups_are_judged_at_once(models):
+def test_matchups_are_judged_concurrently(models):
     waiting, most = 0, 0
 
     async def slow(comparison):
@@ -137,7 +137,7 @@ def test_matchups_are_judged_at_once(models):
     assert most == 12
 
 
-def test_an_error_of_the_judge_ends_the_group(models):
+def test_a_judge_error_fails_the_group(models):
     with pytest.raises(ConnectionError, match="the judge is away") as caught:
         play(models[0], group(models[0], Moody(1)), list("abcd"), strategy=FailFast())
     assert (
@@ -145,13 +145,13 @@ def test_an_error_of_the_judge_ends_the_group(models):
     )
 
 
-def test_an_error_of_the_judge_is_made_good_by_asking_again(models):
+def test_a_judge_error_is_retried(models):
     played = play(models[0], group(models[0], Moody(2), 2), ["a", "ab"], strategy=RetryOnFailure())
     assert played.get_total_rewards() == [-1, 1]
     assert {error.error_message for error in played.rollout_errors} == {"the judge is away"}
 
 
-def test_a_group_whose_judge_stays_away_is_dropped(models):
+def test_a_group_with_a_failing_judge_is_dropped(models):
     strategy = MinViableGroup(max_retries=1)
     assert play(models[0], group(models[0], Moody(99)), list("abcd"), strategy=strategy) is None
 
@@ -160,7 +160,7 @@ def test_a_group_whose_judge_stays_away_is_dropped(models):
     ("given", "error"),
     [(2, UserError), (float("nan"), NonFiniteError), ("A", UserError), (None, UserError)],
 )
-def test_what_is_no_preference_is_refused_by_the_name_of_the_judge(models, given, error):
+def test_an_invalid_preference_is_rejected_naming_the_judge(models, given, error):
     async def odd(comparison):
         return given
 
@@ -168,7 +168,7 @@ def test_what_is_no_preference_is_refused_by_the_name_of_the_judge(models, given
         play(models[0], group(models[0], odd), list("abcd"), strategy=RetryOnFailure())
 
 
-def test_a_group_that_lost_members_is_judged_as_it_is(models):
+def test_an_incomplete_group_is_judged(models):
     strategy = MinViableGroup(min_successful=1, max_retries=0)
     three = play(models[0], group(models[0]), ["a", "!", "ab", "abc"], strategy=strategy)
     assert three.get_total_rewards() == [-1, 0, 1]
@@ -179,7 +179,7 @@ def test_a_group_that_lost_members_is_judged_as_it_is(models):
     )
 
 
-def test_a_limit_bounds_the_whole_reward(models):
+def test_a_limit_clamps_the_total_reward(models):
     policy = TerminationRewardPolicy(zero_reward_on_limit=True)
     played = play(models[0], group(models[0], size=2), ["abc...", "a"], termination=policy)
     assert played.get_total_rewards() == [0, -1], "longest, but cut off: 1 - 1"
@@ -196,7 +196,7 @@ def test_matchups_are_in_the_report(models):
 @pytest.mark.parametrize(
     ("options", "name"), [({"size": 1}, "num_envs=1"), ({"matchup_group_size": 1}, "group_size=1")]
 )
-def test_a_group_of_one_is_refused(models, options, name):
+def test_a_group_of_one_is_rejected(models, options, name):
     with pytest.raises(UserError, match=name):
         group(models[0], **options)
 
@@ -223,7 +223,7 @@ def built(models, pairs, **options) -> Any:
     return asyncio.run(PairwisePreferenceRLDatasetBuilder(**{**usual, **options})())
 
 
-def test_a_data_set_of_prompts(models, pairs):
+def test_a_dataset_of_prompts_is_built(models, pairs):
     train, test = built(models, pairs)
     assert test is None
     assert [len(train.get_batch(index)) for index in range(len(train))] == [4, 4, 4, 1]
@@ -237,7 +237,7 @@ def test_a_data_set_of_prompts(models, pairs):
     assert asked != [f"Say {n}." for n in range(13)]
 
 
-def test_long_prompts_are_left_out(models, pairs, caplog):
+def test_long_prompts_are_dropped(models, pairs, caplog):
     shortest = (
         model_renderer(models[0])
         .build_generation_prompt([{"role": "user", "content": "Say 1."}])
@@ -253,6 +253,6 @@ def test_long_prompts_are_left_out(models, pairs, caplog):
 @pytest.mark.parametrize(
     ("name", "value"), [("group_size", 1), ("matchup_group_size", 0), ("batch_size", 0)]
 )
-def test_an_option_that_cannot_be_right(models, pairs, name, value):
+def test_an_invalid_environment_option_is_rejected(models, pairs, name, value):
     with pytest.raises(UserError, match="at least"):
         built(models, pairs, **{name: value})

@@ -42,7 +42,7 @@ def test_a_row_has_a_prompt(row):
     assert read_prompt(row, "here") == ASKED
 
 
-def test_only_the_last_answer_is_left_out():
+def test_only_the_last_answer_is_removed():
     assert read_prompt({"messages": [*ASKED, *SAID, *ASKED, *SAID]}, "here") == [
         *ASKED,
         *SAID,
@@ -53,12 +53,12 @@ def test_only_the_last_answer_is_left_out():
 @pytest.mark.parametrize(
     "row", [{"messages": SAID}, {"text": "Hello?"}, {"prompt": []}, {"prompt": 3}]
 )
-def test_a_row_without_one_is_refused_by_its_place(row):
+def test_a_row_without_a_prompt_is_rejected_with_its_location(row):
     with pytest.raises(UserError, match="^row 7"):
         read_prompt(row, "row 7")
 
 
-def test_prompts_of_a_file(tmp_path):
+def test_prompts_are_read_from_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text("".join(json.dumps({"prompt": f"Say {n}."}) + "\n" for n in range(10)))
     prompts = PromptsFromRows(dataset=str(path), test_size=3)()
@@ -68,7 +68,7 @@ def test_prompts_of_a_file(tmp_path):
     }
 
 
-def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+def test_held_out_rows_keep_their_numbers(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text(
         "".join(json.dumps(row) + "\n" for row in [*[{"prompt": "a"}] * 9, {"text": "a"}])
@@ -77,7 +77,7 @@ def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
         PromptsFromRows(dataset=str(path), test_size=4)()
 
 
-def test_a_prompt_of_several_comparisons_comes_once(tmp_path):
+def test_a_prompt_of_several_comparisons_is_used_once(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n % 3}.", "chosen": "a", "rejected": "b"} for n in range(9)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -90,7 +90,7 @@ def test_a_prompt_of_several_comparisons_comes_once(tmp_path):
     )
 
 
-def test_what_the_format_cannot_express_is_refused_before_anything_is_sampled(renderer):
+def test_unrenderable_prompts_are_rejected_before_sampling(renderer):
     odd = [{"role": "wizard", "content": "Abracadabra"}]
     with pytest.raises(UserError, match="test prompt 2"):
         checked_prompts([ASKED, odd], renderer, "test", None)

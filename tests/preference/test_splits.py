@@ -15,7 +15,7 @@ def pair(prompt: str, number: int, label: Label = "A") -> LabeledComparison:
 TRAIN = [pair(f"question {n % 10}", n, "Tie" if n % 10 == 9 else "A") for n in range(40)]
 
 
-def test_splits_share_no_prompt_and_lose_nothing_uncounted():
+def test_splits_share_no_prompt_and_count_dropped_rows():
     test = [pair("question 3", 100), pair("new", 101)]
     splits = split_by_prompt(TRAIN, test, 2, seed=0)
     train, calibration = (
@@ -30,10 +30,10 @@ def test_splits_share_no_prompt_and_lose_nothing_uncounted():
     assert any(split_by_prompt(TRAIN, test, 2, seed=seed) != splits for seed in range(1, 5))
 
 
-def test_without_held_out_comparisons_all_is_for_training():
+def test_without_held_out_comparisons_all_rows_are_trained():
     assert split_by_prompt(TRAIN, [], 0, seed=0).train == TRAIN
 
 
-def test_nothing_left_to_train_on_is_an_error():
+def test_an_empty_training_split_is_rejected():
     with pytest.raises(UserError, match="calibration_size=40"):
         split_by_prompt([pair("one", n) for n in range(3)], [], 40, seed=0)

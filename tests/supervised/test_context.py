@@ -57,19 +57,21 @@ def length_of(config):
         (None, {}, [], None),
     ],
 )
-def test_the_length_is_at_most_what_each_model_holds(asked, contexts, readers, found, capsys):
+def test_max_length_is_limited_by_the_context_of_each_model(
+    asked, contexts, readers, found, capsys
+):
     held = asyncio.run(within_context(config(asked), Models(contexts), readers))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == found
     assert ("is lowered to" in capsys.readouterr().out) == (asked != found)
 
 
-def test_a_model_that_is_not_listed_is_known_once_it_is_loaded():
+def test_the_context_of_an_unlisted_model_is_known_after_loading():
     service = Models({"tiny": 100, "other": 60}, later=["tiny", "other"])
     held = asyncio.run(within_context(config(100), service, [("other", 1)]))  # pyright: ignore[reportArgumentType]
     assert length_of(held) == 59
 
 
-def test_a_builder_of_ones_own_is_left_alone():
+def test_a_custom_builder_is_not_changed():
     class Own(SupervisedDatasetBuilder):
         def __call__(self):
             raise NotImplementedError
@@ -78,7 +80,7 @@ def test_a_builder_of_ones_own_is_left_alone():
     assert asyncio.run(within_context(own, Models({"tiny": 100}))) is own  # pyright: ignore[reportArgumentType]
 
 
-def test_a_run_cuts_at_the_context_and_writes_it_down(service, chats, tmp_path):
+def test_a_run_truncates_at_the_context_and_logs_the_length(service, chats, tmp_path):
     service.context = 30
     asyncio.run(main(config(32768, tmp_path / "run", chats), service))
     written = json.loads((tmp_path / "run" / "config.json").read_text())

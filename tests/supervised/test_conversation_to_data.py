@@ -19,7 +19,7 @@ def length(renderer, messages):
     return conversation_to_datum(messages, renderer).model_input.length
 
 
-def test_what_fits_is_the_datum_of_the_renderer(renderer):
+def test_a_short_conversation_equals_the_renderer_datum(renderer):
     for reduction in ("mean", "none"):
         [datum] = batch = conversation_to_data(CHAT, renderer, reduction=reduction)
         assert digest(datum) == digest(conversation_to_datum(CHAT, renderer, reduction=reduction))
@@ -28,7 +28,7 @@ def test_what_fits_is_the_datum_of_the_renderer(renderer):
         assert total == pytest.approx(1.0 if reduction == "mean" else len("Good day to you.") + 1)
 
 
-def test_a_conversation_of_just_max_length_is_whole_and_a_longer_one_is_cut(renderer):
+def test_conversations_are_truncated_beyond_max_length(renderer):
     whole = length(renderer, CHAT)
     assert conversation_to_data(CHAT, renderer, whole).truncated == 0
     [datum] = batch = conversation_to_data(CHAT, renderer, whole - 3)
@@ -39,14 +39,14 @@ def test_a_conversation_of_just_max_length_is_whole_and_a_longer_one_is_cut(rend
     )
 
 
-def test_a_conversation_that_is_too_long_to_reach_its_answer_is_left_out(renderer):
+def test_a_conversation_truncated_before_its_answer_is_dropped(renderer):
     answer = length(renderer, CHAT) - len("Good day to you.") - 1
     batch = conversation_to_data(CHAT, renderer, answer)
     assert (len(batch), batch.truncated, batch.left_out) == (0, 0, 1)
     assert len(conversation_to_data(CHAT, renderer, answer + 1)) == 1
 
 
-def test_each_answer_is_trained_after_the_prompt_that_it_is_sampled_from(tokenizer):
+def test_each_answer_follows_the_prompt_it_would_be_sampled_from(tokenizer):
     renderer = get_renderer("qwen3", tokenizer)
     first, second = conversation_to_data(THINKING, renderer)
     assert "one" in tokenizer.decode(first.loss_fn_inputs["target_tokens"].tolist())
@@ -74,7 +74,7 @@ def test_each_answer_is_trained_after_the_prompt_that_it_is_sampled_from(tokeniz
         [],
     ],
 )
-def test_checking_refuses_what_rendering_refuses(tokenizer, name, messages):
+def test_checking_rejects_what_rendering_rejects(tokenizer, name, messages):
     renderer = get_renderer(name, tokenizer)
     for what in TrainOnWhat:
         outcomes = []

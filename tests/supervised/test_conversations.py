@@ -29,7 +29,7 @@ CHAT = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": 
         {"prompt": CHAT[:1], "completion": CHAT[1:]},
     ],
 )
-def test_each_form_gives_the_messages(row):
+def test_each_row_format_gives_the_messages(row):
     assert conversation_of(row, "here") == CHAT
 
 
@@ -58,6 +58,6 @@ def test_a_message_of_tool_calls_alone_keeps_its_empty_content():
         ({"prompt": 5, "completion": "x"}, '"prompt": give a text, or a list'),
     ],
 )
-def test_what_has_no_known_form_is_refused_with_its_place(row, message):
+def test_an_unknown_row_format_is_rejected_with_its_location(row, message):
     with pytest.raises(UserError, match=message):
         conversation_of(row, "row 3")

@@ -29,7 +29,7 @@ def scored(targets, weights, logprobs):
     return [datum], output
 
 
-def test_weights_count_for_nats_and_text_for_bits(tokenizer):
+def test_nll_in_nats_uses_weights_and_bits_use_text_length(tokenizer):
     text = list("né".encode())
     targets = [65, *text, END, 66, 67]
     weights = [0.0, 0.5, 0.25, 0.25, 1.0, 0.0, 2.0]
@@ -39,7 +39,7 @@ def test_weights_count_for_nats_and_text_for_bits(tokenizer):
     assert found["bpb"] == pytest.approx((1 + 2 + 3 + 5) / (math.log(2) * 4))
 
 
-def test_what_was_not_there_is_not_reported(tokenizer):
+def test_metrics_without_data_are_not_reported(tokenizer):
     assert Tally(tokenizer).metrics("nll", "bpb") == {}
     assert Tally(tokenizer).add(*scored([END], [1.0], [-2.0])).metrics("nll", "bpb") == {"nll": 2.0}
 
@@ -51,7 +51,7 @@ def test_soft_targets_have_nats_and_no_text(tokenizer):
     assert Tally(tokenizer).add(data, output).metrics("nll", "bpb") == {"nll": pytest.approx(2.0)}
 
 
-def test_held_out_data_in_several_calls_are_measured_as_in_one(tmp_path, renderer, monkeypatch):
+def test_nll_does_not_depend_on_the_number_of_calls(tmp_path, renderer, monkeypatch):
     data = [
         conversation_to_datum(
             [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b" * n}],

@@ -33,7 +33,7 @@ def config(**changes):
     )
 
 
-def test_each_epoch_has_each_row_at_most_once_in_its_own_order():
+def test_each_epoch_shuffles_and_has_each_row_at_most_once():
     dataset = of(ROWS, 3, shuffle_seed=0)
     first = numbers(dataset)
     assert [len(batch) for batch in first] == [3, 3, 3]
@@ -46,7 +46,7 @@ def test_each_epoch_has_each_row_at_most_once_in_its_own_order():
     assert numbers(of(ROWS, 3, shuffle_seed=1)) != first
 
 
-def test_the_order_is_that_of_published_runs():
+def test_the_order_equals_that_of_published_runs():
     published = hub.Dataset.from_list(ROWS).shuffle(seed=0)
     dataset = of(ROWS, 10, shuffle_seed=0)
     for epoch in (0, 1, 2):
@@ -54,7 +54,7 @@ def test_the_order_is_that_of_published_runs():
         assert numbers(dataset) == [published.shuffle(seed=epoch)["n"]]
 
 
-def test_without_a_seed_rows_come_as_they_are_and_nothing_is_dropped_where_that_is_asked():
+def test_without_a_seed_rows_keep_their_order():
     dataset = of(ROWS, 4, drop_last=False)
     dataset.set_epoch(3)
     assert numbers(dataset) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -62,7 +62,7 @@ def test_without_a_seed_rows_come_as_they_are_and_nothing_is_dropped_where_that_
         dataset.get_batch(3)
 
 
-def test_a_batch_that_no_epoch_can_fill_is_refused():
+def test_a_batch_larger_than_an_epoch_is_rejected():
     with pytest.raises(UserError, match="batch_size=11: there are 10 rows"):
         of(ROWS, 11)
     with pytest.raises(UserError, match="batch_size=0"):
@@ -74,7 +74,7 @@ def write(path, rows):
     return str(path)
 
 
-def test_test_rows_are_the_test_split_or_held_out(tmp_path):
+def test_evaluation_rows_are_the_test_split_or_held_out(tmp_path):
     file = write(tmp_path / "all.jsonl", ROWS)
     held = row_splits(file, 3, 0)
     assert (len(held.train), len(held.test)) == (7, 3)
@@ -93,7 +93,7 @@ def test_test_rows_are_the_test_split_or_held_out(tmp_path):
             row_splits(file, size, 0)
 
 
-def test_a_hub_without_a_test_split_is_not_asked_for_one(monkeypatch):
+def test_a_missing_test_split_is_not_requested(monkeypatch):
     tables = {"train": hub.Dataset.from_list(ROWS), "test": hub.Dataset.from_list(ROWS[:4])}
     monkeypatch.setattr(hub, "load_dataset", lambda name, config, split: tables[split])
     monkeypatch.setattr(hub, "get_dataset_split_names", lambda name, config: list(tables))
@@ -106,7 +106,7 @@ def test_a_hub_without_a_test_split_is_not_asked_for_one(monkeypatch):
         row_splits("some/chats", 2, 0)
 
 
-def test_a_file_of_conversations(chats, tokenizer):
+def test_a_file_of_conversations_is_read(chats, tokenizer):
     train, test = FromConversationFileBuilder(
         common_config=config(), file_path=str(chats), test_size=3
     )()
@@ -137,7 +137,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_row_that_cannot_be_trained_on_is_named_before_any_is(name, tmp_path):
+def test_an_untrainable_row_is_named_before_training(name, tmp_path):
     row, message = BAD[name]
     good = {"messages": [{"role": "assistant", "content": "x"}]}
     path = write(tmp_path / "chats.jsonl", [good, row, good, good, good])
@@ -145,7 +145,7 @@ def test_a_row_that_cannot_be_trained_on_is_named_before_any_is(name, tmp_path):
         FromRowsBuilder(common_config=config(), dataset=path)()
 
 
-def test_where_rows_are_held_out_each_keeps_its_number(tmp_path):
+def test_held_out_rows_keep_their_numbers(tmp_path):
     good = {"messages": [{"role": "assistant", "content": "x"}]}
     path = write(tmp_path / "chats.jsonl", [*[good] * 9, {"text": "x"}])
     with pytest.raises(UserError, match="(train|test) row 10: the row has"):

@@ -64,7 +64,7 @@ def final_tensors(data_dir: Path, path: Path):
 
 
 @pytest.mark.slow
-def test_the_loss_falls_and_a_resumed_run_has_the_same_bits(model, chats, tmp_path, monkeypatch):
+def test_the_loss_falls_and_a_resumed_run_is_bitwise_equal(model, chats, tmp_path, monkeypatch):
     with ServiceClient(data_dir=tmp_path / "data") as client:
         train(client, model, chats, tmp_path / "whole")
         rows = read_rows(tmp_path / "whole" / "metrics.jsonl")

@@ -139,7 +139,7 @@ def test_each_epoch_shows_each_conversation_once(service, chats, tmp_path):
     assert texts[:13] != texts[13:]
 
 
-def test_any_number_of_steps_ahead_is_the_same_training(tokenizer, chats, tmp_path):
+def test_the_number_of_pending_steps_does_not_change_training(tokenizer, chats, tmp_path):
     found = set()
     for ahead in (0, 1, 4):
         service = LedgerService(tokenizer)
@@ -148,7 +148,7 @@ def test_any_number_of_steps_ahead_is_the_same_training(tokenizer, chats, tmp_pa
     assert len(found) == 1
 
 
-def test_the_optimizer_is_told_all_its_options(service, chats, tmp_path):
+def test_the_optimizer_receives_all_its_options(service, chats, tmp_path):
     options = {
         "adam_beta1": 0.8,
         "adam_beta2": 0.9,
@@ -162,9 +162,7 @@ def test_the_optimizer_is_told_all_its_options(service, chats, tmp_path):
     assert (update.weight_decay, update.grad_clip_norm) == (0.1, 2.0)
 
 
-def test_the_next_step_is_on_its_way_before_the_results_are_there(
-    service, chats, tmp_path, monkeypatch
-):
+def test_the_next_step_is_submitted_before_results_arrive(service, chats, tmp_path, monkeypatch):
     order = []
     log = RunDirectory.log
     monkeypatch.setattr(
@@ -202,7 +200,9 @@ def killing(service, monkeypatch):
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name in ALIKE else ()) for name in VARIANTS],
 )
-def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, chats, tmp_path, name, monkeypatch):
+def test_a_run_killed_at_any_operation_resumes_to_the_same_result(
+    tokenizer, chats, tmp_path, name, monkeypatch
+):
     whole = LedgerService(tokenizer)
     with monkeypatch.context() as patch:
         killing(whole, patch)
@@ -229,14 +229,14 @@ def test_a_run_killed_anywhere_ends_as_if_it_was_not(tokenizer, chats, tmp_path,
         assert records[-1] == read_rows(tmp_path / "whole" / "checkpoints.jsonl")[-1]
 
 
-def test_what_is_saved_has_seen_the_batches_before_it_and_no_other(tokenizer, chats, tmp_path):
+def test_a_checkpoint_has_seen_exactly_the_batches_before_it(tokenizer, chats, tmp_path):
     service = LedgerService(tokenizer)
     train(service, chats, tmp_path, submit_ahead=4, save_every=1)
     for record in read_rows(tmp_path / "checkpoints.jsonl"):
         assert service.states[record["state_path"]].steps == record["batch"]
 
 
-def test_tests_measure_the_weights_before_their_step(service, chats, tmp_path):
+def test_evaluations_measure_the_weights_before_their_step(service, chats, tmp_path):
     train(
         service,
         chats,
@@ -259,7 +259,7 @@ class Unknown(SamplingClientEvaluator):
         return {"sampled/steps": float("nan")}
 
 
-def test_a_metric_that_is_not_finite_is_left_out_and_said(service, chats, tmp_path, capsys):
+def test_a_non_finite_metric_is_omitted_with_a_warning(service, chats, tmp_path, capsys):
     train(service, chats, tmp_path, evaluator_builders=[Unknown])
     rows = read_rows(tmp_path / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(STEPS + 1))
@@ -288,12 +288,12 @@ class Cancelled(SamplingClientEvaluator):
         ([Cancelled], RuntimeError, "although this task was not"),
     ],
 )
-def test_what_an_evaluator_may_not_do_is_told(service, chats, tmp_path, evaluators, error, message):
+def test_invalid_evaluators_are_rejected(service, chats, tmp_path, evaluators, error, message):
     with pytest.raises(error, match=message):
         train(service, chats, tmp_path, evaluator_builders=evaluators)
 
 
-def test_infrequent_evaluators_have_a_rhythm_of_their_own(service, chats, tmp_path):
+def test_infrequent_evaluators_have_their_own_schedule(service, chats, tmp_path):
     train(
         service,
         chats,
@@ -316,7 +316,7 @@ def test_rolling_states_are_deleted_when_a_newer_state_is_safe(service, chats, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["plain", "tests", "far ahead"])
-def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkeypatch):
+def test_control_c_saves_the_finished_steps(tokenizer, chats, tmp_path, name, monkeypatch):
     whole = LedgerService(tokenizer)
     train(whole, chats, tmp_path / "whole", **VARIANTS[name])
     for stop_at in range(1, len(whole.operations), 4):
@@ -347,7 +347,7 @@ def test_control_c_saves_where_it_stops(tokenizer, chats, tmp_path, name, monkey
         (RunDirectory, "log_spans", 3, []),
     ],
 )
-def test_an_error_saves_the_steps_before_it(
+def test_an_error_saves_the_earlier_steps(
     tokenizer, chats, tmp_path, broken, method, at, saved, ahead, monkeypatch
 ):
     whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
@@ -376,7 +376,7 @@ def test_an_error_saves_the_steps_before_it(
     ("ahead", "failing", "saved"),
     [(0, "gradient", [3]), (1, "gradient", [3]), (1, "update", [3]), (3, "update", [])],
 )
-def test_a_step_that_fails_saves_those_before_it(
+def test_a_failed_step_saves_the_earlier_steps(
     tokenizer, chats, tmp_path, ahead, failing, saved, monkeypatch
 ):
     """Not where a later one was submitted behind it, which may be applied."""
@@ -427,9 +427,7 @@ def test_the_learning_rate_follows_its_schedule(tokenizer, chats, tmp_path):
         ] == pytest.approx(rates)
 
 
-def test_a_finished_run_goes_on_where_the_rate_does_not_depend_on_its_end(
-    tokenizer, chats, tmp_path
-):
+def test_a_finished_run_continues_if_its_learning_rate_allows(tokenizer, chats, tmp_path):
     options = {"lr_schedule": "constant", "test_size": 1}
     train(whole := LedgerService(tokenizer), chats, tmp_path / "whole", **options)
     service = LedgerService(tokenizer)
@@ -445,7 +443,7 @@ def test_a_finished_run_goes_on_where_the_rate_does_not_depend_on_its_end(
         train(LedgerService(tokenizer), chats, tmp_path / "linear", max_steps=4)
 
 
-def test_starting_from_other_weights(service, chats, tmp_path):
+def test_a_run_can_start_from_the_weights_of_another_run(service, chats, tmp_path):
     train(service, chats, tmp_path / "first")
     train(service, chats, tmp_path / "second", load_checkpoint_path=str(tmp_path / "first"))
     assert service.weights.steps == STEPS, "with a new optimizer"
@@ -482,14 +480,14 @@ def data_of(chats):
     return [train_set.get_batch(index)[0] for index in range(3)]
 
 
-def test_a_data_set_of_ones_own(service, chats, tmp_path):
+def test_a_custom_dataset_can_be_trained_on(service, chats, tmp_path):
     dataset = Numbered(data_of(chats))
     train(service, chats, tmp_path, dataset_builder=Given(dataset))
     assert dataset.epochs == [0, 1]
     assert service.weights.steps == 6
 
 
-def test_a_data_set_that_has_grown_is_not_the_one_of_the_run(service, chats, tmp_path):
+def test_a_dataset_of_another_size_is_rejected_on_resume(service, chats, tmp_path):
     growing = tmp_path / "growing.jsonl"
     growing.write_text(chats.read_text())
     train(service, growing, tmp_path / "run", lr_schedule="constant", max_steps=2)
@@ -501,7 +499,7 @@ def test_a_data_set_that_has_grown_is_not_the_one_of_the_run(service, chats, tmp
     assert len(rows_of(tmp_path / "run")) == 2
 
 
-def test_a_batch_with_nothing_to_learn_changes_nothing(service, chats, tmp_path):
+def test_a_batch_without_trainable_tokens_takes_no_step(service, chats, tmp_path):
     train(service, chats, tmp_path, dataset_builder=Given(Numbered(data_of(chats), empty=[1])))
     assert service.weights.steps == 4
     rows = rows_of(tmp_path)
@@ -509,13 +507,13 @@ def test_a_batch_with_nothing_to_learn_changes_nothing(service, chats, tmp_path)
     assert "train_mean_nll" not in rows[1]
 
 
-def test_a_length_that_nothing_fits_into_is_refused(service, chats, tmp_path):
+def test_a_max_length_that_nothing_fits_is_rejected(service, chats, tmp_path):
     with pytest.raises(UserError, match="max_length"):
         train(service, chats, tmp_path, common={"max_length": 5})
     assert "optim_step" not in service.operations
 
 
-def test_a_test_set_of_which_nothing_is_left_is_refused(service, chats, tmp_path):
+def test_an_empty_test_set_is_rejected(service, chats, tmp_path):
     given = Given(Numbered(data_of(chats)), test=Numbered([None], empty=[0]))
     with pytest.raises(UserError, match="the test set has nothing to measure.*max_length"):
         train(service, chats, tmp_path, dataset_builder=given)
@@ -541,14 +539,14 @@ BOUNDLESS = dict.fromkeys(("learning_rate", "adam_eps", "weight_decay", "grad_cl
 
 
 @pytest.mark.parametrize(("name", "value"), [*BAD.items(), *BOUNDLESS.items()])
-def test_an_option_that_cannot_be_right_is_refused_by_name(service, chats, tmp_path, name, value):
+def test_an_invalid_option_is_rejected_by_name(service, chats, tmp_path, name, value):
     with pytest.raises(UserError, match=name):
         train(service, chats, tmp_path / "run", **{name: value})
     assert not (tmp_path / "run").exists()
     assert service.operations == []
 
 
-def test_a_data_set_without_batches_is_refused(service, chats, tmp_path):
+def test_a_dataset_without_batches_is_rejected(service, chats, tmp_path):
     with pytest.raises(UserError, match="no batches"):
         train(service, chats, tmp_path / "run", dataset_builder=Given(Numbered([])))
     assert not (tmp_path / "run").exists()

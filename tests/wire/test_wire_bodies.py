@@ -24,20 +24,20 @@ PACKERS = {"zstd": zstandard.compress, "gzip": gzip.compress, "identity": bytes}
     ("encoding", "pack"), [*PACKERS.items(), ("ZSTD", zstd_without_size), ("", bytes)]
 )
 @pytest.mark.parametrize("size", [0, 1, 1000, LIMIT])
-def test_a_body_is_opened_up_to_the_limit(encoding, pack, size):
+def test_a_body_is_decompressed_up_to_the_limit(encoding, pack, size):
     data = bytes(range(256)) * (size // 256) + bytes(size % 256)
     assert open_body(pack(data), encoding, LIMIT) == data
 
 
 @pytest.mark.parametrize(("encoding", "pack"), [*PACKERS.items(), ("zstd", zstd_without_size)])
-def test_one_byte_too_many_is_too_large(encoding, pack):
+def test_one_byte_above_the_limit_is_too_large(encoding, pack):
     with pytest.raises(BodyTooLargeError, match="larger than"):
         open_body(pack(bytes(LIMIT + 1)), encoding, LIMIT)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pack", [zstandard.compress, zstd_without_size])
-def test_a_bomb_is_refused_without_being_opened(pack):
+def test_a_decompression_bomb_is_rejected_before_decompression(pack):
     packed = pack(bytes(1 << 28))
     assert len(packed) < 1 << 15
     with pytest.raises(BodyTooLargeError):
@@ -45,14 +45,14 @@ def test_a_bomb_is_refused_without_being_opened(pack):
 
 
 @pytest.mark.parametrize("pack", [zstandard.compress, zstd_without_size])
-def test_a_zstd_body_that_is_cut_or_continued_is_refused(pack):
+def test_a_truncated_or_extended_zstd_body_is_rejected(pack):
     packed = pack(b"some text " * 200)
     for broken in (packed[:-3], packed + b"x", packed + packed, packed[:2], b""):
         with pytest.raises(UserError, match="zstd"):
             open_body(broken, "zstd", LIMIT)
 
 
-def test_a_gzip_body_that_is_cut_or_continued_is_refused():
+def test_a_truncated_or_extended_gzip_body_is_rejected():
     packed = gzip.compress(b"some text " * 200)
     for broken in (packed[:-3], packed + b"x", packed + packed, b""):
         with pytest.raises(UserError, match="gzip"):
@@ -65,6 +65,6 @@ def test_an_unknown_encoding_is_named():
 
 
 @given(st.binary(max_size=200), st.sampled_from(["zstd", "gzip", "identity"]))
-def test_any_bytes_are_opened_or_refused(data, encoding):
+def test_any_bytes_are_decompressed_or_rejected(data, encoding):
     with contextlib.suppress(UserError):
         assert isinstance(open_body(data, encoding, LIMIT), bytes)

@@ -39,7 +39,7 @@ def test_a_message_has_the_fields_of_the_sdk(name: str):
     assert fields(ours, name) == fields(getattr(theirs, RENAMED.get(name, name)).DESCRIPTOR, name)
 
 
-def test_numbers_of_enums():
+def test_enum_numbers_equal_those_of_the_sdk():
     assert (messages.STOP, messages.LENGTH) == (theirs.STOP_REASON_STOP, theirs.STOP_REASON_LENGTH)
     ours = (messages.FLOAT32, messages.INT64, messages.INT32, messages.BFLOAT16)
     assert ours == (

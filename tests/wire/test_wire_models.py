@@ -52,7 +52,7 @@ LORAS = st.builds(
 
 
 @given(LORAS, METADATA)
-def test_create_model(lora, metadata):
+def test_create_model_round_trip(lora, metadata):
     theirs = CreateModelRequest(
         session_id="s-1",
         model_seq_id=4,
@@ -69,7 +69,7 @@ def test_create_model(lora, metadata):
     )
 
 
-def test_dimuon_is_refused_with_the_remedy():
+def test_dimuon_is_rejected_with_a_remedy():
     theirs = CreateModelRequest(
         session_id="s", model_seq_id=0, base_model="b", optimizer_config=DimuonOptimizerConfig()
     )
@@ -77,7 +77,7 @@ def test_dimuon_is_refused_with_the_remedy():
         models.create_model_from_json(dumped(theirs))
 
 
-def test_a_lora_that_cannot_be_is_refused():
+def test_an_invalid_lora_config_is_rejected():
     body = models.create_model_to_json(CreateModel("s-1:train:4", "b"), PLACE)
     for lora in (
         {"rank": 0},
@@ -88,7 +88,7 @@ def test_a_lora_that_cannot_be_is_refused():
             models.create_model_from_json(of({**body, "lora_config": lora}))
 
 
-def test_load_weights_into_a_model():
+def test_load_weights_round_trip():
     theirs = LoadWeightsRequest(model_id="s-1:train:0", seq_id=1, path=PATH, optimizer=True)
     operation = LoadWeights("s-1:train:0", PATH, True)
     assert models.load_weights_from_json(dumped(theirs)) == operation
@@ -96,7 +96,7 @@ def test_load_weights_into_a_model():
 
 
 @pytest.mark.parametrize("base_model", [None, "org/other"])
-def test_load_weights_into_a_new_model(base_model):
+def test_create_model_from_weights_round_trip(base_model):
     theirs = LoadWeightsRequest(
         session_id="s-1",
         model_seq_id=4,
@@ -113,7 +113,7 @@ def test_load_weights_into_a_new_model(base_model):
     )
 
 
-def test_an_access_token_is_refused_with_the_remedy():
+def test_an_access_token_is_rejected_with_a_remedy():
     theirs = LoadWeightsRequest(
         session_id="s", model_seq_id=0, path=PATH, optimizer=False, weights_access_token="t"
     )
@@ -122,7 +122,7 @@ def test_an_access_token_is_refused_with_the_remedy():
 
 
 @given(st.one_of(st.none(), st.integers(1, 10**8)), st.booleans(), METADATA)
-def test_save_weights(ttl, overwrite, metadata):
+def test_save_weights_round_trip(ttl, overwrite, metadata):
     theirs = SaveWeightsRequest(
         model_id="m",
         path="a",
@@ -144,7 +144,7 @@ def test_a_save_without_a_name_is_named_by_its_number():
 
 
 @given(st.one_of(st.none(), st.integers(1, 10**8)), METADATA)
-def test_save_weights_for_sampler(ttl, metadata):
+def test_save_weights_for_sampler_round_trip(ttl, metadata):
     theirs = SaveWeightsForSamplerRequest(
         model_id="m", path="a", seq_id=2, ttl_seconds=ttl, user_metadata=metadata
     )
@@ -157,7 +157,7 @@ def test_save_weights_for_sampler(ttl, metadata):
 
 
 @pytest.mark.parametrize("kind", ["snapshot", "inflight"])
-def test_an_ephemeral_sampler(kind):
+def test_publish_sampler_round_trip(kind):
     theirs = SaveWeightsForSamplerRequest(
         model_id="s-1:train:0", sampling_session_seq_id=4, kind=kind, seq_id=2
     )
@@ -170,7 +170,7 @@ def test_an_ephemeral_sampler(kind):
 
 
 @pytest.mark.parametrize(("base_model", "model_path"), [("b", None), (None, PATH), ("b", PATH)])
-def test_create_sampler(base_model, model_path):
+def test_create_sampler_round_trip(base_model, model_path):
     theirs = CreateSamplingSessionRequest(
         session_id="s-1", sampling_session_seq_id=4, base_model=base_model, model_path=model_path
     )

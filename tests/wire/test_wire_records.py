@@ -35,13 +35,13 @@ def of(body) -> Fields:
 
 
 @given(CHECKPOINTS)
-def test_checkpoint(checkpoint):
+def test_checkpoint_round_trip(checkpoint):
     body = records.checkpoint_to_json(checkpoint)
     assert vars(sdk.Checkpoint.model_validate(body)) == vars(checkpoint)
     assert records.checkpoint_from_json(of(body)) == checkpoint
 
 
-def test_weights_info():
+def test_weights_info_round_trip():
     checkpoint = Checkpoint("weights/a", "training", datetime.now(UTC), "tinker://m/weights/a")
     lora = LoraConfig(8, train_mlp=False)
     body = records.weights_info_to_json(CheckpointInfo("b", lora, checkpoint))
@@ -55,7 +55,7 @@ def test_weights_info():
     assert records.lora_from_weights_info(of(body)) == lora
 
 
-def test_capabilities():
+def test_capabilities_round_trip():
     ours = GetServerCapabilitiesResponse(
         [SupportedModel("a", 2048), SupportedModel("b", None, trainable=False)]
     )
@@ -68,7 +68,7 @@ def test_capabilities():
 
 
 @pytest.mark.parametrize("model_path", [None, "tinker://m/sampler_weights/a"])
-def test_sampler(model_path):
+def test_sampler_round_trip(model_path):
     info = SamplerInfo("s:sample:0", "b", model_path)
     body = records.sampler_info_to_json(info)
     assert vars(sdk.GetSamplerResponse.model_validate(body)) == vars(info)

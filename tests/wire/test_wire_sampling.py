@@ -198,7 +198,7 @@ def test_response_round_trip(response):
 
 
 @given(responses())
-def test_json_response_says_the_same(response):
+def test_the_json_response_equals_the_protobuf_response(response):
     body = orjson.loads(orjson.dumps(sample_response_to_json(response)))
     assert [(s["tokens"], s["logprobs"], s["stop_reason"]) for s in body["sequences"]] == [
         (s.tokens, s.logprobs, s.stop_reason) for s in response.sequences
@@ -223,7 +223,7 @@ def test_a_sparse_target_scores_only_listed_entries():
     assert read.operation.target_prompt_logprobs.tolist() == [[5, -1], [-1, -1], [-1, 7]]
 
 
-def test_a_sparse_target_is_not_filled_up_beyond_its_bound():
+def test_the_dense_size_of_a_sparse_target_is_limited():
     sparse = TensorData(np.zeros(0), "int64", [1, 1 << 23], [0, 0], [])
     request = SampleRequest(
         0,
@@ -239,7 +239,7 @@ def test_a_sparse_target_is_not_filled_up_beyond_its_bound():
         sample_request_from_json(Fields.of(orjson.dumps(sample_request_to_json(request))))
 
 
-def test_a_response_with_a_sequence_too_few_is_refused():
+def test_a_response_with_too_few_sequences_is_rejected():
     body = sample_response_to_message(SampleResponse([]))
     with pytest.raises(UserError, match="0 sequences"):
         sample_response_from_message(body, ["s:0"])
@@ -299,7 +299,7 @@ def test_a_number_of_samples_out_of_range_is_named(num_samples):
         {"type": "dmel", "dmel": ""},
     ],
 )
-def test_other_chunks_than_text_are_refused(chunk):
+def test_chunks_other_than_text_are_rejected(chunk):
     with pytest.raises(UnsupportedError, match=r"prompt.chunks\[0\].*encoded_text"):
         sample_request_from_json(Fields.of(orjson.dumps({**BODY, "prompt": {"chunks": [chunk]}})))
 
@@ -314,6 +314,6 @@ def test_stability_info_is_read_for_the_engine_to_decide_on():
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(body):
+def test_any_bytes_are_parsed_or_rejected(body):
     with contextlib.suppress(UserError):
         sample_response_from_message(body, [])

@@ -163,7 +163,7 @@ def test_optim_step_round_trip():
     assert training.optim_step_from_json(fields) == operation
 
 
-def test_dimuon_is_refused_with_the_remedy():
+def test_dimuon_is_rejected_with_a_remedy():
     request = OptimStepRequest(
         optim_params=sdk.DimuonParams(learning_rate=1e-3), model_id="m", seq_id=3
     )
@@ -256,7 +256,7 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
 @pytest.mark.parametrize(
     "data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000]
 )
-def test_a_body_of_nothing_but_empty_messages_is_refused_before_it_is_parsed(monkeypatch, data):
+def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data):
     """Datums, or chunks of one; as messages they take 30 times their bytes."""
     head = pb.ForwardBackwardRequest(
         model_id="m", seq_id=3, loss_fn="cross_entropy"
@@ -313,7 +313,7 @@ def test_a_wrong_tensor_is_named(tensor, problem):
 
 
 @pytest.mark.parametrize("kind", ["image", "dmel", None])
-def test_other_chunks_than_text_are_refused(kind):
+def test_chunks_other_than_text_are_rejected(kind):
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1)
     chunk = message.data.add().model_input.add()
     if kind == "image":
@@ -327,13 +327,13 @@ def test_other_chunks_than_text_are_refused(kind):
 
 
 @pytest.mark.parametrize(("model_id", "seq_id"), [("", 1), ("a/b", 1), ("m", 0), ("m", -1)])
-def test_a_place_without_model_or_number_is_refused(model_id, seq_id):
+def test_a_request_without_model_or_number_is_rejected(model_id, seq_id):
     body = pb.ForwardBackwardRequest(model_id=model_id, seq_id=seq_id).SerializeToString()
     with pytest.raises(UserError, match="model_id|seq_id"):
         training.place_from_message(training.parse_forward_backward(body))
 
 
-def test_spans_of_provenance_are_read_past():
+def test_provenance_spans_are_ignored():
     message = pb.ForwardBackwardRequest(model_id="m", seq_id=1, loss_fn="ppo")
     datum = message.data.add()
     datum.model_input.add().encoded_text.tokens = np.array([1, 2], np.int32).tobytes()
@@ -348,7 +348,7 @@ VALID = changed(dense=TWO, dtype=1, shape=[2])
 
 
 @given(st.integers(0, len(VALID) - 1), st.binary(max_size=3), st.integers(0, 3))
-def test_a_damaged_body_is_read_or_refused(position, inserted, cut):
+def test_a_damaged_body_is_parsed_or_rejected(position, inserted, cut):
     damaged = VALID[:position] + inserted + VALID[position + cut :]
     try:
         message = training.parse_forward_backward(damaged)
@@ -359,7 +359,7 @@ def test_a_damaged_body_is_read_or_refused(position, inserted, cut):
 
 
 @given(st.binary(max_size=60))
-def test_any_bytes_are_read_or_refused(body):
+def test_any_bytes_are_parsed_or_rejected(body):
     for read in (training.parse_forward_backward, training.output_from_message):
         with contextlib.suppress(UserError):
             read(body)
