@@ -7,8 +7,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.util
+import runpy
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -39,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
-        help="a recipe of planish (math_rl), or a module or .py file of yours that is made like one",
+        help="a recipe of planish (math_rl), or a module or .py file of yours that is made like one, or a script that trains",
     )
     parser.add_argument(
         "options", metavar="name=value", nargs="*", help="options of the recipe (RECIPE --help)"
@@ -58,23 +60,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> None:
     if arguments.number < 0:
         raise UserError(f"number={arguments.number}: give a whole number of at least 0")
-    module = _module(arguments.recipe)
-    presets, words = getattr(module, "PRESETS", {}), arguments.options
-    if hasattr(module, "with_sizes"):
-        presets, words = module.with_sizes(words)
-    options = training_run.read_options(module.Options, presets, words)
     console = Console(highlight=False)
+    module: ModuleType | None = None
 
     def play(config: Config) -> Path:
+        if module is None and arguments.options:
+            raise UserError(
+                f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its config"
+            )
         training_run.finished(_play(config, arguments, console))
-        return Path(config.log_path)
+        raise _Played
 
-    with rl_options.instead_of_training(play):
-        module.main(options)
+    with suppress(_Played), rl_options.instead_of_training(play):
+        module = _module(arguments.recipe)
+        presets, words = getattr(module, "PRESETS", {}), arguments.options
+        if hasattr(module, "with_sizes"):
+            presets, words = module.with_sizes(words)
+        module.main(training_run.read_options(module.Options, presets, words))
+
+
+class _Played(BaseException):
+    """Ends a script after the episode: there is no run for the rest of the script to look at."""
 
 
 def _module(recipe: str) -> ModuleType:
-    """The module of a recipe: one of planish's, a dotted name, or a file."""
+    """The module of a recipe: one of planish's, a dotted name, or a file. A script that trains is
+    played while it is loaded, and _Played is raised.
+    """
     path = Path(recipe)
     try:
         if path.suffix == ".py":
@@ -91,9 +103,12 @@ def _module(recipe: str) -> ModuleType:
         ) from error
     options = getattr(module, "Options", None)
     if not isinstance(options, type) or not issubclass(options, rl_options.RLOptions):
+        if path.suffix == ".py":
+            runpy.run_path(recipe, run_name="__main__")
         raise UserError(
             f"RECIPE {recipe} has no environments to play: it needs a class `Options` on top of "
-            "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in `rl_options.run`"
+            "planish.recipes.rl_options.RLOptions and a function `main(options)` that ends in `rl_options.run`, "
+            "or it is a script that calls planish.training.train_rl.main"
         )
     return module
 

@@ -25,7 +25,7 @@ import chz
 from planish import ServiceClient
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes.training_run import instead, run_main
+from planish.recipes.training_run import run_main
 from planish.rl.types import RLDatasetBuilder
 from planish.runlog.evaluators import Evaluator
 from planish.training import train_rl
@@ -43,6 +43,7 @@ from planish.training.run_options import (
     RollingCheckpointOptions,
     ScheduleOptions,
     StartOptions,
+    instead,
 )
 from planish.training.schedules import SCHEDULES
 

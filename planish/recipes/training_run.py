@@ -7,7 +7,6 @@ import logging
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +24,7 @@ from planish.client.local import used_together
 from planish.errors import PlanishError, UserError
 from planish.processes.interruption import Terminated, run_in_thread, sigterm_like_control_c
 from planish.runlog.model_renderer import learn_renderer
+from planish.training.run_options import instead
 
 C = TypeVar("C")
 T = TypeVar("T")
@@ -84,12 +84,6 @@ def engine_log_on_console() -> Iterator[None]:
         for logger, level in zip(loggers, levels, strict=True):
             logger.removeHandler(handler)
             logger.setLevel(level)
-
-
-instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)
-"""What is done with the config of an RL recipe in place of training; see
-`rl_options.instead_of_training`.
-"""
 
 
 def run_main(

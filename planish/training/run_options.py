@@ -7,7 +7,9 @@ first.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import chz
@@ -19,6 +21,11 @@ from planish.types import TTL_REMEDY, is_ttl
 
 Rules = dict[str, tuple[bool, str]]
 """Name of an option -> whether its value is right, and what to give otherwise."""
+
+instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)
+"""A function that is called with the config of an RL run in place of training, as `planish play`
+does. None trains.
+"""
 
 
 @chz.chz

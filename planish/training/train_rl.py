@@ -22,7 +22,7 @@ from planish.runlog.run_directory import checkpoint_of
 from planish.training.rl_config import Config, KLReferenceConfig, check
 from planish.training.rl_learner import RLLearner
 from planish.training.run_loop import RunLoop, run_training, with_service_client
-from planish.training.run_options import may_change
+from planish.training.run_options import instead, may_change
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
@@ -33,6 +33,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
     planish.processes.interruption.Terminated (exit status 143) is raised.
     """
     check(config)
+    if (other := instead.get()) is not None:
+        return await asyncio.to_thread(other, config)
     return await with_service_client(train, config, service_client)
 
 

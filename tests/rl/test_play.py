@@ -13,13 +13,14 @@ from planish.commands import play as command
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes import guess_number, training_run
+from planish.recipes import guess_number
 from planish.recipes.guess_number import Rules, guess_number_group
 from planish.renderers import get_renderer
 from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
 from planish.runlog import model_renderer
 from planish.testing import tiny_model
 from planish.tokenizer import load_tokenizer
+from planish.training.run_options import instead
 from planish.types import ModelInput
 
 
@@ -156,7 +157,46 @@ def test_a_recipe_file_can_be_run(mapped, monkeypatch, capsys, tmp_path):
     status, said = played(monkeypatch, capsys, "0\n1\n2\n3\n", str(path), "largest=3")
     assert status == 0
     assert "Guess mine, 0 to 3." in said.out
-    assert training_run.instead.get() is None
+    assert instead.get() is None
+
+
+SCRIPT = """
+import asyncio
+import json
+from pathlib import Path
+from planish.rl.environments.reward_env import RewardDatasetBuilder
+from planish.training.rl_config import Config
+from planish.training.train_rl import main
+
+def reward(answer, row):
+    return 0.25 * len(answer)
+
+if %s:
+    Path("questions.jsonl").write_text(json.dumps({"prompt": "Say hello."}))
+    questions = RewardDatasetBuilder(dataset="questions.jsonl", reward=reward, model_name=MODEL)
+    config = Config(
+        dataset_builder=questions, model_name=MODEL, learning_rate=1e-4, max_tokens=8, log_path="run"
+    )
+    raise SystemExit(f"trained in {asyncio.run(main(config))}")
+"""
+
+
+@pytest.mark.parametrize("condition", ["True", "__name__ == '__main__'"])
+def test_a_script_that_trains_is_played_in_place_of_training(
+    condition, mapped, monkeypatch, capsys, tmp_path
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("train_me.py").write_text(f"MODEL = {DEFAULT_MODEL!r}\n" + SCRIPT % condition)
+    status, said = played(monkeypatch, capsys, "hello\n", "train_me.py")
+    assert (status, said.err) == (0, "")
+    assert "Say hello." in said.out
+    assert "total reward 1.25" in said.out
+    assert not Path("run").exists()
+    assert instead.get() is None
+    status, said = played(monkeypatch, capsys, "hello\n", "train_me.py", "max_tokens=9")
+    assert status == 1
+    assert "max_tokens=9: train_me.py has no class `Options`; change its config" in said.err
 
 
 def test_terminal_control_characters_are_not_printed(model, monkeypatch, capsys):
