@@ -1,7 +1,9 @@
 """The kernel library is compiled once, atomically; without it, torch does the work."""
 
 import logging
+import os
 import shutil
+import tempfile
 
 import pytest
 import torch
@@ -75,6 +77,23 @@ def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, asked_anew)
     path.write_bytes(whole[:20])
     assert cpu.loaded() is not None
     assert path.read_bytes() == whole
+
+
+@pytest.mark.usefixtures("small_source")
+def test_a_cache_that_cannot_be_written_to_is_replaced_by_a_private_directory(
+    tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "file").write_text("a file, not a directory")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        path = build.library(tmp_path / "file" / "kernels", "AVX2")
+    assert path.parent == tmp_path / f"planish-{os.getuid()}"
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert len(caplog.records) == 1
+    assert "set PLANISH_HOME" in caplog.text
+    path.parent.chmod(0o755)
+    with pytest.raises(build.BuildError, match="others can change"):
+        build.library(tmp_path / "file" / "kernels", "AVX2")
 
 
 def test_planish_kernels_torch_disables_the_kernels(monkeypatch, asked_anew):

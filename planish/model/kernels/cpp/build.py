@@ -13,9 +13,12 @@ import logging
 import os
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
+
+_log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).parent / "src" / "kernels.cpp"
 # Instruction sets are named one by one, rather than by -march=native: a cache may be shared by
@@ -55,18 +58,47 @@ def library(cache: Path, instructions: str) -> Path:
     command = [*shlex.split(compiler), *FLAGS, *INSTRUCTIONS[instructions]]
     texts = [path.read_text() for path in (SOURCE, *sorted(SOURCE.parent.glob("*.h")))]
     digest = hashlib.sha256("\0".join([*command, *texts]).encode()).hexdigest()[:16]
-    path = cache / f"kernels-{digest}.so"
+    name = f"kernels-{digest}.so"
+    if (cache / name).exists():
+        return cache / name
+    path = _writable(cache) / name
     if not path.exists():
-        logging.getLogger(__name__).info(
-            "compiling the kernels for this machine's CPU, once, into %s", path.parent
-        )
+        _log.info("compiling the kernels for this machine's CPU, once, into %s", path.parent)
         _compile(command, path)
     return path
 
 
+def _writable(cache: Path) -> Path:
+    """Return `cache`; if it cannot be written to, a directory for temporary files that only this
+    user can read and write. BuildError if there is none.
+    """
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            return cache
+    except OSError as error:
+        refused = error
+    own = Path(tempfile.gettempdir()) / f"planish-{os.getuid()}"
+    try:
+        own.mkdir(mode=0o700, exist_ok=True)
+        found = own.lstat()
+    except OSError as error:
+        raise BuildError(f"{cache} and {own} cannot be written to ({refused}; {error})") from error
+    # Another user could have put a library of their own into a directory that is open to them.
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise BuildError(f"{cache} cannot be written to ({refused}), and others can change {own}")
+    _log.warning(
+        "%s cannot be written to (%s), so the kernels are compiled into %s; set PLANISH_HOME to a "
+        "directory that can be written to",
+        cache,
+        refused,
+        own,
+    )
+    return own
+
+
 def _compile(command: list[str], path: Path) -> None:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as directory:
             made = Path(directory) / path.name
             done = subprocess.run(
