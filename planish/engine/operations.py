@@ -95,7 +95,9 @@ class TrainingOperations:
         model, op = queued.model, queued.operation
         work = model.base.trainer.run(model.created(), queued.batch, op.forward_only)
         output = yield from work
-        queued.future.set_result(_naming_substitute(op.loss_fn, queued.batch.loss_fn, output))
+        queued.future.set_result(
+            _with_substitution_metric(op.loss_fn, queued.batch.loss_fn, output)
+        )
 
     def _forward_backward_later(self, queued: QueuedForwardBackwardLater) -> Work:
         """Run a forward_backward whose data is a future that is done by now.
@@ -111,7 +113,7 @@ class TrainingOperations:
         output = yield from queued.model.base.trainer.forward_backward(
             adapter, data, queued.loss_fn, op.loss_fn_config
         )
-        queued.future.set_result(_naming_substitute(op.loss_fn, queued.loss_fn, output))
+        queued.future.set_result(_with_substitution_metric(op.loss_fn, queued.loss_fn, output))
 
     def _optim_step(self, queued: QueuedOptimStep) -> Work:
         """Apply the accumulated gradient."""
@@ -173,7 +175,7 @@ class TrainingOperations:
             queued.future.set_result(respond(str(label.path)))
 
 
-def _naming_substitute(
+def _with_substitution_metric(
     requested: str, computed: str, output: ForwardBackwardOutput
 ) -> ForwardBackwardOutput:
     """Return `output`, with an added metric if the requested loss was substituted."""

@@ -735,7 +735,7 @@ def test_fail_ends_all_requests_and_the_sampler_still_works(decoder):
         (request([999]), "999"),
         (
             request([1] * 100, n=4096, max_tokens=400, topk_sample_logprobs=48),
-            "could have 612 MiB, and 512",
+            "could have 612 MiB, and the limit is 512",
         ),
         (request(tokens(2000), max_tokens=100), "2000.*48.*100"),
         (request(tokens(3000)), "3000.*2048"),

@@ -193,7 +193,7 @@ class Scheduler:
         active: list[Prompt] = []
         for request in sorted(self.waiting, key=lambda request: request.prompt is None):
             if request.prompt is None:
-                if self._shares_what_is_being_computed(request, cache):
+                if self._awaits_shared_prefix(request, cache):
                     continue
                 if not self._activate(request, active):
                     break
@@ -211,28 +211,25 @@ class Scheduler:
         `max_batch` adapters. Tokens sampled at prompt positions have a limit of their own
         (`_MAX_ALTERNATIVES`), so prompts with many of them do not delay the others.
         """
-        room, alternatives, adapters = self.max_prefill_tokens_per_step, _MAX_ALTERNATIVES, set()
+        tokens_left, alternatives_left = self.max_prefill_tokens_per_step, _MAX_ALTERNATIVES
+        adapters: set[LoraWeights | None] = set()
         batch = []
         for prompt in self.prompts:
             if prompt.weights not in adapters and len(adapters) == self.max_batch:
                 continue
-            left = prompt.length - prompt.computed
-            count = min(left, room)
+            remaining = prompt.length - prompt.computed
+            count = min(remaining, tokens_left)
             if prompt.num_alternatives:
-                count = min(
-                    count,
-                    max(
-                        alternatives // prompt.num_alternatives,
-                        CHUNK if alternatives == _MAX_ALTERNATIVES else 0,
-                    ),
-                )
-            if count < left:
+                # The first such prompt gets at least one chunk, so that it makes progress.
+                least = CHUNK if alternatives_left == _MAX_ALTERNATIVES else 0
+                count = min(count, max(alternatives_left // prompt.num_alternatives, least))
+            if count < remaining:
                 count -= count % CHUNK
             if count > 0:
                 batch.append((prompt, count))
                 adapters.add(prompt.weights)
-                room -= count
-                alternatives -= count * prompt.num_alternatives
+                tokens_left -= count
+                alternatives_left -= count * prompt.num_alternatives
         return batch
 
     def finish(self, sample: RunningSample) -> None:
@@ -264,7 +261,7 @@ class Scheduler:
 
         Return whether the request has a prompt now. New prompts are appended to `active`.
         """
-        shared = next((p for p in self.prompts if self._same(p, request)), None)
+        shared = next((p for p in self.prompts if self._can_share(p, request)), None)
         if shared is None:
             if (
                 self._reserved + self.positions_needed(len(request.tokens), request.max_tokens)
@@ -298,22 +295,22 @@ class Scheduler:
             self.running.append(RunningSample(request, request.started, request.prompt, stream))
             request.started += 1
 
-    def _same(self, prompt: Prompt, request: Request) -> bool:
+    def _can_share(self, prompt: Prompt, request: Request) -> bool:
         """Return whether the request can share this prompt."""
         unscored = prompt.scored_for is None and request.scores is None
         return unscored and prompt.version == request.version and prompt.tokens == request.tokens
 
-    def _shares_what_is_being_computed(self, request: Request, cache: PrefixCache[Any]) -> bool:
+    def _awaits_shared_prefix(self, request: Request, cache: PrefixCache[Any]) -> bool:
         """Return whether a prompt in prefill will soon provide a longer cached prefix.
 
         The request then waits for that prompt instead of computing the same prefix again.
         """
-        under_way = [p for p in self.prompts if not p.ready and p.version == request.version]
-        if not under_way or any(self._same(p, request) for p in under_way):
+        in_prefill = [p for p in self.prompts if not p.ready and p.version == request.version]
+        if not in_prefill or any(self._can_share(p, request) for p in in_prefill):
             return False
         longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
         if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
             return False
         return any(
-            p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in under_way
+            p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in in_prefill
         )

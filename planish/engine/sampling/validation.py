@@ -10,7 +10,7 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
 
-MAX_ANSWER = 512 << 20
+MAX_RESPONSE_BYTES = 512 << 20
 """The maximum bytes of one response, both as arrays and as a message."""
 
 
@@ -48,8 +48,8 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
             f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
         )
     _check_stop_ids(op.sampling_params.stop, config.vocab_size)
-    _check_questions(op, len(tokens), config.vocab_size)
-    _check_answer(op, len(tokens), max_tokens)
+    _check_prompt_scores(op, len(tokens), config.vocab_size)
+    _check_response_size(op, len(tokens), max_tokens)
 
 
 def _check_vocabulary(name: str, tokens: Sequence[int], vocab_size: int) -> None:
@@ -69,7 +69,7 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
         )
 
 
-def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
+def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
     """Raise UserError if the request's options for logprobs or prompt scores are invalid."""
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if not 0 <= getattr(op, name) <= vocab_size:
@@ -107,8 +107,8 @@ def _check_questions(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
             raise UserError(f"target_prompt_logprobs holds ids outside -1..{vocab_size - 1}")
 
 
-def _check_answer(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
-    """Raise UserError if the response could exceed MAX_ANSWER bytes.
+def _check_response_size(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
+    """Raise UserError if the response could exceed MAX_RESPONSE_BYTES bytes.
 
     All sampled tokens stay in memory until the last sample of the request has ended.
     """
@@ -116,8 +116,8 @@ def _check_answer(op: Sample, prompt_tokens: int, max_tokens: int) -> None:
     size = op.num_samples * max_tokens * (8 + 8 * op.topk_sample_logprobs)
     size += prompt_tokens * (4 + 8 * op.topk_prompt_logprobs + 12 * op.prompt_alt_tokens_k)
     size += 4 * math.prod(targets.shape or ()) if targets is not None else 0
-    if size > MAX_ANSWER:
+    if size > MAX_RESPONSE_BYTES:
         raise UserError(
-            f"the answer could have {size >> 20:,} MiB, and {MAX_ANSWER >> 20} are given at most; lower num_samples, max_tokens, "
+            f"the answer could have {size >> 20:,} MiB, and the limit is {MAX_RESPONSE_BYTES >> 20}; lower num_samples, max_tokens, "
             "topk_sample_logprobs, topk_prompt_logprobs or prompt_alt_tokens_k"
         )
