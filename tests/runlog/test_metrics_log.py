@@ -273,7 +273,10 @@ from planish.runlog.metrics_log import open_metric_logs
 from planish.runlog.run_directory import RunDirectory
 
 directory, logger, start, end = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
-with RunDirectory(directory, {"learning_rate": 1e-4}) as run:
+# The types are what the recipes' Config writes; Trackio reserves names that begin with "_".
+builder = {"__chz_type__": "planish.recipes:Builder", "batch_size": 8}
+config = {"__chz_type__": "planish.recipes:Config", "learning_rate": 1e-4, "builder": builder}
+with RunDirectory(directory, config) as run:
     run.resume_at(start)
     with open_metric_logs([logger], run, steps=20, name="first") as logs:
         for step in range(start, end):
