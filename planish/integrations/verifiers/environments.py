@@ -92,7 +92,7 @@ class Seat:
             self._action = asyncio.get_running_loop().create_future()
             self.asked.put_nowait(conversation.tokens)
             action, is_cut_off = await self._action
-            answer = conversation.numbered(self._renderer.parse_response(action).message)
+            answer = conversation.with_call_ids(self._renderer.parse_response(action).message)
             fields = answer_fields(answer)
             self._conversation = conversation
             self._played = Played([*told, _as_told(fields)], answer, action, tools)
