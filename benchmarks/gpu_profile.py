@@ -97,7 +97,7 @@ def decode_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
 
 def training_profile(base: BaseModel, work: Mapping[str, Any]) -> Profile:
     layout = LoraLayout(base.config, LoraConfig(rank=RANK, seed=0, train_unembed=False))
-    adapter = Adapter(layout, base.dtype, base.device)
+    adapter = Adapter(layout, base.backend)
     data = micro_batch(work, base.trainer.settings.micro_batch_tokens)
     sizes: list[float] = []
 

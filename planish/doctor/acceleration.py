@@ -17,9 +17,9 @@ from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
 from planish.files import cache_home, short_path
-from planish.model.kernels.choose import wants_graphs
 from planish.model.kernels.cpp import cpu
 from planish.model.kernels.cpp.build import BuildError, find_compiler
+from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
 from planish.model.kernels.verdicts import Verdict
 

@@ -20,13 +20,14 @@ from planish.engine.numerics import Numerics, describe
 from planish.engine.settings import (
     choose_device,
     choose_dtype,
-    choose_tiling,
     head_shape,
     kernel_shapes,
 )
 from planish.model.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import cpu
-from planish.model.kernels.triton.self_test import admit_checked
+from planish.model.kernels.device import Device
+from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
 
 
@@ -93,11 +94,11 @@ def prepare(device_name: str, directory: Path | None) -> Prepared:
     config, device = ModelConfig.from_directory(directory), choose_device(device_name)
     dtype = choose_dtype("auto", device)
     verdicts: Sequence[Verdict] = ()
-    if device.type == "cuda":
+    if Device(device).is_gpu:
         shapes, heads = kernel_shapes(config), head_shape(config, dtype)
-        verdicts = admit_checked(directory, shapes, heads, device)
-    tiling = choose_tiling(None, config, dtype, device)
-    return Prepared(verdicts, describe(config, dtype, device, tiling))
+        verdicts = check_kernels(directory, shapes, heads, device)
+    families = [verdict.family for verdict in verdicts if verdict.passed]
+    return Prepared(verdicts, describe(choose_backend(config, dtype, device, None, families)))
 
 
 if __name__ == "__main__":

@@ -25,7 +25,6 @@ from planish.engine.settings import (
     EngineSettings,
     choose_device,
     choose_dtype,
-    choose_tiling,
     head_shape,
     kernel_shapes,
 )
@@ -33,9 +32,12 @@ from planish.engine.training.trainer import Trainer
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels.triton.self_test import admit_checked
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.device import Device
+from planish.model.kernels.triton.self_test import check_kernels
+from planish.model.kernels.verdicts import Verdict
 from planish.model.sources import checked_mapping, resolve_model
-from planish.model.weights import weights_fingerprint
+from planish.model.weights import load_weights, weights_fingerprint
 from planish.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -51,26 +53,27 @@ class BaseModel:
         _make_current(device)
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
-        if device.type == "cuda":
+        verdicts: Sequence[Verdict] = ()
+        if Device(device).is_gpu:
             _multiply_exactly()
             _join_freed_memory()
             # Check the kernels before the weights are loaded, because the check itself needs
             # temporary memory.
             shapes = kernel_shapes(config)
-            admit_checked(directory, shapes, head_shape(config, dtype), device)
+            verdicts = check_kernels(directory, shapes, head_shape(config, dtype), device)
         self.directory = directory
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
         """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
-        self.decoder = Decoder.load(directory, dtype, device)
-        tiling = choose_tiling(settings.deterministic, config, dtype, device)
-        self._tiling = tiling
+        families = [verdict.family for verdict in verdicts if verdict.passed]
+        self.backend = choose_backend(config, dtype, device, settings.deterministic, families)
+        self.decoder = Decoder(load_weights(directory, config), self.backend)
         self._must_be_invariant = settings.deterministic is True
-        self.trainer = Trainer(self.decoder, memory.trainer, tiling)
+        self.trainer = Trainer(self.decoder, memory.trainer)
         self._texts = _Texts(directory)
         # Avoid reference cycles through a base model. Its memory is then freed with the last
         # reference, without waiting for the cyclic garbage collector.
-        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, tiling)
+        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode)
         self.sampler.record()
 
     @property
@@ -82,13 +85,14 @@ class BaseModel:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler
         and trainer agree.
         """
-        return describe(self.config, self.dtype, self.device, self._tiling)
+        return describe(self.backend)
 
     def check_rank(self, rank: int) -> None:
         """Raise UserError if `deterministic=True` is impossible for adapters of this rank."""
         # Probe the rank here even if the result is not needed. Otherwise the engine thread would
         # probe it at the first use and delay other requests.
-        is_invariant = self._tiling is None or self._tiling.is_invariant(rank)
+        tiling = self.backend.tiling
+        is_invariant = tiling is None or tiling.is_invariant(rank)
         if self._must_be_invariant and not is_invariant:
             raise UserError(
                 f"rank={rank}: deterministic=True cannot be kept, because torch's matmuls of this "

@@ -54,6 +54,7 @@ from planish.engine.training_models import (
 )
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.threads import limit_threads
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
@@ -215,7 +216,8 @@ class Engine:
         """Return the memory that an adapter of this shape needs for training and for sampling."""
         config = ModelConfig.from_directory(self._models.directory(base_model))
         device = choose_device(self._settings.device)
-        return adapter_bytes(config, lora, choose_dtype(self._settings.dtype, device), device)
+        dtype = choose_dtype(self._settings.dtype, device)
+        return adapter_bytes(choose_backend(config, dtype, device, deterministic=False), lora)
 
     def copy_checkpoint(
         self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False

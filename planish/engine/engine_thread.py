@@ -44,7 +44,7 @@ from planish.engine.training_models import (
 )
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.kernels.cpp.threads import short_switch_interval
-from planish.model.linear import before_each_matmul
+from planish.model.kernels.linear import before_each_matmul
 from planish.model.lora import LoraWeights
 from planish.processes.background import BackgroundThread, wait_for_saves
 
@@ -281,7 +281,7 @@ class EngineThread:
                 return
             if loaded is not None:
                 base, master = session.base, loaded.state["master"]
-                session.weights = LoraWeights(loaded.layout, master, base.dtype, base.device)
+                session.weights = LoraWeights(loaded.layout, master, base.backend)
             session.version = loaded.version if loaded is not None else "base"
         except BaseException as error:
             session.failure = str(error)

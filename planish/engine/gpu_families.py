@@ -20,6 +20,8 @@ import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +35,12 @@ from planish.engine.sampling.sampling_head import RowLayout
 from planish.engine.settings import DTYPES
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels import choose
-from planish.model.kernels.choose import FAMILIES
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
+from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import GpuForest
@@ -102,6 +105,11 @@ class Case:
         made = torch.randn(shape, generator=self.generator) * scale
         return made.to(dtype or self.dtype).to(self.device)
 
+    @cached_property
+    def backend(self) -> Backend:
+        """The backend of a model with these shapes."""
+        return choose_backend(self.config, self.dtype, self.device, deterministic=False)
+
     def choices(self, high: int, *shape: int) -> Tensor:
         return torch.randint(high, shape, generator=self.generator)
 
@@ -137,7 +145,7 @@ def check_norms(case: Case) -> None:
 
 
 def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
-    own, eps = _elementwise(case, "norms"), case.config.rms_norm_eps
+    own, eps = _elementwise(), case.config.rms_norm_eps
     x = case.random(*shape, dtype=torch.float32, scale=3.0)
     more = case.random(*shape) if adds else None
     weight = 1 + case.random(shape[-1], dtype=torch.float32, scale=0.2)
@@ -159,7 +167,7 @@ def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
 
 def check_rope(case: Case) -> None:
     config, rows = case.config, case.sizes.rows
-    own, e = _elementwise(case, "rope"), config.head_dim
+    own, e = _elementwise(), config.head_dim
     heads = (config.num_heads, config.num_kv_heads)
     angles = case.random(rows, 1, e // 2, dtype=torch.float32, scale=2.0)
     cos, sin = angles.cos(), angles.sin()
@@ -169,12 +177,9 @@ def check_rope(case: Case) -> None:
         for back in (False, True):
             found = own.rotate(x, cos, sin, back=back)
             compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
-    fused = choose.fused_heads(joint)
-    if fused is None:
-        raise WrongResultError("norms and RoPE of all heads have no kernel")
     norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
     for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
-        ours = fused.turned_heads(joint, heads, weights, config.rms_norm_eps, cos, sin)
+        ours = own.turned_heads(joint, heads, weights, config.rms_norm_eps, cos, sin)
         for index, x in enumerate((q, k)):
             x = x.double()
             if weights is not None:
@@ -189,7 +194,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_swiglu(case: Case) -> None:
-    own, width = _elementwise(case, "swiglu"), case.config.intermediate_size
+    own, width = _elementwise(), case.config.intermediate_size
     gate_up = case.random(case.sizes.rows, 2 * width, scale=3.0)
     wide = gate_up.double().requires_grad_()
     gate, up = wide.chunk(2, 1)
@@ -201,7 +206,7 @@ def check_swiglu(case: Case) -> None:
 
 
 def check_log_sum_exp(case: Case) -> None:
-    own, vocab = _elementwise(case, "log_sum_exp"), case.config.vocab_size
+    own, vocab = _elementwise(), case.config.vocab_size
     rows = max(2, case.sizes.rows // 4)
     logits = case.random(rows, vocab, dtype=torch.float32, scale=4.0)
     # In the last entries of a row, which a wrong bound would miss.
@@ -248,9 +253,7 @@ def _check_sampling(case: Case, vocab: int) -> None:
     ends = weights.double().cumsum(1)
     goals = uniforms.to(case.device).unsqueeze(1) * ends[:, -1:]
     expected = (ends > goals).int().argmax(1)
-    found = choose.sample(weights, uniforms.to(case.device))
-    if found is None:
-        raise WrongResultError(f"Triton does not serve {case.device}")
+    found = _elementwise().sample(weights, uniforms.to(case.device))
     wrong = int((found != expected).sum())
     if wrong:
         raise WrongResultError(f"{wrong} of {rows} tokens are not those of their uniform numbers")
@@ -422,7 +425,7 @@ def _adapter(case: Case, rank: int) -> LoraWeights:
         scale = 1 / math.sqrt(rank) / layout.scaling if entry.is_b else entry.shape[1] ** -0.5
         made = torch.randn(entry.size, generator=case.generator) * scale
         flat[entry.offset : entry.offset + entry.size] = made
-    return LoraWeights(layout, flat, case.dtype, case.device)
+    return LoraWeights(layout, flat, case.backend)
 
 
 def check_graphs(case: Case) -> None:
@@ -435,8 +438,8 @@ def check_graphs(case: Case) -> None:
         name: case.random(*shape, scale=(shape[-1] if len(shape) > 1 else 1) ** -0.5).cpu()
         for name, shape in expected_shapes(config).items()
     }
-    decoder = Decoder(config, weights, case.dtype, case.device)
-    shape = KVSpec.from_config(config, case.dtype, case.device)
+    decoder = Decoder(weights, case.backend)
+    shape = KVSpec.from_backend(case.backend)
     recorded = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
     eager = CudaGraphRunner(decoder, shape, max_batch=4, max_prefill_tokens_per_step=64)
     if recorded.recorder is None:
@@ -457,7 +460,7 @@ def check_graphs(case: Case) -> None:
         rows = Rows(
             case.choices(config.vocab_size, count).tolist(),
             [sample.stored for sample in batch.running],
-            RowLayout(members, None),
+            RowLayout(members),
         )
         row_of = {id(sample): row for row, sample in enumerate(batch.running)}
         with torch.inference_mode():
@@ -487,11 +490,9 @@ assert tuple(CHECKS) == FAMILIES
 # What the families share
 
 
-def _elementwise(case: Case, family: str) -> Any:
-    own = choose.serving(case.random(1), family)
-    if own is None:
-        raise WrongResultError(f"Triton does not serve {case.dtype} on {case.device}")
-    return own
+def _elementwise() -> Any:
+    """Return the module of the kernels, which needs Triton."""
+    return import_module("planish.model.kernels.triton.elementwise_kernels")
 
 
 @dataclass(eq=False)

@@ -27,6 +27,9 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.device import Device
 from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
 from planish.model.weights import expected_shapes
@@ -153,7 +156,7 @@ class DeviceMemory:
             - sum(other.fixed for other in others)
             - (self._adapter_bytes or 0)
         )
-        if self.device.type == "cpu":
+        if not Device(self.device).is_gpu:
             self._check_once(directory, model, self._usable)
             return model.within(
                 left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
@@ -176,7 +179,7 @@ class DeviceMemory:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if model.weights > usable:
             raise UserError(
-                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {model.dtype}, and {gib(usable)} can be used; "
+                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {model.backend.dtype}, and {gib(usable)} can be used; "
                 "use a smaller base model"
             )
 
@@ -212,9 +215,7 @@ class DeviceMemory:
 class _Model:
     """The memory needs of one base model on a device."""
 
-    config: ModelConfig
-    dtype: torch.dtype
-    device: torch.device
+    backend: Backend
     settings: EngineSettings
     weights: int
     """Size of one copy of the weights."""
@@ -226,24 +227,16 @@ class _Model:
         cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool
     ) -> _Model:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
-        room = adapter_bytes(config, LoraConfig(rank=32), dtype, device)
+        backend = choose_backend(config, dtype, device, deterministic=False)
+        room = adapter_bytes(backend, LoraConfig(rank=32))
         adapters = room.training + room.sampling if leaves_adapters else 0
         weights = dtype.itemsize * sum(prod(shape) for shape in expected_shapes(config).values())
-        return cls(config, dtype, device, settings, weights, adapters)
+        return cls(backend, settings, weights, adapters)
 
     @property
     def fixed(self) -> int:
         """The memory of the weights and adapters, in bytes."""
-        return self.copies * self.weights + self.adapters
-
-    @property
-    def copies(self) -> int:
-        """The number of copies of the weights in memory.
-
-        With 16-bit weights on a CPU there are three: the memory-mapped file, the weights packed for
-        the forward pass, and the weights packed for the backward pass (model/linear.py).
-        """
-        return 3 if self.device.type == "cpu" and self.dtype.itemsize == 2 else 1
+        return self.backend.weight_copies * self.weights + self.adapters
 
     @property
     def least(self) -> int:
@@ -266,7 +259,7 @@ class _Model:
         """
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
         sampler = self._sampler(ample, given.get("max_batch"))
-        sampling = sampler.workspace_bytes(self.config, self.dtype, self.device)
+        sampling = sampler.workspace_bytes(self.backend)
         prefixes = given.get(
             "prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8)
         )
@@ -285,7 +278,7 @@ class _Model:
             )
             running = max(wanted, _LEAST_POSITIONS * self._per_position)
         return ModelMemory(
-            weights=self.copies * self.weights,
+            weights=self.backend.weight_copies * self.weights,
             adapters=self.adapters,
             sampler=replace(sampler, kv_cache_bytes=running, prefix_cache_bytes=prefixes),
             keys_values=max_pool_bytes(running) + prefixes,
@@ -299,38 +292,34 @@ class _Model:
         default = SamplerSettings()
         steps = (
             ((default.max_batch, default.max_prefill_tokens_per_step),)
-            if self.device.type == "cpu"
+            if self.backend.uses_main_memory
             else _GPU_STEPS
         )
         sizes = [
             replace(default, max_batch=max_batch or rows, max_prefill_tokens_per_step=tokens)
             for rows, tokens in steps
         ]
-        fitting = (
-            size
-            for size in sizes
-            if size.workspace_bytes(self.config, self.dtype, self.device) <= ample / 4
-        )
+        fitting = (size for size in sizes if size.workspace_bytes(self.backend) <= ample / 4)
         return next(fitting, sizes[-1])
 
     def _trainer(self, room: float) -> TrainerSettings:
         """Return the largest micro-batches that fit into `room` bytes, else the smallest ones."""
-        most = inf if self.device.type != "cpu" else TrainerSettings().micro_batch_tokens
+        most = inf if not self.backend.uses_main_memory else TrainerSettings().micro_batch_tokens
         sizes = [TrainerSettings(tokens) for tokens in _KEPT if tokens <= most]
         sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED]
         return next((size for size in sizes if self._training(size) <= room), sizes[-1])
 
     def _training(self, trainer: TrainerSettings) -> int:
         """Return the estimated bytes of one training micro-batch."""
-        return trainer.reserved_bytes(self.config, self.dtype, self.device)
+        return trainer.reserved_bytes(self.backend)
 
     def _at_most(self, default: int, room: float) -> int:
         """Return `room` bytes, on a CPU limited to `default` bytes; never a negative size."""
-        return int(max(0, min(room, default) if self.device.type == "cpu" else room))
+        return int(max(0, min(room, default) if self.backend.uses_main_memory else room))
 
     @property
     def _per_position(self) -> int:
-        return KVSpec.from_config(self.config, self.dtype, self.device).bytes_per_position
+        return KVSpec.from_backend(self.backend).bytes_per_position
 
 
 def usable_bytes(device: torch.device) -> int | None:
@@ -386,19 +375,15 @@ def _control_group_limits(root: Path, membership: str) -> list[int]:
     return limits
 
 
-def adapter_bytes(
-    config: ModelConfig, lora: LoraConfig, dtype: torch.dtype, device: torch.device
-) -> AdapterBytes:
+def adapter_bytes(backend: Backend, lora: LoraConfig) -> AdapterBytes:
     """Return the memory that an adapter needs for training and for sampling, in bytes.
 
     The part for training includes the part for sampling.
     """
-    layout = LoraLayout(config, lora)
-    forth, back = layout.panel_sizes(dtype, device)
-    sampling = dtype.itemsize * (layout.size + forth)
-    return AdapterBytes(
-        4 * _FLOAT_VECTORS * layout.size + sampling + dtype.itemsize * back, sampling
-    )
+    layout, itemsize = LoraLayout(backend.config, lora), backend.dtype.itemsize
+    forward, backward = backend.packed_adapter_sizes(layout)
+    sampling = itemsize * (layout.size + forward)
+    return AdapterBytes(4 * _FLOAT_VECTORS * layout.size + sampling + itemsize * backward, sampling)
 
 
 def gib(size: float) -> str:

@@ -8,13 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from planish.engine.settings import head_shape
-from planish.model.config import ModelConfig
-from planish.model.kernels import choose
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import multiplies
-from planish.model.kernels.reference.row_tiling import RowTiling
-from planish.model.lora import adapts_in_panels
+from planish.model.kernels.backend import Backend
 
 
 @dataclass(frozen=True)
@@ -27,7 +21,7 @@ class Numerics:
     kernels: str
     """Which kernels serve, such as "C++ kernels (AVX512_BF16)" or "torch"."""
     replaced: tuple[str, ...]
-    """Families of the kernels that torch replaces here (FAMILIES of cpp/self_test.py, or choose.py)."""
+    """Families of the kernels that torch replaces here (FAMILIES of cpp/self_test.py, or triton/families.py)."""
     is_batch_invariant: bool
     """Whether a sample with a seed has the same bits whatever else the engine does. LoRA of single
     low ranks may be an exception where torch multiplies, which a warning names.
@@ -54,41 +48,22 @@ class Numerics:
         )
 
 
-def describe(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, tiling: RowTiling | None
-) -> Numerics:
-    """Return the numerics of a model of this architecture. `tiling` is that of its sampler."""
-    library = cpu.loaded() if device.type == "cpu" else None
-    name = "torch"
-    replaced: set[str] = set()
-    if library is not None:
-        name = f"C++ kernels ({cpu.instructions()}{', AMX' if library.uses_amx else ''})"
-        replaced = {*library.refused} - {"amx"}
-        if not multiplies(config.hidden_size, config.hidden_size, dtype, device):
-            replaced |= {"matmul"}
-        if not adapts_in_panels(config, dtype, device):
-            replaced |= {"lora"}
-        if not cpu.attends(config.head_dim, dtype, device):
-            replaced |= {"attention"}
-    elif device.type == "cuda":
-        heads = head_shape(config, dtype)
-        served = {each for each in choose.FAMILIES if choose.triton_attends(each, heads, device)}
-        if served:
-            name, replaced = "Triton kernels", {*choose.FAMILIES} - served
-    is_native = library is not None and not replaced & {"matmul", "lora", "attention"}
+def describe(backend: Backend) -> Numerics:
+    """Return the numerics of the backend's model."""
+    replaced, tiling = backend.replaced_families, backend.tiling
     # The trainer does not compute in fixed tiles, so there its matmuls have an order of their own.
-    is_one_order = is_native or (tiling is not None and tiling.tile is None)
+    is_one_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
     if is_one_order:
         # Torch's log-sum-exp may differ in its last bit, and ties of logits may fall either way.
-        expected, alarm = (0.0, 1e-6) if is_native and not replaced else (1e-8, 1e-4)
+        expected, alarm = (0.0, 1e-6) if backend.is_compiled and not replaced else (1e-8, 1e-4)
     else:
-        expected, alarm = (1e-3, 1e-2) if dtype == torch.bfloat16 else (1e-8, 1e-4)
+        expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)
     return Numerics(
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        kernels=name,
+        device=str(backend.device),
+        dtype=str(backend.dtype).removeprefix("torch."),
+        kernels=backend.name,
         replaced=tuple(sorted(replaced)),
-        is_batch_invariant=tiling is not None or is_native,
+        is_batch_invariant=tiling is not None or backend.is_compiled,
         expected_kl=expected,
         alarm_kl=alarm,
     )

@@ -69,12 +69,8 @@ class TrainingOperations:
         """Create the adapter, from a checkpoint if there is one."""
         model, loaded = queued.model, queued.loaded
         try:
-            adapter = Adapter(
-                model.layout,
-                model.base.dtype,
-                model.base.device,
-                loaded.state["master"] if loaded else None,
-            )
+            master = loaded.state["master"] if loaded else None
+            adapter = Adapter(model.layout, model.base.backend, master)
             if loaded is not None:
                 adapter.load_state(dict(loaded.state), loaded.with_optimizer)
         except BaseException as error:

@@ -9,16 +9,15 @@ import logging
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 
 import torch
 
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.kernels.choose import HeadShape, wants_graphs
 from planish.model.kernels.cpp import cpu_products
-from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.triton.families import HeadShape, wants_graphs
 from planish.service import checked_substitutes
 
 _GPU_FILES = (
@@ -180,29 +179,6 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
         "qk_norm",
     )
     return {name: int(getattr(config, name)) for name in names}
-
-
-def choose_tiling(
-    deterministic: bool | None, config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> RowTiling | None:
-    """Return the row tiling of sampler and trainer, or None if they are not deterministic."""
-    if deterministic is False or (deterministic is None and device.type != "cpu"):
-        return None
-    found = _probed(config, dtype, device, torch.get_num_threads(), bool(deterministic))
-    # Fixed tiles make a rollout more than 10% slower, so use them only with deterministic=True.
-    return FIXED if found is None and deterministic else found
-
-
-@lru_cache(maxsize=32)
-def _probed(
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    _threads: int,
-    at_any_cost: bool,
-) -> RowTiling | None:
-    """Return the cached result of `probe`; the number of threads is part of the cache key."""
-    return probe(config, dtype, device, at_any_cost=at_any_cost)
 
 
 def _cpu_multiplies_bfloat16() -> bool:

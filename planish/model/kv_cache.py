@@ -28,9 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from planish.model.config import ModelConfig
-from planish.model.kernels import choose
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.backend import Backend
 from planish.model.transfer import on_device
 
 
@@ -52,15 +50,11 @@ class KVSpec:
     device: torch.device
 
     @classmethod
-    def from_config(cls, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> KVSpec:
-        """Return the spec of a model with this config whose weights have this dtype."""
-        narrow = (
-            device.type != "cpu"
-            or choose.triton_serves(device, "attention")
-            or cpu.attends(config.head_dim, dtype, device)
-        )
-        kv_dtype = dtype if narrow else torch.float32
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, kv_dtype, device)
+    def from_backend(cls, backend: Backend) -> KVSpec:
+        """Return the KV layout of the backend's model."""
+        config = backend.config
+        heads = (config.num_kv_heads, config.head_dim)
+        return cls(config.num_layers, *heads, backend.kv_dtype, backend.device)
 
     @property
     def bytes_per_position(self) -> int:

@@ -15,19 +15,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.cpp.cpu_products import (
-    AdapterPanels,
-    PanelSite,
-    adapts,
-    adapts_forward,
-    panel_size,
-)
+from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
 from planish.types import LoraConfig
 
 LAYER_SITES = (
@@ -66,49 +60,21 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Site:
-    """The LoRA matrices of n linears that read the same input.
-
-    `a`: the joint A [n * rank, in]. `bs`: one B [out, rank] per linear.
-    """
-
-    a: Tensor
-    bs: tuple[Tensor, ...]
-    panels: PanelSite | None = None
-    """The same matrices packed for the native CPU kernel, or None if it does not support them."""
-
-    def backward_(
-        self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor, sizes: Sequence[int]
-    ) -> tuple[Tensor, list[Tensor]]:
-        """Run the backward pass; return the gradients of A and of the Bs.
-
-        `grad`: gradient of the output [T, sum(sizes)]. `x`: input of the forward pass [T, in].
-        `low`: LoRA hidden states of the forward pass, x @ A.T [T, n * rank]. `grad_x`: [T, in], to
-        which the gradient of the input is added in place.
-        """
-        if self.panels is not None and self.panels.goes_back:
-            grad_low = self.panels.backward_(grad, grad_x, sizes)
-            return self.panels.gradients(x, low, grad, grad_low, sizes)
-        parts = grad.split(list(sizes), 1)
-        grad_low = torch.cat([part @ b for part, b in zip(parts, self.bs, strict=True)], 1)
-        grad_x.addmm_(grad_low, self.a)
-        grad_bs = [
-            part.t() @ own for part, own in zip(parts, low.chunk(len(self.bs), 1), strict=True)
-        ]
-        return grad_low.t() @ x, grad_bs
-
-
-@dataclass(frozen=True)
 class LayerLora:
     """The LoRA matrices of one decoder layer by target module.
 
     A field is None if the adapter does not train that module.
     """
 
-    attn_in: Site | None
-    attn_out: Site | None
-    mlp_in: Site | None
-    mlp_out: Site | None
+    attn_in: LoraMatrices | None
+    attn_out: LoraMatrices | None
+    mlp_in: LoraMatrices | None
+    mlp_out: LoraMatrices | None
+
+    def target(self, module: str) -> LoraMatrices | None:
+        """Return the matrices of a target module, a field of this class; None if it has none."""
+        found: LoraMatrices | None = getattr(self, module)
+        return found
 
 
 SITES = tuple(site.name for site in fields(LayerLora))
@@ -155,28 +121,6 @@ class LoraLayout:
             self.entries.append(site[-1])
         self.sites.append(tuple(site))
 
-    def panel_sizes(self, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
-        """Return the number of elements of the packed copies: (forward, backward).
-
-        The native CPU kernel stores these copies of the matrices in addition. The numbers are 0 if
-        torch computes the matmuls.
-        """
-        serves_layers = adapts_in_panels(self.model, dtype, device)
-        forth = back = 0
-        for site in self.sites:
-            rows, fan_in = sum(entry.shape[0] for entry in site if not entry.is_b), site[0].shape[1]
-            linears = [entry.shape for entry in site if entry.is_b]
-            shapes = [(fan_out, fan_in) for fan_out, _ in linears]
-            if (serves_layers or site[0].target == "lm_head") and adapts_forward(
-                shapes, dtype, device
-            ):
-                forth += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in linears)
-                if adapts(shapes, dtype, device):
-                    back += panel_size(fan_in, rows) + sum(
-                        panel_size(rank, fan_out) for fan_out, rank in linears
-                    )
-        return forth, back
-
     def init(self, seed: int | None) -> Tensor:
         """Return a fresh master vector, float32 [size] on the CPU.
 
@@ -212,12 +156,12 @@ class LoraWeights:
         self,
         layout: LoraLayout,
         master: Tensor,
-        dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
         requires_grad: bool = False,
     ) -> None:
+        """`master`: the flat float32 vector of the adapter [layout.size]."""
         self.layout = layout
-        flat = master.detach().to(device=device, dtype=dtype, copy=True)
+        flat = master.detach().to(device=backend.device, dtype=backend.dtype, copy=True)
         self.leaves: list[Tensor] = []
         self._spans: list[tuple[int, int, bool]] = []
         found = {
@@ -227,29 +171,28 @@ class LoraWeights:
         layers = range(layout.model.num_layers)
         targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
         matrices = [found.get(target) for target in targets]
-        # Use the native kernel for all sites of all adapters or for none. Otherwise the kernel of
-        # one adapter would depend on the other adapters in the batch, and results would not be
-        # batch-invariant.
-        self.panels = AdapterPanels(matrices, serves=adapts_in_panels(layout.model, dtype, device))
-        """The packed matrices of the sites of all layers, ordered by layer."""
-        sites = _sites(matrices, self.panels)
+        self.packed = backend.pack_adapter(matrices)
+        """The packed matrices of all layers, ordered by layer; None if torch computes them."""
+        targets_of_layers = _with_packed(matrices, self.packed)
         head = [found.get("lm_head")]
-        self._head_panels = AdapterPanels(head)
-        (self.head,) = _sites(head, self._head_panels)
+        self._packed_head = backend.pack_adapter(head, is_head=True)
+        (self.head,) = _with_packed(head, self._packed_head)
         n = len(LAYER_SITES)
-        self.layers = [LayerLora(*sites[n * layer : n * (layer + 1)]) for layer in layers]
+        self.layers = [
+            LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
+        ]
 
     def _matrices(
         self, flat: Tensor, entries: tuple[Entry, ...], requires_grad: bool
-    ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """Return the joint A and the Bs of one site as leaves."""
+    ) -> LoraMatrices:
+        """Return the joint A and the Bs of one target module as leaves."""
         a_entries = [e for e in entries if not e.is_b]
         rows = sum(e.shape[0] for e in a_entries)
         a = self._leaf(
             flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad
         )
         bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
-        return a, tuple(bs)
+        return LoraMatrices(a, tuple(bs))
 
     def _leaf(
         self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool
@@ -270,8 +213,9 @@ class LoraWeights:
 
         Samplers can still use this version afterwards.
         """
-        for panels in (self.panels, self._head_panels):
-            panels.forget_turned()
+        for packed in (self.packed, self._packed_head):
+            if packed is not None:
+                packed.drop_backward()
 
     def collect_grad(self) -> Tensor:
         """Return the gradient with respect to the master, float32 [size], and clear the leaves'
@@ -290,11 +234,13 @@ class LoraWeights:
         return flat
 
 
-def _sites(
-    matrices: Sequence[tuple[Tensor, tuple[Tensor, ...]] | None], panels: AdapterPanels
-) -> list[Site | None]:
+def _with_packed(
+    matrices: Sequence[LoraMatrices | None], packed: PackedAdapter | None
+) -> list[LoraMatrices | None]:
+    if packed is None:
+        return list(matrices)
     return [
-        None if own is None else Site(*own, panels.site(index))
+        own if own is None else replace(own, packed=packed.target(index))
         for index, own in enumerate(matrices)
     ]
 
@@ -318,11 +264,11 @@ class LoraStack:
         ]
 
 
-def _stacked(sites: Sequence[Site | None]) -> Site | None:
+def _stacked(sites: Sequence[LoraMatrices | None]) -> LoraMatrices | None:
     found = [site for site in sites if site is not None]
     if not found:
         return None
-    return Site(
+    return LoraMatrices(
         torch.stack([site.a for site in found]),
         tuple(torch.stack(bs) for bs in zip(*(site.bs for site in found), strict=True)),
     )
@@ -347,20 +293,6 @@ class StackRows:
     start: int
     stop: int
     weights: LoraStack
-
-
-def adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the native CPU kernel supports adapters of the layers' linears, forward and
-    backward.
-    """
-    return adapts(
-        [linear_shape(model, name) for site in LAYER_SITES for name in site], dtype, device
-    )
-
-
-def head_adapts_in_panels(model: ModelConfig, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the native CPU kernel supports adapters of the head in the forward pass."""
-    return adapts_forward([(model.vocab_size, model.hidden_size)], dtype, device)
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from planish.model.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig, YarnRopeScaling
-from planish.model.kernels import choose
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,6 @@ class RotaryEmbedding:
 
     def __call__(self, positions: Tensor) -> Rotation:
         return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Turns each pair (x[e], x[e + E/2]) of [T, H, E] by its row's angles; keeps the dtype."""
-    if torch.is_grad_enabled():
-        return _Rotate.apply(x, rotation.cos, rotation.sin)  # type: ignore[no-any-return]
-    return _turn(x, rotation.cos, rotation.sin)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
@@ -96,28 +88,3 @@ def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
     low, high = max(low, 0), min(high, head_dim - 1)
     width = high - low or 0.001  # of one pair: a step
     return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool = False) -> Tensor:
-    own = choose.serving(x, "rope")
-    if own is not None:
-        return own.rotate(x, cos, sin, back=back)
-    sin = -sin if back else sin
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-class _Rotate(torch.autograd.Function):
-    """A rotation's gradient is the rotation by the opposite angle (times the same factor), so
-    nothing but the angles is kept.
-    """
-
-    @staticmethod
-    def forward(ctx, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        return _turn(grad.contiguous(), cos, sin, back=True), None, None

@@ -5,6 +5,7 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+from backends import with_tiling
 
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
@@ -38,9 +39,8 @@ def decoder(tmp_path_factory) -> Decoder:
 def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:
     layout = LoraLayout(decoder.config, LoraConfig(rank))
     generator = torch.Generator().manual_seed(seed)
-    return LoraWeights(
-        layout, torch.randn(layout.size, generator=generator) * 0.05, decoder.dtype, CPU
-    )
+    master = torch.randn(layout.size, generator=generator) * 0.05
+    return LoraWeights(layout, master, decoder.backend)
 
 
 def drawn(
@@ -71,10 +71,10 @@ def job(decoder: Decoder, index: int) -> tuple[Sample, LoraWeights | None]:
 def test_requests_sampled_in_one_batch_equal_requests_sampled_alone(
     decoder: Decoder, deterministic: bool
 ):
-    tiling = probe(decoder.config, decoder.dtype, CPU) if deterministic else None
+    tiling = probe(decoder.backend) if deterministic else None
     if deterministic and (tiling is None or not tiling.stacks):
         pytest.skip("products of this machine have other bits in stacks, so there are none")
-    sampler = Sampler(decoder, SamplerSettings(), lambda _: "", tiling)
+    sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), lambda _: "")
     jobs = [job(decoder, index) for index in range(24)]
     together = drawn(sampler, jobs)
     for expected, one in zip(together, jobs, strict=True):
@@ -126,7 +126,7 @@ def test_a_stack_is_reused_while_the_batch_has_the_same_adapters(decoder: Decode
 
 
 def test_an_idle_sampler_references_no_adapter(decoder: Decoder):
-    sampler = Sampler(decoder, SamplerSettings(), lambda _: "", None)
+    sampler = Sampler(decoder, SamplerSettings(), lambda _: "")
     drawn(sampler, [job(decoder, index) for index in (1, 2, 4)])
     assert isinstance(sampler._runner, EagerRunner)
     assert not sampler._runner._stacks._stacks

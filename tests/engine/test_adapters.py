@@ -8,7 +8,9 @@ import torch
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
-from planish.model.kernels.cpp.cpu_products import multiplies_bfloat16
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.cpp.cpu_products import AdapterPanels, multiplies_bfloat16
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
 from planish.types import AdamParams, LoraConfig
 
@@ -18,8 +20,12 @@ TINY = ModelConfig(
 )
 
 
+def backend(config: ModelConfig) -> TorchBackend:
+    return choose_backend(config, torch.bfloat16, CPU, deterministic=False)
+
+
 def new_adapter(rank: int = 4, seed: int = 0) -> Adapter:
-    return Adapter(LoraLayout(TINY, LoraConfig(rank=rank, seed=seed)), torch.bfloat16, CPU)
+    return Adapter(LoraLayout(TINY, LoraConfig(rank=rank, seed=seed)), backend(TINY))
 
 
 def gradient(adapter: Adapter, seed: int, scale: float = 1.0) -> torch.Tensor:
@@ -78,7 +84,7 @@ def test_a_snapshot_copies_no_weights():
     large = ModelConfig(
         "llama", 49152, 576, 1536, 30, 9, 3, 64, 1e-5, RopeConfig(1e4), 8192, True, False, False, ()
     )
-    adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), torch.bfloat16, CPU)
+    adapter = Adapter(LoraLayout(large, LoraConfig(rank=32, seed=0)), backend(large))
     assert adapter.snapshot() is adapter.weights
 
 
@@ -88,12 +94,13 @@ def test_a_snapshot_copies_no_weights():
 )
 def test_a_snapshot_drops_backward_panels_after_the_step():
     adapter = new_adapter()
-    snapshot = adapter.snapshot()
-    forth, back = (ref(panels) for panels in (snapshot.panels.forward, snapshot.panels.turned))
+    packed = adapter.snapshot().packed
+    assert isinstance(packed, AdapterPanels)
+    forth, back = (ref(panels) for panels in (packed.forward, packed.turned))
     adapter.add_grad(gradient(adapter, 1))
     adapter.optim_step(AdamParams())
     assert back() is None
-    assert forth() is snapshot.panels.forward
+    assert forth() is packed.forward
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import torch_backend
 from filelock import FileLock
 
 import planish.engine.checkpoints.store as checkpoints
@@ -22,6 +23,7 @@ from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp.cpu_products import multiplies_bfloat16
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import Sample
@@ -47,7 +49,7 @@ def store(tmp_path, adapter) -> CheckpointStore:
 @pytest.fixture
 def adapter(model_dir) -> Adapter:
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(rank=2, seed=1))
-    adapter = Adapter(layout, torch.float32, torch.device("cpu"))
+    adapter = Adapter(layout, torch_backend())
     adapter.add_grad(torch.ones(layout.size))
     adapter.optim_step(AdamParams())
     return adapter
@@ -161,8 +163,9 @@ def test_adapter_bytes_grow_with_rank_and_count_training_state(model_dir, tmp_pa
 def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
     """Packed weights are padded to whole vectors, several times the size of a small rank."""
     layout = LoraLayout(ModelConfig.from_directory(model_dir), LoraConfig(**lora))
-    weights = LoraWeights(layout, layout.init(1), torch.bfloat16, torch.device("cpu"))
-    panels = (weights.panels, weights._head_panels)
+    backend = choose_backend(layout.model, torch.bfloat16, torch.device("cpu"), False)
+    weights = LoraWeights(layout, layout.init(1), backend)
+    panels = (weights.packed, weights._packed_head)
     forth, back = (
         sum(part.nbytes for own in panels for part in getattr(own, name)[1])
         for name in ("_forward", "_turned")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from backends import torch_backend
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -28,7 +29,7 @@ from planish.errors import CheckpointError, DamagedFileError, StorageError, User
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.head import head_logits
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import AdamParams, CheckpointPath, LoraConfig
 
@@ -50,7 +51,7 @@ def store(tmp_path) -> CheckpointStore:
 
 def trained(model_dir, lora: LoraConfig = RANK_4, steps: int = 2) -> Adapter:
     layout = LoraLayout(ModelConfig.from_directory(model_dir), lora)
-    adapter = Adapter(layout, torch.float32, CPU, layout.init(1))
+    adapter = Adapter(layout, torch_backend(), layout.init(1))
     generator = torch.Generator().manual_seed(0)
     for _ in range(steps):
         adapter.add_grad(torch.randn(layout.size, generator=generator))
@@ -93,7 +94,7 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
     plain = base(tokens[None]).logits[0]
     theirs = PeftModel.from_pretrained(base, directory)(tokens[None]).logits[0]
     decoder = Decoder.load(model_dir, torch.float32, CPU)
-    weights = LoraWeights(adapter.layout, adapter.master, torch.float32, CPU)
+    weights = LoraWeights(adapter.layout, adapter.master, decoder.backend)
 
     def attend(layer, q, k, v):
         mask = torch.ones(40, 40, dtype=torch.bool).tril()
@@ -103,9 +104,12 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
         return out[0].transpose(0, 1)
 
     with torch.no_grad():
-        hidden = decoder.hidden(tokens, tokens, attend, [AdapterRows(0, 40, weights)])
+        hidden = decoder.forward(tokens, tokens, attend, weights)
         ours = head_logits(
-            hidden, decoder.head, [(0, len(hidden), weights.head)] if weights.head else []
+            decoder.backend,
+            hidden,
+            decoder.head,
+            [(0, len(hidden), weights.head)] if weights.head else [],
         )
     assert (ours - plain).abs().max() > 1e-2
     assert (ours - theirs).abs().max() < 1e-4
@@ -400,11 +404,12 @@ import sys, torch
 from planish.engine.training.adapters import Adapter
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.model.config import ModelConfig
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
 from planish.types import CheckpointPath, LoraConfig
 from pathlib import Path
 layout = LoraLayout(ModelConfig.from_directory(sys.argv[1]), LoraConfig(rank=64))
-adapter = Adapter(layout, torch.float32, torch.device("cpu"))
+adapter = Adapter(layout, TorchBackend(layout.model, torch.float32, torch.device("cpu")))
 store = CheckpointStore(Path(sys.argv[2]))
 print("ready", flush=True)
 while True:

@@ -5,15 +5,17 @@ invariance.
 import numpy as np
 import pytest
 import torch
+from backends import backend_of, torch_backend
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from planish.engine.sampling import token_sampling
 from planish.engine.sampling.randomness import UniformStream, uniforms
 from planish.engine.sampling.token_sampling import sample_many, sample_tokens, top_logprobs
-from planish.model.head import log_normalizer
 from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference import token_sampling as reference
 from planish.types import SamplingParams
+
+OWN = backend_of()
 
 
 def logits_of(probabilities: list[float], rows: int) -> torch.Tensor:
@@ -24,7 +26,7 @@ def test_sampled_frequencies_match_the_distribution():
     probabilities = [0.5, 0.25, 0.125, 0.0625, 0.0625]
     n = 20_000
     uniforms = np.random.default_rng(0).random(n).tolist()
-    drawn = sample_tokens(logits_of(probabilities, n), [SamplingParams()] * n, uniforms).tokens
+    drawn = sample_tokens(OWN, logits_of(probabilities, n), [SamplingParams()] * n, uniforms).tokens
     share = torch.bincount(drawn, minlength=5) / n
     assert (share - torch.tensor(probabilities)).abs().max() < 0.015
 
@@ -32,7 +34,7 @@ def test_sampled_frequencies_match_the_distribution():
 def test_a_sampled_token_inverts_the_cumulative_distribution():
     probabilities = torch.rand(7, 1000, generator=torch.Generator().manual_seed(0))
     uniforms = [0.0, 1e-9, 0.25, 0.5, 0.75, 0.999, 1 - 2**-53]
-    drawn = sample_tokens(probabilities.log(), [SamplingParams()] * 7, uniforms).tokens
+    drawn = sample_tokens(OWN, probabilities.log(), [SamplingParams()] * 7, uniforms).tokens
     cumulative = probabilities.double().cumsum(-1) / probabilities.double().sum(-1, keepdim=True)
     for row, (token, u) in enumerate(zip(drawn.tolist(), uniforms, strict=True)):
         assert cumulative[row, token] >= u - 1e-6
@@ -53,16 +55,14 @@ def test_a_token_of_zero_probability_is_never_sampled(
     logits = torch.randn(1, vocab, generator=generator) * 40
     logits[:, torch.rand(vocab, generator=generator) < 0.5] = -torch.inf
     logits[0, seed % vocab] = 0.0
-    with pytest.MonkeyPatch.context() as patch:
-        if by_torch:
-            patch.setattr(cpu, "usable", lambda *_: False)
-        token = int(sample_tokens(logits, [SamplingParams()], [u]).tokens[0])
+    backend = torch_backend() if by_torch else OWN
+    token = int(sample_tokens(backend, logits, [SamplingParams()], [u]).tokens[0])
     assert logits[0, token] > -torch.inf
 
 
 def test_temperature_zero_is_argmax_with_unscaled_logprobs():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
-    drawn = sample_tokens(logits, [SamplingParams(temperature=0.0)] * 4, [0.9] * 4)
+    drawn = sample_tokens(OWN, logits, [SamplingParams(temperature=0.0)] * 4, [0.9] * 4)
     assert drawn.tokens.tolist() == logits.argmax(-1).tolist()
     torch.testing.assert_close(drawn.log_normalizer, logits.logsumexp(-1))
 
@@ -74,7 +74,7 @@ def test_logprobs_are_normalized_after_temperature_and_before_filters():
         SamplingParams(temperature=2.0, top_p=0.1),
         SamplingParams(min_p=0.9),
     ]
-    drawn = sample_tokens(logits, params, [0.5] * 3)
+    drawn = sample_tokens(OWN, logits, params, [0.5] * 3)
     scaled = logits / torch.tensor([[0.5], [2.0], [1.0]])
     torch.testing.assert_close(drawn.log_normalizer, scaled.logsumexp(-1))
 
@@ -99,7 +99,7 @@ def test_top_k_top_p_and_min_p_keep_exactly_the_allowed_tokens(
     n = 2000
     uniforms = np.random.default_rng(0).random(n).tolist()
     drawn = sample_tokens(
-        logits_of([0.5, 0.25, 0.125, 0.0625, 0.0625], n), [params] * n, uniforms
+        OWN, logits_of([0.5, 0.25, 0.125, 0.0625, 0.0625], n), [params] * n, uniforms
     ).tokens
     assert set(drawn.tolist()) == allowed
 
@@ -119,8 +119,8 @@ def test_batched_filtering_equals_filtering_row_by_row():
     weights[:, 40:60] = 0
     weights[5] = torch.nan
     expected = weights.clone()
-    token_sampling._filter_each(expected, params)
-    found = token_sampling._filtered(weights, params)
+    reference.filter_(expected, params)
+    found = reference._filtered(weights, params)
     finite = torch.arange(len(params)) != 5
     assert torch.equal(found[finite], expected[finite])
     assert len({int((row > 0).sum()) for row in found}) > 10
@@ -129,23 +129,21 @@ def test_batched_filtering_equals_filtering_row_by_row():
 def test_sampling_a_row_does_not_depend_on_the_batch():
     logits = torch.randn(64, 5000, generator=torch.Generator().manual_seed(2)) * 6
     uniforms = np.random.default_rng(1).random(64).tolist()
-    whole = sample_tokens(logits, [SamplingParams()] * 64, uniforms)
+    whole = sample_tokens(OWN, logits, [SamplingParams()] * 64, uniforms)
     for row in range(0, 64, 7):
-        alone = sample_tokens(logits[row : row + 1], [SamplingParams()], uniforms[row : row + 1])
+        alone = sample_tokens(
+            OWN, logits[row : row + 1], [SamplingParams()], uniforms[row : row + 1]
+        )
         assert torch.equal(alone.tokens, whole.tokens[row : row + 1])
         assert torch.equal(alone.log_normalizer, whole.log_normalizer[row : row + 1])
     ones = torch.ones(len(logits))
-    assert torch.equal(
-        log_normalizer(logits[5:6].clone(), ones[5:6]), log_normalizer(logits.clone(), ones)[5:6]
-    )
+    assert torch.equal(OWN.log_sum_exp(logits[5:6], ones[5:6]), OWN.log_sum_exp(logits, ones)[5:6])
 
 
 def test_top_logprobs_are_those_of_a_log_softmax():
     logits = torch.randn(5, 400, generator=torch.Generator().manual_seed(3)) * 3
     temperatures = torch.tensor([1.0, 0.5, 2.0, 0.8, 1.0])
-    tokens, values = top_logprobs(
-        logits, log_normalizer(logits.clone(), temperatures), temperatures, 4
-    )
+    tokens, values = top_logprobs(logits, OWN.log_sum_exp(logits, temperatures), temperatures, 4)
     expected = (logits / temperatures[:, None]).log_softmax(-1).topk(4)
     assert torch.equal(tokens, expected.indices)
     torch.testing.assert_close(values, expected.values)
@@ -171,22 +169,21 @@ def test_a_random_stream_can_be_read_in_any_order_of_positions():
     assert [backward.at(i) for i in reversed(range(130))] == expected[::-1]
 
 
-def test_the_cpu_kernel_samples_the_same_tokens_as_torch(monkeypatch):
+def test_the_cpu_kernel_samples_the_same_tokens_as_torch():
     logits = torch.randn(40, 3001, generator=torch.Generator().manual_seed(4)) * 4
     uniforms = np.random.default_rng(2).random(60).tolist()
     params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.0)] * 20
     rows = [(7 * i) % 40 for i in range(60)]
-    own = sample_tokens(logits, params, uniforms, rows)
+    own = sample_tokens(OWN, logits, params, uniforms, rows)
     if cpu.loaded() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     chosen = logits[torch.tensor(rows)]
-    assert torch.equal(sample_tokens(chosen, params, uniforms).tokens, own.tokens)
+    assert torch.equal(sample_tokens(OWN, chosen, params, uniforms).tokens, own.tokens)
     # A filter of one row does not change the other rows.
-    mixed = sample_tokens(chosen, [SamplingParams(top_k=5), *params[1:]], uniforms)
+    mixed = sample_tokens(OWN, chosen, [SamplingParams(top_k=5), *params[1:]], uniforms)
     assert torch.equal(mixed.tokens[1:], own.tokens[1:])
     assert torch.equal(mixed.log_normalizer, own.log_normalizer)
-    monkeypatch.setattr(cpu, "loaded", lambda: None)
-    plain = sample_tokens(logits, params, uniforms, rows)
+    plain = sample_tokens(torch_backend(), logits, params, uniforms, rows)
     assert torch.equal(plain.tokens, own.tokens)
     torch.testing.assert_close(plain.log_normalizer, own.log_normalizer)
 
@@ -201,14 +198,13 @@ def test_the_cpu_kernel_samples_the_same_tokens_as_torch(monkeypatch):
     ],
 )
 def test_several_samples_per_row_equal_single_samples(params, own, monkeypatch):
-    if not own:
-        monkeypatch.setattr(cpu, "loaded", lambda: None)
-        monkeypatch.setattr(token_sampling, "_ENTRIES", 5000)
+    backend = OWN if own else torch_backend()
+    monkeypatch.setattr(reference, "_ENTRIES", 5000)
     logits = torch.randn(6, 3001, generator=torch.Generator().manual_seed(6)) * 4
     numbers = torch.from_numpy(np.random.default_rng(3).random((6, 50)))
-    found = sample_many(logits, params, numbers)
+    found = sample_many(backend, logits, params, numbers)
     for column in range(50):
-        one = sample_tokens(logits, [params] * 6, numbers[:, column].tolist())
+        one = sample_tokens(backend, logits, [params] * 6, numbers[:, column].tolist())
         assert torch.equal(found.tokens[:, column], one.tokens)
         assert torch.equal(found.log_normalizer, one.log_normalizer)
 
@@ -223,9 +219,9 @@ def test_uniforms_equal_the_numbers_of_each_stream():
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(top_p=0.9)])
 def test_a_non_finite_row_does_not_affect_other_rows(params):
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(5))
-    expected = sample_tokens(logits, [params] * 4, [0.5] * 4).tokens
+    expected = sample_tokens(OWN, logits, [params] * 4, [0.5] * 4).tokens
     logits[1, 7], logits[2, 9] = torch.nan, torch.inf
-    found = sample_tokens(logits, [params] * 4, [0.5] * 4)
+    found = sample_tokens(OWN, logits, [params] * 4, [0.5] * 4)
     assert found.log_normalizer.isfinite().tolist() == [True, False, False, True]
     assert torch.equal(found.tokens[[0, 3]], expected[[0, 3]])
     assert ((found.tokens >= 0) & (found.tokens < 300)).all()

@@ -450,13 +450,13 @@ def test_a_stored_error_references_no_tensors(engine, monkeypatch):
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
     base, hidden = engine._models.get("llama"), []
 
-    def too_much(given: torch.Tensor, *_: object) -> None:
-        hidden.append(weakref.ref(given))
+    def too_much(*given: object, **_: object) -> None:
+        hidden.append(weakref.ref(next(x for x in given if isinstance(x, torch.Tensor))))
         del given
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr("planish.model.head._stored_logits", too_much)
+        patch.setattr("planish.model.head._logits", too_much)
         patch.setattr(base.sampler._head, "logits", too_much)
         scored = replace(request("s"), prompt_logprobs=True)
         operations = (request("s"), scored, ForwardBackward("a", [datum()], "cross_entropy"))
@@ -481,11 +481,11 @@ def test_an_out_of_memory_error_names_the_settings_to_lower(engines, monkeypatch
     create(engine)
     engine.submit(CreateSampler("s", "llama")).result(WAIT)
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise type(lack)(*lack.args)
 
     with monkeypatch.context() as patch:
-        patch.setattr("planish.model.head._stored_logits", full)
+        patch.setattr("planish.model.head._logits", full)
         patch.setattr(engine._models.get("llama").sampler._head, "logits", full)
         for operation in (request("s"), ForwardBackward("a", [datum()], "cross_entropy")):
             error = engine.submit(operation).exception(WAIT)
@@ -872,7 +872,7 @@ def test_is_lost_is_true_if_synchronize_fails(engine, monkeypatch, fault):
             raise fault
 
     monkeypatch.setattr(torch.cuda, "synchronize", wait)
-    monkeypatch.setattr(base.decoder, "device", torch.device("cuda", 1))
+    monkeypatch.setattr(base.backend, "device", torch.device("cuda", 1))
     assert base.is_lost() == (fault is not None)
     assert waited == [torch.device("cuda", 1)]
 

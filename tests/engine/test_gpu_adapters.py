@@ -12,7 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 from planish.model.config import ModelConfig, RopeConfig
-from planish.model.decoder import _site, add_lora_, lora_hidden
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.lora import LAYER_SITES, AdapterRows, LoraLayout, LoraWeights, linear_shape
 from planish.types import LoraConfig
@@ -35,9 +35,8 @@ def adapter(
     lora: LoraConfig, dtype: torch.dtype, seed: int = 0, config: ModelConfig = CONFIG
 ) -> LoraWeights:
     layout = LoraLayout(config, lora)
-    return LoraWeights(
-        layout, noise(layout.size, seed=seed, dtype=torch.float32) * 0.2, dtype, DEVICE, True
-    )
+    master = noise(layout.size, seed=seed, dtype=torch.float32) * 0.2
+    return LoraWeights(layout, master, TorchBackend(config, dtype, DEVICE), True)
 
 
 def placed(*members: tuple[LoraWeights | None, int], first: int = 0) -> list[AdapterRows]:
@@ -104,13 +103,8 @@ def assert_like_the_loop(
         )
         found, right = out.clone(), out.clone()
         own.add_(x, found, sizes, layer, site)
-        for one in adapters:
-            lora = _site(one, layer, site)
-            if lora is not None:
-                part = slice(one.start, one.stop)
-                add_lora_(
-                    lora_hidden(x[part], lora.a, None), right[part].split(sizes, 1), lora.bs, None
-                )
+        reference = TorchBackend(config, dtype, DEVICE).adapter_batch(adapters)
+        reference.add_(x, right, sizes, layer, site)
         close(found, right, dtype)
         assert torch.equal(found.eq(out).all(1), right.eq(out).all(1)), (
             f"{site}: other rows than those of its adapters"

@@ -8,13 +8,12 @@ from typing import cast
 
 import pytest
 import torch
+from backends import backend_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_native_attention import Prompt, Sample
 from torch import Tensor
 
-from planish.model.kernels import choose
-from planish.model.kernels.choose import HeadShape
 from planish.model.kernels.reference.sampling_attention import (
     DecodeAttention,
     PrefillAttention,
@@ -371,16 +370,12 @@ def test_the_address_table_has_room_for_all_pools_of_a_long_context():
     ]
 
 
-def test_unsupported_head_shapes_are_not_served(monkeypatch):
-    cpu = torch.device("cpu")
-    monkeypatch.setenv("PLANISH_KERNELS", "auto")
-    assert not choose.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
+def test_torch_computes_the_attention_of_unsupported_heads(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    assert choose.triton_attends("attention", HeadShape(128, 4, torch.bfloat16), cpu)
-    assert choose.triton_attends("attention", HeadShape(80, 4, torch.float32), cpu)
-    assert not choose.triton_attends("attention", HeadShape(100, 4, torch.bfloat16), cpu)
-    assert not choose.triton_attends("attention", HeadShape(512, 4, torch.bfloat16), cpu)
-    assert not choose.triton_attends("attention", HeadShape(128, 4, torch.float16), cpu)
+    for head_dim, dtype in ((128, torch.bfloat16), (80, torch.float32)):
+        assert "attention" in backend_of(dtype, head_dim=head_dim).families
+    for head_dim, dtype in ((100, torch.bfloat16), (512, torch.bfloat16), (128, torch.float16)):
+        assert "attention" not in backend_of(dtype, head_dim=head_dim).families
 
 
 @pytest.mark.gpu

@@ -9,15 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from backends import CONFIG
 
 pytest.importorskip("triton")
 
 from planish.engine import settings
 from planish.engine.gpu_families import Case, Sizes, case_of, check
 from planish.errors import UserError
-from planish.model.kernels import choose
-from planish.model.kernels.choose import FAMILIES, HeadShape
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton import sampling_attention, self_test
+from planish.model.kernels.triton.backend import TritonBackend
+from planish.model.kernels.triton.families import FAMILIES, HeadShape, wants_graphs
 from planish.model.kernels.triton.self_test import Request, is_lasting, run_checks, warning_of
 from planish.model.kernels.verdicts import Verdict, read_verdicts
 from planish.testing import tiny_model
@@ -278,7 +281,7 @@ def test_the_check_runs_in_a_separate_process(directory):
 
 
 class Gpu:
-    """Fakes the GPU properties that `admit_checked` reads, and counts the runs of the checker."""
+    """Fakes the GPU properties that `check_kernels` reads, and counts the runs of the checker."""
 
     def __init__(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: list[Request] = []
@@ -289,8 +292,6 @@ class Gpu:
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: self.name)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         monkeypatch.setattr(self_test, "run_checks", self.run)
-        monkeypatch.setattr(choose, "_admitted", {})
-        monkeypatch.setattr(choose, "_elementwise", {})
 
     def run(self, request: Request) -> list[Verdict]:
         self.asked.append(request)
@@ -299,8 +300,10 @@ class Gpu:
             for family in request.families
         ]
 
-    def admit(self, heads: HeadShape = HEADS, shapes: tuple[int, ...] = (4096,)) -> None:
-        self_test.admit_checked(Path("/model"), shapes, heads, CUDA)
+    def passed(self, heads: HeadShape = HEADS, shapes: tuple[int, ...] = (4096,)) -> set[str]:
+        """Return the families that passed their check for a model with these shapes."""
+        verdicts = self_test.check_kernels(Path("/model"), shapes, heads, CUDA)
+        return {verdict.family for verdict in verdicts if verdict.passed}
 
 
 CUDA = torch.device("cuda", 0)
@@ -312,14 +315,14 @@ def gpu(tmp_path, monkeypatch) -> Gpu:
 
 
 def test_kernels_are_used_only_after_they_passed_the_check(gpu, caplog):
-    assert not choose.triton_serves(CUDA, "norms")
-    assert not choose.triton_attends("attention", HEADS, CUDA)
+    assert type(choose_backend(CONFIG, torch.bfloat16, CUDA, None)) is TorchBackend
     with caplog.at_level("INFO"):
-        gpu.admit()
-    assert all(choose.triton_serves(CUDA, family) for family in FAMILIES)
-    assert choose.triton_attends("attention", HEADS, CUDA)
-    assert not choose.triton_attends("attention", HeadShape(64, 3, torch.bfloat16), CUDA)
-    assert not choose.triton_serves(torch.device("cuda", 1), "norms")
+        passed = gpu.passed()
+    assert passed == set(FAMILIES)
+    backend = choose_backend(CONFIG, torch.bfloat16, CUDA, None, passed - {"rope"})
+    assert isinstance(backend, TritonBackend)
+    assert backend.families == passed - {"rope"}
+    assert backend.replaced_families == {"rope"}
     (line,) = caplog.messages
     assert line == (
         "compiling and checking GPU kernels for NVIDIA Example; this takes about a minute, once"
@@ -327,18 +330,18 @@ def test_kernels_are_used_only_after_they_passed_the_check(gpu, caplog):
 
 
 def test_verdicts_are_cached_by_gpu_model_and_software(gpu, monkeypatch):
-    gpu.admit()
-    gpu.admit()
+    gpu.passed()
+    gpu.passed()
     assert len(gpu.asked) == 1
     for change in (
-        lambda: gpu.admit(HeadShape(128, 8, torch.bfloat16)),
-        lambda: gpu.admit(HeadShape(128, 4, torch.float32)),
-        lambda: gpu.admit(shapes=(2048,)),
-        lambda: (setattr(gpu, "name", "NVIDIA Other"), gpu.admit()),
-        lambda: (monkeypatch.setattr(self_test, "driver_version", lambda: "1"), gpu.admit()),
-        lambda: (monkeypatch.setattr(torch, "__version__", "3.0"), gpu.admit()),
-        lambda: (monkeypatch.setattr(self_test, "triton_version", lambda: "4.0"), gpu.admit()),
-        lambda: (monkeypatch.setattr(self_test, "source_digest", lambda: "1"), gpu.admit()),
+        lambda: gpu.passed(HeadShape(128, 8, torch.bfloat16)),
+        lambda: gpu.passed(HeadShape(128, 4, torch.float32)),
+        lambda: gpu.passed(shapes=(2048,)),
+        lambda: (setattr(gpu, "name", "NVIDIA Other"), gpu.passed()),
+        lambda: (monkeypatch.setattr(self_test, "driver_version", lambda: "1"), gpu.passed()),
+        lambda: (monkeypatch.setattr(torch, "__version__", "3.0"), gpu.passed()),
+        lambda: (monkeypatch.setattr(self_test, "triton_version", lambda: "4.0"), gpu.passed()),
+        lambda: (monkeypatch.setattr(self_test, "source_digest", lambda: "1"), gpu.passed()),
     ):
         asked = len(gpu.asked)
         change()
@@ -346,10 +349,10 @@ def test_verdicts_are_cached_by_gpu_model_and_software(gpu, monkeypatch):
 
 
 def test_a_damaged_verdict_file_is_replaced(gpu, tmp_path):
-    gpu.admit()
+    gpu.passed()
     (path,) = (tmp_path / "kernels").glob("verdicts-gpu-*.json")
     path.write_text(path.read_text()[:-20])
-    gpu.admit()
+    gpu.passed()
     assert len(gpu.asked) == 2
     assert len(read_verdicts(path) or ()) == len(FAMILIES)
 
@@ -359,42 +362,27 @@ def test_a_failure_with_a_remedy_is_checked_again(gpu, caplog):
         "lora": "RuntimeError: Failed to find C compiler. Please specify via CC",
         "rope": "wrong result: x",
     }
-    gpu.admit()
-    assert not choose.triton_attends("lora", HEADS, CUDA)
-    assert not choose.triton_serves(CUDA, "rope")
-    assert choose.triton_serves(CUDA, "swiglu")
+    assert gpu.passed() == set(FAMILIES) - {"lora", "rope"}
     (line,) = caplog.messages
     assert line.startswith("some GPU kernels of planish are off")
     gpu.fails = {}
-    gpu.admit()
+    assert gpu.passed() == set(FAMILIES) - {"rope"}
     assert gpu.asked[1].families == ["lora"]
-    assert choose.triton_attends("lora", HEADS, CUDA)
-    assert not choose.triton_serves(CUDA, "rope")
-
-
-def test_a_model_independent_failure_applies_to_all_models_of_the_gpu(gpu):
-    """The norm kernels do not depend on the model's heads; the attention kernels do."""
-    other = HeadShape(64, 3, torch.bfloat16)
-    gpu.admit()
-    gpu.fails = {"norms": "wrong result: x", "attention": "wrong result: x"}
-    gpu.admit(other)
-    assert not choose.triton_serves(CUDA, "norms")
-    assert choose.triton_attends("attention", HEADS, CUDA)
-    assert not choose.triton_attends("attention", other, CUDA)
 
 
 @pytest.mark.parametrize("wanted", ["torch", "triton"])
 def test_no_check_runs_if_kernels_are_disabled_or_forced(gpu, monkeypatch, wanted):
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
-    gpu.admit()
+    assert not gpu.passed()
     assert not gpu.asked
-    assert choose.triton_serves(CUDA, "norms") == (wanted == "triton")
+    backend = choose_backend(CONFIG, torch.bfloat16, CUDA, None, FAMILIES)
+    assert backend.families == (frozenset(FAMILIES) if wanted == "triton" else frozenset())
 
 
 def test_planish_graphs_must_be_0_or_1(monkeypatch):
     for value, wants in (("0", False), ("1", True)):
         monkeypatch.setenv("PLANISH_GRAPHS", value)
-        assert choose.wants_graphs() == wants
+        assert wants_graphs() == wants
     monkeypatch.setenv("PLANISH_GRAPHS", "off")
     with pytest.raises(UserError, match=r"PLANISH_GRAPHS='off': give 0 or 1"):
         settings.EngineSettings(device="cpu")

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from planish.engine.training import trainer
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.attention import dense_mask_attention
+from planish.model.kernels.triton import backend as triton_backend
 from planish.model.kernels.triton import tree_attention
 from planish.model.kernels.triton.tree_attention import (
     GpuForest,
@@ -234,7 +234,8 @@ def test_visible_pairs_count_the_entries_of_the_mask():
 
 @pytest.mark.slow
 def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, monkeypatch):
-    decoder = Decoder.load(tiny_model(tmp_path, layers=1), torch.float32, DEVICE)
+    directory = tiny_model(tmp_path, layers=1)
+    decoder = Decoder.load(directory, torch.float32, DEVICE)
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, 50, 12)
     data = []
@@ -252,9 +253,9 @@ def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, 
     used = []
     monkeypatch.setenv("PLANISH_KERNELS", "triton")
     monkeypatch.setattr(
-        trainer, "GpuForest", lambda *given: used.append(given) or GpuForest(*given)
+        triton_backend, "GpuForest", lambda *given: used.append(given) or GpuForest(*given)
     )
-    found = gradient(decoder, data)
+    found = gradient(Decoder.load(directory, torch.float32, DEVICE), data)
     assert used
     assert (found - expected).norm() <= 1e-5 * expected.norm()
 
@@ -262,9 +263,7 @@ def test_the_trainer_gradient_with_gpu_attention_equals_the_reference(tmp_path, 
 def gradient(decoder: Decoder, data: list[Datum]) -> Tensor:
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
     noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    adapter = Adapter(
-        layout, decoder.dtype, decoder.device, (layout.init(0) + 0.02 * noise).to(decoder.device)
-    )
+    adapter = Adapter(layout, decoder.backend, (layout.init(0) + 0.02 * noise).to(decoder.device))
     for _ in Trainer(decoder, TrainerSettings()).forward_backward(adapter, data, "cross_entropy"):
         pass
     assert adapter.grad is not None

@@ -4,6 +4,7 @@ interpreted, and captured steps are computed again instead of replayed.
 
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -21,21 +22,26 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory) -> Decoder:
+def directory(tmp_path_factory) -> Path:
     # The interpreter takes seconds per layer, so there is one layer. The tests of the tables cover
     # several layers.
-    directory = tiny_model(tmp_path_factory.mktemp("model"), family="qwen3", layers=1)
+    return tiny_model(tmp_path_factory.mktemp("model"), family="qwen3", layers=1)
+
+
+@pytest.fixture(scope="module")
+def decoder(directory) -> Decoder:
     return Decoder.load(directory, torch.float32, DEVICE)
 
 
 def sampler_of(decoder: Decoder, **settings) -> Sampler:
-    return Sampler(decoder, SamplerSettings(**settings), lambda _: "", None)
+    return Sampler(decoder, SamplerSettings(**settings), lambda _: "")
 
 
 @pytest.fixture
-def with_kernels(monkeypatch):
-    def switch(kernels: str) -> None:
+def with_kernels(directory, monkeypatch):
+    def switch(kernels: str) -> Decoder:
         monkeypatch.setenv("PLANISH_KERNELS", kernels)
+        return Decoder.load(directory, torch.float32, DEVICE)
 
     return switch
 
@@ -55,7 +61,7 @@ def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_
         jobs.append((op, tenants[index % 3], f"version {index % 3}"))
     answers = []
     for kernels, passes in (("torch", EagerRunner), ("triton", CudaGraphRunner)):
-        with_kernels(kernels)
+        decoder = with_kernels(kernels)
         sampler = sampler_of(decoder, max_batch=5, max_prefill_tokens_per_step=64)
         assert isinstance(sampler._runner, passes)
         answers.append([s for response in run(sampler, *jobs) for s in response.sequences])
@@ -67,7 +73,7 @@ def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_
 
 
 def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
-    with_kernels("triton")
+    decoder = with_kernels("triton")
     sampler = sampler_of(decoder, max_batch=2)
     run(sampler, (request(tokens(5), max_tokens=2), adapter(decoder, 1), "one"))
     assert isinstance(sampler._runner, CudaGraphRunner)
@@ -76,7 +82,7 @@ def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
 
 
 def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kernels, monkeypatch):
-    with_kernels("triton")
+    decoder = with_kernels("triton")
     sampler, found = sampler_of(decoder, max_batch=2), []
 
     def noted(*given) -> tuple[torch.Tensor, torch.Tensor]:
@@ -260,7 +266,7 @@ def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
     """Return a model runner that has captured all its graphs with `record`."""
     passes = CudaGraphRunner(
         decoder,
-        KVSpec.from_config(decoder.config, decoder.dtype, DEVICE),
+        KVSpec.from_backend(decoder.backend),
         max_batch=3,
         max_prefill_tokens_per_step=8,
     )
@@ -270,7 +276,7 @@ def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
 
 
 def test_all_graph_sizes_are_captured_in_advance(decoder, with_kernels, monkeypatch):
-    with_kernels("triton")
+    decoder = with_kernels("triton")
     rows = []
 
     def recorded(step):
@@ -285,7 +291,7 @@ def test_all_graph_sizes_are_captured_in_advance(decoder, with_kernels, monkeypa
 
 
 def test_steps_run_eagerly_if_capture_fails(decoder, with_kernels, monkeypatch, caplog):
-    with_kernels("triton")
+    decoder = with_kernels("triton")
 
     def fails(step):
         raise torch.OutOfMemoryError("CUDA out of memory.\nMore.")

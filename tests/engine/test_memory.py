@@ -18,6 +18,7 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kv_cache import max_pool_bytes
 from planish.service import CreateSampler
 from planish.testing import tiny_model
@@ -312,7 +313,9 @@ def test_activation_bytes_on_a_gpu_include_float32_logits(shaped, gpu):
     """For Qwen3-0.6B, the float32 logits are a third of the activations."""
     config = ModelConfig.from_directory(shaped("Qwen3-0.6B"))
     kept = [
-        TrainerSettings(16384).activation_bytes(config, torch.bfloat16, torch.device(kind))
+        TrainerSettings(16384).activation_bytes(
+            TorchBackend(config, torch.bfloat16, torch.device(kind))
+        )
         for kind in ("cpu", "cuda")
     ]
     assert kept[1] - kept[0] == 2 * 16384 * 151_936
@@ -322,13 +325,11 @@ def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):
     monkeypatch.setattr("os.cpu_count", lambda: 4)
     short = ModelConfig.from_directory(shaped("Qwen3-8B"))
     long = replace(short, max_context=short.max_context + 100_000)
-    cpu, gpu = torch.device("cpu"), torch.device("cuda:0")
-    settings = SamplerSettings()
-    more = settings.workspace_bytes(long, torch.float32, cpu) - settings.workspace_bytes(
-        short, torch.float32, cpu
-    )
+
+    def workspace_bytes(config: ModelConfig, device: str) -> int:
+        backend = TorchBackend(config, torch.float32, torch.device(device))
+        return SamplerSettings().workspace_bytes(backend)
+
     # threads * rows * query heads per KV head * positions * bytes
-    assert more == 4 * 16 * 4 * 100_000 * 4
-    assert settings.workspace_bytes(long, torch.float32, gpu) == settings.workspace_bytes(
-        short, torch.float32, gpu
-    )
+    assert workspace_bytes(long, "cpu") - workspace_bytes(short, "cpu") == 4 * 16 * 4 * 100_000 * 4
+    assert workspace_bytes(long, "cuda:0") == workspace_bytes(short, "cuda:0")

@@ -8,13 +8,16 @@ import torch
 from test_sampler_equals_trainer import gap
 
 from planish.engine.engine import Engine
-from planish.engine.numerics import describe
-from planish.engine.settings import EngineSettings, head_shape
+from planish.engine.numerics import Numerics, describe
+from planish.engine.settings import EngineSettings
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels import choose
+from planish.model.kernels.backend import Backend
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import cpu
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
+from planish.model.kernels.triton.families import FAMILIES
 from planish.testing import tiny_model
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -35,10 +38,16 @@ def library() -> cpu.Library:
     return found
 
 
+def described(backend: Backend, tiling: RowTiling | None) -> Numerics:
+    assert isinstance(backend, TorchBackend)
+    backend.make_batch_invariant(tiling)
+    return describe(backend)
+
+
 @pytest.mark.parametrize("dtype", [HALF, FLOAT])
 @pytest.mark.parametrize("deterministic", [RowTiling(), None])
 def test_planish_kernels_are_reported_as_exact(library, config, dtype, deterministic):
-    found = describe(config, dtype, CPU, deterministic)
+    found = described(choose_backend(config, dtype, CPU, False), deterministic)
     assert found.kernels.startswith("C++ kernels (")
     assert (found.replaced, found.is_batch_invariant) == ((), True)
     assert (found.expected_kl, found.alarm_kl) == (0, 1e-6)
@@ -47,10 +56,8 @@ def test_planish_kernels_are_reported_as_exact(library, config, dtype, determini
 
 def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatch):
     monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))
-    padded, free = (
-        describe(config, HALF, CPU, RowTiling(least=4)),
-        describe(config, HALF, CPU, None),
-    )
+    backend = choose_backend(config, HALF, CPU, False)
+    padded, free = described(backend, RowTiling(least=4)), described(backend, None)
     assert "torch for decode, lora, matmul" in free.summary
     assert padded.is_batch_invariant
     assert padded.expected_kl == 1e-8
@@ -60,9 +67,9 @@ def test_kernel_families_replaced_by_torch_are_named(library, config, monkeypatc
     assert "deterministic=True" in free.summary
 
 
-def test_numerics_without_kernels_and_with_fixed_tiles(config, monkeypatch):
-    monkeypatch.setattr(cpu, "loaded", lambda: None)
-    tiles, plain = describe(config, HALF, CPU, FIXED), describe(config, FLOAT, CPU, None)
+def test_numerics_without_kernels_and_with_fixed_tiles(config):
+    tiles = described(TorchBackend(config, HALF, CPU), FIXED)
+    plain = described(TorchBackend(config, FLOAT, CPU), None)
     assert tiles.kernels == plain.kernels == "torch"
     assert tiles.is_batch_invariant
     assert tiles.alarm_kl == 1e-2  # only the sampler computes in tiles
@@ -70,11 +77,9 @@ def test_numerics_without_kernels_and_with_fixed_tiles(config, monkeypatch):
     assert plain.alarm_kl == 1e-4
 
 
-def test_a_gpu_reports_the_families_that_passed_the_check(config, monkeypatch):
-    assert describe(config, HALF, GPU, None).kernels == "torch"
-    heads = head_shape(config, HALF)
-    monkeypatch.setattr(choose, "_admitted", {(GPU, heads): {*choose.FAMILIES} - {"lora"}})
-    found = describe(config, HALF, GPU, None)
+def test_a_gpu_reports_the_families_that_passed_the_check(config):
+    assert describe(choose_backend(config, HALF, GPU, None)).kernels == "torch"
+    found = describe(choose_backend(config, HALF, GPU, None, {*FAMILIES} - {"lora"}))
     assert found.summary.startswith("bfloat16 on cuda:0, Triton kernels, torch for lora; not")
     assert found.alarm_kl == 1e-2
 
@@ -93,7 +98,7 @@ def test_the_measured_logprob_gap_matches_the_reported_one(
     name = str(dtype).removeprefix("torch.")
     tiny_model(tmp_path, "qwen3", kv_heads=4, intermediate=128, vocab_size=320, dtype=name)
     decoder = Decoder.load(tmp_path, dtype, CPU)
-    expected = describe(decoder.config, dtype, CPU, probe(decoder.config, dtype, CPU))
+    expected = described(decoder.backend, probe(decoder.backend))
     assert 0.5 * np.mean(gap(decoder, 1.0) ** 2) <= expected.expected_kl
 
 

@@ -25,8 +25,8 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner, GraphReco
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.settings import EngineSettings
 from planish.engine.training.adapters import Adapter
-from planish.model.kernels import choose
-from planish.model.kernels.choose import FAMILIES
+from planish.model.kernels.triton.families import FAMILIES
+from planish.model.kernels.verdicts import Verdict
 from planish.model.lora import LoraLayout
 from planish.testing import tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse
@@ -127,12 +127,8 @@ def test_torch_replaces_a_kernel_family_that_failed(
     tmp_path: Path, gpu: Marks, monkeypatch: pytest.MonkeyPatch, family: str
 ):
     """Sampling and training still work with the remaining families."""
-    left = [name for name in FAMILIES if name != family]
-    monkeypatch.setattr(
-        base_models,
-        "admit_checked",
-        lambda _directory, _shapes, heads, device: choose.admit(device, heads, left),
-    )
+    verdicts = [Verdict(name, name != family) for name in FAMILIES]
+    monkeypatch.setattr(base_models, "check_kernels", lambda *_: verdicts)
     directory = tiny_model(
         tmp_path, family="qwen3", layers=1, heads=2, kv_heads=1, hidden_size=32, intermediate=32
     )
@@ -181,7 +177,7 @@ def test_a_captured_step_is_checked_against_its_eager_run(
 def adapted(base: BaseModel, lora: LoraConfig) -> Adapter:
     layout = LoraLayout(base.config, lora)
     noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
-    return Adapter(layout, base.dtype, base.device, layout.init(0) + noise)
+    return Adapter(layout, base.backend, layout.init(0) + noise)
 
 
 def sampled(

@@ -3,23 +3,24 @@ than it probed.
 """
 
 from concurrent.futures import Future
-from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import torch_backend
 
 from planish.engine.engine import Engine
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder, add_lora_, lora_hidden
+from planish.model.decoder import Decoder
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import multiplies
 from planish.model.kernels.reference import row_tiling
+from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference.lora import add_outputs_
 from planish.model.kernels.reference.row_tiling import (
     FIXED,
     LoraNeeds,
@@ -27,8 +28,7 @@ from planish.model.kernels.reference.row_tiling import (
     cancelling,
     probe,
 )
-from planish.model.linear import FrozenLinear
-from planish.model.lora import LoraLayout, LoraWeights, adapts_in_panels
+from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import CreateModel, Sample
 from planish.testing import tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams
@@ -38,14 +38,16 @@ COUNTS = (*range(1, 70), 100, 150, 239, 240)
 
 
 def disagreeing(
-    tiling: RowTiling, weights: LoraWeights | None, x: torch.Tensor, weight: torch.Tensor
+    backend: TorchBackend, rank: int | None, x: torch.Tensor, weight: torch.Tensor
 ) -> list[int]:
     """Return the row counts at which a matmul padded by the tiling is not batch-invariant."""
-    frozen = FrozenLinear([weight])
+    linear, tiling = backend.pack([weight]), backend.tiling
+    assert tiling is not None
 
     def product(rows: int) -> torch.Tensor:
-        padded = F.pad(x[:rows], (0, 0, 0, tiling.padded(rows, weights) - rows))
-        return (frozen.product(padded) if weights is None else F.linear(padded, weight))[:rows]
+        if rank is None:
+            return backend.matmul(x[:rows], linear)
+        return tiling.run(lambda x: F.linear(x, weight), x[:rows], rank=rank)
 
     whole = product(len(x))
     return [n for n in COUNTS if not torch.equal(product(n), whole[:n])]
@@ -58,24 +60,22 @@ def test_matmul_rows_are_batch_invariant(tmp_path, dtype):
     """
     tiny_model(tmp_path, intermediate=1536, vocab_size=(vocab := 333))
     config = ModelConfig.from_directory(tmp_path)
-    tiling = probe(config, dtype, CPU)
-    if tiling is None:
+    backend = choose_backend(config, dtype, CPU, None)
+    if backend.tiling is None:
         pytest.skip(
             "this machine's products differ at every multiple; the sampler uses fixed tiles here"
         )
     generator = torch.Generator().manual_seed(1)
     for fan_out, fan_in in ((96, 64), (64, 1536)):
         x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
-        assert not disagreeing(tiling, None, x, weight)
+        assert not disagreeing(backend, None, x, weight)
     # planish's kernels may serve the adapters of the layers, but not those of a head with this
     # vocabulary.
-    layers = [] if adapts_in_panels(config, dtype, CPU) else [1536]
+    layers = [] if backend.packs_layer_adapters else [1536]
     for rank in (8, 12, 32):
-        layout = LoraLayout(config, LoraConfig(rank=rank))
-        weights = LoraWeights(layout, layout.init(0), dtype, CPU)
         for fan_out, fan_in in ((rank, 64), (vocab, rank), *((rank, width) for width in layers)):
             x, weight = (tensor.to(dtype) for tensor in cancelling(240, fan_out, fan_in, generator))
-            assert not disagreeing(tiling, weights, x, weight)
+            assert not disagreeing(backend, rank, x, weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -85,10 +85,11 @@ def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, 
     are no kernels either.
     """
     config = ModelConfig.from_directory(tiny_model(tmp_path, vocab_size=vocab_size))
-    if not multiplies(64, 64, dtype, CPU):
+    backend = choose_backend(config, dtype, CPU, None)
+    if not backend.packs(64, 64):
         pytest.skip("this machine has no kernels of our own")
-    assert [site.sizes for site in row_tiling._torch_sites(config, dtype, CPU)] == sizes
-    tiling = probe(config, dtype, CPU)
+    assert [site.sizes for site in row_tiling._torch_sites(backend)] == sizes
+    tiling = backend.tiling
     assert tiling is not None
     assert tiling.padded(1, None) == 1
     assert (tiling.lora is None) == (not sizes)
@@ -122,10 +123,6 @@ def test_the_inputs_of_the_probe_show_a_reversed_order_of_additions(dtype, terms
     assert different > 0.2
 
 
-def of_rank(rank: int) -> Any:
-    return SimpleNamespace(layout=SimpleNamespace(lora=SimpleNamespace(rank=rank)))
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("_matmuls_of_torch")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -140,7 +137,7 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
     """The matmuls are those of the decoder, with one A for all linears of an input."""
     tiny_model(tmp_path, family="qwen3", hidden_size=128, intermediate=384)
     config = ModelConfig.from_directory(tmp_path)
-    tiling = probe(config, dtype, CPU, at_any_cost=True)
+    tiling = probe(choose_backend(config, dtype, CPU, False), at_any_cost=True)
     if tiling is None:
         pytest.skip("this machine's products differ at every multiple")
     wrong, padded = [], set()
@@ -155,13 +152,13 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
 
             def added(low: torch.Tensor, sizes: Any = sizes, bs: Any = bs) -> torch.Tensor:
                 out = low.new_zeros(len(low), sum(sizes))
-                add_lora_(low, out.split(sizes, 1), bs, None)
+                add_outputs_(low, out, sizes, bs)
                 return out
 
-            for product, given in ((partial(lora_hidden, a=a, tile=None), x), (added, low)):
+            for product, given in ((lambda x, a=a: x @ a.t(), x), (added, low)):
                 whole = product(given)
                 for count in (1, 2, 3, 5, 9, 17, 40, 70, 77, 130, 150, 203, 300):
-                    rows = tiling.padded(count, of_rank(rank))
+                    rows = tiling.padded(count, rank)
                     padded.add(rows > count)
                     if not torch.equal(product(given[:rows])[:count], whole[:count]):
                         wrong.append((rank, sizes, count, rows))
@@ -174,18 +171,17 @@ def test_padding_makes_adapters_of_every_rank_batch_invariant(tmp_path, ranks, d
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_samples_do_not_depend_on_adapters_of_other_ranks(tmp_path, dtype):
     tiny_model(tmp_path, "qwen3", hidden_size=128, intermediate=384, dtype="bfloat16")
-    decoder = Decoder.load(tmp_path, dtype, CPU)
-    tiling = probe(decoder.config, dtype, CPU, at_any_cost=True)
-    if tiling is None:
+    decoder = Decoder.load(tmp_path, dtype, CPU, deterministic=True)
+    if decoder.backend.tiling == FIXED:
         pytest.skip("this machine's products differ at every multiple")
     adapters = {}
     for rank in (1, 2, 3, 4, 7, 16, 33):
         layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
         noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(rank))
-        adapters[rank] = LoraWeights(layout, layout.init(rank) + noise, dtype, CPU)
+        adapters[rank] = LoraWeights(layout, layout.init(rank) + noise, decoder.backend)
 
     def sampled(asked: list[tuple[int, int]]) -> list[list[tuple[list[int], list[float]]]]:
-        sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+        sampler = Sampler(decoder, SamplerSettings(), str)
         futures: list[Future[SampleResponse]] = []
         for rank, seed in asked:
             prompt = ModelInput.from_ints([(seed * 7 + i) % 250 for i in range(5 + 3 * seed)])
@@ -213,7 +209,7 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
         engine = Engine({"m": str(model)}, tmp_path / "data", settings)
         base = engine._models.get("m")
         tiling = RowTiling(lora=lambda rank: LoraNeeds(None if rank == 1 else 4))
-        monkeypatch.setattr(base, "_tiling", tiling)
+        base.backend.make_batch_invariant(tiling)
         engine.submit(CreateModel("a", "m", LoraConfig(rank=2))).result()
         if deterministic:
             with pytest.raises(UserError, match=r"rank=1.*deterministic=True.*another rank"):
@@ -223,28 +219,39 @@ def test_deterministic_rejects_a_rank_that_no_padding_serves(tmp_path, monkeypat
         engine.close()
 
 
-def test_rows_are_padded_to_the_minimum_then_to_the_multiple(tmp_path):
-    tiny_model(tmp_path)
-    config = ModelConfig.from_directory(tmp_path)
-    layouts = {rank: LoraLayout(config, LoraConfig(rank=rank)) for rank in (1, 8, 20)}
-    weights = {
-        rank: LoraWeights(layout, layout.init(0), torch.float32, CPU)
-        for rank, layout in layouts.items()
-    }
+def test_rows_are_padded_to_the_minimum_then_to_the_multiple():
     needs = {1: LoraNeeds(None), 8: LoraNeeds(16), 20: LoraNeeds(8, 16)}
     tiling = RowTiling(multiple=4, least=2, lora=needs.__getitem__)
     assert [tiling.padded(n, None) for n in (1, 2, 4, 5)] == [4, 4, 4, 8]
-    assert [tiling.padded(3, weights[rank]) for rank in (1, 8, 20)] == [4, 16, 16]
-    assert tiling.padded(17, weights[8]) == 20
-    assert RowTiling().padded(1, weights[8]) == 1
+    assert [tiling.padded(3, rank) for rank in (1, 8, 20)] == [4, 16, 16]
+    assert tiling.padded(17, 8) == 20
+    assert RowTiling().padded(1, 8) == 1
 
 
 def test_fixed_tiles_are_batch_invariant():
     x, weight = torch.randn(256, 64), torch.randn(96, 64)
     assert RowTiling(multiple=FIXED.multiple, tile=FIXED.multiple) == FIXED
-    frozen = FrozenLinear([weight])
-    whole = frozen.product(x, FIXED.tile)
-    for start in range(0, 256, FIXED.multiple):
-        part = frozen.product(x[start : start + FIXED.multiple], FIXED.tile)
-        assert torch.equal(part, whole[start : start + FIXED.multiple])
+    backend = torch_backend()
+    backend.make_batch_invariant(FIXED)
+    linear = backend.pack([weight])
+    whole = backend.matmul(x, linear)
+    for start, stop in ((0, 32), (32, 64), (64, 65), (70, 150)):
+        assert torch.equal(backend.matmul(x[start:stop], linear), whole[start:stop])
     torch.testing.assert_close(whole, x @ weight.t())
+
+
+@pytest.mark.parametrize("tile", [None, 4])
+def test_functions_run_with_padded_rows_change_their_outputs_in_place(tile):
+    """Only the rows of the batch change, and the result has as many rows as the input."""
+    tiling, seen = RowTiling(multiple=4, tile=tile, least=8), []
+
+    def added(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        seen.append(len(x))
+        out += x
+        return 2 * x
+
+    x, out = torch.arange(10.0).view(5, 2), torch.ones(7, 2)
+    assert torch.equal(tiling.run(added, x, out[:5]), 2 * x)
+    assert torch.equal(out[:5], x + 1)
+    assert torch.equal(out[5:], torch.ones(2, 2))
+    assert seen == ([8] if tile is None else [4, 4])

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
 from planish.engine.sampling import scheduler
@@ -55,11 +56,11 @@ def theirs(model_dir):
 
 @pytest.fixture(scope="module")
 def tiling(decoder) -> RowTiling:
-    return probe(decoder.config, decoder.dtype, CPU) or FIXED
+    return probe(decoder.backend) or FIXED
 
 
 def sampler_of(decoder: Decoder, tiling: RowTiling | None = None, **settings) -> Sampler:
-    return Sampler(decoder, SamplerSettings(**settings), text_of, tiling)
+    return Sampler(with_tiling(decoder, tiling), SamplerSettings(**settings), text_of)
 
 
 def request(prompt: Sequence[int], n: int = 1, **options) -> Sample:
@@ -105,7 +106,7 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 def adapter(decoder: Decoder, seed: int, rank: int = 8) -> LoraWeights:
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
-    return LoraWeights(layout, layout.init(seed) + noise, decoder.dtype, decoder.device)
+    return LoraWeights(layout, layout.init(seed) + noise, decoder.backend)
 
 
 def full_logprobs(theirs, prompt: list[int], temperature: float = 1.0) -> torch.Tensor:
@@ -602,8 +603,7 @@ def test_non_finite_logits_fail_only_their_requests(decoder, tiling, size):
     broken = LoraWeights(
         adapter(decoder, 1).layout,
         adapter(decoder, 1).layout.init(1) * 0 + size,
-        decoder.dtype,
-        decoder.device,
+        decoder.backend,
     )
     theirs = [request(tokens(70, seed), 2, seed=seed, max_tokens=70) for seed in range(3)]
     alone = drawn(
@@ -651,7 +651,7 @@ def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
         monkeypatch.setattr(cpu, "loaded", lambda: None)
     decoder = Decoder.load(model_dir, torch.float32, CPU)
     layout = adapter(decoder, 1).layout
-    broken = LoraWeights(layout, layout.init(1) * 0 + 1e20, decoder.dtype, decoder.device)
+    broken = LoraWeights(layout, layout.init(1) * 0 + 1e20, decoder.backend)
     late = request(tokens(40, 3), seed=3, max_tokens=8)
     (alone,) = run(sampler_of(decoder), late)
     sampler = sampler_of(decoder)
@@ -670,7 +670,7 @@ def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
 def test_a_request_cancelled_with_non_finite_logits_ends_once(decoder, monkeypatch):
     """Each of its samples finds the request already ended."""
     layout = adapter(decoder, 1).layout
-    broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.dtype, decoder.device)
+    broken = LoraWeights(layout, layout.init(1) * 0 + torch.nan, decoder.backend)
     sampler = sampler_of(decoder)
     future: Future[SampleResponse] = Future()
     sampler.submit(request(tokens(20), 3), broken, "broken", future)

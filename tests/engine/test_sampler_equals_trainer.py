@@ -9,6 +9,7 @@ from concurrent.futures import Future
 import numpy as np
 import pytest
 import torch
+from backends import with_tiling
 
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.training.adapters import Adapter
@@ -36,7 +37,7 @@ YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embed
 def trained_adapter(decoder: Decoder, rank: int = 8, **options: bool) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank, **options))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
-    return Adapter(layout, decoder.dtype, CPU, layout.init(0) + noise)
+    return Adapter(layout, decoder.backend, layout.init(0) + noise)
 
 
 def rollouts(
@@ -47,7 +48,9 @@ def rollouts(
     """
     rng = np.random.default_rng(0)
     common = rng.integers(0, 256, 70).tolist()
-    sampler = Sampler(decoder, SamplerSettings(max_prefill_tokens_per_step=100), str, tiling)
+    sampler = Sampler(
+        with_tiling(decoder, tiling), SamplerSettings(max_prefill_tokens_per_step=100), str
+    )
     asked = []
     for i, extra in enumerate((1, 26, 57, 58, 59, 122, 300)):
         prompt = ModelInput.from_ints(
@@ -65,7 +68,7 @@ def rollouts(
 def gap(decoder: Decoder, temperature: float) -> np.ndarray:
     """Return the sampled minus the trained logprob of every sampled token."""
     adapter = trained_adapter(decoder)
-    tiling = probe(decoder.config, decoder.dtype, CPU)
+    tiling = probe(decoder.backend)
     return gaps(
         decoder, adapter, tiling, rollouts(decoder, adapter, tiling, temperature), temperature
     )
@@ -91,9 +94,9 @@ def gaps(
             }
             data.append(Datum(prompt.append(EncodedTextChunk(tokens[:-1])), inputs))
             sampled.append(np.array(logprobs))
-    work = Trainer(decoder, TrainerSettings(micro_batch_tokens), tiling).forward_backward(
-        adapter, data, "importance_sampling", {"temperature": temperature}
-    )
+    work = Trainer(
+        with_tiling(decoder, tiling), TrainerSettings(micro_batch_tokens)
+    ).forward_backward(adapter, data, "importance_sampling", {"temperature": temperature})
     while True:
         try:
             next(work)
@@ -139,7 +142,7 @@ def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, op
     # SwiGLU uses another exp.
     tiny_model(tmp_path, family=family, dtype="bfloat16", intermediate=128, **options)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
-    adapter, tiling = trained_adapter(decoder), probe(decoder.config, decoder.dtype, CPU)
+    adapter, tiling = trained_adapter(decoder), probe(decoder.backend)
     if tiling is None:
         pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
     answered = rollouts(decoder, adapter, tiling)
@@ -160,13 +163,13 @@ def test_logprobs_agree_for_widths_without_adapter_kernels(tmp_path):
     """
     tiny_model(tmp_path, intermediate=112, layers=4)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
-    tiling = probe(decoder.config, decoder.dtype, CPU)
+    tiling = probe(decoder.backend)
     prompt = ModelInput.from_ints(list(range(70)))
     op = Sample("s", prompt, 4, SamplingParams(max_tokens=30, seed=1, stop=[]))
 
     def response(*adapters: Adapter) -> SampleResponse:
         """Return the response of the first adapter's request."""
-        sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+        sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str)
         futures: list[Future[SampleResponse]] = [Future() for _ in adapters]
         for number, (adapter, future) in enumerate(zip(adapters, futures, strict=True)):
             sampler.submit(op, adapter.snapshot(), number, future)
@@ -190,10 +193,10 @@ def test_logprobs_agree_for_several_adapters_in_one_batch(tmp_path):
     """
     tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
-    tiling = probe(decoder.config, decoder.dtype, CPU)
+    tiling = probe(decoder.backend)
     if cpu.loaded() is None or tiling is None:
         pytest.skip("bits are promised where the CPU's own kernels serve")
-    sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+    sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str)
     asked = []
     for number, rank in enumerate((8, 1, 40, 8)):
         adapter = trained_adapter(decoder, rank)
@@ -212,7 +215,7 @@ def alone(
     decoder: Decoder, adapter: Adapter, tiling: RowTiling | None
 ) -> list[tuple[ModelInput, SampleResponse]]:
     """Sample each prompt alone, so that every decoding step has one row."""
-    sampler = Sampler(decoder, SamplerSettings(), str, tiling)
+    sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str)
     answered = []
     for seed in range(6):
         prompt = ModelInput.from_ints(np.random.default_rng(seed).integers(0, 256, 30).tolist())
@@ -229,7 +232,7 @@ def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
     """For one row with 1024 columns or more, some machines use another summation order."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6, intermediate=2048)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
-    tiling = probe(decoder.config, decoder.dtype, CPU)
+    tiling = probe(decoder.backend)
     if tiling is None:
         pytest.skip("this machine's bf16 products depend on the number of rows; see row_tiling.py")
     adapter = trained_adapter(decoder)
@@ -242,6 +245,7 @@ def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
 def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch):
     """A control: another rounding in the trainer's attention alone changes logprobs by far more."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)
+    monkeypatch.setattr(cpu, "loaded", lambda: None)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     exact = ordered_attention.attend
 
@@ -250,5 +254,4 @@ def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch
         return out * (1 + 2**-9), lse
 
     monkeypatch.setattr(ordered_attention, "attend", less_exact)
-    monkeypatch.setattr(cpu, "loaded", lambda: None)
     assert np.quantile(np.abs(gap(decoder, 1.0)), 0.5) > 1e-3

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from backends import with_tiling
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
@@ -17,6 +18,8 @@ from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.model.decoder import Decoder
+from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
 from planish.testing import tiny_model
@@ -40,7 +43,7 @@ def decoder(model_path):
 def new_adapter(decoder: Decoder, rank: int = 4, **parts: bool) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank, **parts))
     noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    return Adapter(layout, decoder.dtype, CPU, layout.init(0) + 0.02 * noise)
+    return Adapter(layout, decoder.backend, layout.init(0) + 0.02 * noise)
 
 
 def new_trainer(decoder: Decoder, budget: int = 4096) -> Trainer:
@@ -449,14 +452,11 @@ def test_a_long_sequence_runs_alone_with_recomputed_activations(decoder):
     assert output.metrics["micro_batches:sum"] == 2
     assert relative(split, whole) < 1e-5
     config = dataclasses.replace(decoder.config, num_layers=30)
-    plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(config, torch.bfloat16, CPU)
-    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(
-        config, torch.bfloat16, CPU, tokens=2048
-    )
+    backend = TorchBackend(config, torch.bfloat16, CPU)
+    plain = TrainerSettings(micro_batch_tokens=2048).activation_bytes(backend)
+    less = TrainerSettings(micro_batch_tokens=256).activation_bytes(backend, tokens=2048)
     assert less < plain / 4
-    assert less == TrainerSettings(2048, recompute=True).activation_bytes(
-        config, torch.bfloat16, CPU
-    )
+    assert less == TrainerSettings(2048, recompute=True).activation_bytes(backend)
 
 
 def test_recomputed_activations_give_the_same_gradient(decoder):
@@ -490,9 +490,7 @@ def test_activation_bytes_match_the_memory_autograd_saves(model_path):
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         run(new_trainer(decoder), adapter, data)
     measured = sum(size for pointer, size in kept.items() if pointer not in frozen)
-    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(
-        decoder.config, torch.bfloat16, CPU, rank=4
-    )
+    estimate = TrainerSettings(micro_batch_tokens=500).activation_bytes(decoder.backend, rank=4)
     assert 0.6 * estimate < measured < 1.15 * estimate
 
 
@@ -505,10 +503,12 @@ def decoder_tensors(decoder: Decoder) -> list[torch.Tensor]:
         elif isinstance(value, (list, tuple)):
             for item in value:
                 walk(item)
+        elif isinstance(value, PackedLinear):
+            walk([value.packed, value._packed_backward, value._weights, value.bias])
         elif hasattr(value, "__dict__"):
             walk(list(vars(value).values()))
 
-    walk(decoder)
+    walk([value for name, value in vars(decoder).items() if name != "backend"])
     return found
 
 
@@ -570,7 +570,7 @@ def test_non_finite_weights_raise(decoder):
     adapter = new_adapter(decoder)
     broken = adapter.master.clone()
     broken[0] = float("inf")
-    adapter = Adapter(adapter.layout, torch.float32, CPU, broken)
+    adapter = Adapter(adapter.layout, decoder.backend, broken)
     with pytest.raises(NonFiniteError, match="not finite"):
         run(new_trainer(decoder), adapter, as_cross_entropy(group_datums(8)))
 
@@ -665,7 +665,7 @@ def test_padding_a_short_forest_changes_nothing(decoder):
     outcomes = []
     for tiling in (None, RowTiling(multiple=4, least=8)):
         adapter = new_adapter(decoder)
-        result, _ = run(Trainer(decoder, TrainerSettings(4), tiling), adapter, data)
+        result, _ = run(Trainer(with_tiling(decoder, tiling), TrainerSettings(4)), adapter, data)
         outcomes.append((result, adapter.grad))
     (plain, plain_grad), (padded, padded_grad) = outcomes
     for a, b in zip(plain.loss_fn_outputs, padded.loss_fn_outputs, strict=True):

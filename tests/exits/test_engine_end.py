@@ -8,7 +8,7 @@ import pytest
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
 from planish.errors import EngineClosedError
-from planish.model.linear import FrozenLinear
+from planish.model.kernels.linear import PackedLinear
 from planish.service import CreateModel, CreateSampler, ForwardBackward, Sample
 from planish.testing import tiny_model
 from planish.types import Datum, LoraConfig, ModelInput, SamplingParams
@@ -22,16 +22,16 @@ def model(tmp_path_factory) -> str:
     return str(tiny_model(tmp_path_factory.mktemp("models") / "tiny", layers=4))
 
 
-@pytest.mark.parametrize("at", ["product", "product_back"])
+@pytest.mark.parametrize("at", ["matmul", "matmul_backward"])
 def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
     """Of a pass of many seconds nobody waits for the rest."""
     engine = Engine({"m": model}, tmp_path, EngineSettings(dtype="float32"))
     engine.submit(CreateModel("a", "m", LoraConfig(rank=4))).result(WAIT)
     reached, go_on = threading.Event(), threading.Event()
     matmuls = 0
-    whole = getattr(FrozenLinear, at)
+    whole = getattr(PackedLinear, at)
 
-    def product(self: FrozenLinear, *arguments: Any) -> Any:
+    def product(self: PackedLinear, *arguments: Any) -> Any:
         nonlocal matmuls
         found = whole(self, *arguments)
         matmuls += 1
@@ -40,7 +40,7 @@ def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
             assert go_on.wait(WAIT)
         return found
 
-    monkeypatch.setattr(FrozenLinear, at, product)
+    monkeypatch.setattr(PackedLinear, at, product)
     data = [Datum(ModelInput.from_ints(TOKENS), {"target_tokens": TOKENS})]
     backward = engine.submit(ForwardBackward("a", data, "cross_entropy"))
     assert reached.wait(WAIT)
@@ -58,13 +58,13 @@ def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
 def test_a_prompt_ends_at_the_next_matmul(model, tmp_path, monkeypatch):
     engine = Engine({"m": model}, tmp_path, EngineSettings(dtype="float32", deterministic=True))
     engine.submit(CreateSampler("s", "m")).result(WAIT)
-    whole = FrozenLinear.product
+    whole = PackedLinear.matmul
 
-    def product(self: FrozenLinear, *arguments: Any) -> Any:
+    def product(self: PackedLinear, *arguments: Any) -> Any:
         engine._thread.stop(finish=False)  # from the engine's own thread, as a dropped client does
         return whole(self, *arguments)
 
-    monkeypatch.setattr(FrozenLinear, "product", product)
+    monkeypatch.setattr(PackedLinear, "matmul", product)
     params = SamplingParams(max_tokens=8, stop=[])
     answer = engine.submit(Sample("s", ModelInput.from_ints(TOKENS), 1, params))
     with pytest.raises(EngineClosedError, match="closed before this was done"):

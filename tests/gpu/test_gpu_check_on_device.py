@@ -8,7 +8,7 @@ import torch
 
 from planish.engine.settings import head_shape, kernel_shapes
 from planish.model.config import ModelConfig
-from planish.model.kernels.choose import FAMILIES
+from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.self_test import Request, known_verdicts, run_checks, verdict_path
 from planish.testing import tiny_model
 

@@ -27,9 +27,7 @@ LONG = 8192
 def new_adapter(decoder: Decoder, is_identity: bool = False, rank: int = 8) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=rank))
     noise = 0.02 * torch.randn(layout.size, generator=torch.Generator().manual_seed(1))
-    return Adapter(
-        layout, decoder.dtype, decoder.device, layout.init(0) + (0 if is_identity else noise)
-    )
+    return Adapter(layout, decoder.backend, layout.init(0) + (0 if is_identity else noise))
 
 
 def distributions(decoder: Decoder, sequence: list[int]) -> torch.Tensor:

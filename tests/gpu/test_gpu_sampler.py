@@ -162,7 +162,7 @@ def test_many_join_and_leave(decoder):
 
 def test_logits_that_are_not_finite_stay_with_their_own_requests(decoder):
     layout = adapter(decoder, 1).layout
-    broken = LoraWeights(layout, layout.init(1) * 0 + 1e38, decoder.dtype, decoder.device)
+    broken = LoraWeights(layout, layout.init(1) * 0 + 1e38, decoder.backend)
     fine = adapter(decoder, 2)
     ops = [request(tokens(70, seed), 2, seed=seed, max_tokens=70) for seed in range(3)]
     expected = run(sampler_of(decoder), *((op, fine, "fine") for op in ops))

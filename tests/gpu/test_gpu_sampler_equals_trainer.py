@@ -28,7 +28,7 @@ LENGTHS = (1, 26, 57, 58, 59, 122, 300)
 def trained_adapter(decoder: Decoder) -> Adapter:
     layout = LoraLayout(decoder.config, LoraConfig(rank=8))
     noise = 0.05 * torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
-    return Adapter(layout, decoder.dtype, decoder.device, layout.init(0) + noise)
+    return Adapter(layout, decoder.backend, layout.init(0) + noise)
 
 
 def rollouts(

@@ -11,6 +11,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.model.rope import RotaryEmbedding
 from planish.model.weights import load_weights
@@ -62,11 +64,11 @@ def logits_of(
     def in_dtype(*args):
         return attend(*args).to(decoder.dtype)
 
-    hidden = decoder.hidden(
+    hidden = decoder.forward(
         tokens,
         torch.arange(len(tokens)),
         in_dtype,
-        [AdapterRows(0, len(tokens), weights)],
+        weights,
         **options,
     )
     logits = hidden.float() @ decoder.head.weight.float().t()
@@ -165,7 +167,7 @@ def test_an_adapter_gives_the_logits_of_peft(tmp_path, family, lora):
     )
     tokens = random_tokens(decoder, 60)
     theirs = peft_twin(tmp_path, layout, master)(tokens[None]).logits[0]
-    ours = logits_of(decoder, tokens, LoraWeights(layout, master, torch.float32, CPU))
+    ours = logits_of(decoder, tokens, LoraWeights(layout, master, decoder.backend))
     assert (logits_of(decoder, tokens) - theirs).abs().max() > 1e-2
     assert (ours - theirs).abs().max() < 1e-4
 
@@ -179,14 +181,15 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path):
         master = layout.init(seed) + 0.02 * torch.randn(
             layout.size, generator=torch.Generator().manual_seed(seed)
         )
-        weights.append(LoraWeights(layout, master, torch.float32, CPU))
+        weights.append(LoraWeights(layout, master, decoder.backend))
     tokens = random_tokens(decoder, 40)
 
     def itself(layer, q, k, v):
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def run(rows, adapters):
-        return decoder.hidden(tokens[rows], torch.arange(len(tokens))[rows], itself, adapters)
+        batch = decoder.backend.adapter_batch(adapters)
+        return decoder.forward(tokens[rows], torch.arange(len(tokens))[rows], itself, batch)
 
     with torch.inference_mode():
         together = run(
@@ -202,7 +205,7 @@ def test_a_fresh_adapter_changes_nothing_and_follows_its_seed(tmp_path):
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     layout = LoraLayout(decoder.config, LoraConfig(rank=4))
     tokens = random_tokens(decoder, 20)
-    fresh = LoraWeights(layout, layout.init(3), torch.float32, CPU)
+    fresh = LoraWeights(layout, layout.init(3), decoder.backend)
     torch.testing.assert_close(logits_of(decoder, tokens, fresh), logits_of(decoder, tokens))
     assert torch.equal(layout.init(3), layout.init(3))
     assert not torch.equal(layout.init(3), layout.init(4))
@@ -217,7 +220,7 @@ def test_recomputing_layers_gives_the_same_gradient(tmp_path):
     tokens = random_tokens(decoder, 30)
     gradients = []
     for recompute in (False, True):
-        weights = LoraWeights(layout, master, torch.float32, CPU, requires_grad=True)
+        weights = LoraWeights(layout, master, decoder.backend, requires_grad=True)
         logits_of(decoder, tokens, weights, recompute=recompute).logsumexp(-1).sum().backward()
         gradients.append(weights.collect_grad())
     assert gradients[0].norm() > 0
@@ -233,7 +236,7 @@ def test_gradients_are_with_respect_to_the_master_weights(tmp_path):
     layout = LoraLayout(decoder.config, LoraConfig(rank=2))
     master = layout.init(0) + 0.05
     tokens = random_tokens(decoder, 10)
-    weights = LoraWeights(layout, master, torch.float32, CPU, requires_grad=True)
+    weights = LoraWeights(layout, master, decoder.backend, requires_grad=True)
 
     def loss(weights: LoraWeights) -> torch.Tensor:
         return logits_of(decoder, tokens, weights).log_softmax(-1)[:, 0].sum()
@@ -243,7 +246,7 @@ def test_gradients_are_with_respect_to_the_master_weights(tmp_path):
     direction = torch.randn(layout.size, generator=torch.Generator().manual_seed(0))
     step = 1e-3 * direction
     plus, minus = (
-        loss(LoraWeights(layout, master + s * step, torch.float32, CPU)).item() for s in (1, -1)
+        loss(LoraWeights(layout, master + s * step, decoder.backend)).item() for s in (1, -1)
     )
     assert (plus - minus) / 2 == pytest.approx(float(gradient @ step), rel=0.02)
 
@@ -271,7 +274,7 @@ def test_loading_on_a_device_allocates_only_the_weights(tmp_path, family):
             return out
 
     with Noted():
-        Decoder(config, weights, torch.bfloat16, torch.device("meta"))
+        Decoder(weights, TorchBackend(config, torch.bfloat16, torch.device("meta")))
     assert sum(storage.nbytes() for storage in made.values()) == sum(
         2 * weight.numel() for weight in weights.values()
     )
@@ -281,5 +284,5 @@ def test_weights_already_in_dtype_are_not_copied(tmp_path):
     tiny_model(tmp_path, dtype="bfloat16")
     config = ModelConfig.from_directory(tmp_path)
     weights = load_weights(tmp_path, config)
-    decoder = Decoder(config, weights, torch.bfloat16, CPU)
+    decoder = Decoder(weights, choose_backend(config, torch.bfloat16, CPU, False))
     assert decoder.head.weight.data_ptr() == weights["model.embed_tokens.weight"].data_ptr()

@@ -2,14 +2,17 @@
 recomputation.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
+from backends import backend_of
 
-from planish.model.head import _top_tokens, exact_logits, head_logits, scored_logprobs
-from planish.model.kernels.cpp.cpu_products import AdapterPanels
+from planish.model.head import exact_logits, head_logits, scored_logprobs
+from planish.model.kernels.backend import LoraMatrices
+from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.backend import TorchBackend, _top_tokens
 from planish.model.kernels.reference.row_tiling import cancelling
-from planish.model.linear import FrozenLinear
-from planish.model.lora import Site
 
 
 def head(
@@ -38,12 +41,22 @@ def head(
     return states, weight, lora
 
 
-def site(lora) -> Site | None:
+def site(lora) -> LoraMatrices | None:
     """Return the adapter of the head, with packed weights if a CPU kernel takes them."""
     if lora is None:
         return None
     a, b = lora
-    return Site(a, (b,), AdapterPanels([(a, (b,))]).site(0))
+    matrices = LoraMatrices(a, (b,))
+    packed = backend_of(a.dtype).pack_adapter([matrices], is_head=True)
+    return replace(matrices, packed=packed.target(0) if packed else None)
+
+
+def on(
+    states: torch.Tensor, weight: torch.Tensor
+) -> tuple[TorchBackend, torch.Tensor, PackedLinear]:
+    """Return the first arguments of the functions under test."""
+    backend = backend_of(weight.dtype)
+    return backend, states, backend.pack([weight])
 
 
 def plain_logprobs(states, weight, lora, rows, targets, temperature):
@@ -73,9 +86,7 @@ def test_logprobs_and_gradients_equal_the_float64_formula(
     leaves = [x.clone().requires_grad_() for x in (states, *(lora or ()))]
     pair = (leaves[1], leaves[2]) if lora else None
     (
-        scored_logprobs(
-            leaves[0], FrozenLinear([weight]), site(pair), rows, targets, 0.7, recompute=recompute
-        )
+        scored_logprobs(*on(leaves[0], weight), site(pair), rows, targets, 0.7, recompute=recompute)
         * upstream
     ).sum().backward()
     twins = [x.double().requires_grad_() for x in (states, *(lora or ()))]
@@ -95,7 +106,7 @@ def test_large_bfloat16_logits_keep_their_precision():
     weight = (weight.float() * 8).bfloat16()
     rows = torch.arange(200)
     best = plain_best(states, weight, lora)
-    got = scored_logprobs(states, FrozenLinear([weight]), site(lora), rows, best, 1.0)
+    got = scored_logprobs(*on(states, weight), site(lora), rows, best, 1.0)
     want = plain_logprobs(states, weight, lora, rows, best, 1.0)
     logits = states.double() @ weight.double().T
     assert float(logits.max()) > 30
@@ -118,20 +129,20 @@ def test_head_logits_agree_with_scored_logprobs(dtype):
     own = site(lora)
     assert own is not None
     rows, adapters = torch.arange(70), [(0, 70, own)]
-    targets = head_logits(states, FrozenLinear([weight]), adapters).argmax(-1)
-    from_logits = torch.log_softmax(
-        head_logits(states, FrozenLinear([weight]), adapters) / 0.5, -1
-    )[rows, targets]
+    targets = head_logits(*on(states, weight), adapters).argmax(-1)
+    from_logits = torch.log_softmax(head_logits(*on(states, weight), adapters) / 0.5, -1)[
+        rows, targets
+    ]
     torch.testing.assert_close(
-        scored_logprobs(states, FrozenLinear([weight]), own, rows, targets, 0.5),
+        scored_logprobs(*on(states, weight), own, rows, targets, 0.5),
         from_logits,
         rtol=0,
         atol=1e-5,
     )
-    single = exact_logits(states, FrozenLinear([weight]), rows, targets, adapters)
+    single = exact_logits(*on(states, weight), rows, targets, adapters)
     torch.testing.assert_close(
         single,
-        head_logits(states, FrozenLinear([weight]), adapters)[rows, targets],
+        head_logits(*on(states, weight), adapters)[rows, targets],
         rtol=1e-5,
         atol=1e-5,
     )
@@ -154,14 +165,12 @@ def test_the_last_row_does_not_depend_on_the_size_of_its_chunk():
             "this machine's bf16 products depend on the number of rows; see model/kernels/reference/row_tiling.py"
         )
     row, target = torch.tensor([256]), torch.tensor([5])
-    expected = scored_logprobs(states, FrozenLinear([weight]), None, row, target)
+    expected = scored_logprobs(*on(states, weight), None, row, target)
     for rows in (257, 258, 287, 288):
-        assert torch.equal(
-            scored_logprobs(states[:rows], FrozenLinear([weight]), None, row, target), expected
-        )
+        assert torch.equal(scored_logprobs(*on(states[:rows], weight), None, row, target), expected)
 
 
 def test_scoring_no_targets_gives_empty_logprobs():
     states, weight, lora = head(0, 16, 300, 2, torch.float32)
     empty = torch.empty(0, dtype=torch.int64)
-    assert scored_logprobs(states, FrozenLinear([weight]), site(lora), empty, empty).shape == (0,)
+    assert scored_logprobs(*on(states, weight), site(lora), empty, empty).shape == (0,)

@@ -30,7 +30,7 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
     with caplog.at_level(logging.WARNING):
         assert cpu.loaded() is None
     assert "no-such-compiler" in caplog.text
-    assert not cpu.usable(torch.zeros(1), "norms")
+    assert not cpu.serves("norms")
     assert list((tmp_path / "kernels").iterdir()) == []
 
 

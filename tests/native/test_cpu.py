@@ -1,17 +1,18 @@
 """Each CPU kernel equals torch, in all dtypes and odd sizes, and is batch-invariant."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import backend_of, torch_backend
 from torch import Tensor
 
-from planish.model.decoder import add_norm, swiglu
 from planish.model.head import scored_logprobs
 from planish.model.kernels.cpp import cpu
 from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom, multiplies
 from planish.model.kernels.reference.row_tiling import cancelling
-from planish.model.linear import FrozenLinear
-from planish.model.rope import Rotation, rotate
+from planish.model.operations import add_rms_norm, rope, swiglu
 
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -32,11 +33,10 @@ def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, fresh, upstream)]
 
 
-def both(function, leaves: list[Tensor], upstream: Tensor, monkeypatch) -> None:
-    native = outcome(function, leaves, upstream)
-    with monkeypatch.context() as patch:
-        patch.setattr(cpu, "loaded", lambda: None)
-        plain = outcome(function, leaves, upstream)
+def both(function, leaves: list[Tensor], upstream: Tensor, dtype: torch.dtype) -> None:
+    """`function`: its first argument is the backend."""
+    native = outcome(partial(function, backend_of(dtype)), leaves, upstream)
+    plain = outcome(partial(function, torch_backend(dtype)), leaves, upstream)
     for ours, theirs in zip(native, plain, strict=True):
         assert ours.dtype == theirs.dtype
         tolerance = TOLERANCES[upstream.dtype]
@@ -45,18 +45,18 @@ def both(function, leaves: list[Tensor], upstream: Tensor, monkeypatch) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 64), (5, 67), (300, 576)])
-def test_the_norm_equals_torch(rows, width, dtype, monkeypatch):
+def test_the_norm_equals_torch(rows, width, dtype):
     weight = normal(width)
 
-    def summed(x, more):
-        return add_norm(x, more, weight, 1e-5, dtype)
+    def summed(backend, x, more):
+        return add_rms_norm(backend, x, more, weight, 1e-5)
 
-    def alone(x):
-        return add_norm(x, None, weight, 1e-5, dtype)
+    def alone(backend, x):
+        return add_rms_norm(backend, x, None, weight, 1e-5)
 
     x, more, upstream = (normal(rows, width, dtype=kind) for kind in (torch.float32, dtype, dtype))
-    both(summed, [x, more], upstream, monkeypatch)
-    both(alone, [x], upstream, monkeypatch)
+    both(summed, [x, more], upstream, dtype)
+    both(alone, [x], upstream, dtype)
 
 
 def test_the_residual_of_a_norm_has_its_own_gradient():
@@ -64,7 +64,9 @@ def test_the_residual_of_a_norm_has_its_own_gradient():
     for use in (lambda total, _: total, lambda total, out: total + out):
         leaves = [x.clone().requires_grad_(), more.clone().requires_grad_()]
         plain = [leaf.detach().clone().requires_grad_() for leaf in leaves]
-        use(*add_norm(leaves[0], leaves[1], weight, 1e-5, torch.float32)).square().sum().backward()
+        use(
+            *add_rms_norm(backend_of(), leaves[0], leaves[1], weight, 1e-5)
+        ).square().sum().backward()
         total = plain[0] + plain[1]
         use(total, F.rms_norm(total, (64,), weight, 1e-5)).square().sum().backward()
         for ours, theirs in zip(leaves, plain, strict=True):
@@ -73,47 +75,44 @@ def test_the_residual_of_a_norm_has_its_own_gradient():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "heads", "size"), [(1, 3, 64), (7, 2, 20), (200, 9, 128)])
-def test_the_rotation_equals_torch(rows, heads, size, dtype, monkeypatch):
+def test_the_rotation_equals_torch(rows, heads, size, dtype):
     angles = normal(rows, 1, size // 2)
-    rotation = Rotation(angles.cos(), angles.sin())
 
-    def turn(x):
+    def turn(backend, x):
         # strided rows, as in the joint output of q, k and v
-        return rotate(x[:, :heads], rotation)
+        return rope(backend, x[:, :heads], angles.cos(), angles.sin())
 
     both(
         turn,
         [normal(rows, heads + 2, size, dtype=dtype)],
         normal(rows, heads, size, dtype=dtype),
-        monkeypatch,
+        dtype,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (250, 1536)])
-def test_swiglu_equals_torch(rows, width, dtype, monkeypatch):
+def test_swiglu_equals_torch(rows, width, dtype):
     both(
         swiglu,
         [normal(rows, 2 * width, dtype=dtype) * 4],
         normal(rows, width, dtype=dtype),
-        monkeypatch,
+        dtype,
     )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 128, 3001])
-def test_logprobs_and_their_gradients_equal_torch(dtype, vocab, monkeypatch):
-    head, rows = (
-        FrozenLinear([normal(vocab, 32, dtype=dtype)]),
-        torch.arange(0, 70, 2).repeat_interleave(2),
-    )
+def test_logprobs_and_their_gradients_equal_torch(dtype, vocab):
+    weight, rows = normal(vocab, 32, dtype=dtype), torch.arange(0, 70, 2).repeat_interleave(2)
     targets = (torch.arange(len(rows)) * 5) % vocab
 
-    def logprobs(hidden):
-        return scored_logprobs(hidden, head, None, rows, targets, 0.7)
+    def logprobs(backend, hidden):
+        head = backend.pack([weight])
+        return scored_logprobs(backend, hidden, head, None, rows, targets, 0.7)
 
     upstream = normal(len(rows)) * (torch.arange(len(rows)) % 3 > 0)
-    both(logprobs, [normal(70, 32, dtype=dtype)], upstream, monkeypatch)
+    both(logprobs, [normal(70, 32, dtype=dtype)], upstream, dtype)
 
 
 def test_the_normalizer_kernel_leaves_the_sampling_weights():
@@ -168,7 +167,7 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
 
 def panels(weight: Tensor) -> PanelWeight:
     fan_out, fan_in = weight.shape
-    if not multiplies(fan_out, fan_in, weight.dtype, weight.device):
+    if not multiplies(fan_out, fan_in, weight.dtype):
         pytest.skip("this machine has no kernels of our own")
     return PanelWeight(weight, WeightRoom())
 
@@ -208,7 +207,7 @@ def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
 
 def test_weights_in_one_arena_do_not_overlap():
     weights = [normal(fan_out, 64, dtype=dtype) for dtype in DTYPES for fan_out in (16, 64, 112)]
-    if not all(multiplies(16, 64, dtype, torch.device("cpu")) for dtype in DTYPES):
+    if not all(multiplies(16, 64, dtype) for dtype in DTYPES):
         pytest.skip("this machine has no kernels of our own")
     room, x = WeightRoom(), normal(5, 64)
     together = [PanelWeight(weight, room) for weight in weights]
@@ -230,7 +229,10 @@ def test_a_transposed_matrix_can_be_packed(fan_out, fan_in, dtype):
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(16, 2), (101, 50), (176, 576)])
 def test_unpacking_returns_the_packed_matrix(fan_out, fan_in):
     weight = normal(fan_out, fan_in)
-    assert torch.equal(panels(weight).matrix(), weight)
+    unpack = panels(weight).unpack
+    assert unpack is not None
+    assert torch.equal(unpack(), weight)
+    assert panels(weight.bfloat16()).unpack is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

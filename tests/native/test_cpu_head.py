@@ -1,15 +1,16 @@
 """The head kernels equal float64 and sorting, and are batch-invariant."""
 
+from typing import Any
+
 import pytest
 import torch
+from backends import backend_of
 from torch import Tensor
 
 from planish.model.head import exact_logits, head_logits
-from planish.model.head_lora import HeadLora, Member
+from planish.model.kernels.backend import HeadMember, LoraMatrices
 from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
 from planish.model.kernels.cpp.cpu_products import AdapterPanels, adapts_forward
-from planish.model.linear import FrozenLinear
-from planish.model.lora import Site
 
 CPU = torch.device("cpu")
 WIDTH = 100
@@ -24,17 +25,17 @@ def normal():
     return lambda *shape: torch.randn(*shape, generator=generator).to(torch.bfloat16)
 
 
-def adapter(normal, vocab: int, rank: int) -> Site:
+def adapter(normal, vocab: int, rank: int) -> LoraMatrices:
     a, b = normal(rank, WIDTH), normal(vocab, rank)
-    return Site(a, (b,), AdapterPanels([(a, (b,))]).site(0))
+    return LoraMatrices(a, (b,), AdapterPanels([(a, (b,))]).target(0))
 
 
-def single(hidden: Tensor, weight: Tensor, lora: HeadLora | None = None) -> SingleLogits:
+def single(hidden: Tensor, weight: Tensor, lora: Any = None) -> SingleLogits:
     return SingleLogits(
         hidden,
         weight,
         HeadTable(()) if lora is None else lora.table,
-        None if lora is None else lora.low,
+        None if lora is None else lora.hidden,
     )
 
 
@@ -96,17 +97,19 @@ def test_adapters_of_the_head_equal_the_formula(rank, vocab, dtype, normal):
         return normal(*shape).to(dtype)
 
     hidden, weight, site = drawn(7, WIDTH), drawn(vocab, WIDTH), adapter(drawn, vocab, rank)
-    assert (site.panels is not None) == adapts_forward([(vocab, WIDTH)], dtype, CPU)
+    assert (site.packed is not None) == adapts_forward([(vocab, WIDTH)], dtype)
     members = [(1, 6, site)]
     low = (hidden.double() @ site.a.double().t()).to(dtype).double()
     low[0], low[6] = 0, 0
     expected = hidden.double() @ weight.double().t() + low @ site.bs[0].double().t()
-    logits = head_logits(hidden, FrozenLinear([weight]), members)
+    backend = backend_of(dtype)
+    head = backend.pack([weight])
+    logits = head_logits(backend, hidden, head, members)
     assert (logits - expected).abs().max() < (
         0.01 if dtype == torch.bfloat16 else 1e-6
     ) * expected.abs().max()
     rows, tokens = torch.arange(7).repeat_interleave(40), torch.arange(280) * 7 % vocab
-    exact = exact_logits(hidden, FrozenLinear([weight]), rows, tokens, members)
+    exact = exact_logits(backend, hidden, head, rows, tokens, members)
     # Summation in float32 may change how the result of A is rounded.
     error = (exact - expected[rows, tokens]).abs()
     assert error.median() < 1e-5
@@ -124,36 +127,37 @@ def test_kernel_rows_are_batch_invariant(threads, dtype, normal):
         return normal(*shape).to(dtype)
 
     vocab, rows = 2080, 60
-    hidden, head = drawn(rows, WIDTH), FrozenLinear([drawn(vocab, WIDTH)])
+    backend, hidden = backend_of(dtype), drawn(rows, WIDTH)
+    head = backend.pack([drawn(vocab, WIDTH)])
     spans = [(0, 1), (3, 31), (31, 50)]
-    members: list[Member] = [
+    members: list[HeadMember] = [
         (*span, adapter(drawn, vocab, rank)) for span, rank in zip(spans, (8, 40, 3), strict=True)
     ]
     pairs, tokens = torch.arange(rows).repeat_interleave(5), torch.arange(5 * rows) * 331 % vocab
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        together = head_logits(hidden, head, members)
-        exact = exact_logits(hidden, head, pairs, tokens, members)
+        together = head_logits(backend, hidden, head, members)
+        exact = exact_logits(backend, hidden, head, pairs, tokens, members)
         torch.set_num_threads(1)
         for row in range(rows):
             own = [(0, 1, site) for start, stop, site in members if start <= row < stop]
             alone = hidden[row : row + 1]
-            assert torch.equal(head_logits(alone, head, own)[0], together[row])
+            assert torch.equal(head_logits(backend, alone, head, own)[0], together[row])
             mine = pairs == row
             zeros = torch.zeros(5, dtype=torch.int64)
-            assert torch.equal(exact_logits(alone, head, zeros, tokens[mine], own), exact[mine])
+            assert torch.equal(
+                exact_logits(backend, alone, head, zeros, tokens[mine], own), exact[mine]
+            )
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_selected_logit_equals_the_one_computed_alone(normal):
-    hidden, head, site = (
-        normal(5, WIDTH),
-        FrozenLinear([normal(320, WIDTH)]),
-        adapter(normal, 320, 8),
-    )
-    logits = head_logits(hidden, head, [(0, 5, site)])
+    backend = backend_of(torch.bfloat16)
+    hidden, head = normal(5, WIDTH), backend.pack([normal(320, WIDTH)])
+    site = adapter(normal, 320, 8)
+    logits = head_logits(backend, hidden, head, [(0, 5, site)])
     best = logits.argmax(1)
-    found = exact_logits(hidden, head, torch.arange(5), best, [(0, 5, site)])
+    found = exact_logits(backend, hidden, head, torch.arange(5), best, [(0, 5, site)])
     assert torch.equal(found, logits.gather(1, best[:, None])[:, 0])

@@ -29,7 +29,7 @@ class Running:
 
     def __init__(self, decoder: Decoder) -> None:
         torch.manual_seed(3)
-        shape = KVSpec.from_config(decoder.config, decoder.dtype, CPU)
+        shape = KVSpec.from_backend(decoder.backend)
         self.prompts, self.samples = KVPools(shape), KVPools(shape)
         self.owners = []
         for length, answers in ((2 * SPAN + 3, 4), (SPAN - 1, 9)):
@@ -60,7 +60,7 @@ def adapters(decoder: Decoder, dtype: torch.dtype) -> list[AdapterRows]:
         master = layout.init(seed) + 0.05 * torch.randn(
             layout.size, generator=torch.Generator().manual_seed(seed)
         )
-        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, dtype, CPU)))
+        found.append(AdapterRows(stop, stop + 4, LoraWeights(layout, master, decoder.backend)))
         stop += 4
     return found
 
@@ -73,7 +73,9 @@ def test_one_decoding_call_equals_separate_calls_bitwise(
 ):
     decoder = Decoder.load(tiny_model(tmp_path, family, kv_heads=1, head_dim=32), dtype, CPU)
     running = Running(decoder)
-    given = adapters(decoder, dtype) if adapted else ()
+    given = decoder.backend.adapter_batch(adapters(decoder, dtype) if adapted else ())
+    decode_pass = decoder.backend.decode_pass(decoder)
+    assert decode_pass is not None
     tokens, positions = torch.arange(14) * 7, torch.arange(14) * 3
     calls = []
     whole = PanelPass.decoded
@@ -82,14 +84,14 @@ def test_one_decoding_call_equals_separate_calls_bitwise(
     )
     with torch.inference_mode():
         attention = running.attention()
-        slow = decoder.hidden(tokens, positions, lambda *qkv: attention(*qkv), given)
+        slow = decoder.forward(tokens, positions, lambda *qkv: attention(*qkv), given)
         kept = [x.clone() for x in running.stored()]
         assert not calls
         for stored, sample in [
             (stored, sample) for stored in running.stored() for sample in running.owners
         ]:
             stored[sample.slot, :, sample.stored] = 0  # the positions that the call stores again
-        fast = decoder.hidden(tokens, positions, running.attention(), given)
+        fast = decode_pass(tokens, positions, running.attention(), given)
     assert calls
     assert torch.equal(fast, slow)
     assert all(

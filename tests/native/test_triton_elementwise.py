@@ -2,19 +2,28 @@
 batch-invariant, and compiles for Hopper.
 """
 
+from functools import partial
+from unittest.mock import Mock
+
 import pytest
 import torch
 import torch.nn.functional as F
+from backends import CONFIG, torch_backend
 from hopper import Case, resources
 from torch import Tensor
 
 from planish.engine.sampling import token_sampling
-from planish.model.decoder import Decoder, add_norm, swiglu
-from planish.model.head import log_normalizer, scored_logprobs
-from planish.model.kernels import choose
-from planish.model.linear import FrozenLinear
-from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, Site
-from planish.model.rope import Rotation, rotate
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.head import scored_logprobs
+from planish.model.kernels.backend import LoraMatrices
+from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference.token_sampling import invert
+from planish.model.kernels.triton.backend import TritonBackend
+from planish.model.kernels.triton.families import FAMILIES
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.operations import add_rms_norm, rope, swiglu
+from planish.model.weights import load_weights
 from planish.testing import tiny_model
 from planish.types import LoraConfig, SamplingParams
 
@@ -36,16 +45,12 @@ def normal(device):
 
 
 @pytest.fixture
-def both(monkeypatch):
-    """Return a function that calls another with the Triton kernels and then without."""
+def both(device):
+    """Return a function that calls another with the Triton backend and then with torch."""
 
-    def call(function):
-        results = []
-        for served in (own, None):
-            with monkeypatch.context() as patch:
-                patch.setattr(choose, "serving", lambda x, family, served=served: served)
-                results.append(function())
-        return results
+    def call(function, dtype: torch.dtype = torch.float32):
+        triton = TritonBackend(CONFIG, dtype, device, FAMILIES)
+        return [function(backend) for backend in (triton, torch_backend(dtype, device))]
 
     return call
 
@@ -292,21 +297,31 @@ def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_the_model_functions_equal_torch(dtype, normal, both):
-    weight, angles = normal(67), normal(5, 1, 10)
-    rotation = Rotation(angles.cos(), angles.sin())
+    weight, angles = normal(67), (normal(5, 1, 10).cos(), normal(5, 1, 10).sin())
     cases = [
         (
-            lambda x, more: add_norm(x, more, weight, 1e-5, dtype),
+            lambda backend, x, more: add_rms_norm(backend, x, more, weight, 1e-5),
             [normal(5, 67), normal(5, 67, dtype=dtype)],
             (5, 67),
         ),
-        (lambda x: add_norm(x, None, weight, 1e-5, dtype), [normal(5, 67)], (5, 67)),
-        (lambda x: rotate(x[:, :3], rotation), [normal(5, 4, 20, dtype=dtype)], (5, 3, 20)),
+        (
+            lambda backend, x: add_rms_norm(backend, x, None, weight, 1e-5),
+            [normal(5, 67)],
+            (5, 67),
+        ),
+        (
+            lambda backend, x: rope(backend, x[:, :3], *angles),
+            [normal(5, 4, 20, dtype=dtype)],
+            (5, 3, 20),
+        ),
         (swiglu, [normal(5, 66, dtype=dtype)], (5, 33)),
     ]
     for function, leaves, shape in cases:
         ours, theirs = both(
-            lambda f=function, ls=leaves, s=shape: outcome(f, ls, normal(*s, dtype=dtype))
+            lambda backend, f=function, ls=leaves, s=shape: outcome(
+                partial(f, backend), ls, normal(*s, dtype=dtype)
+            ),
+            dtype,
         )
         for found, expected in zip(ours, theirs, strict=True):
             assert found.dtype == expected.dtype
@@ -317,16 +332,17 @@ def test_gradients_through_the_model_functions_equal_torch(dtype, normal, both):
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_model_logprobs_and_gradients_equal_torch(recompute, normal, both, device):
-    head = FrozenLinear([normal(301, 32)])
+    weight = normal(301, 32)
     rows = torch.arange(0, 12, 2, device=device).repeat_interleave(2)
     targets, upstream = (torch.arange(12, device=device) * 5) % 301, normal(12)
     upstream[4:6] = 0  # a row that needs no gradient
 
-    def logprobs(hidden, a, b):
-        return scored_logprobs(hidden, head, Site(a, (b,)), rows, targets, 0.7, recompute=recompute)
+    def logprobs(backend, hidden, a, b):
+        given = (backend, hidden, backend.pack([weight]), LoraMatrices(a, (b,)), rows, targets, 0.7)
+        return scored_logprobs(*given, recompute=recompute)
 
     leaves = [normal(12, 32), normal(4, 32), normal(301, 4)]
-    ours, theirs = both(lambda: outcome(logprobs, leaves, upstream))
+    ours, theirs = both(lambda backend: outcome(partial(logprobs, backend), leaves, upstream))
     for found, expected in zip(ours, theirs, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -334,9 +350,9 @@ def test_model_logprobs_and_gradients_equal_torch(recompute, normal, both, devic
 def test_sampling_weights_equal_torch(normal, both):
     logits, temperature = normal(3, 500) * 5, normal(3).square() + 0.5
 
-    def call():
+    def call(backend):
         weights = logits.clone()
-        return log_normalizer(weights, temperature), weights
+        return backend.log_sum_exp(weights, temperature, weights=weights), weights
 
     ours, theirs = both(call)
     close(ours[0], theirs[0])
@@ -356,7 +372,7 @@ def test_sampled_tokens_equal_torch(vocab, normal, device):
     for uniform in (0.0, 1e-12, 0.3, 0.77, 1 - 2**-53):
         uniforms = torch.full((6,), uniform, dtype=torch.float64, device=device)
         found = own.sample(weights, uniforms)
-        assert torch.equal(found, token_sampling._invert(weights, uniforms.unsqueeze(1)).squeeze(1))
+        assert torch.equal(found, invert(weights, uniforms.unsqueeze(1)).squeeze(1))
         assert (weights.gather(1, found.unsqueeze(1)) > 0).all()
 
 
@@ -368,26 +384,27 @@ def test_a_non_finite_row_gets_a_valid_token(bad, normal, device):
     assert 0 <= int(own.sample(weights, uniforms)[0]) < 5000
 
 
-def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, device):
+def test_a_gpu_samples_with_the_triton_kernel(monkeypatch, both, device):
     logits = torch.randn(3, 300, generator=torch.Generator().manual_seed(0)).to(device)
-    params, uniforms = (
-        [SamplingParams(), SamplingParams(top_k=5), SamplingParams()],
-        [0.2, 0.9, 0.5],
-    )
-    monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    expected = token_sampling.sample_tokens(logits, params, uniforms, [2, 1, 0])
-    monkeypatch.setenv("PLANISH_KERNELS", "triton")
-    monkeypatch.setattr(token_sampling, "_invert", lambda *_: pytest.fail("torch samples"))
-    assert torch.equal(
-        token_sampling.sample_tokens(logits, params, uniforms, [2, 1, 0]).tokens, expected.tokens
-    )
+    params = [SamplingParams(), SamplingParams(top_k=5), SamplingParams()]
+
+    def sampled(backend):
+        return token_sampling.sample_tokens(
+            backend, logits, params, [0.2, 0.9, 0.5], [2, 1, 0]
+        ).tokens
+
+    monkeypatch.setattr(own, "sample", Mock(side_effect=own.sample))
+    ours, theirs = both(sampled)
+    own.sample.assert_called_once()
+    assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("grad", [False, True])
-def test_a_whole_decoder_equals_torch(grad, tmp_path, both, device):
+def test_a_whole_decoder_equals_torch(grad, tmp_path, device):
     """The model has query and key norms. Sampling and an adapter's gradient are compared."""
-    decoder = Decoder.load(tiny_model(tmp_path, family="qwen3", layers=1), torch.float32, device)
-    layout = LoraLayout(decoder.config, LoraConfig(rank=2, train_unembed=False))
+    tiny_model(tmp_path, family="qwen3", layers=1)
+    config = ModelConfig.from_directory(tmp_path)
+    layout = LoraLayout(config, LoraConfig(rank=2, train_unembed=False))
     tokens, positions = torch.arange(6, device=device) * 40, torch.arange(6, device=device)
 
     def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -396,18 +413,19 @@ def test_a_whole_decoder_equals_torch(grad, tmp_path, both, device):
             0, 1
         )
 
-    def outcome() -> Tensor:
-        weights = LoraWeights(
-            layout, layout.init(0) + 0.05, torch.float32, device, requires_grad=grad
-        )
+    def outcome(backend: TorchBackend) -> Tensor:
+        decoder = Decoder(load_weights(tmp_path, config), backend)
+        weights = LoraWeights(layout, layout.init(0) + 0.05, backend, requires_grad=grad)
+        batch = weights if grad else backend.adapter_batch([AdapterRows(0, 6, weights)])
         with torch.set_grad_enabled(grad):
-            hidden = decoder.hidden(tokens, positions, attend, [AdapterRows(0, 6, weights)])
+            hidden = decoder.forward(tokens, positions, attend, batch)
         if not grad:
             return hidden
         hidden.logsumexp(-1).sum().backward()
         return weights.collect_grad()
 
-    ours, theirs = both(outcome)
+    triton = TritonBackend(config, torch.float32, device, FAMILIES)
+    ours, theirs = outcome(triton), outcome(TorchBackend(config, torch.float32, device))
     assert theirs.norm() > 0
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 

@@ -28,12 +28,12 @@ from torch import Tensor
 
 from planish.engine.release_memory import clear_frames
 from planish.engine.sampling.model_runner import Rows
-from planish.engine.settings import head_shape
 from planish.model.decoder import Decoder
-from planish.model.head import base_product
-from planish.model.kernels import choose
+from planish.model.kernels.device import Device
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
+from planish.model.kernels.triton.backend import TritonBackend
+from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
 from planish.model.kv_cache import KVPools, KVSpec
 from planish.model.lora import AdapterRows
@@ -71,28 +71,22 @@ class CudaGraphRunner:
         self._prefill_adapters = AdapterTables(
             config, decoder.dtype, device, max_prefill_tokens_per_step, max_batch
         )
+        self._no_adapters = decoder.backend.adapter_batch(())
         self._places = torch.zeros(2, self._sizes[-1], dtype=torch.int64, device=device)
         self._logits: Tensor | None = None
         """The logits of every step, in one buffer that all graphs share. Otherwise each graph would
         permanently allocate its own [rows, vocab_size].
         """
         self._steps: dict[tuple[int, bool, bool], Step] = {}
-        heads = head_shape(config, decoder.dtype)
-        records = (
-            device.type == "cuda"
-            and choose.wants_graphs()
-            and choose.triton_attends("graphs", heads, device)
-        )
+        records = Device(device).is_gpu and wants_graphs() and "graphs" in decoder.backend.families
         self.recorder = GraphRecorder(device) if records else None
         """The graph recorder. None: steps run eagerly, kernel by kernel."""
 
     @staticmethod
     def supports(decoder: Decoder) -> bool:
         """Return whether the GPU kernels support this model."""
-        heads = head_shape(decoder.config, decoder.dtype)
-        return all(
-            choose.triton_attends(family, heads, decoder.device) for family in ("attention", "lora")
-        )
+        backend = decoder.backend
+        return isinstance(backend, TritonBackend) and backend.supports_graph_runner
 
     def multiple(self, adapters: int) -> int:
         """Return 1: no padding is needed, because the kernels process several adapters at once."""
@@ -105,9 +99,9 @@ class CudaGraphRunner:
         )
         adapters = _adapted(rows)
         self._prefill_adapters.fill(adapters)
-        given = self._prefill_adapters if adapters else ()
+        given = self._prefill_adapters if adapters else self._no_adapters
         attention = GpuPrefill(spans, self._bases, self._decoder.config.num_heads)
-        return self._decoder.hidden(tokens, positions, attention, given)
+        return self._decoder.forward(tokens, positions, attention, given)
 
     def decode(
         self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
@@ -178,9 +172,9 @@ class CudaGraphRunner:
         logits = self._logits[:size]
 
         def step() -> tuple[Tensor, Tensor]:
-            given = self._adapters if adapted else ()
-            hidden = self._decoder.hidden(tokens, positions, self._attention, given)
-            logits.copy_(base_product(hidden, self._decoder.head))
+            given = self._adapters if adapted else self._no_adapters
+            hidden = self._decoder.forward(tokens, positions, self._attention, given)
+            logits.copy_(self._decoder.backend.base_logits(hidden, self._decoder.head))
             if head_adapted:
                 self._adapters.add_head_(hidden, logits)
             return hidden, logits

@@ -14,18 +14,11 @@ import torch
 from torch import Tensor
 
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
-from planish.model.decoder import Attend, Decoder
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.attention import NativeDecode, NativePrefill
+from planish.model.decoder import Decoder
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
-from planish.model.kernels.reference.row_tiling import RowTiling
-from planish.model.kernels.reference.sampling_attention import (
-    DecodeAttention,
-    PrefillAttention,
-    PrefillSpan,
-)
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools
-from planish.model.lora import AdapterRows, StackRows, adapts_in_panels
+from planish.model.lora import AdapterRows, StackRows
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,29 +70,24 @@ class ModelRunner(Protocol):
 
 
 class EagerRunner:
-    """The eager model runner, for any device. It is batch-invariant if `tiling` is given."""
+    """The eager model runner, for any device. It is batch-invariant if the backend is."""
 
-    def __init__(self, decoder: Decoder, tiling: RowTiling | None, head: SamplingHead) -> None:
+    def __init__(self, decoder: Decoder, head: SamplingHead) -> None:
         """Create a model runner for `decoder` whose logits come from `head`."""
-        self._decoder = decoder
-        self._tiling = tiling
+        self._decoder, self._backend = decoder, decoder.backend
         self._head = head
         self._stacks = AdapterStacks()
-        grouped = adapts_in_panels(decoder.config, decoder.dtype, decoder.device)
-        self._can_stack = not grouped
-        self._native = cpu.attends(decoder.config.head_dim, decoder.dtype, decoder.device)
+        self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
     def multiple(self, adapters: int) -> int:
         """Return the multiple at which several adapters can share a batched matmul."""
-        return ROWS if self._can_stack and adapters > 1 else 1
+        return ROWS if adapters > 1 and not self._backend.packs_layer_adapters else 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
         """Return the hidden states [T, D] of prompt rows, and store their keys and values."""
-        return self._hidden(
-            rows,
-            NativePrefill(spans) if self._native else PrefillAttention(spans),
-            rows.layout.adapters,
-        )
+        attention = self._backend.prefill_attention(spans)
+        adapters = self._backend.adapter_batch(rows.layout.adapters)
+        return self._decoder.forward(*self._places(rows), attention, adapters)
 
     def decode(
         self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
@@ -108,34 +96,19 @@ class EagerRunner:
         adapters = rows.layout.adapters
         given: Sequence[AdapterRows | StackRows] = adapters
         if self.multiple(len(adapters)) > 1:
-            given = self._stacks.of(adapters, self._tiling.stacks if self._tiling else _always)
+            given = self._stacks.of(adapters, self._backend.can_stack)
         else:
             self._stacks.forget()
-        hidden = self._hidden(rows, self._decode_attention(row_of, prompts, samples), given)
+        attention = self._backend.decode_attention(row_of, prompts, samples)
+        batch = self._backend.adapter_batch(given)
+        hidden = self._decode_pass(*self._places(rows), attention, batch)
         return hidden, self._head.logits(hidden, adapters)
 
     def release_adapters(self) -> None:
         """Free the stacked adapter weights."""
         self._stacks.forget()
 
-    def _decode_attention(
-        self, row_of: dict[int, int], prompts: KVPools, samples: KVPools
-    ) -> Attend:
-        if self._native:
-            return NativeDecode(row_of, prompts, samples)
-        query_rows = self._tiling.query_rows if self._tiling else 1
-        return DecodeAttention(row_of, prompts, samples, query_rows, self._decoder.device)
-
-    def _hidden(
-        self, rows: Rows, attention: Attend, adapters: Sequence[AdapterRows | StackRows]
-    ) -> Tensor:
-        device = self._decoder.device
-        tile = self._tiling.tile if self._tiling else None
-        tokens, positions = (
-            torch.tensor(numbers, device=device) for numbers in (rows.tokens, rows.positions)
-        )
-        return self._decoder.hidden(tokens, positions, attention, adapters, tile=tile)
-
-
-def _always(_rank: int) -> bool:
-    return True
+    def _places(self, rows: Rows) -> tuple[Tensor, Tensor]:
+        """Return the tokens and positions of the rows, int64 [T] each."""
+        device = self._backend.device
+        return torch.tensor(rows.tokens, device=device), torch.tensor(rows.positions, device=device)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from planish.engine.sampling.randomness import uniforms
 from planish.engine.sampling.token_sampling import sample_many, top_logprobs
-from planish.model.head import log_normalizer
+from planish.model.kernels.backend import Backend
 from planish.service import Sample
 from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 
@@ -53,6 +53,7 @@ class PromptScores:
     op: Sample
     tokens: list[int]
     seed: int
+    backend: Backend
 
     def __post_init__(self) -> None:
         """Allocate the arrays of the scores that the request wants."""
@@ -109,7 +110,8 @@ class PromptScores:
     def _add_block(self, token: int, hidden: Tensor, logits: Tensor, exact: Exact) -> None:
         """Score one block. Row r of `hidden` and `logits` predicts prompt token `token` + r."""
         span = range(token, token + logits.shape[0])
-        normalizer = log_normalizer(logits.clone(), logits.new_ones(logits.shape[:1]))
+        scratch, ones = logits.clone(), logits.new_ones(logits.shape[:1])
+        normalizer = self.backend.log_sum_exp(scratch, ones, weights=scratch)
         device = logits.device
         rows = torch.arange(len(span), device=device)
         if self._logprobs is not None:
@@ -147,7 +149,7 @@ class PromptScores:
         numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(
             logits.device
         )
-        drawn = sample_many(logits, params, numbers)
+        drawn = sample_many(self.backend, logits, params, numbers)
         tokens = drawn.tokens.flatten()
         rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
         logprobs = (

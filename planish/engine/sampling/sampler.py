@@ -17,7 +17,6 @@ the sampler's logprobs.
 from __future__ import annotations
 
 import math
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
@@ -37,14 +36,12 @@ from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, w
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.sampling.stopping import StopCondition
-from planish.engine.sampling.token_sampling import SORTING_BYTES, sample_tokens, top_logprobs
+from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
-from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp.attention import ATTENDED_ROWS
+from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
-from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec, max_pool_bytes
 from planish.model.lora import AdapterRows, LoraWeights
@@ -72,27 +69,23 @@ class SamplerSettings:
     max_prefill_tokens_per_step: int = 2048
     """The maximum number of prompt tokens that one step prefills."""
 
-    def workspace_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    def workspace_bytes(self, backend: Backend) -> int:
         """Estimate the workspace of one step, in bytes.
 
         The workspace has the activations of prompts, the attention scores, and the logits that
         tokens are sampled from. It does not include the KV cache.
         """
+        config = backend.config
         # There are three float32 logits tensors: the logits of the step, the copy that tokens are
         # sampled from, and the logits of the prompts' last positions.
         logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        if device.type == "cpu":  # Each thread has its own scores; there are at most cpu_count().
-            scores = (
-                4 * ATTENDED_ROWS * (queries // keys) * config.max_context * (os.cpu_count() or 1)
-            )
-        else:  # Only a GPU sorts many rows at once to filter them.
-            scores, logits_bytes = 0, logits_bytes + SORTING_BYTES
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
         return (
             logits_bytes
-            + scores
-            + self.max_prefill_tokens_per_step * (8 * config.hidden_size + dtype.itemsize * narrow)
+            + backend.workspace_bytes
+            + self.max_prefill_tokens_per_step
+            * (8 * config.hidden_size + backend.dtype.itemsize * narrow)
         )
 
 
@@ -107,24 +100,23 @@ class Sampler:
         decoder: Decoder,
         settings: SamplerSettings,
         decode_text: Callable[[Sequence[int]], str],
-        tiling: RowTiling | None,
     ) -> None:
-        """Create a sampler. It is deterministic (batch-invariant) if `tiling` is given.
+        """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
         `decode_text` turns tokens into text, to look for stop strings.
         """
         self._decoder = decoder
         self._decode_text = decode_text
-        self._tiling = tiling
-        self._head = SamplingHead(decoder, tiling)
-        self._kv_spec = KVSpec.from_config(decoder.config, decoder.dtype, decoder.device)
+        self._backend = decoder.backend
+        self._head = SamplingHead(decoder)
+        self._kv_spec = KVSpec.from_backend(decoder.backend)
         self._runner: ModelRunner
-        if tiling is None and CudaGraphRunner.supports(decoder):
+        if CudaGraphRunner.supports(decoder):
             self._runner = CudaGraphRunner(
                 decoder, self._kv_spec, settings.max_batch, settings.max_prefill_tokens_per_step
             )
         else:
-            self._runner = EagerRunner(decoder, tiling, self._head)
+            self._runner = EagerRunner(decoder, self._head)
         per_position = self._kv_spec.bytes_per_position
         self._scheduler = Scheduler(
             settings.max_batch,
@@ -197,7 +189,7 @@ class Sampler:
             version=version,
             stop=StopCondition.from_params(params.stop, self._decoder.config.eos_token_ids),
             seed=seed,
-            scores=PromptScores(op, tokens, seed) if wants_scores(op) else None,
+            scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
             future=future,
         )
         self._count += 1
@@ -288,7 +280,7 @@ class Sampler:
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
         """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
         batch = sorted(batch, key=lambda item: id(item[0].weights))
-        layout = RowLayout([(prompt.weights, count) for prompt, count in batch], self._tiling)
+        layout = RowLayout([(prompt.weights, count) for prompt, count in batch])
         tokens, positions = [0] * layout.total, [0] * layout.total
         spans = []
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
@@ -367,7 +359,7 @@ class Sampler:
         """
         samples = sorted(samples, key=lambda s: (id(s.prompt.weights), id(s.prompt)))
         prompts = list(dict.fromkeys(sample.prompt for sample in samples))
-        layout = RowLayout([(prompt.weights, 1) for prompt in prompts], self._tiling)
+        layout = RowLayout([(prompt.weights, 1) for prompt in prompts])
         hidden = torch.zeros(
             layout.total,
             self._decoder.config.hidden_size,
@@ -405,9 +397,7 @@ class Sampler:
         # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
         # the order of their slots, so that attention reads keys and values in place.
         samples = sorted(samples, key=place)
-        layout = RowLayout(
-            [(sample.prompt.weights, 1) for sample in samples], self._tiling, multiple
-        )
+        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], multiple)
         tokens, positions = [0] * layout.total, [0] * layout.total
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
@@ -468,7 +458,7 @@ class Sampler:
         than a decoding step.
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
-        if self._decoder.device.type == "cpu":
+        if self._backend.uses_main_memory:
             return grown_capacity(sample.stored + 1, limit)
         return limit
 
@@ -486,9 +476,8 @@ class Sampler:
         its request.
         """
         params = [sample.request.op.sampling_params for sample in samples]
-        sampled = sample_tokens(
-            logits, params, [sample.stream.at(len(sample.tokens)) for sample in samples], rows
-        )
+        uniforms = [sample.stream.at(len(sample.tokens)) for sample in samples]
+        sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
         exact = self._head.drawn(hidden, logits, rows, sampled.tokens, adapters)
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device

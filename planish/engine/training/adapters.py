@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from planish.errors import CheckpointError, NonFiniteError, UserError, refused_step
+from planish.model.kernels.backend import Backend
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.types import AdamParams, OptimStepResponse
 
@@ -33,17 +34,16 @@ class Adapter:
     def __init__(
         self,
         layout: LoraLayout,
-        dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
         master: Tensor | None = None,
     ) -> None:
         """`master`: the initial weights, float32 [size]. By default they are sampled with the seed
-        of the LoraConfig. `dtype`: the dtype of the compute copy.
+        of the LoraConfig. `backend`: the backend of the base model.
         """
         self.layout = layout
-        self._dtype = dtype
+        self._backend = backend
         self.master = (layout.init(layout.lora.seed) if master is None else master).to(
-            device, torch.float32, copy=True
+            backend.device, torch.float32, copy=True
         )
         self.grad: Tensor | None = None
         self.step = 0
@@ -54,9 +54,7 @@ class Adapter:
         self._refused: UserError | None = None
 
     def _compute_copy(self) -> LoraWeights:
-        return LoraWeights(
-            self.layout, self.master, self._dtype, self.master.device, requires_grad=True
-        )
+        return LoraWeights(self.layout, self.master, self._backend, requires_grad=True)
 
     def snapshot(self) -> LoraWeights:
         """Return the current version for samplers. It is immutable and shared, not copied."""

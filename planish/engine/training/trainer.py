@@ -27,22 +27,15 @@ import torch
 from torch import Tensor
 
 from planish.engine.release_memory import trim_heap
-from planish.engine.settings import head_shape
 from planish.engine.training.adapters import Adapter, is_finite
 from planish.engine.training.datums import Example, read_examples
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
-from planish.model.config import ModelConfig
-from planish.model.decoder import Attend, Decoder
-from planish.model.head import logits_dtype, rows_at_once, scored_logprobs
-from planish.model.kernels import choose
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.attention import NativeForest
-from planish.model.kernels.cpp.cpu_products import low_columns
-from planish.model.kernels.reference.attention import ForestAttention
-from planish.model.kernels.reference.row_tiling import RowTiling
-from planish.model.kernels.triton.tree_attention import GpuForest
-from planish.model.lora import LAYER_SITES, AdapterRows, LoraWeights
+from planish.model.decoder import Decoder
+from planish.model.head import scored_logprobs
+from planish.model.kernels.backend import Backend, padded_lora_columns
+from planish.model.kernels.device import Device
+from planish.model.lora import LAYER_SITES, LoraWeights
 from planish.model.prefix_tree import Packed, pack
 from planish.model.transfer import sent
 from planish.service import complete_config
@@ -75,25 +68,23 @@ class TrainerSettings:
 
     def activation_bytes(
         self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
+        backend: Backend,
         tokens: int | None = None,
         rank: int = 32,
     ) -> int:
         """Return the estimated bytes that a micro-batch stores for its backward pass.
 
-        `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `dtype`: the dtype of
-        the matmuls. `rank`: the LoRA rank.
+        `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `rank`: the LoRA rank.
         """
+        config = backend.config
         tokens = self.micro_batch_tokens if tokens is None else tokens
-        itemsize, logit_itemsize = dtype.itemsize, logits_dtype(dtype, device).itemsize
+        itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Two residual states and the log-sum-exp of the attention are float32. The other tensors
         # have the dtype of the matmuls: normed inputs, rotated q and k, v, the attention output,
         # gate, up, the SwiGLU output, and the hidden states of the LoRA.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
-        low = sum(low_columns(len(site) * rank) for site in LAYER_SITES)
+        low = sum(padded_lora_columns(len(site) * rank) for site in LAYER_SITES)
         narrow = (
             2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
         )
@@ -104,7 +95,7 @@ class TrainerSettings:
             # The backward pass needs the activations of at most two layers at a time, and the
             # logits of one chunk of rows with their gradient.
             logits = (
-                min(tokens, rows_at_once(device)) * config.vocab_size * (logit_itemsize + itemsize)
+                min(tokens, backend.head_rows) * config.vocab_size * (logit_itemsize + itemsize)
             )
             return (
                 tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
@@ -112,12 +103,12 @@ class TrainerSettings:
             )
         return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
 
-    def reserved_bytes(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> int:
+    def reserved_bytes(self, backend: Backend) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.
 
         The estimate is `activation_bytes` plus 50% for fragmentation and temporary tensors.
         """
-        return self.activation_bytes(config, dtype, device) * 3 // 2
+        return self.activation_bytes(backend) * 3 // 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,20 +149,13 @@ class _MicroBatchResult:
 class Trainer:
     """Runs `forward_backward` calls of LoRA adapters on one frozen base model."""
 
-    def __init__(
-        self,
-        decoder: Decoder,
-        settings: TrainerSettings = TrainerSettings(),
-        tiling: RowTiling | None = None,
-    ) -> None:
-        """`tiling`: the sampler's row tiling in deterministic mode. The trainer then reproduces the
-        sampler's logprobs bit for bit. None turns deterministic mode off.
+    def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
+        """Create a trainer. With a batch-invariant backend it reproduces the sampler's logprobs bit
+        for bit, except in fixed tiles.
         """
         self._decoder = decoder
-        self._tiling = tiling or RowTiling()
-        self._is_deterministic = tiling is not None
         self.settings = settings
-        self._kept_bytes = settings.reserved_bytes(decoder.config, decoder.dtype, decoder.device)
+        self._kept_bytes = settings.reserved_bytes(decoder.backend)
 
     def read(
         self, data: Sequence[Datum], loss_fn: str, config: Mapping[str, float] | None = None
@@ -239,7 +223,7 @@ class Trainer:
                 adapter.reject_next_step(error)
             raise
         finally:
-            if self._decoder.device.type == "cpu":
+            if not Device(self._decoder.device).is_gpu:
                 trim_heap(self._kept_bytes)
         if grad is not None:
             adapter.add_grad(grad)
@@ -276,31 +260,24 @@ class Trainer:
         """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
         recompute = self.settings.recomputes(len(packed))
-        packed = packed.padded(self._tiling.padded(len(packed), call.weights))
-        hidden = self._decoder.hidden(
+        hidden = self._decoder.forward(
             sent(torch.from_numpy(packed.tokens), device),
             sent(torch.from_numpy(packed.positions), device),
-            self._attention(packed),
-            [AdapterRows(0, len(packed), call.weights)],
+            self._decoder.backend.tree_attention(packed),
+            call.weights,
             recompute=recompute,
         )
         rows, targets = sent(pairs.rows, device), sent(pairs.targets, device)
-        head, temperature = self._decoder.head, call.batch.config["temperature"]
         return scored_logprobs(
-            hidden, head, call.weights.head, rows, targets, temperature, recompute=recompute
+            self._decoder.backend,
+            hidden,
+            self._decoder.head,
+            call.weights.head,
+            rows,
+            targets,
+            call.batch.config["temperature"],
+            recompute=recompute,
         )
-
-    def _attention(self, packed: Packed) -> Attend:
-        config, dtype, device = self._decoder.config, self._decoder.dtype, self._decoder.device
-        # Deterministic mode cannot use the Triton kernel: its reduction order depends on the batch,
-        # and the sampler uses a different kernel.
-        if not self._is_deterministic and choose.triton_attends(
-            "tree attention", head_shape(config, dtype), device
-        ):
-            return GpuForest(packed, device)
-        if cpu.attends(config.head_dim, dtype, device):
-            return NativeForest(packed)
-        return ForestAttention(packed, device)
 
     def _backward(
         self,

@@ -21,15 +21,15 @@ from torch import Tensor
 
 from planish.model.kernels.cpp import cpu
 from planish.model.kernels.cpp.cpu import AttentionPlan, KeptAttention
-from planish.model.kernels.reference.sampling_attention import PrefillSpan, SampleSlot
+from planish.model.kernels.reference.sampling_attention import (
+    ATTENDED_ROWS,
+    PrefillSpan,
+    SampleSlot,
+)
 from planish.model.kv_cache import KVPool, KVPools
 from planish.model.positions import SPAN
 from planish.model.prefix_tree import Packed
 
-ATTENDED_ROWS = 16
-"""Rows whose scores a thread has at once: float32, of a group of heads, for all positions that they
-see.
-"""
 _LANE = 8
 """Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep
 all threads busy.

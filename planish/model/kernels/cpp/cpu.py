@@ -226,23 +226,14 @@ def _library() -> tuple[Path, Library]:
         return path, Library(str(path))
 
 
-def usable(x: Tensor, family: str) -> bool:
-    """Whether this family of the kernels takes tensors of this kind."""
-    return _serve(x.dtype, x.device) and serves(family)
-
-
-def attends(head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the attention serves heads of this size."""
-    return head_dim % _LANES == 0 and _serve(dtype, device) and serves("attention")
-
-
-def _serve(dtype: torch.dtype, device: torch.device) -> bool:
-    return device.type == "cpu" and dtype in _SUFFIX
+def attends(head_dim: int) -> bool:
+    """Return whether the attention kernels support heads of this size."""
+    return head_dim % _LANES == 0 and serves("attention")
 
 
 def rms_norm(
     x: Tensor,
-    more: Tensor | None,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
@@ -251,12 +242,12 @@ def rms_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     out = x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
-    total = x if more is None or in_place else torch.empty_like(x)
+    total = x if residual is None or in_place else torch.empty_like(x)
     call(
         "rms_norm",
         dtype,
         x,
-        more,
+        residual,
         weight,
         eps,
         total,
@@ -269,7 +260,7 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
     out = torch.empty_like(x)
     call(
@@ -279,7 +270,7 @@ def rms_norm_backward(
         x,
         weight,
         scale,
-        more,
+        grad_total,
         out,
         scale.numel(),
         x.shape[-1],

@@ -140,8 +140,8 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
         a = torch.randn(len(sizes) * rank, fan_in).to(dtype)
         bs = [torch.randn(size, rank).to(dtype) for size in sizes]
         adapters.append((a, bs, AdapterPanels([(a, bs)])))
-        site = adapters[-1][2].site(0)
-        if site is None or not site.goes_back:
+        site = adapters[-1][2].target(0)
+        if site is None or not site.has_backward:
             raise Mismatch("the kernel does not serve the test's shapes")
         out = torch.randn(rows, sum(sizes)).to(dtype)
         added = out.clone()
@@ -173,7 +173,7 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
     members = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
     PanelRows(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
     for start, stop, panels in members:
-        alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.site(0)
+        alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.target(0)
         assert site is not None
         site.add_(x[start:stop], alone, sizes)
         _same("a batch of adapters", out[start:stop], alone)
@@ -183,7 +183,7 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
 def _lora_of_head(dtype: torch.dtype, tolerance: float) -> None:
     vocab, d, rank = 272, 64, 5
     hidden, a, b = (torch.randn(*n).to(dtype) for n in ((9, d), (rank, d), (vocab, rank)))
-    table = cpu_head.HeadTable([(2, 8, b, AdapterPanels([(a, (b,))]).site(0))])
+    table = cpu_head.HeadTable([(2, 8, b, AdapterPanels([(a, (b,))]).target(0))])
     low = table.low(hidden)
     logits = torch.zeros(9, vocab, dtype=dtype)
     table.add_(low, logits)

@@ -98,16 +98,6 @@ class SingleLogits:
     table: HeadTable
     low: Tensor | None
 
-    @staticmethod
-    def serve(hidden: Tensor, weight: Tensor) -> bool:
-        same = hidden.dtype == weight.dtype == torch.bfloat16
-        return (
-            same
-            and cpu.usable(hidden, "sampling")
-            and hidden.is_contiguous()
-            and weight.is_contiguous()
-        )
-
     def likeliest(self, logits: Tensor, k: int, wide: Tensor | None) -> tuple[Tensor, Tensor]:
         """The k largest entries of each row of logits, bf16 [R, V], the first of equal ones first:
         tokens [R, k] and values [R, k].

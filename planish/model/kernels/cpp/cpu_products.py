@@ -10,7 +10,7 @@ Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -36,11 +36,11 @@ site.
 MOST_LINEARS = 3
 
 
-def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype, device: torch.device) -> bool:
+def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
     """Whether there is a product with frozen weights of this shape. It is at least as fast as
     oneDNN's for any number of rows (docs/log.md; by AMX not measured).
     """
-    if fan_out < 1 or fan_in % 2 or device.type != "cpu":
+    if fan_out < 1 or fan_in % 2:
         return False
     if dtype == torch.bfloat16:
         return multiplies_bfloat16()
@@ -80,6 +80,8 @@ class PanelWeight:
     alone.
     """
 
+    is_batch_invariant = True
+
     def __init__(self, weight: Tensor, room: WeightRoom, *, turned: bool = False) -> None:
         """`turned`: the matrix that is given is [in, out]."""
         self._fan_out, self._fan_in = weight.shape[::-1] if turned else weight.shape
@@ -89,9 +91,12 @@ class PanelWeight:
     def dtype(self) -> torch.dtype:
         return self._panels.dtype
 
-    def matrix(self) -> Tensor:
-        """The weight once more, as a copy: [out, in]. float32 only."""
-        assert self.dtype == torch.float32
+    @property
+    def unpack(self) -> Callable[[], Tensor] | None:
+        """A function that returns a copy of the weight [out, in]; None for bf16 weights."""
+        return self._unpacked if self.dtype == torch.float32 else None
+
+    def _unpacked(self) -> Tensor:
         panels = self._panels.split(_PANEL * self._fan_in)
         return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
@@ -112,20 +117,17 @@ class PanelWeight:
         return None if self._fan_out % _VECTOR else self._panels.data_ptr()
 
 
-def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device) -> bool:
+def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Whether the kernel serves adapters of linears of these shapes (out, in), forward and
     backward.
     """
     turned = [(fan_in, fan_out) for fan_out, fan_in in shapes]
-    return adapts_forward(shapes, dtype, device) and adapts_forward(turned, dtype, device)
+    return adapts_forward(shapes, dtype) and adapts_forward(turned, dtype)
 
 
-def adapts_forward(
-    shapes: Sequence[tuple[int, int]], dtype: torch.dtype, device: torch.device
-) -> bool:
+def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     return cpu.serves("lora") and all(
-        fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype, device)
-        for fan_out, fan_in in shapes
+        fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype) for fan_out, fan_in in shapes
     )
 
 
@@ -150,10 +152,8 @@ class AdapterPanels:
         ]
         first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
         kinds = {shape for shape in shapes if shape is not None}
-        forward = {
-            shape for shape in kinds if serves and adapts_forward(shape, first.dtype, first.device)
-        }
-        back = {shape for shape in forward if adapts(shape, first.dtype, first.device)}
+        forward = {shape for shape in kinds if serves and adapts_forward(shape, first.dtype)}
+        back = {shape for shape in forward if adapts(shape, first.dtype)}
         self._served, self._served_back = (
             [shape in found for shape in shapes] for found in (forward, back)
         )
@@ -161,7 +161,7 @@ class AdapterPanels:
         self.is_served = forward == kinds
         """Whether the kernel serves all that there are."""
 
-    def site(self, index: int) -> PanelSite | None:
+    def target(self, index: int) -> PanelSite | None:
         """None where the kernel does not serve, or there is no adapter."""
         return PanelSite(self, index, self._served_back[index]) if self._served[index] else None
 
@@ -180,7 +180,7 @@ class AdapterPanels:
         """The same of the matrices turned, for the way back."""
         return self._turned[0]
 
-    def forget_turned(self) -> None:
+    def drop_backward(self) -> None:
         """For a version that nobody goes back through any more."""
         self.__dict__.pop("_turned", None)
 
@@ -210,9 +210,9 @@ class AdapterPanels:
 class PanelSite:
     """The matrices of one site of an adapter, for a batch whose rows all have it."""
 
-    def __init__(self, panels: AdapterPanels, index: int, goes_back: bool) -> None:
+    def __init__(self, panels: AdapterPanels, index: int, has_backward: bool) -> None:
         self._panels, self._index = panels, index
-        self.goes_back = goes_back
+        self.has_backward = has_backward
         """Whether the kernel serves `backward_` too."""
         self._columns = len(panels.matrices(index)[0])
 
@@ -285,8 +285,8 @@ class PanelRows:
         self._members = members  # their panels must stay
         self._sites = {name: index for index, name in enumerate(sites)}
 
-    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
-        _add(self.table[layer * len(self._sites) + self._sites[site]], x, out, sizes, None)
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        _add(self.table[layer * len(self._sites) + self._sites[module]], x, out, sizes, None)
 
 
 def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:

@@ -9,8 +9,8 @@ multiples all agree from some number of rows on. If there is none, matmuls can r
 fixed number of rows. Such tiles are batch-invariant by construction, but slower. The LoRA matmuls
 of a rank are probed when an adapter of that rank is first used, in the form that the decoder uses.
 
-The native matmuls (model/kernels/cpp/cpu_products.py) are not probed, because their order of additions does
-not depend on the number of rows. torch's matmuls on other CPUs are probed, and so are adapters of a
+The C++ matmuls (cpp/cpu_products.py) are not probed, because their order of additions does not
+depend on the number of rows. torch's matmuls on other CPUs are probed, and so are adapters of a
 head whose vocabulary size is not a multiple of 16.
 
 In practice only few rows differ. oneDNN uses another kernel for one row of more than 1024 columns.
@@ -27,21 +27,13 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.decoder import add_lora_, add_lora_stack_, lora_hidden
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import LOW_COLUMNS, multiplies
+from planish.model.kernels.backend import LORA_COLUMNS, Backend, LoraMatrices
+from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
 from planish.model.kernels.reference.ordered_attention import QUERY_ROWS
-from planish.model.linear import FrozenLinear
-from planish.model.lora import (
-    LAYER_SITES,
-    LoraWeights,
-    Site,
-    adapts_in_panels,
-    head_adapts_in_panels,
-    linear_shape,
-)
+from planish.model.lora import LAYER_SITES, linear_shape
 from planish.model.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
@@ -111,14 +103,36 @@ class RowTiling:
     """Maps a rank to the needs of its adapters. None: adapters need no more than the base weights.
     """
 
-    def padded(self, rows: int, weights: LoraWeights | None) -> int:
-        """Return the padded number of rows for `rows` rows of an adapter (None: base model)."""
+    def padded(self, rows: int, rank: int | None = None) -> int:
+        """Return the padded number of rows of a matmul with base weights, or with LoRA of `rank`."""
         least, multiple = self.least, self.multiple
-        if weights is not None and self.lora is not None:
-            needs = self.lora(weights.layout.lora.rank)
+        if rank is not None and self.lora is not None:
+            needs = self.lora(rank)
             least, multiple = max(least, needs.least or 1), max(multiple, needs.multiple)
         rows = max(rows, least)
         return rows + -rows % multiple  # each of _MULTIPLES divides the next
+
+    def run(
+        self, function: Callable[..., Tensor], *tensors: Tensor, rank: int | None = None
+    ) -> Tensor:
+        """Return function(*tensors), computed with batch-invariant numbers of rows.
+
+        `tensors` [T, *] and the result [T, *] have one row per row of the batch. The function may
+        change all tensors but the first in place. `rank`: for LoRA matmuls of this rank.
+        """
+        rows = tensors[0].shape[0]
+        missing = self.padded(rows, rank) - rows
+        given = tuple(F.pad(x, (0, 0, 0, missing)) for x in tensors) if missing else tensors
+        if self.tile is None:
+            found = function(*given)
+        else:
+            tiles = zip(*(x.split(self.tile) for x in given), strict=True)
+            found = torch.cat([function(*tile) for tile in tiles])
+        if not missing:
+            return found
+        for x, padded in zip(tensors[1:], given[1:], strict=True):
+            x.copy_(padded[:rows])
+        return found[:rows]
 
     def is_invariant(self, rank: int) -> bool:
         """Return whether samples of adapters of this rank are batch-invariant."""
@@ -135,28 +149,27 @@ FIXED = RowTiling(multiple=FIXED_TILE, tile=FIXED_TILE)
 
 
 @torch.inference_mode()
-def probe(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, *, at_any_cost: bool = False
-) -> RowTiling | None:
+def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     """Return the cheapest padding that makes this machine's matmuls batch-invariant; None if no
     tested padding does.
 
     Low ranks may need a hundred rows or more. They are padded that far only with `at_any_cost`.
     """
-    base = _look(dtype, device).agreeing(
-        {shape for shape in _base_shapes(config) if not multiplies(*shape, dtype, device)}
-    )
-    sites = _torch_sites(config, dtype, device)
+    config, dtype, device = backend.config, backend.dtype, backend.device
+    shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
+    base = _look(dtype, device).agreeing(shapes, backend)
+    sites = _torch_sites(backend)
     by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
     for multiple in _MULTIPLES:
         least = _least(base, multiple, _LEAST)
         if least and all(_least(base & rows, multiple, _LEAST) for rows in by_rank.values()):
-            native = cpu.attends(config.head_dim, dtype, device)
             choices = _LORA_LEAST if at_any_cost else _LEAST
             needs = partial(_needs, sites, base, multiple, choices, dtype, device)
             return RowTiling(
                 multiple,
-                query_rows=QUERY_ROWS if native else _probe_query_rows(config, device),
+                query_rows=QUERY_ROWS
+                if backend.has_attention
+                else _probe_query_rows(config, device),
                 least=least,
                 lora=cache(needs) if sites else None,
             )
@@ -225,7 +238,7 @@ class _Look:
         pair = cancelling(max(_ROWS), fan_out, fan_in, self.generator)
         return [tensor.to(self.device, self.dtype) for tensor in pair]
 
-    def agreeing(self, shapes: Iterable[tuple[int, int]]) -> set[int]:
+    def agreeing(self, shapes: Iterable[tuple[int, int]], backend: Backend) -> set[int]:
         """Return the row counts of _ROWS that are bit-identical to max(_ROWS) rows.
 
         `shapes`: (out, in) of the frozen weights; the row counts must agree for all of them.
@@ -233,7 +246,7 @@ class _Look:
         agreeing: set[int] = set(_ROWS)
         for fan_out, fan_in in sorted(set(shapes)):
             x, weight = self.cancelling(fan_out, fan_in)
-            agreeing &= _agreeing(FrozenLinear([weight]).product, x, 1)
+            agreeing &= _agreeing(backend.pack([weight]).matmul, x, 1)
         return agreeing
 
 
@@ -253,15 +266,13 @@ class _TorchSite:
     is_head: bool = False
 
 
-def _torch_sites(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device
-) -> tuple[_TorchSite, ...]:
-    found = set()
-    if not adapts_in_panels(config, dtype, device):
+def _torch_sites(backend: Backend) -> tuple[_TorchSite, ...]:
+    config, found = backend.config, set()
+    if not backend.packs_layer_adapters:
         for names in LAYER_SITES:
             shapes = [linear_shape(config, name) for name in names]
             found.add(_TorchSite(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
-    if not head_adapts_in_panels(config, dtype, device):
+    if not backend.packs_head_adapters:
         vocab, hidden = _head_shape(config)
         found.add(_TorchSite((vocab,), hidden, is_head=True))
     return tuple(sorted(found, key=str))
@@ -278,12 +289,12 @@ def _agreeing_with_lora(
     look, agreeing = _look(dtype, device), set(_ROWS)
     for site in sites:
         x, a = look.cancelling(len(site.sizes) * rank, site.fan_in)
-        agreeing &= _agreeing(partial(lora_hidden, a=a, tile=None), x, _LORA_ROWS)
+        agreeing &= _agreeing(lambda x, a=a: x @ a.t(), x, _LORA_ROWS)
         for _ in range(_LOW_RANK_DRAWS if rank < _LOW_RANK else 1):
             pairs = [look.cancelling(size, rank) for size in site.sizes]
             low = torch.cat([low for low, _ in pairs], 1)
             if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
-                low = F.pad(low, (0, -rank % LOW_COLUMNS))[:, :rank]
+                low = F.pad(low, (0, -rank % LORA_COLUMNS))[:, :rank]
             add = partial(_lora_outputs, sizes=site.sizes, bs=[b for _, b in pairs])
             agreeing &= _agreeing(add, low, _LORA_ROWS)
     return agreeing
@@ -293,7 +304,7 @@ def _lora_outputs(
     low: torch.Tensor, sizes: tuple[int, ...], bs: Sequence[torch.Tensor]
 ) -> torch.Tensor:
     out = low.new_zeros(len(low), sum(sizes))
-    add_lora_(low, out.split(sizes, 1), bs, None)
+    add_outputs_(low, out, sizes, bs)
     return out
 
 
@@ -331,15 +342,17 @@ def _stacks_agree(
             made = [_cancelling_site(look, site, rank, is_a) for _ in range(_STACKED)]
             xs, members = [x for x, _ in made], [own for _, own in made]
             whole = [
-                _lora_outputs(lora_hidden(x, own.a, None), site.sizes, own.bs)
+                _lora_outputs(x @ own.a.t(), site.sizes, own.bs)
                 for x, own in zip(xs, members, strict=True)
             ]
             bs = zip(*(own.bs for own in members), strict=True)
-            stack = Site(torch.stack([own.a for own in members]), tuple(map(torch.stack, bs)))
+            stack = LoraMatrices(
+                torch.stack([own.a for own in members]), tuple(map(torch.stack, bs))
+            )
             for rows in _STACK_ROWS:
                 x = torch.cat([part[:rows] for part in xs])
                 out = x.new_zeros(len(x), sum(site.sizes))
-                add_lora_stack_(x, out.split(site.sizes, 1), stack)
+                add_lora_stack_(x, out, site.sizes, stack)
                 if not torch.equal(out, torch.cat([part[:rows] for part in whole])):
                     return False
     return True
@@ -347,19 +360,19 @@ def _stacks_agree(
 
 def _cancelling_site(
     look: _Look, site: _TorchSite, rank: int, is_a: bool
-) -> tuple[torch.Tensor, Site]:
+) -> tuple[torch.Tensor, LoraMatrices]:
     """Return an input x and an adapter whose sums cancel: those of x A if `is_a`, else of x A B."""
     columns = len(site.sizes) * rank
     pairs = [look.cancelling(size, rank) for size in site.sizes]
     bs = tuple(b for _, b in pairs)
     if is_a:
         x, a = look.cancelling(columns, site.fan_in)
-        return x, Site(a, bs)
+        return x, LoraMatrices(a, bs)
     # A only selects columns of x, which is exact. So the LoRA hidden states are the cancelling
     # inputs of the Bs.
     low = torch.cat([low for low, _ in pairs], 1)[:, : site.fan_in]
     x = F.pad(low, (0, site.fan_in - low.shape[1]))
-    return x, Site(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
+    return x, LoraMatrices(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
 
 
 def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
@@ -406,9 +419,9 @@ def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
 def _head_shape(config: ModelConfig) -> tuple[int, int]:
     """Return (out, in) of a smaller head for the probe.
 
-    Its output size keeps the remainder modulo LOW_COLUMNS. So the native kernel supports its
+    Its output size keeps the remainder modulo LORA_COLUMNS. So the native kernel supports its
     adapters if and only if it supports those of the real head.
     """
     return min(
-        config.vocab_size, _PROBE_COLUMNS + config.vocab_size % LOW_COLUMNS
+        config.vocab_size, _PROBE_COLUMNS + config.vocab_size % LORA_COLUMNS
     ), config.hidden_size

@@ -19,6 +19,10 @@ from planish.model.kernels.reference.ordered_attention import Sums, add_spans, a
 from planish.model.kv_cache import KVPool, KVPools
 from planish.model.positions import SPAN, whole_spans
 
+ATTENDED_ROWS = 16
+"""The number of rows whose scores one thread of the C++ kernels has in memory at a time, in float32
+for a group of heads and for all positions that the rows attend to.
+"""
 _QUERY_BLOCK = 256
 """The maximum number of prompt rows in one matmul of the prefill."""
 _LANE = 8

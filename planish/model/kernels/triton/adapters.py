@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.lora import SITES, AdapterRows, LoraWeights, Site
+from planish.model.kernels.backend import LoraMatrices
+from planish.model.lora import SITES, AdapterRows, LoraWeights
 
 _MATRICES = 4
 """Of a site: A and up to three Bs."""
@@ -80,11 +81,11 @@ class AdapterTables:
         if self._copied is not None:
             self._copied.record()
 
-    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, site: str) -> None:
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Adds to `out` [T, sum(sizes)], the base model's linears of x [T, in] side by side, what
         the rows' adapters have at this site.
         """
-        self._add(x, out, sizes, layer * len(SITES) + SITES.index(site))
+        self._add(x, out, sizes, layer * len(SITES) + SITES.index(module))
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
         """Adds to logits [R, V], float32, what the rows' adapters make of hidden [R, D]."""
@@ -150,7 +151,7 @@ class _Mirrored:
         self.device[start:stop].copy_(self._staged[start:stop], non_blocking=True)
 
 
-def _addresses(site: Site | None) -> list[int]:
+def _addresses(site: LoraMatrices | None) -> list[int]:
     found = [] if site is None else [site.a.data_ptr(), *(b.data_ptr() for b in site.bs)]
     return found + [0] * (_MATRICES - len(found))
 

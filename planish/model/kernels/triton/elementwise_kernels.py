@@ -48,7 +48,7 @@ def _sigmoid(x):
 
 def rms_norm(
     x: Tensor,
-    more: Tensor | None,
+    residual: Tensor | None,
     weight: Tensor,
     eps: float,
     dtype: torch.dtype,
@@ -56,15 +56,15 @@ def rms_norm(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert x.dtype == torch.float32
-    assert _are_contiguous(x, more, weight)
+    assert _are_contiguous(x, residual, weight)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], device=x.device)
-    total = x if more is None or in_place else torch.empty_like(x)
+    total = x if residual is None or in_place else torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
     grid = (_quotient(scale.numel(), rows),)
     _rms_norm[grid](
         x,
-        more,
+        residual,
         weight,
         eps,
         total,
@@ -80,9 +80,9 @@ def rms_norm(
 
 
 def rms_norm_backward(
-    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, more: Tensor | None
+    grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
-    assert _are_contiguous(grad, x, weight, scale, more)
+    assert _are_contiguous(grad, x, weight, scale, grad_total)
     out = torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
     grid = (_quotient(scale.numel(), rows),)
@@ -91,7 +91,7 @@ def rms_norm_backward(
         x,
         weight,
         scale,
-        more,
+        grad_total,
         out,
         scale.numel(),
         x.shape[-1],

@@ -29,9 +29,8 @@ from typing import Any
 import torch
 
 from planish.files import cache_home
-from planish.model.kernels import choose
-from planish.model.kernels.choose import FAMILIES, HeadShape
 from planish.model.kernels.cpp import cpu
+from planish.model.kernels.triton.families import FAMILIES, HeadShape, has_triton
 from planish.model.kernels.verdicts import (
     Verdict,
     describe_exit,
@@ -69,18 +68,19 @@ class Request:
     families: Sequence[str]
 
 
-def admit_checked(
+def check_kernels(
     directory: Path, shapes: Collection[Any], heads: HeadShape, device: torch.device
 ) -> list[Verdict]:
-    """Admit the families of kernels that are right for this model on this GPU, and return the
-    verdicts. The kernels are checked now if there is no verdict yet, which takes a minute or two.
+    """Return the verdicts on the families of kernels for this model on this GPU.
+
+    Families without a verdict are checked now, which takes a minute or two.
 
     `shapes`: whatever else of the model the kernels are compiled for. One warning names the
     families that are off, the reason and the remedy.
     """
     if cpu.wanted() in ("torch", "triton"):
         return []
-    if not choose.has_triton():
+    if not has_triton():
         verdicts = [Verdict(family, False, "Triton is not installed") for family in FAMILIES]
     else:
         name = torch.cuda.get_device_name(device)
@@ -94,7 +94,6 @@ def admit_checked(
             request = Request(str(directory), _dtype_name(heads.dtype), str(device), missing)
             verdicts += run_checks(request)
             write_verdicts(path, filter(is_lasting, verdicts))
-    choose.admit(device, heads, [verdict.family for verdict in verdicts if verdict.passed])
     warning = warning_of(verdicts)
     if warning:
         _logger.warning("%s", warning)

@@ -1,0 +1,449 @@
+"""The interface between the model and the kernels that compute it.
+
+`choose_backend` (choose.py) makes one `Backend` per base model. Decoder, head, trainer and sampler
+ask it for every operation, and never look at the device or the dtype themselves. There are three
+backends: torch (the reference implementation, for any device), C++ (CPUs) and Triton (GPUs). The
+compiled backends inherit from the torch backend. So they compute with torch what their kernels do
+not support, such as odd widths or a family of kernels that failed its self-test.
+
+Shapes: T rows (tokens), D hidden, H heads, E head_dim, R rows of the head, V vocabulary, P (row,
+token) pairs, n linears that read one input, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from planish.model.kernels.linear import PackedLinear
+
+if TYPE_CHECKING:
+    from planish.model.config import ModelConfig
+    from planish.model.decoder import Decoder
+    from planish.model.kernels.reference.row_tiling import RowTiling
+    from planish.model.kernels.reference.sampling_attention import PrefillSpan
+    from planish.model.kv_cache import KVPools
+    from planish.model.lora import AdapterRows, LoraLayout, StackRows
+    from planish.model.prefix_tree import Packed
+    from planish.types import SamplingParams
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""The attention function of one forward pass: (layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E])
+-> [T, Hq, E].
+
+RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5.
+"""
+
+Exact = tuple[Tensor, Tensor]
+"""Entries of logits whose exact values are known: tokens int64 [R, k], values float32 [R, k]."""
+
+LORA_COLUMNS = 16
+"""The LoRA hidden states of the head are stored with a multiple of this many columns."""
+
+
+def padded_lora_columns(columns: int) -> int:
+    """Return the number of columns with which LoRA hidden states of `columns` are stored."""
+    return columns + -columns % LORA_COLUMNS
+
+
+HeadMember = tuple[int, int, "LoraMatrices"]
+"""(start, stop, head adapter) of rows start .. stop - 1: A [r, D] and one B [V, r]."""
+
+
+class PackedMatrices(Protocol):
+    """The LoRA matrices of one target module, packed for a compiled kernel."""
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether the kernel supports the backward pass too."""
+        ...
+
+
+class PackedAdapter(Protocol):
+    """All LoRA matrices of one version of an adapter, packed for a compiled kernel."""
+
+    def target(self, index: int) -> PackedMatrices | None:
+        """Return the matrices of target module `index`, or None if torch computes them."""
+        ...
+
+    def drop_backward(self) -> None:
+        """Free the copies that only the backward pass needs."""
+        ...
+
+
+@dataclass(frozen=True)
+class LoraMatrices:
+    """The LoRA matrices of n linears that read the same input (one target module).
+
+    `a`: the joint A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters have one more
+    dimension in front.
+    """
+
+    a: Tensor
+    bs: tuple[Tensor, ...]
+    packed: PackedMatrices | None = None
+    """The same matrices packed for the backend's kernel, or None if torch computes them."""
+
+    @property
+    def rank(self) -> int:
+        """The rank r."""
+        return self.a.shape[-2] // len(self.bs)
+
+
+class AdapterBatch(Protocol):
+    """The adapters of the rows of one batch, for passes without gradients."""
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        """Add the LoRA outputs of one target module to `out`, in place.
+
+        `x`: input [T, in]. `out`: [T, sum(sizes)]. `module`: a field of LayerLora ("attn_in").
+        """
+        ...
+
+
+class HeadAdapters(Protocol):
+    """The head adapters of the rows of one batch, applied to given hidden states [R, D]."""
+
+    @property
+    def hidden(self) -> Tensor:
+        """The LoRA hidden states [R, r or more]; undefined in rows without an adapter."""
+        ...
+
+    def add_(self, logits: Tensor) -> None:
+        """Add the adapters' part to `logits` [R, V], in place."""
+        ...
+
+    def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
+        ...
+
+
+ForwardPass = Callable[[Tensor, Tensor, Attend, AdapterBatch], Tensor]
+"""(tokens [T], positions [T], attention, adapters) -> last hidden states [T, D]."""
+
+
+class Backend(Protocol):
+    """The operations of one base model on one device, in one dtype.
+
+    All tensors are on `device`. Functions whose names end in `_` change an argument in place.
+    """
+
+    config: ModelConfig
+    device: torch.device
+    dtype: torch.dtype
+    """The dtype of weights and matmuls."""
+    tiling: RowTiling | None
+    """The row counts that make torch's matmuls batch-invariant; None if that is not promised."""
+    families: frozenset[str]
+    """The families of compiled kernels in use."""
+    packs_layer_adapters: bool
+    """Whether a compiled kernel applies the adapters of the layers."""
+    packs_head_adapters: bool
+    """Whether a compiled kernel applies the adapters of the head."""
+    has_attention: bool
+    """Whether the attention of sampler and trainer is a compiled kernel for CPUs."""
+    logits_dtype: torch.dtype
+    """The dtype in which logits are computed, and stored for the backward pass."""
+    kv_dtype: torch.dtype
+    """The dtype of stored keys and values."""
+    logits_are_exact: bool
+    """Whether single logits need not be recomputed. That is so on a GPU, where matmuls accumulate
+    in float32, if batch invariance is not promised.
+    """
+    joins_weights: bool
+    """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
+    weight_copies: int
+    """The number of copies of the weights in memory.
+
+    With 16-bit weights on a CPU there are three: the memory-mapped file, the weights packed for the
+    forward pass, and the weights packed for the backward pass.
+    """
+    uses_main_memory: bool
+    """Whether tensors are in main memory, which costs nothing until it is touched. So the KV slot
+    of a sample can grow with the sample, and limits of memory can be fixed sizes.
+    """
+    workspace_bytes: int
+    """The memory of a decoding step in addition to its activations and logits."""
+    head_rows: int
+    """The number of rows whose logits are in memory at a time if they are recomputed."""
+
+    @property
+    def name(self) -> str:
+        """The kernels, such as "C++ kernels (AVX512_BF16)" or "torch"."""
+        ...
+
+    @property
+    def replaced_families(self) -> frozenset[str]:
+        """The families of compiled kernels that torch replaces for this model."""
+        ...
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether all matmuls and the attention are compiled kernels with one order of additions
+        for any batch.
+        """
+        ...
+
+    # Matmuls with frozen weights
+
+    def packs(self, fan_out: int, fan_in: int) -> bool:
+        """Return whether a compiled kernel multiplies by weights [fan_out, fan_in]."""
+        ...
+
+    def pack(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (None,),
+        *,
+        keeps: bool = True,
+    ) -> PackedLinear:
+        """Return linears that read the same input as one packed linear.
+
+        `weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
+        `keeps`: whether to keep unpacked float32 weights so that `PackedLinear.weight` works.
+        """
+        ...
+
+    def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
+        """Return x @ weights.T plus the bias: [T, out], without gradients.
+
+        `x`: [T, in]. `training`: the rows are a micro-batch of the trainer, which has many rows and
+        is not computed in fixed tiles.
+        """
+        ...
+
+    def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
+        """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
+        ...
+
+    # LoRA
+
+    def pack_adapter(
+        self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
+    ) -> PackedAdapter | None:
+        """Return the matrices of all target modules, packed for the backend's kernel.
+
+        Return None if torch computes all of them. `is_head`: the target is the head, not a layer.
+        """
+        ...
+
+    def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        """Return the number of elements of the packed copies of an adapter: (forward, backward)."""
+        ...
+
+    def can_stack(self, rank: int) -> bool:
+        """Return whether torch may apply several adapters of this rank with one batched matmul."""
+        ...
+
+    def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+        """Return the adapters of ranges of rows as a batch."""
+        ...
+
+    def add_lora_(self, x: Tensor, out: Tensor, sizes: Sequence[int], lora: LoraMatrices) -> Tensor:
+        """Add the LoRA outputs of one adapter for all rows to `out` [T, sum(sizes)], in training.
+
+        Return the LoRA hidden states [T, n * r], which `lora_backward_` needs. `x`: [T, in].
+        """
+        ...
+
+    def lora_backward_(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad_x: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the gradients of A and of the Bs, and add the gradient of the input to `grad_x`.
+
+        `grad`: gradient of the output [T, sum(sizes)]. `x`, `lora_hidden`: input and result of
+        `add_lora_`. `grad_x`: [T, in].
+        """
+        ...
+
+    # Norms, RoPE and SwiGLU
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x + residual, its RMSNorm in `dtype`, and the norm's scale per row.
+
+        `x`: float32 [..., D]. `in_place`: `x` may be overwritten with the sum.
+        """
+        ...
+
+    def rms_norm_backward(
+        self,
+        grad: Tensor,
+        total: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        grad_total: Tensor | None,
+    ) -> Tensor:
+        """Return the float32 gradient of the sum: that of its norm plus `grad_total`."""
+        ...
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+        """Return x [T, H, E] rotated by the angles of `cos` and `sin` [T, 1, E/2], or back."""
+        ...
+
+    def qk_norm_rope(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated, without gradients.
+
+        `qkv`: [T, (Hq + 2 * Hkv) * E]. `heads`: (Hq, Hkv). `norms`: weights [E] of the norms of q
+        and k, or None for models without these norms.
+        """
+        ...
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up: [T, I]. `gate_up`: [T, 2 * I]."""
+        ...
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I]."""
+        ...
+
+    # Head
+
+    def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
+        """Return the logits [R, V] of the base model in `logits_dtype`. `hidden`: [R, D]."""
+        ...
+
+    def head_adapters(
+        self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
+    ) -> HeadAdapters:
+        """Return the head adapters of ranges of rows of `hidden` [R, D].
+
+        `lora_hidden`: the LoRA hidden states of these rows, if they are known.
+        """
+        ...
+
+    def top_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        logits: Tensor,
+        k: int,
+        wide: Tensor | None = None,
+    ) -> Exact:
+        """Return the k largest of the rounded `logits` of each row, recomputed in float32.
+
+        `wide`: an optional float32 output [R, V]. It receives all logits, with the exact values at
+        the returned tokens.
+        """
+        ...
+
+    def token_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        """Return single logits [P] in float32 or wider.
+
+        Each logit is its own dot product, so it is bitwise independent of the other pairs.
+        """
+        ...
+
+    def log_sum_exp(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        exact: Exact | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        """Return the log-sum-exp [R] of logits [R, V] / temperature [R], in float32 or wider.
+
+        `exact`: values that replace some of the logits. `weights`: an optional float32 output
+        [R, V], which may be `logits`. It receives exp(scaled logit - max of the row).
+        """
+        ...
+
+    def log_sum_exp_backward_(
+        self,
+        logits: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        first: Tensor,
+        targets: Tensor,
+        grads: Tensor,
+        exact: Exact | None = None,
+    ) -> None:
+        """Overwrite logits [R, V] with the gradient, with respect to logits / temperature, of
+        grads [P] times the logprobs of targets [P].
+
+        Pairs first[r] .. first[r + 1] - 1 belong to row r, whose log-sum-exp is log_total[r].
+        """
+        ...
+
+    # Sampling
+
+    def sample(
+        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Sample one token from each row, or from each row in `rows` [N].
+
+        `logits`: float32 [R, V]. `temperatures`: [N]. `uniforms`: float64 [N]. Return the tokens,
+        int64 [N], and the log-sum-exp of each row / temperature [N].
+        """
+        ...
+
+    def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Zero the weights [N, V] that top_k, then top_p, then min_p exclude.
+
+        The largest weight of each row must be 1.
+        """
+        ...
+
+    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] at uniform numbers, float64 [N, K], from weights, float32 [N, V].
+
+        A token is the first entry at which the cumulative sum exceeds uniform * total. The tokens
+        of a row that is not finite are undefined.
+        """
+        ...
+
+    # Attention
+
+    def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+        """Return a faster `Decoder.forward` for decoding steps, which takes the attention of
+        `decode_attention` and a batch of `adapter_batch`; None if there is none.
+        """
+        ...
+
+    def tree_attention(self, packed: Packed) -> Attend:
+        """Return the attention of a micro-batch of the trainer, with gradients."""
+        ...
+
+    def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        """Return the causal attention of prompt rows, which stores their keys and values."""
+        ...
+
+    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+        """Return the attention of a decoding step with one new row for each running sample.
+
+        `rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one.
+        """
+        ...

@@ -1,0 +1,328 @@
+"""The C++ backend: kernels for CPUs with AVX2 or AVX-512, which are compiled at first use.
+
+Its matmuls and its attention are batch-invariant. torch computes what the kernels do not support:
+weights of odd width, adapters of linears whose sizes are not multiples of 16, heads whose size is
+not a multiple of 16, and families of kernels that failed their self-test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+from planish.model.kernels.backend import (
+    AdapterBatch,
+    Attend,
+    Exact,
+    ForwardPass,
+    HeadAdapters,
+    HeadMember,
+    LoraMatrices,
+)
+from planish.model.kernels.compiled import CompiledBackend
+from planish.model.kernels.cpp import cpu, cpu_head
+from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
+from planish.model.kernels.cpp.cpu import KeptAttention
+from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
+from planish.model.kernels.cpp.cpu_pass import PanelLayer, PanelPass
+from planish.model.kernels.cpp.cpu_products import (
+    AdapterPanels,
+    PanelRows,
+    PanelSite,
+    PanelWeight,
+    WeightRoom,
+    adapts,
+    adapts_forward,
+    multiplies,
+    panel_size,
+)
+from planish.model.kernels.cpp.self_test import FAMILIES
+from planish.model.kernels.linear import PackedLinear, PackedWeight, joint
+from planish.model.kernels.reference.backend import TorchHeadAdapters
+from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.reference.sampling_attention import PrefillSpan
+from planish.model.kv_cache import KVPools
+from planish.model.lora import (
+    LAYER_SITES,
+    SITES,
+    AdapterRows,
+    LoraLayout,
+    LoraWeights,
+    StackRows,
+    linear_shape,
+)
+from planish.model.prefix_tree import Packed
+
+if TYPE_CHECKING:
+    from planish.model.decoder import Decoder, Layer
+
+
+class CppBackend(CompiledBackend):
+    """The backend for CPUs on which at least one family of the C++ kernels works."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`dtype`: float32 or bfloat16. `device`: a CPU."""
+        library = cpu.loaded()
+        assert library is not None
+        families = {family for family in FAMILIES if cpu.serves(family)}
+        if not library.uses_amx:
+            families.discard("amx")
+        super().__init__(config, dtype, device, cpu, families)
+        self._arena = WeightRoom()
+        linears = [linear_shape(config, name) for names in LAYER_SITES for name in names]
+        self.packs_layer_adapters = adapts(linears, dtype)
+        self.packs_head_adapters = adapts_forward([(config.vocab_size, config.hidden_size)], dtype)
+        self.has_attention = cpu.attends(config.head_dim)
+        if self.has_attention:
+            self.kv_dtype = dtype
+
+    @property
+    def name(self) -> str:
+        return f"C++ kernels ({cpu.instructions()}{', AMX' if 'amx' in self.families else ''})"
+
+    @property
+    def replaced_families(self) -> frozenset[str]:
+        size = self.config.hidden_size
+        served = {
+            "matmul": self.packs(size, size),
+            "lora": self.packs_layer_adapters,
+            "attention": self.has_attention,
+        }
+        return frozenset(
+            family
+            for family in FAMILIES
+            if family != "amx" and not (family in self.families and served.get(family, True))
+        )
+
+    @property
+    def is_compiled(self) -> bool:
+        return self.replaced_families.isdisjoint(("matmul", "lora", "attention"))
+
+    # Matmuls with frozen weights
+
+    def packs(self, fan_out: int, fan_in: int) -> bool:
+        return multiplies(fan_out, fan_in, self.dtype)
+
+    def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
+        fan_out, fan_in = sum(map(len, weights)), weights[0].shape[1]
+        if not (self.packs(fan_in, fan_out) if transposed else self.packs(fan_out, fan_in)):
+            return super()._packed(weights, transposed)
+        return PanelWeight(joint(weights), self._arena, turned=transposed)
+
+    # LoRA
+
+    def pack_adapter(
+        self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
+    ) -> AdapterPanels:
+        # Use the kernel for all target modules of all adapters or for none. Otherwise the kernel
+        # of one adapter would depend on the other adapters in the batch, and results would not be
+        # batch-invariant.
+        matrices = [None if own is None else (own.a, own.bs) for own in targets]
+        return AdapterPanels(matrices, serves=is_head or self.packs_layer_adapters)
+
+    def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        forward = backward = 0
+        for entries in layout.sites:
+            fan_in = entries[0].shape[1]
+            bs = [entry.shape for entry in entries if entry.is_b]
+            rows = sum(entry.shape[0] for entry in entries if not entry.is_b)
+            shapes = [(fan_out, fan_in) for fan_out, _ in bs]
+            is_head = entries[0].target == "lm_head"
+            if (is_head or self.packs_layer_adapters) and adapts_forward(shapes, self.dtype):
+                forward += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in bs)
+                if adapts(shapes, self.dtype):
+                    backward += panel_size(fan_in, rows)
+                    backward += sum(panel_size(rank, fan_out) for fan_out, rank in bs)
+        return forward, backward
+
+    def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+        if not self.packs_layer_adapters:
+            return super().adapter_batch(adapters)
+        packed = [
+            (rows.start, rows.stop, cast("LoraWeights", rows.weights).packed)
+            for rows in adapters
+            if rows.weights is not None
+        ]
+        members = [(start, stop, cast("AdapterPanels", own)) for start, stop, own in packed]
+        members = [member for member in members if not member[2].is_empty]
+        return PanelRows(members, SITES) if members else super().adapter_batch(())
+
+    def add_lora_(
+        self,
+        x: Tensor,
+        out: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+        *,
+        training: bool = True,
+    ) -> Tensor:
+        if isinstance(lora.packed, PanelSite):
+            return lora.packed.add_(x, out, sizes)
+        return super().add_lora_(x, out, sizes, lora, training=training)
+
+    def lora_backward_(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad_x: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        packed = lora.packed
+        if not isinstance(packed, PanelSite) or not packed.has_backward:
+            return super().lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
+        grad_hidden = packed.backward_(grad, grad_x, sizes)
+        return packed.gradients(x, lora_hidden, grad, grad_hidden, sizes)
+
+    # The whole pass
+
+    def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+        # One native call runs all layers, if the kernels support all weights and adapters.
+        if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
+            return None
+        layers = [_panel_layer(layer) for layer in decoder.layers]
+        found = [layer for layer in layers if layer is not None]
+        if len(found) < len(layers):
+            return None
+        config = self.config
+        whole = PanelPass(
+            layers=found,
+            embedding=decoder.embedding,
+            final_norm=decoder.final_norm,
+            cos=decoder.rope.cos,
+            sin=decoder.rope.sin,
+            eps=config.rms_norm_eps,
+            heads=(config.num_heads, config.num_kv_heads),
+            inner=config.intermediate_size,
+        )
+
+        def run(tokens: Tensor, positions: Tensor, attend: Attend, batch: AdapterBatch) -> Tensor:
+            assert isinstance(attend, KeptAttention)
+            adapters = batch if isinstance(batch, PanelRows) else None
+            return whole.decoded(tokens, positions, attend.plan, adapters)
+
+        return run
+
+    # Head
+
+    def head_adapters(
+        self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
+    ) -> HeadAdapters:
+        return _CppHeadAdapters(self._rows, members, hidden, lora_hidden)
+
+    def top_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        logits: Tensor,
+        k: int,
+        wide: Tensor | None = None,
+    ) -> Exact:
+        single = self._single_logits(hidden, head, adapters)
+        if single is None:
+            return super().top_logits(hidden, head, adapters, logits, k, wide)
+        return single.likeliest(logits, k, wide)
+
+    def token_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        single = self._single_logits(hidden, head, adapters)
+        if single is None:
+            return super().token_logits(hidden, head, adapters, rows, tokens)
+        return single.at(rows, tokens)
+
+    def _single_logits(
+        self, hidden: Tensor, head: PackedLinear, adapters: HeadAdapters | None
+    ) -> SingleLogits | None:
+        if (
+            self.dtype != torch.bfloat16
+            or "sampling" not in self.families
+            or not hidden.is_contiguous()
+            or not head.weight.is_contiguous()
+        ):
+            return None
+        if not isinstance(adapters, _CppHeadAdapters):
+            return SingleLogits(hidden, head.weight, HeadTable(()), None)
+        return SingleLogits(hidden, head.weight, adapters.table, adapters.hidden)
+
+    # Attention
+
+    def tree_attention(self, packed: Packed) -> Attend:
+        return NativeForest(packed) if self.has_attention else super().tree_attention(packed)
+
+    def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        return NativePrefill(spans) if self.has_attention else super().prefill_attention(spans)
+
+    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+        if not self.has_attention:
+            return super().decode_attention(rows, prompts, samples)
+        return NativeDecode(rows, prompts, samples)
+
+    # Sampling
+
+    def sample(
+        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        if "sampling" not in self.families or not logits.is_contiguous():
+            return super().sample(logits, rows, temperatures, uniforms)
+        rows = torch.arange(len(logits)) if rows is None else rows
+        return cpu_head.draw(logits, rows, temperatures, uniforms)
+
+    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        if "sampling" not in self.families or not weights.is_contiguous():
+            return super().invert(weights, uniforms)
+        return cpu_head.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
+
+
+class _CppHeadAdapters(TorchHeadAdapters):
+    """The head adapters of ranges of rows, applied by one kernel if all of them are packed."""
+
+    def __init__(
+        self,
+        tiling: RowTiling,
+        members: Sequence[HeadMember],
+        x: Tensor,
+        lora_hidden: Tensor | None,
+    ) -> None:
+        self.table = HeadTable(
+            [
+                (start, stop, lora.bs[0].detach(), cast("PanelSite | None", lora.packed))
+                for start, stop, lora in members
+            ]
+        )
+        super().__init__(tiling, members, x, lora_hidden)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        return self.table.low(x.contiguous()) if self.table.is_served else super()._hidden(x)
+
+    def add_(self, logits: Tensor) -> None:
+        if self.table.is_served:
+            self.table.add_(self.hidden, logits)
+        else:
+            super().add_(logits)
+
+
+def _panel_layer(layer: Layer) -> PanelLayer | None:
+    """Return the layer for the native forward pass, or None unless all its weights are packed."""
+    given: list[PanelWeight | Tensor | None] = []
+    for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+        if not isinstance(linear.packed, PanelWeight) or linear.packed.address is None:
+            return None
+        given += [linear.packed, linear.bias]
+    return PanelLayer(layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, *given)  # type: ignore[arg-type]

@@ -1,0 +1,518 @@
+"""The torch backend: the reference implementation of every operation, for any device.
+
+With a `RowTiling` it is batch-invariant: it pads and splits the rows of its matmuls itself.
+
+Shapes: see `planish.model.kernels.backend`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+from planish.model.kernels.backend import (
+    AdapterBatch,
+    Attend,
+    Exact,
+    ForwardPass,
+    HeadAdapters,
+    HeadMember,
+    LoraMatrices,
+    PackedAdapter,
+    padded_lora_columns,
+)
+from planish.model.kernels.device import Device
+from planish.model.kernels.linear import (
+    BlockedWeight,
+    PackedLinear,
+    PackedWeight,
+    joint,
+    onednn_packs_bfloat16,
+)
+from planish.model.kernels.reference.attention import ForestAttention
+from planish.model.kernels.reference.lora import add_lora_, add_lora_stack_, lora_backward_
+from planish.model.kernels.reference.row_tiling import RowTiling
+from planish.model.kernels.reference.sampling_attention import (
+    ATTENDED_ROWS,
+    DecodeAttention,
+    PrefillAttention,
+    PrefillSpan,
+)
+from planish.model.kernels.reference.token_sampling import (
+    SORTING_BYTES,
+    filter_,
+    filter_sorted_,
+    invert,
+)
+from planish.model.kv_cache import KVPools
+from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
+from planish.model.prefix_tree import Packed
+from planish.types import SamplingParams
+
+if TYPE_CHECKING:
+    from planish.model.decoder import Decoder
+
+# Number of vocabulary entries that `_run_sums` sums in float32 before it changes to float64.
+_RUN = 128
+# Number of vocabulary entries per block in the search for the largest logits.
+_BLOCK = 32
+# Number of rows converted to float32 at a time, on a CPU and on a GPU. Larger buffers do not fit
+# into a CPU's cache and take four times as long.
+_WIDE_ROWS = (16, 256)
+# Maximum number of gathered weight entries in memory at a time, on a CPU and on a GPU. It is larger
+# on a GPU because each part costs twenty kernel launches and a synchronization.
+_GATHERED_ENTRIES = (1 << 18, 1 << 24)
+_ANY_ROWS = RowTiling()
+# Number of rows per matmul with the head, on a CPU and on a GPU. Fewer rows would not fill a GPU.
+_HEAD_ROWS = (256, 2048)
+
+
+class TorchBackend:
+    """The reference implementation of `Backend`."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.config, self.dtype, self.device = config, dtype, device
+        self.families: frozenset[str] = frozenset()
+        """The families of compiled kernels in use."""
+        self.packs_layer_adapters = self.packs_head_adapters = self.has_attention = False
+        self.make_batch_invariant(None)
+        on_gpu = self.joins_weights = Device(device).is_gpu
+        wide = torch.promote_types(dtype, torch.float32)
+        self.logits_dtype = wide if on_gpu else dtype
+        # torch's bf16 matmuls on a CPU would round scores and weighted sums to bf16.
+        self.kv_dtype = dtype if on_gpu else wide
+        self.head_rows = _HEAD_ROWS[on_gpu]
+        self._wide_rows, self._gathered_entries = _WIDE_ROWS[on_gpu], _GATHERED_ENTRIES[on_gpu]
+        self.weight_copies = 3 if not on_gpu and dtype.itemsize == 2 else 1
+        self.uses_main_memory = not on_gpu
+        self.workspace_bytes = SORTING_BYTES if on_gpu else _score_bytes(config)
+        self._filter_ = filter_sorted_ if on_gpu else filter_
+        self._packs = not on_gpu and dtype == torch.bfloat16 and onednn_packs_bfloat16()
+
+    @property
+    def name(self) -> str:
+        return "torch"
+
+    @property
+    def replaced_families(self) -> frozenset[str]:
+        return frozenset()
+
+    @property
+    def is_compiled(self) -> bool:
+        return False
+
+    def make_batch_invariant(self, tiling: RowTiling | None) -> None:
+        """Use these row counts for torch's matmuls from now on; None: any row counts."""
+        self.tiling, self._rows = tiling, tiling or _ANY_ROWS
+        self.logits_are_exact = Device(self.device).is_gpu and tiling is None
+
+    # Matmuls with frozen weights
+
+    def packs(self, fan_out: int, fan_in: int) -> bool:
+        return False
+
+    def pack(
+        self,
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None] = (None,),
+        *,
+        keeps: bool = True,
+    ) -> PackedLinear:
+        return PackedLinear(
+            weights, biases, packer=self._packed, joined=self.joins_weights, keeps=keeps
+        )
+
+    def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
+        if not self._packs:
+            return None
+        whole = joint(weights)
+        return BlockedWeight(whole.t() if transposed else whole)
+
+    def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
+        rows = _ANY_ROWS if linear.is_batch_invariant else self._tiling(training)
+        return rows.run(linear.matmul, x)
+
+    def _tiling(self, training: bool) -> RowTiling:
+        """Return the row tiling. Fixed tiles are too slow for the many rows of the trainer."""
+        return _ANY_ROWS if training and self._rows.tile else self._rows
+
+    def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
+        return linear.matmul_backward(grad)
+
+    # LoRA
+
+    def pack_adapter(
+        self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
+    ) -> PackedAdapter | None:
+        return None
+
+    def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        return 0, 0
+
+    def can_stack(self, rank: int) -> bool:
+        return self.tiling is None or self.tiling.stacks(rank)
+
+    def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+        return _TorchAdapters(self, adapters)
+
+    def add_lora_(
+        self,
+        x: Tensor,
+        out: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+        *,
+        training: bool = True,
+    ) -> Tensor:
+        rows = self._tiling(training)
+        return rows.run(lambda x, out: add_lora_(x, out, sizes, lora), x, out, rank=lora.rank)
+
+    def lora_backward_(
+        self,
+        grad: Tensor,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad_x: Tensor,
+        sizes: Sequence[int],
+        lora: LoraMatrices,
+    ) -> tuple[Tensor, Sequence[Tensor]]:
+        return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
+
+    # Norms, RoPE and SwiGLU
+
+    def rms_norm(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        weight: Tensor,
+        eps: float,
+        *,
+        in_place: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        total = x
+        if residual is not None:
+            total = x.add_(residual) if in_place else x + residual
+        scale = (
+            torch.linalg.vector_norm(total, dim=-1, keepdim=True)
+            .square_()
+            .div_(total.shape[-1])
+            .add_(eps)
+            .rsqrt_()
+        )
+        return total, (total * scale).mul_(weight).to(self.dtype), scale
+
+    def rms_norm_backward(
+        self,
+        grad: Tensor,
+        total: Tensor,
+        weight: Tensor,
+        scale: Tensor,
+        grad_total: Tensor | None,
+    ) -> Tensor:
+        weighted = grad.to(total.dtype) * weight
+        inner = (
+            torch.linalg.vecdot(weighted, total)
+            .unsqueeze(-1)
+            .div_(total.shape[-1])
+            .mul_(scale)
+            .mul_(scale)
+        )
+        found = weighted.sub_(total * inner).mul_(scale)
+        return found if grad_total is None else found.add_(grad_total)
+
+    def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+        sin = -sin if inverse else sin
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
+            x.dtype
+        )
+
+    def qk_norm_rope(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        q, k, _ = qkv.unflatten(-1, (-1, 2 * cos.shape[-1])).split([*heads, heads[1]], 1)
+        if norms is not None:
+            q, k = (
+                self.rms_norm(part.float(), None, weight, eps, in_place=True)[1]
+                for part, weight in zip((q, k), norms, strict=True)
+            )
+        return self.rope(q, cos, sin), self.rope(k, cos, sin)
+
+    def swiglu(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate).mul_(up)
+
+    def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return torch.cat(
+            [torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1
+        )
+
+    # Head
+
+    def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
+        if self.logits_dtype == self.dtype:
+            return self.matmul(hidden, head, training=training)
+
+        def wide(hidden: Tensor) -> Tensor:
+            return torch.mm(hidden, head.weight.t(), out_dtype=self.logits_dtype)
+
+        return self._tiling(training).run(wide, hidden)
+
+    def head_adapters(
+        self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
+    ) -> HeadAdapters:
+        return TorchHeadAdapters(self._rows, members, hidden, lora_hidden)
+
+    def top_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        logits: Tensor,
+        k: int,
+        wide: Tensor | None = None,
+    ) -> Exact:
+        tokens = _top_tokens(logits, k)
+        rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
+        exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
+        exact = exact.view(tokens.shape)
+        if wide is not None:
+            wide.copy_(logits).scatter_(1, tokens, exact)
+        return tokens, exact
+
+    def token_logits(
+        self,
+        hidden: Tensor,
+        head: PackedLinear,
+        adapters: HeadAdapters | None,
+        rows: Tensor,
+        tokens: Tensor,
+    ) -> Tensor:
+        out = torch.empty(rows.shape[0], dtype=_wide_dtype(hidden), device=hidden.device)
+        for part in _spans(rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])):
+            x, weight = hidden[rows[part]].to(out.dtype), head.weight[tokens[part]].to(out.dtype)
+            out[part] = (x * weight).sum(-1)
+            if adapters is not None:
+                adapters.add_single_(out[part], rows[part], tokens[part])
+        return out
+
+    def log_sum_exp(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        exact: Exact | None = None,
+        weights: Tensor | None = None,
+    ) -> Tensor:
+        if weights is not None:
+            weights = weights if weights is logits else weights.copy_(logits)
+            if exact is not None:
+                weights.scatter_(1, *exact)
+            return _log_sum_exp_(weights, temperature)
+        totals = torch.empty(len(logits), dtype=_wide_dtype(logits), device=logits.device)
+        for part, wide in self._wide_parts(logits, exact):
+            totals[part] = _log_sum_exp_(wide, temperature[part])
+        return totals
+
+    def log_sum_exp_backward_(
+        self,
+        logits: Tensor,
+        temperature: float,
+        log_total: Tensor,
+        first: Tensor,
+        targets: Tensor,
+        grads: Tensor,
+        exact: Exact | None = None,
+    ) -> None:
+        rows = torch.arange(len(logits), device=logits.device)
+        row_of_pair = rows.repeat_interleave(first.diff(), output_size=len(targets))
+        row_grad = log_total.new_zeros(len(logits)).index_add_(0, row_of_pair, grads)
+        for part, wide in self._wide_parts(logits, exact):
+            wide.div_(temperature).sub_(log_total[part, None]).exp_().mul_(-row_grad[part, None])
+            pairs = slice(*first[[part.start, part.stop]].tolist())
+            wide.index_put_(
+                (row_of_pair[pairs] - part.start, targets[pairs]), grads[pairs], accumulate=True
+            )
+            logits[part] = wide
+
+    def _wide_parts(self, logits: Tensor, exact: Exact | None) -> Iterator[tuple[slice, Tensor]]:
+        """Yield the logits in float32 or wider with their exact values, a few rows at a time.
+
+        All parts share one buffer, which fits into a CPU's cache. A part is valid until the next.
+        """
+        rows, vocab = logits.shape
+        size = (min(self._wide_rows, rows), vocab)
+        buffer = torch.empty(size, dtype=_wide_dtype(logits), device=logits.device)
+        for part in _spans(rows, self._wide_rows):
+            wide = buffer[: part.stop - part.start].copy_(logits[part])
+            if exact is not None:
+                wide.scatter_(1, exact[0][part], exact[1][part])
+            yield part, wide
+
+    # Attention
+
+    def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+        return None
+
+    def tree_attention(self, packed: Packed) -> Attend:
+        return ForestAttention(packed, self.device)
+
+    def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        return PrefillAttention(spans)
+
+    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+        query_rows = self.tiling.query_rows if self.tiling is not None else 1
+        return DecodeAttention(rows, prompts, samples, query_rows, self.device)
+
+    # Sampling
+
+    def sample(
+        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        weights = logits.clone() if rows is None else logits[rows]
+        normalizer = self.log_sum_exp(weights, temperatures, weights=weights)
+        return self.invert(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
+
+    def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
+        self._filter_(weights, params)
+
+    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
+        return invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
+
+
+class _TorchAdapters:
+    """The adapters of ranges of rows, applied one after another."""
+
+    def __init__(self, backend: TorchBackend, members: Sequence[AdapterRows | StackRows]) -> None:
+        self._backend, self._members = backend, members
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        for rows in self._members:
+            if rows.weights is None:
+                continue
+            lora = rows.weights.layers[layer].target(module)
+            part = slice(rows.start, rows.stop)
+            if lora is None:
+                continue
+            if isinstance(rows.weights, LoraStack):
+                add_lora_stack_(x[part], out[part], sizes, lora)
+            else:
+                self._backend.add_lora_(x[part], out[part], sizes, lora, training=False)
+
+
+class TorchHeadAdapters:
+    """The head adapters of ranges of rows, applied one after another."""
+
+    def __init__(
+        self,
+        tiling: RowTiling,
+        members: Sequence[HeadMember],
+        x: Tensor,
+        lora_hidden: Tensor | None,
+    ) -> None:
+        self._tiling, self._members = tiling, members
+        self.hidden = self._hidden(x) if lora_hidden is None else lora_hidden
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        ranks = [lora.rank for _, _, lora in self._members]
+        width = max(map(padded_lora_columns, ranks), default=0)
+        hidden = x.new_empty(x.shape[0], width)
+        for start, stop, lora in self._members:
+            a, rows = lora.a.t(), x[start:stop]
+            hidden[start:stop, : lora.rank] = self._tiling.run(
+                lambda rows, a=a: rows @ a, rows, rank=lora.rank
+            )
+        return hidden
+
+    def add_(self, logits: Tensor) -> None:
+        for start, stop, lora in self._members:
+
+            def add(hidden: Tensor, logits: Tensor, lora: LoraMatrices = lora) -> Tensor:
+                share, b = hidden[:, : lora.rank], lora.bs[0].t()
+                if logits.dtype == hidden.dtype:
+                    logits.addmm_(share, b)
+                else:
+                    logits.add_(torch.mm(share, b, out_dtype=logits.dtype))
+                return hidden
+
+            self._tiling.run(add, self.hidden[start:stop], logits[start:stop], rank=lora.rank)
+
+    def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        for start, stop, lora in self._members:
+            mine = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
+            share, b = self.hidden[rows[mine], : lora.rank], lora.bs[0][tokens[mine]]
+            out[mine] += (share.to(out.dtype) * b.to(out.dtype)).sum(-1)
+
+
+def _score_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the attention scores of all threads of a CPU."""
+    group = config.num_heads // config.num_kv_heads
+    return 4 * ATTENDED_ROWS * group * config.max_context * (os.cpu_count() or 1)
+
+
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    """Return float32, or the dtype of `x` if that is wider."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _spans(total: int, size: int) -> list[slice]:
+    """Return slices of at most `size` that cover range(total)."""
+    return [slice(start, min(start + size, total)) for start in range(0, total, size)]
+
+
+def _log_sum_exp_(logits: Tensor, temperature: Tensor) -> Tensor:
+    """Return the log-sum-exp [R] of logits / temperature.
+
+    `logits` [R, V] are overwritten with exp(scaled logit - max of the row).
+    """
+    peak = logits.div_(temperature.unsqueeze(1)).amax(1, keepdim=True)
+    return (peak.squeeze(1) + _run_sums(logits.sub_(peak).exp_()).sum(1).log()).to(logits.dtype)
+
+
+def _run_sums(weights: Tensor) -> Tensor:
+    """Return the sums of runs of 128 entries: float64 [R, C].
+
+    With such short runs the order of the additions does not depend on R.
+    """
+    missing = -weights.shape[1] % _RUN
+    padded = F.pad(weights, (0, missing)) if missing else weights
+    return padded.unflatten(1, (-1, _RUN)).sum(2).double()
+
+
+def _top_tokens(logits: Tensor, k: int) -> Tensor:
+    """Return the indices [R, k] of the k largest logits of each row.
+
+    The k largest logits lie in the k blocks with the largest maxima. So one pass over the logits
+    suffices. A full `topk` over the vocabulary would cost as much as the matmul itself.
+    """
+    width = logits.shape[1] // _BLOCK
+    if width <= 2 * k:
+        return logits.topk(k, dim=1).indices
+    blocks = (
+        logits[:, : width * _BLOCK].unflatten(1, (_BLOCK, width)).amax(1).topk(k, dim=1).indices
+    )
+    steps = torch.arange(_BLOCK, device=logits.device) * width
+    candidates = (blocks.unsqueeze(2) + steps).flatten(1)
+    rest = torch.arange(width * _BLOCK, logits.shape[1], device=logits.device).expand(
+        logits.shape[0], -1
+    )
+    candidates = torch.cat([candidates, rest], 1)
+    return candidates.gather(1, logits.gather(1, candidates).topk(k, dim=1).indices)

@@ -1,0 +1,120 @@
+"""Sampling in torch: filters of weights, and tokens at uniform numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.model.transfer import on_device
+from planish.types import SamplingParams
+
+_CHUNK = 128
+"""The vocabulary entries of one run in the two-step search of `invert`."""
+_ENTRIES = 1 << 22
+"""The maximum number of entries that `invert` gathers at a time."""
+_SORTED_ENTRIES = 1 << 21
+"""The maximum number of weights that a GPU sorts at a time."""
+SORTING_BYTES = 64 * _SORTED_ENTRIES
+"""The bytes needed to sort `_SORTED_ENTRIES` weights: values and indices before and after the sort,
+float64 sums, and temporaries.
+"""
+
+
+def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """Return the first entries at which the cumulative sum exceeds uniform * total: [B, K].
+
+    `weights` [B, V] are non-negative and `uniforms` is [B, K]. The search first finds a run of 128
+    entries and then the entry within the run. A cumulative sum over the whole vocabulary would
+    cost as much as the softmax.
+    """
+    runs = _pad(weights).unflatten(-1, (-1, _CHUNK))
+    ends = runs.sum(-1).double().cumsum(-1)
+    # Rounding may select a run whose weights are all 0, or an entry after the run's last positive
+    # weight. So the index is limited to the last positive one.
+    last = _last_positive(ends.diff(dim=-1, prepend=torch.zeros_like(ends[:, :1])))
+    drawn = []
+    for some in uniforms.split(max(1, _ENTRIES // (_CHUNK * len(weights))), 1):
+        goal = some * ends[:, -1:]
+        run = torch.searchsorted(ends, goal, right=True).clamp_(max=ends.shape[1] - 1)
+        run = torch.minimum(run, last)
+        before = torch.where(
+            run > 0, ends.gather(1, (run - 1).clamp(min=0)), torch.zeros_like(goal)
+        )
+        within = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, _CHUNK)).double()
+        entry = torch.searchsorted(
+            within.cumsum(-1), (goal - before).unsqueeze(-1), right=True
+        ).squeeze(-1)
+        entry = torch.minimum(entry, _last_positive(within).squeeze(-1))
+        drawn.append(run * _CHUNK + entry)
+    return torch.cat(drawn, 1)
+
+
+def _last_positive(weights: Tensor) -> Tensor:
+    """Return the index of the last positive entry of each row: [B, 1]."""
+    last = weights.shape[-1] - 1
+    return last - (weights.flip(-1) > 0).int().argmax(-1, keepdim=True)
+
+
+def is_filtered(params: SamplingParams) -> bool:
+    """Return whether top_k, top_p or min_p exclude tokens."""
+    return params.temperature != 0 and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+
+
+def filter_sorted_(weights: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Do the same as `filter_`, on a GPU: sort many rows at once and never synchronize."""
+    filtered = [row for row, p in enumerate(params) if is_filtered(p)]
+    size = max(1, _SORTED_ENTRIES // weights.shape[1])
+    for start in range(0, len(filtered), size):
+        some = filtered[start : start + size]
+        rows = on_device(some, torch.int64, weights.device)
+        weights[rows] = _filtered(weights[rows], [params[row] for row in some])
+
+
+def _filtered(weights: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Return a filtered copy of weights [B, V], computed with one sort and no device sync.
+
+    On a GPU, filtering row by row would take as long as a decoding step for each row.
+    """
+    vocab, device = weights.shape[1], weights.device
+    bounds = [[p.top_k if p.top_k > 0 else vocab, p.top_p, p.min_p] for p in params]
+    top_k, top_p, min_p = on_device(bounds, torch.float64, device).unsqueeze(2).unbind(1)
+    ordered = weights.sort(dim=1, descending=True, stable=True)
+    kept = ordered.values.masked_fill(torch.arange(vocab, device=device) >= top_k, 0.0)
+    mass = kept.double().cumsum(1)
+    # A token stays if the likelier tokens together have less than top_p of the mass. At top_p = 1
+    # all tokens stay, whatever the rounding.
+    dropped = (mass - kept >= top_p * mass[:, -1:]) & (top_p < 1)
+    kept.masked_fill_(dropped | (kept < min_p), 0.0)
+    return torch.empty_like(weights).scatter_(1, ordered.indices, kept)
+
+
+def filter_(weights: Tensor, params: Sequence[SamplingParams]) -> None:
+    """Zero the weights that top_k, then top_p, then min_p exclude, row by row.
+
+    The largest weight of each row must be 1.
+    """
+    vocab = weights.shape[-1]
+    for row, p in enumerate(params):
+        if p.temperature == 0:
+            continue
+        if 0 < p.top_k < vocab:
+            kept = weights[row].topk(p.top_k)
+            weights[row] = torch.zeros_like(weights[row]).scatter_(0, kept.indices, kept.values)
+        if p.top_p < 1:
+            ordered = weights[row].sort(descending=True, stable=True)
+            mass = ordered.values.double().cumsum(0)
+            # A token stays if the likelier tokens together have less than top_p of the mass. So
+            # the likeliest token always stays.
+            before = mass - ordered.values
+            dropped = ordered.indices[before >= p.top_p * mass[-1]]
+            weights[row, dropped] = 0
+        if p.min_p > 0:
+            weights[row][weights[row] < p.min_p] = 0
+
+
+def _pad(weights: Tensor) -> Tensor:
+    missing = -weights.shape[-1] % _CHUNK
+    return F.pad(weights, (0, missing)) if missing else weights

@@ -1,0 +1,84 @@
+"""The Triton backend: kernels for GPUs, which are compiled at first use.
+
+torch multiplies by the frozen weights, and computes what the kernels do not support: heads of other
+sizes, and families of kernels that failed their self-test. In deterministic mode torch computes
+attention and LoRA too, because the order of additions of these kernels depends on the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from importlib import import_module
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from planish.model.config import ModelConfig
+from planish.model.kernels.backend import Attend
+from planish.model.kernels.compiled import CompiledBackend, Kernels
+from planish.model.kernels.triton.families import FAMILIES
+from planish.model.kernels.triton.tree_attention import GpuForest
+from planish.model.prefix_tree import Packed
+
+_OF_HEADS = ("attention", "tree attention", "lora", "graphs")
+"""Families that are compiled for the size of the attention heads, or used with such kernels only."""
+
+
+class TritonBackend(CompiledBackend):
+    """The backend for GPUs. Tests run it on a CPU, where Triton interprets the kernels."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        families: Collection[str],
+    ) -> None:
+        """`families`: the families of kernels that passed their self-test for this model."""
+        # Triton is absent on machines without a GPU.
+        kernels: Any = import_module("planish.model.kernels.triton.elementwise_kernels")
+        if config.head_dim % 16 or config.head_dim > 256:
+            families = set(families).difference(_OF_HEADS)
+        super().__init__(config, dtype, device, cast(Kernels, kernels), families)
+        self._module = kernels
+        self.kv_dtype = dtype
+
+    @property
+    def name(self) -> str:
+        return "Triton kernels"
+
+    @property
+    def replaced_families(self) -> frozenset[str]:
+        return frozenset(FAMILIES) - self.families
+
+    @property
+    def supports_graph_runner(self) -> bool:
+        """Whether the sampler can use the kernels' attention and LoRA (cuda_graph_runner.py)."""
+        return self.tiling is None and {"attention", "lora"} <= self.families
+
+    def qk_norm_rope(
+        self,
+        qkv: Tensor,
+        heads: tuple[int, int],
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        # One kernel for all heads: launches cost more than what they compute.
+        if not {"norms", "rope"} <= self.families:
+            return super().qk_norm_rope(qkv, heads, norms, eps, cos, sin)
+        found: tuple[Tensor, Tensor] = self._module.turned_heads(qkv, heads, norms, eps, cos, sin)
+        return found
+
+    def tree_attention(self, packed: Packed) -> Attend:
+        if self.tiling is not None or "tree attention" not in self.families:
+            return super().tree_attention(packed)
+        return GpuForest(packed, self.device)
+
+    def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        if "sampling" not in self.families or uniforms.shape[1] != 1:
+            return super().invert(weights, uniforms)
+        found: Tensor = self._module.sample(weights, uniforms.squeeze(1))
+        return found.unsqueeze(1)

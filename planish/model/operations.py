@@ -1,0 +1,144 @@
+"""The differentiable operations of the decoder, computed by a backend.
+
+Each operation stores less for its backward pass than autograd would, and calls one kernel where
+autograd would call several.
+
+Shapes: T rows, H heads, E head_dim, I columns between the linears of the MLP.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from planish.model.kernels.backend import Backend, LoraMatrices
+from planish.model.kernels.linear import PackedLinear
+
+
+def adapted_linear(
+    backend: Backend, x: Tensor, linear: PackedLinear, lora: LoraMatrices | None
+) -> Tensor:
+    """Return the output [T, out] of frozen linears with one adapter (or none) for all rows.
+
+    The result is differentiable with respect to `x` [T, in] and the LoRA matrices.
+    """
+    matrices = () if lora is None else (lora.a, *lora.bs)
+    return _AdaptedLinear.apply(backend, x, linear, lora, *matrices)  # type: ignore[no-any-return]
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        backend: Backend,
+        x: Tensor,
+        linear: PackedLinear,
+        lora: LoraMatrices | None,
+        *matrices: Tensor,
+    ) -> Tensor:
+        out = backend.matmul(x, linear, training=True)
+        ctx.backend, ctx.linear, ctx.packed = backend, linear, None
+        if lora is not None:
+            lora_hidden = backend.add_lora_(x, out, linear.sizes, lora)
+            ctx.packed = lora.packed
+            ctx.save_for_backward(x, lora_hidden, *matrices)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        grad_x = ctx.backend.matmul_backward(grad, ctx.linear)
+        saved = ctx.saved_tensors
+        if not saved:
+            return None, grad_x, None, None
+        x, lora_hidden, a, *bs = saved
+        lora = LoraMatrices(a, tuple(bs), ctx.packed)
+        grad_a, grad_bs = ctx.backend.lora_backward_(
+            grad, x, lora_hidden, grad_x, ctx.linear.sizes, lora
+        )
+        return None, grad_x, None, None, grad_a, *grad_bs
+
+
+def add_rms_norm(
+    backend: Backend, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + residual (float32) and its RMSNorm (Zhang & Sennrich 2019) in the model's dtype.
+
+    The norm is x / sqrt(mean(x ** 2) + eps) * weight over the last dimension, in float32. If
+    gradients are disabled, `x` may be overwritten with the sum.
+    """
+    if torch.is_grad_enabled():
+        return _AddRMSNorm.apply(backend, x, residual, weight, eps)  # type: ignore[no-any-return]
+    return backend.rms_norm(x, residual, weight, eps, in_place=True)[:2]
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """The norm's weight is frozen, so only the two summands get gradients.
+
+    The backward pass needs only their sum and one scale factor per row.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, backend: Backend, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+    ):
+        total, out, scale = backend.rms_norm(x, residual, weight, eps)
+        ctx.save_for_backward(total, weight, scale)
+        ctx.backend = backend
+        ctx.residual_dtype = None if residual is None else residual.dtype
+        ctx.set_materialize_grads(False)
+        return total.view_as(total) if total is x else total, out
+
+    @staticmethod
+    def backward(ctx, grad_total: Tensor | None, grad: Tensor | None):  # pyright: ignore[reportIncompatibleMethodOverride]
+        total, weight, scale = ctx.saved_tensors
+        found = grad_total
+        if grad is not None:
+            found = ctx.backend.rms_norm_backward(grad, total, weight, scale, grad_total)
+        assert found is not None
+        of_residual = None if ctx.residual_dtype is None else found.to(ctx.residual_dtype)
+        return None, found, of_residual, None, None
+
+
+def rope(backend: Backend, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[e], x[e + E/2]) of x [T, H, E] by the angles of its row.
+
+    `cos`, `sin`: float32 [T, 1, E/2].
+    """
+    return _Rope.apply(backend, x, cos, sin)  # type: ignore[no-any-return]
+
+
+class _Rope(torch.autograd.Function):
+    """The gradient of a rotation is the rotation by the opposite angle."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.backend = backend
+        return backend.rope(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return None, ctx.backend.rope(grad.contiguous(), cos, sin, inverse=True), None, None
+
+
+def swiglu(backend: Backend, gate_up: Tensor) -> Tensor:
+    """Return silu(gate) * up (Shazeer 2020): [T, I]. `gate_up`: [T, 2 * I], the gate before up."""
+    if torch.is_grad_enabled():
+        return _SwiGLU.apply(backend, gate_up)  # type: ignore[no-any-return]
+    return backend.swiglu(gate_up)
+
+
+class _SwiGLU(torch.autograd.Function):
+    """SwiGLU whose backward pass recomputes silu instead of storing it."""
+
+    @staticmethod
+    def forward(ctx, backend: Backend, gate_up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.backend = backend
+        return backend.swiglu(gate_up)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        return None, ctx.backend.swiglu_backward(grad, gate_up)

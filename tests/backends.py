@@ -1,0 +1,54 @@
+"""Backends for tests of single operations, which need no model's files."""
+
+from copy import copy
+from dataclasses import replace
+
+import torch
+
+from planish.model.config import ModelConfig, RopeConfig
+from planish.model.decoder import Decoder
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.kernels.reference.row_tiling import RowTiling
+
+CPU = torch.device("cpu")
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=320,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope=RopeConfig(10000.0, None),
+    max_context=512,
+    tied_head=True,
+    qk_norm=True,
+    qkv_bias=False,
+    eos_token_ids=(),
+)
+
+
+def backend_of(
+    dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: int
+) -> TorchBackend:
+    """Return the backend of this machine for a small model; `changes`: fields of its config."""
+    return choose_backend(replace(CONFIG, **changes), dtype, device, deterministic=False)
+
+
+def torch_backend(
+    dtype: torch.dtype = torch.float32, device: torch.device = CPU, **changes: int
+) -> TorchBackend:
+    """Return the reference implementation for the same model."""
+    return TorchBackend(replace(CONFIG, **changes), dtype, device)
+
+
+def with_tiling(decoder: Decoder, tiling: RowTiling | None) -> Decoder:
+    """Return the same decoder with a backend that uses this row tiling."""
+    twin, twin_backend = copy(decoder), copy(decoder.backend)
+    assert isinstance(twin_backend, TorchBackend)
+    twin_backend.make_batch_invariant(tiling)
+    twin.backend = twin_backend
+    return twin
