@@ -1,9 +1,8 @@
-"""Arithmetic as people write it, computed exactly and never by `eval`.
+"""Exact arithmetic on expressions as people write them, without `eval`.
 
-An expression is parsed by Python's own parser and walked; what is not a number or one of the
-operators below is refused. Values are fractions, so 0.1 + 0.2 is 0.3. Length and size are bounded:
-the text may be a language model's, and a short text such as 9**9**9 would keep a processor busy for
-ever.
+Python's parser parses the expression; anything but numbers and the operators below is rejected.
+Values are fractions, so 0.1 + 0.2 is 0.3. Length and size are limited, since the text may come from
+a language model, and a short text such as 9**9**9 would compute forever.
 """
 
 import ast
@@ -16,7 +15,7 @@ from planish.errors import UserError
 
 MAX_CHARS = 200
 MAX_BITS = 1000
-"""Of numerator and denominator; such a number still fits into a float."""
+"""Maximum size of numerator and denominator; such a number still fits into a float."""
 SIGNIFICANT_DIGITS = 12
 
 ALLOWED = re.compile(r"[0-9+\-*/%(). ]*")
@@ -38,12 +37,12 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class ExpressionError(UserError):
-    """A text that is no arithmetic expression, or one whose value is not defined or too large."""
+    """The text is no arithmetic expression, or its value is undefined or too large."""
 
 
 def evaluate(expression: str) -> Fraction:
-    """The value of an expression of numbers, + - * / // % ** and parentheses; ExpressionError if it
-    has none.
+    """Return the value of an expression of numbers, + - * / // % ** and parentheses;
+    ExpressionError if it has none.
     """
     if len(expression) > MAX_CHARS:
         raise ExpressionError(
@@ -66,14 +65,16 @@ def evaluate(expression: str) -> Fraction:
 
 
 def decimal(value: Fraction) -> str:
-    """The shortest decimal of at most SIGNIFICANT_DIGITS digits; an integer with all of its digits."""
+    """Return a number as a decimal with at most SIGNIFICANT_DIGITS digits; an integer with all its
+    digits.
+    """
     if value.denominator == 1:
         return str(value.numerator)
     return f"{float(value):.{SIGNIFICANT_DIGITS}g}"
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number that a text names, with separators of thousands or without."""
+    """Return the last number in a text, with or without thousands separators; None if there is none."""
     found = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", THOUSANDS.sub("", text.replace("−", "-")))
     return Fraction(found[-1]) if found and len(found[-1]) <= MAX_CHARS else None
 
@@ -81,7 +82,7 @@ def last_number(text: str) -> Fraction | None:
 def _value(node: ast.expr, text: str) -> Fraction:
     match node:
         case ast.Constant(value=int() | float()):
-            # The digits as they were written: a float would round them.
+            # Use the digits in the source, because a float would round them.
             return _bounded(Fraction(ast.get_source_segment(text, node) or ""))
         case ast.UnaryOp(op=op, operand=operand) if type(op) in UNARY:
             return UNARY[type(op)](_value(operand, text))

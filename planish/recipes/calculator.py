@@ -228,21 +228,15 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         options,
         operands=(2 <= options.operands <= 10, "a whole number from 2 to 10"),
         digits=(2 <= options.digits <= 12, "a whole number from 2 to 12"),
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(
             options.group_size >= 2,
             "at least 2: attempts are compared within their group",
         ),
         test_problems=(0 <= options.test_problems <= 1000, "a whole number from 0 to 1000"),
     )
-    builder = CalculatorDatasetBuilder(
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
-        kind=Kind(operands=options.operands, digits=options.digits),
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        test_problems=options.test_problems,
-        seed=options.seed,
+    training_run.require_at_least(options, batch_size=1)
+    builder = training_run.build(
+        CalculatorDatasetBuilder, options, kind=training_run.build(Kind, options)
     )
     return run(options, builder, recipe_name="calculator", service_client=service_client)
 

@@ -1,13 +1,13 @@
-"""Supervised training on chat data of many forms, with a learning rate that fits the model.
+"""Supervised training on chat data in many formats, with a learning rate that fits the model.
 
     python -m planish.recipes.chat_sl                                      no_robots, the embedded
-        model
+                                                                           model
     python -m planish.recipes.chat_sl dataset=tulu3 model_name=Qwen/Qwen3-8B test_size=512 preset=seed
-    python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    a file of your own
+    python -m planish.recipes.chat_sl dataset=chats.jsonl test_size=100    your own file
 
 `dataset` is one of the names below, any other hub name, a directory with train and test files, or
-one file. Rows may have "messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or
-"question" and "answer"; the first of these counts.
+one file. Rows have "messages", ShareGPT's "conversations", TRL's "prompt" and "completion", or
+"question" and "answer". The first of these forms that a row has is used.
 """
 
 import sys

@@ -1,27 +1,34 @@
-r"""Programming problems with tests, read from the forms in which they are published.
+r"""Programming problems with tests, read from the formats of published collections.
 
-A row has a question ("question", "problem", "prompt" or "text"), perhaps "starter_code", and tests,
-as a value or as its JSON:
+A row has a question ("question", "problem", "prompt" or "text"), optionally "starter_code", and
+tests, as a value or as its JSON. The formats of tests are:
 
-    "tests": [{"input": "2 3\n", "output": "5\n"}]                            a program that reads
-        and prints
-    "tests": [{"fn_name": "add", "input": [2, 3], "output": [5]}]             a function, or a
-        method of class Solution
-    "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}                        the same by columns,
-        with "fn_name" for functions;
-                                                                              APPS and TACO call it "input_output"
-    "tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}]     LiveCodeBench: a JSON
-        value a line, and
-                                                                              "metadata": {"func_name": "add"}
-    "test_list": ["assert add(2, 3) == 5"]                                    MBPP
+A program that reads standard input and prints:
 
-What a function returns stands in a list of one value, as these collections write it.
-"public_tests", in any of the forms, are those that env=repair shows; without them it shows the
-first of the others. A row with no test that can be run is left out.
+    "tests": [{"input": "2 3\n", "output": "5\n"}]
 
-An assertion holds its own answer, so it is never run: it is taken apart into a call, which goes
-into the sandbox, and a value, which does not. That can be done with `assert f(literals) ==
-literal`; a row with another assertion is left out.
+A function, or a method of a class Solution. The returned value is in a list:
+
+    "tests": [{"fn_name": "add", "input": [2, 3], "output": [5]}]
+
+The same as columns, with "fn_name" for functions. APPS and TACO call the column "input_output":
+
+    "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}
+
+LiveCodeBench, with one JSON value per line, and "metadata": {"func_name": "add"}:
+
+    "tests": [{"input": "2\n3", "output": "5", "testtype": "functional"}]
+
+MBPP:
+
+    "test_list": ["assert add(2, 3) == 5"]
+
+"public_tests", in any of these formats, are the tests that env=repair shows. Without them it shows
+the first of the other tests. A row with no test that can be run is left out.
+
+An assertion contains the expected value, so it never runs in the sandbox, where the program could
+read that value. It is split into a call, which runs in the sandbox, and the expected value. This
+works for `assert f(literals) == literal`; a row with any other assertion is left out.
 """
 
 import ast
@@ -45,21 +52,23 @@ class UnusableTestError(ValueError):
 
 @dataclass(frozen=True)
 class CodeProblem:
+    """A problem with its tests."""
+
     question: str
     tests: tuple[ProgramTest, ...]
-    """All that a program must pass."""
+    """All tests that a program must pass."""
     public_tests: tuple[ProgramTest, ...] = ()
-    """Those that may be shown; some of `tests`, or others."""
+    """Tests that may be shown to the policy; some of `tests`, or others."""
     starter_code: str = ""
 
     @property
     def hidden_tests(self) -> tuple[ProgramTest, ...]:
-        """Those of `tests` that are not public; all of them if none would be left."""
+        """The tests that are not public; all tests if every one is public."""
         return tuple(test for test in self.tests if test not in self.public_tests) or self.tests
 
     @property
     def function(self) -> str | None:
-        """The function that is to be written; None for a program that reads and prints."""
+        """Name of the function to write; None for a program that reads input and prints."""
         first = self.tests[0]
         return first.function if isinstance(first, FunctionTest) else None
 
@@ -67,9 +76,9 @@ class CodeProblem:
 def read_problem(
     row: Row, where: str, shown_tests: int, max_tests: int | None
 ) -> CodeProblem | None:
-    """A row as a problem with at most `max_tests` tests, None if it has no test that can be run;
-    UserError, with `where`, for another form. `shown_tests`: how many are public where the row does
-    not say.
+    """Return the problem of a row with at most `max_tests` tests; None if it has no test that can be
+    run. UserError, which names the row by `where`, if it has no question or no tests. Without
+    public tests in the row, the first `shown_tests` tests are public.
     """
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     given = next((row[name] for name in TESTS if row.get(name)), None)
@@ -90,19 +99,21 @@ def read_problem(
 
 
 def function_name(row: Row) -> str | None:
-    """Where a whole row has one; what other collections write there is no JSON, or says nothing of
-    functions.
+    """Return the function name in a row's "metadata", as LiveCodeBench has it; None if there is
+    none. Metadata of other collections may be no JSON.
     """
     try:
-        metadata = loaded(row.get("metadata"))
+        metadata = from_json(row.get("metadata"))
     except UnusableTestError:
         return None
     return metadata.get("func_name") if isinstance(metadata, Mapping) else None
 
 
 def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
-    """Tests in any of the forms; `function`: the name that LiveCodeBench gives beside them."""
-    given = loaded(given)
+    """Yield the tests in `given`, which has any of the formats. `function` is the function name of
+    LiveCodeBench. UnusableTestError if a test cannot be run.
+    """
+    given = from_json(given)
     if isinstance(given, Mapping):
         inputs, outputs = given.get("inputs"), given.get("outputs")
         if (
@@ -122,6 +133,7 @@ def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
 
 
 def read_test(test: Any, function: str | None) -> ProgramTest:
+    """Return the test of a mapping with "input" and "output"."""
     if not isinstance(test, Mapping) or "input" not in test or "output" not in test:
         raise UnusableTestError
     given, expected = test["input"], test["output"]
@@ -129,18 +141,20 @@ def read_test(test: Any, function: str | None) -> ProgramTest:
     if name:
         if not isinstance(given, list):
             raise UnusableTestError
-        return function_test(name, given, sole(expected))
+        return function_test(name, given, returned_value(expected))
     if test.get("testtype") == "functional":
         if not function or not isinstance(given, str) or not isinstance(expected, str):
             raise UnusableTestError
         return function_test(
-            function, [parsed(line) for line in given.split("\n") if line.strip()], parsed(expected)
+            function,
+            [parse_json(line) for line in given.split("\n") if line.strip()],
+            parse_json(expected),
         )
     return StdinTest(as_text(given), as_text(expected))
 
 
 def read_assertion(source: str) -> FunctionTest:
-    """`assert f(1, [2]) == 3`."""
+    """Return the test of an assertion such as `assert f(1, [2]) == 3`."""
     try:
         statement = ast.parse(source.strip()).body
         match statement:
@@ -157,19 +171,20 @@ def read_assertion(source: str) -> FunctionTest:
 
 
 def function_test(name: str, arguments: Sequence[Any], expected: Any) -> FunctionTest:
+    """Return a test of a function; UnusableTestError if its values cannot be sent to a program."""
     try:
         return FunctionTest(name, tuple(arguments), expected)
     except UserError as error:
         raise UnusableTestError from error
 
 
-def sole(expected: Any) -> Any:
-    """A returned value out of the list that it stands in."""
+def returned_value(expected: Any) -> Any:
+    """Return the value in a list of one value; any other value unchanged."""
     return expected[0] if isinstance(expected, list) and len(expected) == 1 else expected
 
 
 def as_text(given: Any) -> str:
-    """A few collections have lines instead of a text."""
+    """Return an input or output as text. A few collections have a list of lines instead."""
     if isinstance(given, list) and all(isinstance(line, str) for line in given):
         return "\n".join(given)
     if not isinstance(given, str):
@@ -177,13 +192,14 @@ def as_text(given: Any) -> str:
     return given
 
 
-def parsed(text: str) -> Any:
+def parse_json(text: str) -> Any:
+    """Parse JSON; UnusableTestError if the text is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UnusableTestError from error
 
 
-def loaded(given: Any) -> Any:
-    """What a text of JSON says; anything else as it is."""
-    return parsed(given) if isinstance(given, str) and given.strip() else given
+def from_json(given: Any) -> Any:
+    """Return the value of a JSON text; any other value unchanged."""
+    return parse_json(given) if isinstance(given, str) and given.strip() else given

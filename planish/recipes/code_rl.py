@@ -1,16 +1,16 @@
-"""Programs as answers: a sandbox runs them, tests decide.
+"""RL on programming problems: programs run in a sandbox, and tests grade them.
 
     python -m planish.recipes.code_rl                                    the embedded model writes
-        small functions
-    python -m planish.recipes.code_rl env=repair                         three tries, with what each
-        did in a test
+                                                                         small functions
+    python -m planish.recipes.code_rl env=repair                         three attempts, with a
+                                                                         report of each failure
     python -m planish.recipes.code_rl steps=2                            longer functions
     python -m planish.recipes.code_rl dataset=problems.jsonl             your own problems
     python -m planish.recipes.code_rl preset=deepcoder model_name=...    DeepCoder from the hub
 
-The reward, and what an episode is, are in planish/recipes/code_env.py; the forms of problems in
-planish/recipes/code_problems.py; the sandbox in docs/sandbox.md. Where the sandbox does not hold
-the recipe refuses to begin.
+planish/recipes/code_env.py defines the episode and the reward, planish/recipes/code_problems.py the
+formats of problems; docs/sandbox.md describes the sandbox. If the sandbox fails its self-test, the
+recipe does not start.
 """
 
 import sys
@@ -63,7 +63,7 @@ class Options(RLOptions):
         default=None, doc=f"env=repair: programs in an episode; none = {REPAIR_TURNS}"
     )
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or file; none = small functions that are drawn"
+        default=None, doc="hub name, local directory or file; none = generated functions"
     )
     train_split: str | None = chz.field(default=None, doc="of the dataset; none = train")
     test_split: str | None = chz.field(
@@ -78,7 +78,7 @@ class Options(RLOptions):
         default=None, doc="of the dataset: tests of a problem, its first; none = all"
     )
     steps: int | None = chz.field(
-        default=None, doc="of functions that are drawn: operations in each; none = 1"
+        default=None, doc="generated functions: operations in each; none = 1"
     )
     batch_size: int = chz.field(default=8, doc="problems a step")
     group_size: int = chz.field(default=8, doc="attempts at each problem")
@@ -105,12 +105,12 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right, or that would be ignored."""
+    """Raise UserError for an option that is invalid or would be ignored."""
     of_dataset = ("train_split", "test_split", "shown_tests", "max_tests")
     for names, is_used, when in (
         (("max_turns",), options.env == "repair", "env=repair"),
         (of_dataset, options.dataset is not None, "dataset=..."),
-        (("steps",), options.dataset is None, "drawn functions, without dataset"),
+        (("steps",), options.dataset is None, "generated functions, without dataset"),
     ):
         for name in names:
             if getattr(options, name) is not None and not is_used:
@@ -118,6 +118,7 @@ def check(options: Options) -> None:
                     f"{name}={getattr(options, name)}: this is an option for {when}; leave it out"
                 )
     has_data = options.dataset is not None
+    training_run.require_at_least(options, batch_size=1)
     training_run.require(
         options,
         format_coef=(options.format_coef >= 0, "0 or more"),
@@ -125,7 +126,6 @@ def check(options: Options) -> None:
         shown_tests=(options.shown_tests is None or options.shown_tests >= 1, "at least 1"),
         max_tests=(options.max_tests is None or options.max_tests >= 1, "at least 1"),
         steps=(options.steps is None or 1 <= options.steps <= 8, "a whole number from 1 to 8"),
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(
             options.group_size >= 2,
             "at least 2: attempts are compared within their group",
@@ -136,16 +136,17 @@ def check(options: Options) -> None:
         ),
         max_steps=(
             has_data or options.max_steps is not None,
-            "a number: drawn functions have no end",
+            "a number: generated functions have no end",
         ),
         num_epochs=(
             has_data or options.num_epochs == 1,
-            "1: drawn functions have no end; give max_steps",
+            "1: generated functions have no end; give max_steps",
         ),
     )
 
 
 def rules(options: Options) -> Rules:
+    """Return the rules of episodes."""
     turns = 1 if options.env == "solve" else options.max_turns or REPAIR_TURNS
     limits = Limits(
         cpu_seconds=options.cpu_seconds,

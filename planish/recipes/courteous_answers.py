@@ -1,9 +1,9 @@
-"""Pairs that a program draws: a right answer with a courteous word is preferred to the same answer
-with a rude one.
+"""Synthetic comparisons: an answer with a courteous phrase is preferred to the same answer with a
+rude one.
 
-Nobody was asked: the rule is one that most people would follow. Both answers hold the same result,
-and the courteous one is the longer one in every other pair, so length says nothing. Neither the
-questions nor the words of tests are in training.
+No person labelled the pairs; the rule is one that most people would follow. Both answers have the
+same result. The courteous one is longer in half of the pairs, so the length does not show which one
+is preferred. The questions and phrases of the test do not occur in training.
 """
 
 import random
@@ -81,8 +81,8 @@ def _pairs(
     longer = [(kind, unkind) for kind, unkind in words if len(kind) > len(unkind)]
     shorter = [(kind, unkind) for kind, unkind in words if len(kind) < len(unkind)]
     return [
-        _pair(*numbers, *generator.choice((longer, shorter)[place % 2]))
-        for place, numbers in enumerate(sums)
+        _pair(*numbers, *generator.choice((longer, shorter)[index % 2]))
+        for index, numbers in enumerate(sums)
     ]
 
 

@@ -1,16 +1,16 @@
 """Direct preference optimization on pairs of answers.
 
-    python -m planish.recipes.dpo                                     drawn pairs: short answers
-        preferred to wordy ones
-    python -m planish.recipes.dpo drawn=result                        drawn pairs: right sums
-        preferred to wrong ones
+    python -m planish.recipes.dpo                                     generated pairs: short answers
+                                                                      preferred to wordy ones
+    python -m planish.recipes.dpo drawn=result                        generated pairs: right sums
+                                                                      preferred to wrong ones
     python -m planish.recipes.dpo dataset=pairs.jsonl test_size=50    rows with "prompt", "chosen"
-        and "rejected"
+                                                                      and "rejected"
     python -m planish.recipes.dpo loss=simpo                          without a reference
 
-Each step takes `batch_size` pairs and makes the chosen answers likelier, measured against the
-reference, than the rejected ones. The reference is what the run begins with, unless another one is
-named. The losses are planish/preference/losses.py, the drawn pairs are
+Each step takes `batch_size` pairs and makes the chosen answers likelier than the rejected ones,
+relative to the reference model. By default, the reference is the policy that the run begins with.
+The losses are in planish/preference/losses.py, the generated pairs in
 planish/recipes/preference_pairs.py.
 """
 
@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class DrawnComparisonBuilder(ComparisonBuilder):
-    """The pairs of planish/recipes/preference_pairs.py."""
+    """The generated pairs of planish/recipes/preference_pairs.py."""
 
     largest: int
     test_size: int
@@ -65,16 +65,16 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = drawn pairs"
+        default=None, doc="hub name, local directory or JSONL file; none = generated pairs"
     )
     test_size: int | None = chz.field(
         default=64, doc="test pairs; none = the whole test split, 0 = no tests"
     )
     drawn: str | None = chz.field(
-        default=None, doc=f"drawn pairs: {' or '.join(KINDS)}; none = {DRAWN}"
+        default=None, doc=f"generated pairs: {' or '.join(KINDS)}; none = {DRAWN}"
     )
     largest: int | None = chz.field(
-        default=None, doc=f"of drawn pairs: the largest number that is added; none = {LARGEST}"
+        default=None, doc=f"generated pairs: the largest number that is added; none = {LARGEST}"
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/dpo", doc="directory of the run's files"
@@ -90,7 +90,7 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(dpo.LOSSES)}")
     dpo_beta: float | None = chz.field(
         default=None,
-        doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
+        doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, where it scales rewards",
     )
     label_smoothing: float = chz.field(
         default=0.0, doc="dpo: how often a label is taken to be wrong"
@@ -115,34 +115,26 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def dpo_config(options: Options) -> dpo.Config:
-    """The options as `planish.preference.dpo` takes them."""
-    for name, least in (("batch_size", 1), ("max_length", 2), ("test_size", 0), ("largest", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: give a whole number of at least {least}")
-    shared = chz.chz_fields(Options).keys() & chz.chz_fields(dpo.Config).keys()
-    common_config = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=options.model_name,
-        renderer_name=options.renderer_name,
-        max_length=options.max_length,
-        batch_size=options.batch_size,
+    """Return the config of `planish.preference.dpo`."""
+    training_run.require_at_least(options, batch_size=1, max_length=2, test_size=0, largest=1)
+    common_config = training_run.build(
+        ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
     )
     builder = DPODatasetBuilderFromComparisons(
         common_config=common_config,
         comparison_builder=comparisons(options),
         shuffle_seed=options.seed,
     )
-    return dpo.Config(
-        **{name: getattr(options, name) for name in shared},
-        dataset_builder=builder,
-        recipe_name="dpo",
-    )
+    return training_run.build(dpo.Config, options, dataset_builder=builder, recipe_name="dpo")
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
+    """Return the builder of the pairs; UserError for an option that would be ignored."""
     if options.dataset is not None:
         training_run.refuse(
-            options, ("drawn", "largest"), "is for drawn pairs, and dataset is given; leave it out"
+            options,
+            ("drawn", "largest"),
+            "is for generated pairs, and dataset is given; leave it out",
         )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed
@@ -155,7 +147,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
         raise UserError(
-            f"test_size={test_size}: there are {count} drawn sums; give fewer, or a larger largest"
+            f"test_size={test_size}: there are {count} generated sums; give fewer, or a larger largest"
         )
     return DrawnComparisonBuilder(
         largest=largest, test_size=test_size, seed=options.seed, kind=kind

@@ -1,16 +1,17 @@
-"""Pairs whose preferred answer is the question's own, and whose other answer belongs to another
+"""Synthetic comparisons: the preferred answer belongs to the question, the rejected one to another
 question.
 
-Nobody was asked: the rule is one that a person would follow, that an answer be about the question,
-or be right. Two questions with answers of nearly the same length exchange them, so each answer is
-preferred once and rejected once. Neither its length nor anything else about an answer alone says
-which is preferred; it has to be read with its question. Both pairs of an exchange are in one split,
-so neither prompts nor answers of tests are in training.
+No person labelled the pairs. The rule is one that a person would follow: an answer must be about
+the question, or be right. Two questions with answers of nearly the same length exchange their
+answers, so each answer is preferred once and rejected once. Neither the length nor anything else in
+an answer alone shows which one is preferred; it has to be read with its question. Both pairs of an
+exchange are in the same split, so no prompt or answer of the test is in training.
 
-    sums          What is 17 + 8? The results of sums up to a largest number; a program draws them
-    solutions     questions of GSM8K with the solutions that people wrote for them
+    sums          generated sums, such as "What is 17 + 8?", with their results
+    solutions     questions of GSM8K with the solutions that people wrote
 """
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from planish.preference.types import Comparison, LabeledComparison
 
 @dataclass(frozen=True)
 class Answered:
+    """A question with its own answer."""
+
     question: str
     answer: str
 
@@ -34,8 +37,8 @@ Exchange = tuple[LabeledComparison, LabeledComparison]
 
 
 def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
-    """Pairs of pairs, in an order drawn by `seed`. Questions whose neighbour by length has the same
-    answer are left out.
+    """Return the exchanges of pairs of questions, in a random order that `seed` determines. Pairs
+    of questions with the same answer are left out.
     """
     generator = random.Random(f"exchange:{seed}")
     drawn = generator.sample(list(answered), len(answered))
@@ -46,12 +49,15 @@ def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
 
 
 def exchange(one: Answered, other: Answered) -> Exchange:
-    return preferred(one.question, one.answer, other.answer), preferred(
-        other.question, other.answer, one.answer
+    """Return the comparisons of both questions, each with its own answer preferred."""
+    return (
+        comparison(one.question, one.answer, other.answer),
+        comparison(other.question, other.answer, one.answer),
     )
 
 
-def preferred(question: str, chosen: str, rejected: str) -> LabeledComparison:
+def comparison(question: str, chosen: str, rejected: str) -> LabeledComparison:
+    """Return the comparison in which `chosen` is preferred."""
     prompt = [{"role": "user", "content": question}]
     answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
     return LabeledComparison(Comparison(prompt, *answers), "A")
@@ -77,8 +83,8 @@ class ExchangedSumsBuilder(ComparisonBuilder):
 
 @chz.chz
 class ExchangedSolutionsBuilder(ComparisonBuilder):
-    """Questions with worked solutions, in the form of GSM8K: a hub name, a directory, or one file,
-    of which tests are held out.
+    """Questions with worked solutions in the format of GSM8K: a hub name, a directory, or one file.
+    Without a test split, test pairs are held out of training.
     """
 
     questions: str
@@ -102,8 +108,10 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
 def _split(
     found: Sequence[Exchange], test_size: int
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-    """(for training, `test_size` or one more for tests); UserError if there are fewer."""
-    held_out = -(-test_size // 2)
+    """Return (training pairs, test pairs). The test has `test_size` pairs, rounded up to an even
+    number; UserError if there are fewer.
+    """
+    held_out = math.ceil(test_size / 2)
     if held_out > len(found):
         raise UserError(f"test_size={test_size}: there are {2 * len(found)} pairs; give fewer")
     return _joined(found[held_out:]), _joined(found[:held_out])

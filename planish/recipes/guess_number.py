@@ -69,6 +69,8 @@ class Range:
 
 @chz.chz
 class Rules:
+    """The rules of a game."""
+
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
     waste_cost: float = chz.field(
@@ -242,23 +244,12 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     training_run.require(
         options,
         largest=(1 <= options.largest <= 9999, "a whole number from 1 to 9999"),
-        max_guesses=(options.max_guesses >= 1, "a whole number of at least 1"),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: players are compared within their group"),
     )
-    builder = GuessNumberDatasetBuilder(
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
-        rules=Rules(
-            largest=options.largest,
-            max_guesses=options.max_guesses,
-            waste_cost=options.waste_cost,
-            hints=options.hints,
-        ),
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        seed=options.seed,
+    training_run.require_at_least(options, max_guesses=1, batch_size=1)
+    builder = training_run.build(
+        GuessNumberDatasetBuilder, options, rules=training_run.build(Rules, options)
     )
     return run(options, builder, recipe_name="guess_number", service_client=service_client)
 

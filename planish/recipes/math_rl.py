@@ -1,14 +1,14 @@
-"""Questions whose answers a program checks, from sums to competition mathematics, by the RL
-library.
+"""RL on questions whose answers a program checks, from sums to competition mathematics.
 
     python -m planish.recipes.math_rl                                      env=arithmetic: the
-        embedded model learns to add
+                                                                           embedded model learns to
+                                                                           add
     python -m planish.recipes.math_rl env=math model_name=Qwen/Qwen3-8B    MATH, tested on MATH-500
-    python -m planish.recipes.math_rl env=polaris dataset=rows.jsonl       a local file in the form
-        of that data set
+    python -m planish.recipes.math_rl env=polaris dataset=rows.jsonl       a local file in the
+                                                                           format of Polaris
     python -m planish.recipes.math_rl env=reasoning_gym:chain_sum task.max_digits=1
 
-`env` brings sizes of its own along (`SIZES`), which options override. What it trains on:
+Each `env` has its own default sizes (`SIZES`), which options override. The envs are:
 
     arithmetic                   planish/recipes/sums.py
     gsm8k math polaris deepmath  planish/rl/environments/boxed_problems.py
@@ -45,12 +45,12 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepmath": {"learning_rate": 2e-5, "max_tokens": 1024},
     REASONING_GYM: {"learning_rate": 2e-4, "max_tokens": 48, "max_steps": 40, "eval_every": 10},
 }
-"""What a kind of env changes in the defaults of `Options`."""
+"""Defaults of `Options` that a kind of env changes."""
 
 
 @chz.chz
 class Options(RLOptions):
-    """Made by `options_for`, which knows the sizes of each env."""
+    """Options of the recipe. `options_for` makes them with the default sizes of an env."""
 
     env: str = chz.field(
         default=ARITHMETIC, doc=f"{', '.join([ARITHMETIC, *COLLECTIONS])} or {REASONING_GYM}:TASK"
@@ -91,22 +91,24 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def options_for(env: str, **changes: Any) -> Options:
-    """The options of an env with its own sizes, and `changes`."""
+    """Return the options of an env with its default sizes, and with `changes`."""
     return Options(**{**sizes_for(env), "env": env, **changes})
 
 
 def sizes_for(env: str) -> dict[str, Any]:
+    """Return the defaults of an env."""
     return {"log_path": f"{LOGS}-{env.replace(':', '-')}", **SIZES[kind_of(env)]}
 
 
 def kind_of(env: str) -> str:
-    """A key of SIZES; every name that is not one of planish's is a task of reasoning-gym, with its
-    prefix or without.
+    """Return the key of an env in SIZES. Names other than planish's own are tasks of reasoning-gym,
+    with or without the prefix.
     """
     return env if env in SIZES else REASONING_GYM
 
 
 def task_name(env: str) -> str:
+    """Return the name of a reasoning-gym task without the prefix."""
     return env.removeprefix(f"{REASONING_GYM}:")
 
 
@@ -137,12 +139,12 @@ def dataset_builder(options: Options) -> RLDatasetBuilder:
 
 
 def given(**options: Any) -> dict[str, Any]:
-    """Those that are not None: the others keep the builder's default."""
+    """Return the options that are not None. For the others, the builder's default applies."""
     return {name: value for name, value in options.items() if value is not None}
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right, or that the env would ignore."""
+    """Raise UserError for an option that is invalid or would be ignored."""
     kind = kind_of(options.env)
     if kind == REASONING_GYM:
         check_task(options.env)
@@ -158,15 +160,9 @@ def check(options: Options) -> None:
             )
     training_run.require(
         options,
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 1, "a whole number of at least 1"),
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
             "a whole number, 0 for no tests",
-        ),
-        max_operand=(
-            options.max_operand is None or options.max_operand >= 1,
-            "a whole number of at least 1",
         ),
         shown_examples=(
             options.shown_examples is None or options.shown_examples >= 0,
@@ -181,9 +177,11 @@ def check(options: Options) -> None:
             f"1: env={options.env} has no end; give max_steps",
         ),
     )
+    training_run.require_at_least(options, batch_size=1, group_size=1, max_operand=1)
 
 
 def check_task(env: str) -> None:
+    """Raise UserError unless `env` is a task of reasoning-gym."""
     try:
         check_name(task_name(env))
     except UserError as error:
@@ -195,7 +193,9 @@ def check_task(env: str) -> None:
 
 
 def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
-    """`env=NAME` on the command line as a preset of the same name, which other arguments override."""
+    """Treat `env=NAME` on the command line as a preset of the same name, which other arguments
+    override. Returns (presets, arguments).
+    """
     env = next(
         (
             argument.partition("=")[2]

@@ -1,14 +1,14 @@
-"""Off-policy distillation: a student learns what a teacher finds likely at every token of an
-answer.
+"""Off-policy distillation: a student is trained on the teacher's token distributions in given
+answers.
 
     python -m planish.recipes.off_policy_distillation teacher_checkpoint=runs/teacher
-                drawn sums
+        generated sums
     python -m planish.recipes.off_policy_distillation dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
     python -m planish.recipes.off_policy_distillation dataset=prompts.jsonl teacher_answers=True teacher_checkpoint=runs/teacher
 
-The answers are those of `dataset`. With `teacher_answers=True`, and for sums, the teacher writes
-them first, and they are kept in the run's directory. What is learned of each token is the teacher's
-distribution over its `topk` likeliest (planish/distillation/off_policy.py).
+The answers are those of `dataset`. With `teacher_answers=True`, and for generated sums, the teacher
+samples the answers first, and they are stored in the run's directory. The target at each token is
+the teacher's distribution over its `topk` likeliest tokens (planish/distillation/off_policy.py).
 """
 
 import sys
@@ -25,7 +25,7 @@ from planish.recipes.teacher_answers import SUMS, TeacherOptions, teacher_config
 from planish.recipes.training_run import run_main
 
 ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
-"""Options of the teacher's answers, with their defaults."""
+"""Options that apply only to sampled answers, with their defaults."""
 
 
 @chz.chz
@@ -56,16 +56,16 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def is_sampled(options: Options) -> bool:
+    """Return whether the teacher samples the answers."""
     return options.teacher_answers or options.dataset == SUMS
 
 
 def distillation_config(options: Options) -> off_policy.Config:
-    """The options as `planish.distillation.off_policy` takes them."""
-    builder = (
-        teacher_answers.answers_builder(options)
-        if is_sampled(options)
-        else chat_builder(options, options.dataset)
-    )
+    """Return the config of `planish.distillation.off_policy`."""
+    if is_sampled(options):
+        builder = teacher_answers.answers_builder(options)
+    else:
+        builder = chat_builder(options, options.dataset)
     return off_policy.Config(
         **shared_settings(options),
         dataset_builder=builder,
@@ -77,7 +77,7 @@ def distillation_config(options: Options) -> off_policy.Config:
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right, or that nothing would read."""
+    """Raise UserError for an option that is invalid or would be ignored."""
     if options.teacher_model is None and options.teacher_checkpoint is None:
         raise UserError("there is no teacher; give teacher_checkpoint, teacher_model, or both")
     if is_sampled(options):

@@ -1,14 +1,14 @@
-"""On-policy distillation: the student answers, and a teacher says of each token how likely it finds
-it.
+"""On-policy distillation: the student samples answers, and the teacher's logprobs of their tokens are
+the training signal.
 
     python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/teacher
         env=arithmetic
     python -m planish.recipes.on_policy_distillation env=prompts dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
     python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/a more.0.env=gsm8k more.0.teacher_checkpoint=runs/b
 
-`env` is one of math_rl's, whose rewards are reported and, unless `advantage` is set, not learned
-from, or `prompts`: the questions of `dataset`, without rewards. The teacher's term is
-planish/distillation/on_policy.py. Each of `more` is one more data set with a teacher of its own.
+`env` is an env of math_rl, or `prompts` for the questions of `dataset`, which have no rewards.
+Rewards are reported, and trained on only if `advantage` is set. planish/distillation/on_policy.py
+computes the teacher's term. Each entry of `more` is another dataset with its own teacher.
 """
 
 import sys
@@ -32,12 +32,12 @@ from planish.rl.types import RLDatasetBuilder
 PROMPTS = "prompts"
 LOGS = "/tmp/planish-examples/on_policy_distillation"
 SIZES: dict[str, Any] = {"learning_rate": 1e-4, "max_tokens": 512}
-"""Of `env=prompts`; other envs have those of math_rl."""
+"""Default sizes for `env=prompts`; other envs have those of math_rl."""
 
 
 @chz.chz
 class Source:
-    """A data set and its teacher. Options that are not here are those of the run."""
+    """A dataset and its teacher. All other options are those of the run."""
 
     env: str = chz.field(default=math_rl.ARITHMETIC, doc="as of the run")
     dataset: str | None = None
@@ -51,7 +51,7 @@ class Source:
 
 @chz.chz
 class Options(math_rl.Options):
-    """Made by `options_for`, which knows the sizes of each env."""
+    """Options of the recipe. `options_for` makes them with the default sizes of an env."""
 
     env: str = chz.field(
         default=math_rl.ARITHMETIC, doc="an env of math_rl, or prompts: what dataset asks"
@@ -76,7 +76,9 @@ class Options(math_rl.Options):
     advantage: str = chz.field(
         default="none", doc="none = the teacher alone is learned from; mean = rewards too"
     )
-    kl_penalty_coef: float = chz.field(default=1.0, doc="how strongly the teachers pull")
+    kl_penalty_coef: float = chz.field(
+        default=1.0, doc="weight of the teachers' term in the advantages"
+    )
     remove_constant_reward_groups: bool = chz.field(
         default=False, doc="a teacher teaches every group"
     )
@@ -92,17 +94,18 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def options_for(env: str, **changes: Any) -> Options:
-    """The options of an env with its own sizes, and `changes`."""
+    """Return the options of an env with its default sizes, and with `changes`."""
     return Options(**{**sizes_for(env), "env": env, **changes})
 
 
 def sizes_for(env: str) -> dict[str, Any]:
+    """Return the defaults of an env."""
     sizes = SIZES if env == PROMPTS else math_rl.sizes_for(env)
     return {**sizes, "log_path": f"{LOGS}-{env.replace(':', '-')}"}
 
 
 def sources_of(options: Options) -> list[Options]:
-    """For each data set the options of the run as if it was the only one."""
+    """Return for each dataset the options of a run with that dataset only."""
     return [
         chz.replace(options, more=()),
         *(_as_only_source(options, source) for source in options.more),
@@ -117,7 +120,7 @@ def _as_only_source(options: Options, source: Source) -> Options:
 
 
 def distillation_config(options: Options) -> on_policy.Config:
-    """The options as `planish.distillation.on_policy` takes them."""
+    """Return the config of `planish.distillation.on_policy`."""
     parts = [
         DistillationDatasetConfig(
             dataset_builder=dataset_builder(source), teacher_config=teacher_config(source)
@@ -132,6 +135,7 @@ def distillation_config(options: Options) -> on_policy.Config:
 
 
 def teacher_config(options: Options) -> TeacherConfig:
+    """Return the config of the teacher."""
     return TeacherConfig(
         base_model=options.teacher_model or options.model_name,
         load_checkpoint_path=options.teacher_checkpoint,
@@ -141,14 +145,14 @@ def teacher_config(options: Options) -> TeacherConfig:
 def dataset_builder(options: Options) -> RLDatasetBuilder:
     if options.env != PROMPTS:
         return math_rl.dataset_builder(options)
-    assert options.dataset is not None, "check has seen to it"
+    assert options.dataset is not None, "`check` rejects env=prompts without a dataset"
     longest = math_rl.given(max_prompt_tokens=options.max_prompt_tokens)
     names = ("dataset", "model_name", "renderer_name", "batch_size", "group_size", "seed")
     return PromptOnlyDatasetBuilder(**{name: getattr(options, name) for name in names}, **longest)
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right, or that nothing would read."""
+    """Raise UserError for an option that is invalid or would be ignored."""
     for name in ("kl_reference_model", "kl_reference_checkpoint"):
         if getattr(options, name) is not None:
             raise UserError(f"{name} is given, but the teachers are the reference; leave it out")
@@ -169,10 +173,10 @@ def check(options: Options) -> None:
 
 
 def check_source(options: Options) -> None:
-    """The same for one data set."""
+    """Raise UserError for an option of one dataset that is invalid or would be ignored."""
     if options.teacher_model is None and options.teacher_checkpoint is None:
         raise UserError(
-            "there is no teacher; give teacher_checkpoint, teacher_model, or both, for each data set"
+            "there is no teacher; give teacher_checkpoint, teacher_model, or both, for each dataset"
         )
     if options.env != PROMPTS:
         math_rl.check(options)
@@ -188,17 +192,12 @@ def check_source(options: Options) -> None:
             options.dataset is not None,
             "the prompts: a hub name, a local directory or a file",
         ),
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
-        group_size=(options.group_size >= 1, "a whole number of at least 1"),
-        max_prompt_tokens=(
-            options.max_prompt_tokens is None or options.max_prompt_tokens >= 1,
-            "at least 1",
-        ),
     )
+    training_run.require_at_least(options, batch_size=1, group_size=1, max_prompt_tokens=1)
 
 
 def with_sizes(arguments: Sequence[str]) -> tuple[Mapping[str, Mapping[str, Any]], list[str]]:
-    """As `math_rl.with_sizes`."""
+    """Treat `env=NAME` as a preset of the same name, as `math_rl.with_sizes` does."""
     named = [argument.partition("=")[2] for argument in arguments if argument.startswith("env=")]
     env = named[-1] if named else math_rl.ARITHMETIC
     return {env: sizes_for(env)}, [f"preset={env}", *arguments]

@@ -1,17 +1,17 @@
-"""A model of what people prefer, from pairs of answers: it says which of two answers is better, and
-how sure it is.
+"""Train a preference model on pairs of answers: it predicts which of two answers is better, with a
+probability.
 
-    python -m planish.recipes.preference_model                                   drawn pairs:
+    python -m planish.recipes.preference_model                                     generated pairs:
         courteous answers are preferred
-    python -m planish.recipes.preference_model pairs=solutions                   GSM8K: a question's
-        own solution is preferred
-    python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50  comparisons of your
-        own
-    python -m planish.recipes.preference_model kind=bradley_terry                a score for each
+    python -m planish.recipes.preference_model pairs=solutions                     GSM8K: the
+        question's own solution is preferred
+    python -m planish.recipes.preference_model dataset=pairs.jsonl test_size=50    your own
+        comparisons
+    python -m planish.recipes.preference_model kind=bradley_terry                  a score for each
         answer instead
 
-What it leaves is used by name of its directory: `PreferenceModelBuilderFromRun(path=...)`. The
-forms of models and data are in planish/preference, the made pairs in
+`PreferenceModelBuilderFromRun(path=...)` loads the trained model from the run directory. The kinds
+of models and data are in planish/preference, the generated pairs in
 planish/recipes/courteous_answers.py and exchanged_answers.py.
 """
 
@@ -103,26 +103,15 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def model_config(options: Options) -> model_training.Config:
-    """The options as `planish.preference.model_training` takes them."""
-    for name, least in (
-        ("batch_size", 1),
-        ("max_length", 2),
-        ("test_size", 0),
-        ("calibration_size", 0),
-        ("largest", 1),
-    ):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+    """Return the config of `planish.preference.model_training`."""
+    training_run.require_at_least(
+        options, batch_size=1, max_length=2, test_size=0, calibration_size=0, largest=1
+    )
     if options.kind != "bradley_terry":
         training_run.refuse(options, ("question",), "is for kind=bradley_terry; leave it out")
-    shared = chz.chz_fields(Options).keys() & chz.chz_fields(model_training.Config).keys()
     builder = PreferenceDatasetBuilder(
-        common_config=ChatDatasetBuilderCommonConfig(
-            model_name_for_tokenizer=options.model_name,
-            renderer_name=options.renderer_name,
-            max_length=options.max_length,
-            batch_size=options.batch_size,
+        common_config=training_run.build(
+            ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
         ),
         comparison_builder=comparisons(options),
         kind=options.kind,
@@ -130,11 +119,13 @@ def model_config(options: Options) -> model_training.Config:
         calibration_size=options.calibration_size,
         shuffle_seed=options.seed,
     )
-    named = {name: getattr(options, name) for name in shared}
-    return model_training.Config(**named, dataset_builder=builder, recipe_name="preference_model")
+    return training_run.build(
+        model_training.Config, options, dataset_builder=builder, recipe_name="preference_model"
+    )
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
+    """Return the builder of the pairs; UserError for an option that would be ignored."""
     if options.dataset is not None:
         made = ("pairs", "largest", "questions")
         training_run.refuse(

@@ -1,11 +1,11 @@
-"""Pairs that a program draws, for trying preference training without data: answers to sums.
+"""Synthetic pairs of answers to sums, to try preference training without data.
 
-    style    the answer alone is preferred to a wordy one; both have the right result, so length
-             alone tells them apart
-    result   a right result is preferred to a wrong one in the same words with as many digits, so
-             only the sum tells them apart
+    style    a short answer is preferred to a wordy one; both have the right result, so they differ
+             in length only
+    result   a right result is preferred to a wrong one; both have the same words and number of
+             digits, so only the value differs
 
-Held-out pairs have sums that are in no pair for training, in either order of the two numbers.
+The sums of test pairs occur in no training pair, in either order of the two numbers.
 """
 
 import random
@@ -37,23 +37,23 @@ KINDS = ("style", "result")
 def drawn_pairs(
     largest: int, test_size: int, seed: int, kind: str = "style"
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
-    """A pair for each sum of two numbers from 0 to `largest`, in an order drawn by `seed`: (for
-    training, for tests).
+    """Return (training pairs, test pairs) for the sums of two numbers from 0 to `largest`, in a
+    random order that `seed` determines.
 
-    Of the two orders of a sum, the test has one, and training neither.
+    A test sum occurs in one order only, and in training in neither.
     """
     generator = random.Random(f"pairs:{seed}")
     sums = [(first, second) for first in range(largest + 1) for second in range(first, largest + 1)]
     generator.shuffle(sums)
     held_out = [generator.choice(((a, b), (b, a))) for a, b in sums[:test_size]]
-    shown = list(dict.fromkeys(turned for a, b in sums[test_size:] for turned in ((a, b), (b, a))))
+    shown = list(dict.fromkeys(order for a, b in sums[test_size:] for order in ((a, b), (b, a))))
     generator.shuffle(shown)
     draw = {"style": _style_pair, "result": _result_pair}[kind]
     return [draw(*pair, generator) for pair in shown], [draw(*pair, generator) for pair in held_out]
 
 
 def count_of_sums(largest: int) -> int:
-    """Of pairs of numbers from 0 to `largest`, where their order is no difference."""
+    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count once."""
     return (largest + 1) * (largest + 2) // 2
 
 
@@ -67,13 +67,14 @@ def _result_pair(first: int, second: int, generator: random.Random) -> LabeledCo
     form = generator.choice(FORMS)
     right = first + second
     wrong = generator.choice(
-        [near for near in range(max(0, right - 10), right + 11) if _could_be(near, right)]
+        [near for near in range(max(0, right - 10), right + 11) if _is_plausible(near, right)]
     )
     answers = (form.format(first=first, second=second, result=result) for result in (right, wrong))
     return _pair(first, second, *answers)
 
 
-def _could_be(wrong: int, right: int) -> bool:
+def _is_plausible(wrong: int, right: int) -> bool:
+    """Return whether `wrong` is another number with as many digits as `right`."""
     return wrong != right and len(str(wrong)) == len(str(right))
 
 

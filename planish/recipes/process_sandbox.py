@@ -1,8 +1,8 @@
-"""The sandbox of this process, for environments: all of them share its bound on programs that run
-at once.
+"""The sandbox that all environments of a process share, so that its limit on concurrent programs
+applies to all of them.
 
-An environment carries limits, which pickle, and asks here; so a builder of groups that is sent to
-another process finds the sandbox of that process.
+Builders of groups hold only the sandbox's limits, which can be pickled. So in a rollout process they
+use the sandbox of that process.
 """
 
 from functools import cache
@@ -12,4 +12,5 @@ from planish.sandbox import Limits, Sandbox
 
 @cache
 def process_sandbox(limits: Limits) -> Sandbox:
+    """Return the sandbox of this process with these limits."""
     return Sandbox(limits)

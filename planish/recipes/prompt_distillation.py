@@ -1,15 +1,15 @@
-"""Prompt distillation: a student learns to answer without a long prompt as a teacher answers with
-it.
+"""Prompt distillation: a student is trained to answer without a long prompt as the teacher answers
+with it.
 
     python -m planish.recipes.prompt_distillation                                        sums,
         without the worked examples
     python -m planish.recipes.prompt_distillation dataset=questions.jsonl prompt=instructions.txt
     python -m planish.recipes.prompt_distillation dataset=questions.jsonl prompt=examples.json
 
-First the teacher, by default the same model, answers every prompt of `dataset` behind the long one;
-the conversations are kept without it in the run's directory. Then the student is trained on them,
-by planish/supervised. `prompt` is a text, which becomes the system message, or a JSON list of
-messages, such as worked examples.
+First the teacher, by default the same model, answers every prompt of `dataset` after the long
+prompt. The conversations are stored in the run's directory without the long prompt. Then the
+student is trained on them (planish/supervised). `prompt` is a text file, whose text becomes the
+system message, or a JSON list of messages, such as worked examples.
 """
 
 import json
@@ -62,19 +62,18 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def long_prompt(options: Options) -> Conversation:
-    """What the teacher is shown and the student is not."""
+    """Return the messages that only the teacher sees; UserError if `prompt` is missing or not valid."""
     if options.prompt is None:
         if options.dataset != SUMS:
-            raise UserError("prompt is missing: the file of what the student is to answer without")
+            raise UserError("prompt is missing: give the file of the long prompt")
         return [dict(message) for message in shown_exchanges()]
     path = Path(options.prompt).expanduser()
     try:
         text = path.read_text(encoding="utf-8")
-        messages = (
-            json.loads(text)
-            if path.suffix == ".json"
-            else [{"role": "system", "content": text.strip()}]
-        )
+        if path.suffix == ".json":
+            messages = json.loads(text)
+        else:
+            messages = [{"role": "system", "content": text.strip()}]
     except (OSError, ValueError) as error:
         raise UserError(
             f"prompt={options.prompt} cannot be read ({error}); give a text, or a JSON list of messages"
@@ -87,7 +86,7 @@ def long_prompt(options: Options) -> Conversation:
         raise UserError(f"prompt={options.prompt}: give a list of messages with at least one in it")
     if not all(one.get("content") for one in messages):
         raise UserError(
-            f"prompt={options.prompt}: a message of it is empty; give what the student is to do without"
+            f"prompt={options.prompt}: a message is empty; give every message a content"
         )
     return messages
 

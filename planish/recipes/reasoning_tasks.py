@@ -1,8 +1,8 @@
-"""Tasks of reasoning-gym: problems that a program makes, and responses that it scores from 0 to 1.
+"""Tasks of reasoning-gym, which generates problems and scores responses from 0 to 1.
 
-A task with its config is plain data, and so is an entry of it. The work is done in a process of its
-own, one for each task, for the reasons that planish/recipes/reasoning_worker.py gives. An index is
-the same entry everywhere and at all times.
+A task with its config is plain data, and so are its entries. Each task runs in a sandboxed process
+of its own, for the reasons in planish/recipes/reasoning_worker.py. An index gives the same entry in
+every process.
 """
 
 import asyncio
@@ -20,9 +20,9 @@ from planish.errors import UnjudgedAnswerError, UnsupportedError, UserError
 from planish.sandbox.worker_process import WorkerError, WorkerProcess, WorkerStartError
 
 ENTRIES = 10_000
-"""Different entries of a task, unless its config names a size."""
-MAKING_SECONDS = 120.0
-"""An entry is the task's own work, so that it takes long says only that the machine is busy."""
+"""Number of entries of a task, unless its config has a size."""
+ENTRY_SECONDS = 120.0
+"""Time limit for making an entry. It is long, since only a busy machine makes this slow."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Task:
 
     name: str
     config: str
-    """JSON, so that it pickles and can be a key."""
+    """The config as JSON, so that a task can be pickled and hashed."""
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any], seed: int) -> "Task":
-        """UserError if there is no such task, or if an option is not one of its config."""
+        """Return the task with these options; UserError for an unknown task or option."""
         check_name(name)
         known = {field.name for field in fields(task_types()[name][1])} - {"seed"}
         for option in options:
@@ -47,6 +47,7 @@ class Task:
 
     @property
     def num_entries(self) -> int:
+        """Number of different entries."""
         return json.loads(self.config)["size"]
 
 
@@ -58,11 +59,11 @@ class Entry:
     index: int
     question: str
     answer: str | None
-    """None where many are right and none is named."""
+    """A right answer; None if the task names none, since many are right."""
 
 
 class TaskProcess:
-    """The process in which a task works, and the one thread that waits for it."""
+    """The process that runs a task, and one thread that waits for its replies."""
 
     def __init__(self, task: Task, timeout_seconds: float = 5.0) -> None:
         self.task = task
@@ -72,9 +73,9 @@ class TaskProcess:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="planish-reasoning")
 
     def entry(self, index: int) -> Entry:
-        """UserError if the task cannot make it, as with a config of which it makes nothing."""
+        """Return an entry; UserError if the task fails to make it, as for an impossible config."""
         try:
-            reply = self._process.ask({"index": index}, MAKING_SECONDS)
+            reply = self._process.ask({"index": index}, ENTRY_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
                 f"env={self.task.name} with {self.task.config} makes no problem: {error}; change the task's options"
@@ -82,7 +83,9 @@ class TaskProcess:
         return Entry(self.task, index, reply["question"], reply["answer"])
 
     async def score(self, index: int, response: str) -> float:
-        """From 0 to 1. UnjudgedAnswerError if the task fails on the response or takes too long."""
+        """Return the score of a response, 0 to 1. UnjudgedAnswerError if the task fails on the
+        response or takes too long.
+        """
         question = {"index": index, "response": response}
         try:
             reply = await asyncio.get_running_loop().run_in_executor(
@@ -95,20 +98,21 @@ class TaskProcess:
         return min(1.0, max(0.0, float(reply["score"])))
 
     def close(self) -> None:
+        """End the process."""
         self._thread.shutdown(cancel_futures=True)
         self._process.close()
 
 
 @cache
 def task_process(task: Task) -> TaskProcess:
-    """One for the whole process that asks, closed when that ends."""
+    """Return the process of a task, which is started once and closed at exit."""
     process = TaskProcess(task)
     atexit.register(process.close)
     return process
 
 
 def check_name(name: str) -> None:
-    """UserError unless reasoning-gym has a task of this name."""
+    """Raise UserError unless reasoning-gym has a task of this name."""
     if name not in task_types():
         raise UserError(
             f"env={name}: reasoning-gym has no such task; {suggestion(name, task_types())}"
@@ -116,9 +120,12 @@ def check_name(name: str) -> None:
 
 
 def task_types() -> Mapping[str, tuple[type, type]]:
-    """Name -> (dataset, config) of every task. UnsupportedError if reasoning-gym is not installed."""
+    """Return {name: (dataset class, config class)} of all tasks. UnsupportedError if reasoning-gym is
+    not installed.
+    """
     try:
-        from reasoning_gym.factory import DATASETS  # an extra, and a second to import
+        # reasoning-gym is an optional package, and its import takes a second.
+        from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise UnsupportedError(
             "tasks of reasoning-gym need that package: pip install planish[reasoning-gym]"
@@ -127,5 +134,6 @@ def task_types() -> Mapping[str, tuple[type, type]]:
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
+    """Return the names that are similar to `name`, or all names, as the end of an error message."""
     near = difflib.get_close_matches(name, sorted(known), n=5, cutoff=0.5)
     return f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(sorted(known))}"

@@ -1,13 +1,14 @@
-"""Makes the entries of a reasoning-gym task and scores answers, in the sandboxed process that
-`reasoning_tasks.TaskProcess` starts.
+"""The program of the sandboxed process that `reasoning_tasks.TaskProcess` starts: it makes the
+entries of a reasoning-gym task and scores responses.
 
-Some tasks pass the policy's answer to `eval` or to a computer algebra system. So an answer may take
-for ever, use all memory, or be a program. The sandbox keeps such a program from this machine, and
-the process can be killed. Entries are made here too, because those of some tasks depend on the
-order of sets: the sandbox sets PYTHONHASHSEED, so an index is the same entry in every process.
+Some tasks pass the policy's response to `eval` or to a computer algebra system. So a response can
+run forever, use all memory, or be a program. The sandbox protects the machine from such a program,
+and the process can be killed. Entries are made in this process too, because those of some tasks
+depend on the order of sets. The sandbox sets PYTHONHASHSEED, so an index gives the same entry in
+every process.
 
-{"index"} is answered by the entry's "question" and "answer", {"index", "response"} by the "score"
-of a response.
+The reply to {"index"} is the entry's "question" and "answer"; the reply to {"index", "response"} is
+the "score" of the response.
 """
 
 import json
@@ -17,11 +18,13 @@ from typing import Any
 
 
 def start(name: str, config: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    """Return the function that answers requests for a task."""
     import reasoning_gym
 
     dataset = reasoning_gym.create_dataset(name, **json.loads(config))
     entry_of = lru_cache(maxsize=64)(dataset.__getitem__)
-    dataset.score_answer(None, entry_of(0))  # imports what it needs before an answer is timed
+    # The first score imports modules of the task, which should not count in a response's time.
+    dataset.score_answer(None, entry_of(0))
 
     def answer(question: dict[str, Any]) -> dict[str, Any]:
         entry = entry_of(question["index"])

@@ -1,16 +1,16 @@
-"""GSM8K by the RL library: environments, one training loop, tests, and all of a run's files.
+"""RL on GSM8K with the library's environments, training loop, evaluation and run files.
 
     python -m planish.recipes.rl_basic                                      the embedded model,
-        GSM8K from the hub
-    python -m planish.recipes.rl_basic dataset=DIRECTORY eval_problems=64   train.jsonl and
-        test.jsonl of your own
+                                                                            GSM8K from the hub
+    python -m planish.recipes.rl_basic dataset=DIRECTORY eval_problems=64   your own train.jsonl
+                                                                            and test.jsonl
     python -m planish.recipes.rl_basic preset=seed                          sizes and model of the
-        published recipe
+                                                                            published recipe
 
-The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and a tenth less for an
-answer without a box or without an end. Each step plays `batch_size` problems `group_size` times,
-compares answers within their group, and makes one gradient step. The loop is planish/training/train_rl.py,
-the environment planish/rl/environments/boxed_problems.py.
+The reward is correct + 0.1 * (format - 1): 1 for the right answer in a box, and 0.1 less for an
+answer without a box or without a stop sequence. Each step samples `group_size` answers to each of
+`batch_size` problems, compares them within their group, and makes one gradient step. The loop is in
+planish/training/train_rl.py, the environment in planish/rl/environments/boxed_problems.py.
 """
 
 import sys
@@ -53,23 +53,14 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
             "a whole number, 0 for no tests",
         ),
     )
-    builder = BoxedProblemDatasetBuilder(
-        collection="gsm8k",
-        dataset=options.dataset,
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        eval_problems=options.eval_problems,
-        seed=options.seed,
-    )
+    training_run.require_at_least(options, batch_size=1)
+    builder = training_run.build(BoxedProblemDatasetBuilder, options, collection="gsm8k")
     return run(options, builder, recipe_name="rl_basic", service_client=service_client)
 
 

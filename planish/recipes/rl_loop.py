@@ -8,8 +8,8 @@ Each step takes the next `batch_size` problems and samples `group_size` answers 
 current weights. The reward is 1 if the \\boxed{} result is correct, else 0.
 The advantage of an answer is its reward minus the mean reward of its group. There is no division by
 the standard deviation, which would favour problems that are nearly always or nearly never solved
-(Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal teaches nothing and is left out.
-The sampled tokens and their logprobs go to the trainer as they are; no text is tokenised again.
+(Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal has no gradient and is left out.
+The sampled tokens and their logprobs go to the trainer unchanged; no text is tokenised again.
 The same command started again resumes after the last checkpoint, and metrics.jsonl has each step
 exactly once. Left out on purpose: environments of several turns, asynchronous rollouts, KL
 penalties. This is the loop to read first.
@@ -87,13 +87,14 @@ class Config(CheckpointOptions, StartOptions):
 
 
 def main(config: Config) -> Path:
-    """Train, here or on a server; returns the run directory."""
+    """Train, in this process or on a server; returns the run directory."""
     check(config)
     with planish.ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: planish.ServiceClient) -> Path:
+    """Train with a given service client; returns the run directory."""
     problems, tests = load_problems(config.dataset, "train"), []
     if config.eval_problems:
         tests = load_problems(config.dataset, "test")[: config.eval_problems]
@@ -111,7 +112,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
         if start.batch >= steps:
             draw(config, run)
             is_all = start.batch == all_steps
-            remedy = "that is once through the data" if is_all else "give more max_steps to go on"
+            remedy = "that is once through the data" if is_all else "a larger max_steps continues"
             print(f"{run.path}: all {start.batch} steps are done; {remedy}")
             return run.path
         run.resume_at(start.batch)
@@ -153,7 +154,7 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
 
 @dataclass
 class StepRunner:
-    """What one step needs besides its problems."""
+    """Runs the steps: sample, grade, train."""
 
     config: Config
     training_client: planish.TrainingClient
@@ -163,7 +164,9 @@ class StepRunner:
     stop: StopRequest
 
     def step(self, step: int, problems_P: Sequence[Problem], tests: Sequence[Problem]) -> Metrics:
-        """Sample, grade and train on one batch; before that answer `tests`, if there are any."""
+        """Sample, grade and train on one batch, and return the metrics. Before that, evaluate on
+        `tests` if there are any.
+        """
         config, spans, test_metrics = self.config, Spans(), {}
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
         if tests:
@@ -201,7 +204,7 @@ class StepRunner:
         }
 
     def evaluate(self, client: planish.SamplingClient, problems: Sequence[Problem]) -> Metrics:
-        """One greedy answer to each problem, as test/env/all/..."""
+        """Answer each problem once, greedily, and return the metrics test/env/all/...."""
         groups = self.sample(client, problems, [0] * len(problems), 1, is_test=True)
         return answer_metrics(groups, "test/env/all")
 
@@ -213,6 +216,7 @@ class StepRunner:
         group_size: int,
         is_test: bool = False,
     ) -> list[AnswerGroup]:
+        """Return `group_size` graded answers to each problem."""
         self.display.stage("testing" if is_test else "sampling", len(problems_P))
         build = self.renderer.build_generation_prompt
         params = SamplingParams(
@@ -243,8 +247,8 @@ def sample_groups(
     seeds_P: Sequence[int],
     on_group: Callable[[], None],
 ) -> list[AnswerGroup]:
-    """`group_size` answers to each prompt, with all requests in flight at once. `grade(p,
-    sequence)` returns reward and metrics of an answer to prompt p.
+    """Return `group_size` graded answers to each prompt; all requests are in flight at once.
+    `grade(p, sequence)` returns reward and metrics of an answer to prompt p.
     """
     futures_P = [
         sampling_client.sample(
@@ -267,8 +271,8 @@ def sample_groups(
 def grade_answer(
     renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence
 ) -> tuple[float, Metrics]:
-    """Reward 1 for the right result in a box, else 0. An answer that the grader cannot judge counts
-    as wrong, and is counted in env/all/unjudged.
+    """Return the reward, 1 for the right result in a box and else 0, and metrics. An answer that the
+    grader cannot judge counts as wrong; env/all/unjudged counts such answers.
     """
     text = get_text_content(renderer.parse_response(sequence.tokens).message)
     try:
@@ -280,8 +284,8 @@ def grade_answer(
 
 
 def training_examples(groups_P: Sequence[AnswerGroup], loss_fn: str) -> list[tuple[Answer, Datum]]:
-    """A datum for each answer of the groups that teach something. Its advantage is its reward minus
-    the mean of the group.
+    """Return (answer, datum) for each answer of the groups whose rewards differ. The advantage of an
+    answer is its reward minus the mean reward of its group.
     """
     examples_D = []
     for group in groups_P:
@@ -302,7 +306,7 @@ def train_step(
     loss_fn_config: Mapping[str, float] | None,
     adam: AdamParams,
 ) -> Metrics:
-    """One gradient step. {} if there is nothing to learn from."""
+    """Make one gradient step and return its metrics; {} without examples."""
     if not examples_D:
         return {}
     data = [datum for _, datum in examples_D]
@@ -319,12 +323,13 @@ def train_step(
 
 
 def draw(config: Config, run: RunDirectory) -> None:
+    """Draw the reward curve, reward.png."""
     title = f"GRPO: {config.model_name} on {config.dataset}"
     draw_curve(run.path / "reward.png", run.metrics(), title=title)
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option, before anything is loaded."""
     whole, steps = "a whole number of at least 1", config.max_steps
     needs_problems = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
     training_run.require(

@@ -1,8 +1,7 @@
-"""What the recipes of `planish.training.train_rl` have in common: their options, flat, and the way from
-these to a run.
+"""Options of the recipes of `planish.training.train_rl`, and how a run is started from them.
 
-A recipe's options are a class on top of `RLOptions` that adds its own and gives defaults of its
-own. What it trains on is a dataset builder; `run` does the rest:
+The options of a recipe are a subclass of `RLOptions` with further options and other defaults. The
+recipe makes a dataset builder, and `run` does the rest:
 
     @chz.chz
     class Options(RLOptions):
@@ -57,8 +56,8 @@ class RLOptions(
     ScheduleOptions,
     StartOptions,
 ):
-    """Options of every recipe; those with the name of one of `planish.training.rl_config.Config`
-    are that one.
+    """Options of every RL recipe. An option with the name of a field of
+    `planish.training.rl_config.Config` sets that field.
     """
 
     model_name: str = chz.field(
@@ -105,10 +104,10 @@ def run(
     service_client: ServiceClient | None = None,
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Path:
-    """Train, with the given service client or one of the run's own; returns the run directory.
+    """Train, with the given service client or a new one, and return the run directory.
 
-    Options are checked before anything is loaded. In code that is async already: `await
-    train_rl.main(train_config(...))`.
+    Options are checked before anything is loaded. Async code calls `await
+    train_rl.main(train_config(...))` instead.
     """
     config = train_config(
         options, dataset_builder, recipe_name=recipe_name, evaluator_builders=evaluator_builders
@@ -121,8 +120,8 @@ def run(
 
 @contextmanager
 def instead_of_training(work: Callable[[Config], Path]) -> Iterator[None]:
-    """Inside, a recipe's `main` checks its options, makes its dataset builder and calls `work` with
-    the config; nothing is trained. UserError for a recipe that does not end in `run`.
+    """Make the `main` of RL recipes call `work` with their config instead of training, after they
+    have checked their options. A recipe that does not use `run` raises UserError.
     """
     token = instead.set(work)
     try:
@@ -138,7 +137,7 @@ def train_config(
     recipe_name: str,
     evaluator_builders: Sequence[Callable[[], Evaluator]] = (),
 ) -> Config:
-    """The options as `planish.training.train_rl` takes them."""
+    """Return the config of `planish.training.train_rl`."""
     return Config(
         **shared_settings(options),
         dataset_builder=dataset_builder,
@@ -149,7 +148,7 @@ def train_config(
 
 
 def shared_settings(options: RLOptions) -> dict[str, Any]:
-    """What the options say of any run, by the names of `Config`."""
+    """Return the fields of `Config` that the options set for every recipe."""
     shared = chz.chz_fields(RLOptions).keys() & chz.chz_fields(Config).keys()
     lag, minibatches = options.max_steps_off_policy, options.num_minibatches
     return {
@@ -162,7 +161,9 @@ def shared_settings(options: RLOptions) -> dict[str, Any]:
 
 
 def kl_reference(options: RLOptions) -> KLReferenceConfig | None:
-    """What the run begins with, unless another policy is named."""
+    """Return the reference of the KL penalty: by default the policy that the run begins with; None
+    without a penalty. UserError if a reference is given without a penalty.
+    """
     if options.kl_penalty_coef == 0:
         for name in ("kl_reference_model", "kl_reference_checkpoint"):
             if getattr(options, name) is not None:

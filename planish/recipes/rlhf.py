@@ -1,22 +1,22 @@
-"""Reinforcement learning from human feedback in three stages, in one command that can be stopped
-anywhere.
+"""Reinforcement learning from human feedback (RLHF) in three stages, in one command that can be
+interrupted at any time and resumes.
 
-    python -m planish.recipes.rlhf                                                  drawn sums, the
-        embedded model
+    python -m planish.recipes.rlhf                                                  generated sums,
+                                                                                    embedded model
     python -m planish.recipes.rlhf sft.dataset=chats.jsonl preference.dataset=pairs.jsonl
     python -m planish.recipes.rlhf rl.kl_penalty_coef=0.02 rl.max_steps=40
 
     sft/                supervised training on demonstrations (planish/supervised)
-    preference_model/   a model of which of two answers is better, from comparisons
-                        (planish/preference)
-    rl/                 from the SFT policy, rewarded for answers that this model prefers
-                        (planish/rl)
-    evaluation/         the RL policy against the SFT policy on held-out prompts
+    preference_model/   training of a model that predicts which of two answers is better, on
+                        comparisons (planish/preference)
+    rl/                 RL that starts with the SFT policy and rewards answers that the preference
+                        model prefers (planish/rl)
+    evaluation/         comparison of the RL policy with the SFT policy on held-out prompts
 
-Each stage is a run of its own in a directory of its own. The same command goes on in the stage that
-was interrupted, at its last checkpoint, and passes over those that are done. With drawn sums
-(planish/recipes/wordy_sums.py) the rule behind the comparisons is known, and judges beside the
-model that learned it: gains that only the model sees are its faults.
+Each stage is a run with a directory of its own. The same command resumes the interrupted stage at
+its last checkpoint and skips finished stages. With generated sums (planish/recipes/wordy_sums.py),
+the rule that labelled the comparisons is known, and compares the policies as well. A gain that only
+the preference model reports is then an error of that model.
 """
 
 import json
@@ -58,14 +58,14 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rl.max_tokens": 1024,
     },
 }
-"""Rates and sizes of the published recipe, whose chats are no_robots; preference.dataset is to be
-given.
+"""Learning rates and sizes of the published recipe, with its chats, no_robots. It needs
+preference.dataset, too.
 """
 COMPARISONS = "comparisons.jsonl"
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """All stages; returns the run directory."""
+    """Run all stages; returns the run directory."""
     check(options)
     if service_client is not None:
         return run_stages(options, service_client)
@@ -76,6 +76,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def run_stages(options: Options, service_client: ServiceClient) -> Path:
+    """Run all stages with a given service client; returns the run directory."""
     renderer = learn_renderer(service_client, options.model_name, options.renderer_name)
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
@@ -83,7 +84,8 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     sft = training_run.finished(train_supervised.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
     judge = training_run.finished(model_training.main(preference_config(options), service_client))
-    # By the checkpoint's own path: what comes after it must not change if the stage is made longer.
+    # The path of the checkpoint instead of the directory: if the first stage is extended later,
+    # the following stages must keep their starting point.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.finished(
@@ -97,8 +99,8 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
 def evaluate(
     options: Options, trained: Trained, policy: Path, service_client: ServiceClient
 ) -> None:
-    """Compare the policies once for each length of the RL stage; the answers stay beside the
-    numbers.
+    """Compare the RL policy with the SFT policy, and write metrics and answers. The comparison is
+    done once for each number of RL steps.
     """
     newest = resume_points(policy)[0]
     config = chz.asdict(
@@ -119,7 +121,7 @@ def evaluate(
 
 
 def comparison_rows(found: Contest) -> str:
-    """One object a line: prompt, both answers, and who won by whom."""
+    """Return JSON lines with the prompt, both answers, and each judge's result."""
     judges = list(found.win_rates)
     wins = zip(*(found.win_rates[judge].wins for judge in judges), strict=True)
     rows = [
@@ -135,6 +137,7 @@ def comparison_rows(found: Contest) -> str:
 
 
 def summary(row: dict[str, float], path: Path) -> str:
+    """Return the last lines of the output: the win rate by each judge."""
     lines = [f"after {row['step']} steps of RL, against the SFT policy on held-out prompts:"]
     for name, rate in row.items():
         if name.startswith("test/win_rate/"):
@@ -148,6 +151,7 @@ def summary(row: dict[str, float], path: Path) -> str:
 
 
 def say(stage: str) -> None:
+    """Print which stage begins."""
     print(f"stage {stage}", flush=True)
 
 

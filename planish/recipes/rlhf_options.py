@@ -1,8 +1,8 @@
-"""The options of planish/recipes/rlhf.py, one class a stage, and what each stage is given.
+"""The options of planish/recipes/rlhf.py, with one class per stage, and the configs of the stages.
 
-A stage has its own batch sizes, rates and data; model, seed and loggers are those of the whole run.
-A preference model may be chat or bradley_terry; the latter gives the same preference in both
-orders, so its pairs need to meet once only.
+Each stage has its own batch size, learning rate and data. Model, seed and loggers apply to the
+whole run. A preference model of kind bradley_terry returns the same preference for both orders of
+two answers, so each pair is compared once; for kind chat, it is compared in both orders.
 """
 
 from collections.abc import Callable
@@ -57,8 +57,10 @@ SFT, PREFERENCE_MODEL, RL, EVALUATION = "sft", "preference_model", "rl", "evalua
 
 @chz.chz
 class SFTStage:
+    """Options of the supervised training."""
+
     dataset: str | None = chz.field(
-        default=None, doc="chats: hub name, local directory or JSONL file; none = drawn sums"
+        default=None, doc="chats: hub name, local directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64, doc="of dataset: test conversations; none = the whole test split"
@@ -78,11 +80,13 @@ class SFTStage:
 
 @chz.chz
 class PreferenceStage:
+    """Options of the training of the preference model."""
+
     kind: Kind = chz.field(
         default="bradley_terry", doc="chat = reads both answers, bradley_terry = a score for each"
     )
     dataset: str | None = chz.field(
-        default=None, doc="comparisons: hub name, directory or JSONL file; none = drawn sums"
+        default=None, doc="comparisons: hub name, directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64, doc="of dataset: test pairs; none = the whole test split"
@@ -105,6 +109,8 @@ class PreferenceStage:
 
 @chz.chz
 class RLStage:
+    """Options of the RL stage."""
+
     dataset: str | None = chz.field(
         default=None, doc="prompts: hub name, directory or JSONL file; none = the comparisons'"
     )
@@ -148,6 +154,8 @@ class RLStage:
 
 @chz.chz
 class Options(LoraOptions):
+    """Options of the whole run."""
+
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model of policy and preference model"
     )
@@ -176,29 +184,31 @@ class Options(LoraOptions):
 
     @property
     def draws_sums(self) -> bool:
-        """The data are those of planish/recipes/wordy_sums.py, whose rule is known."""
+        """Whether the data are those of planish/recipes/wordy_sums.py, whose rule is known."""
         return self.preference.dataset is None
 
     def stage_path(self, stage: str) -> Path:
+        """Return the directory of a stage."""
         return Path(self.log_path).expanduser() / stage
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What the first two stages left."""
+    """The results of the first two stages."""
 
     sft_path: str
-    """Checkpoint of the policy that RL begins with, and is compared with."""
+    """Checkpoint of the SFT policy, with which RL begins and is compared."""
     judge: PreferenceModelBuilder
 
 
 def check(options: Options) -> None:
-    """UserError for an option of any stage that cannot be right, before the first one begins."""
+    """Raise UserError for an invalid option of any stage, before the first stage begins."""
     own = {options.sft.dataset is not None, options.preference.dataset is not None}
     if len(own) > 1 or (options.rl.dataset is not None and options.draws_sums):
         raise UserError(
-            "data of one's own are chats and comparisons: give both sft.dataset and preference.dataset (and rl.dataset, if the "
-            "prompts are not those of the comparisons), or none of them for drawn sums"
+            "your own data need chats and comparisons: give both sft.dataset and "
+            "preference.dataset (and rl.dataset, if the prompts are not those of the "
+            "comparisons), or none of them for generated sums"
         )
     if options.draws_sums and options.sums.test_size == 0:
         raise UserError("sums.test_size=0: give at least 1; policies are compared on held-out sums")
@@ -210,16 +220,15 @@ def check(options: Options) -> None:
 
 
 def check_rl(options: Options) -> None:
+    """Raise UserError for an invalid option of the RL stage."""
     require_tournament(options.rl.group_size, options.rl.matchup_group_size)
-    training_run.require(
-        options.rl, batch_size=(options.rl.batch_size >= 1, "a whole number of at least 1")
-    )
+    training_run.require_at_least(options.rl, batch_size=1)
     rl.check(rl_config(options, Trained("the checkpoint to come", RuleBuilder()), None))
 
 
 def check_data(options: Options, renderer: Renderer) -> None:
-    """UserError if the data of a stage cannot be used; all are read, so that a later stage does not
-    fail by them.
+    """Raise UserError if the data of a stage cannot be used. The data of all stages are read at the
+    start, so that a later stage does not fail because of them.
     """
     with_stage("sft", sft_config(options).dataset_builder)
     with_stage("preference", preference_config(options).dataset_builder)
@@ -232,7 +241,7 @@ def check_data(options: Options, renderer: Renderer) -> None:
 
 
 def with_stage(name: str, work: Callable[[], T]) -> T:
-    """What `work` returns; its error names the stage."""
+    """Return the result of `work`. The message of a UserError gets the name of the stage."""
     try:
         return work()
     except UserError as error:
@@ -240,6 +249,7 @@ def with_stage(name: str, work: Callable[[], T]) -> T:
 
 
 def sft_config(options: Options) -> supervised.Config:
+    """Return the config of the supervised training."""
     stage = options.sft
     given = shared(options, stage, SFT, SLOptions)
     sl = SLOptions(**{**given, "dataset": stage.dataset or "drawn sums"})
@@ -251,6 +261,7 @@ def sft_config(options: Options) -> supervised.Config:
 
 
 def preference_config(options: Options) -> model_training.Config:
+    """Return the config of the training of the preference model."""
     given = shared(options, options.preference, PREFERENCE_MODEL, preference_model.Options)
     config = preference_model.model_config(preference_model.Options(**given))
     builder = chz.replace(config.dataset_builder, comparison_builder=comparisons(options))
@@ -260,22 +271,21 @@ def preference_config(options: Options) -> model_training.Config:
 def rl_config(
     options: Options, trained: Trained, service_client: ServiceClient | None
 ) -> rl.Config:
+    """Return the config of the RL stage."""
     stage = options.rl
     given = shared(options, stage, RL, RLOptions)
-    penalty: dict[str, Any] = (
-        {"kl_reference_checkpoint": trained.sft_path} if stage.kl_penalty_coef else {}
-    )
-    rl_options = RLOptions(**given, load_checkpoint_path=trained.sft_path, **penalty)
-    builder = PairwisePreferenceRLDatasetBuilder(
+    given["load_checkpoint_path"] = trained.sft_path
+    if stage.kl_penalty_coef:
+        given["kl_reference_checkpoint"] = trained.sft_path
+    rl_options = RLOptions(**given)
+    builder = training_run.build(
+        PairwisePreferenceRLDatasetBuilder,
+        stage,
         prompt_builder=prompts(options),
         preference_model_builder=trained.judge,
         policy_model_name=options.model_name,
         policy_renderer_name=options.renderer_name,
-        batch_size=stage.batch_size,
-        group_size=stage.group_size,
         tournament_pattern=pattern(options),
-        matchup_group_size=stage.matchup_group_size,
-        max_prompt_tokens=stage.max_prompt_tokens,
         seed=options.seed,
         service_client=service_client,
     )
@@ -286,8 +296,8 @@ def rl_config(
 def contest(
     options: Options, trained: Trained, service_client: ServiceClient | None, seed: int
 ) -> ComparisonEvaluatorBuilder:
-    """A policy against the SFT policy, judged by the preference model, and by the rule where there
-    is one.
+    """Return the evaluator that compares a policy with the SFT policy. The judges are the
+    preference model and, for generated sums, the rule.
     """
     known: dict[str, PreferenceModelBuilder] = {"rule": RuleBuilder()} if options.draws_sums else {}
     return ComparisonEvaluatorBuilder(
@@ -306,7 +316,7 @@ def contest(
 
 
 def shared(options: Options, stage: Any, directory: str, target: type) -> dict[str, Any]:
-    """What the run and one of its stages say of the options that `target` has."""
+    """Return the values of the options that `target` has, from a stage or else from the run."""
     names = chz.chz_fields(target).keys()
     own = {name: getattr(stage, name) for name in chz.chz_fields(type(stage)) if name in names}
     whole = {name: getattr(options, name) for name in chz.chz_fields(Options) if name in names}
@@ -315,6 +325,7 @@ def shared(options: Options, stage: Any, directory: str, target: type) -> dict[s
 
 
 def comparisons(options: Options) -> ComparisonBuilder:
+    """Return the builder of the comparisons."""
     stage = options.preference
     if stage.dataset is None:
         return WordySumComparisons(sums=options.sums)
@@ -324,6 +335,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
 
 
 def prompts(options: Options) -> PromptBuilder:
+    """Return the builder of the prompts for RL and evaluation."""
     if options.rl.dataset is not None:
         return PromptsFromRows(
             dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed
@@ -334,11 +346,9 @@ def prompts(options: Options) -> PromptBuilder:
 
 
 def pattern(options: Options) -> TournamentPattern:
+    """Return which answers of a group are compared."""
     if options.rl.tournament_pattern is not None:
         return options.rl.tournament_pattern
-    minds_order = options.preference.kind == "chat"
-    return (
-        TournamentPattern.ALL_PAIRS_BOTH_WAYS
-        if minds_order
-        else TournamentPattern.ALL_PAIRS_ONE_WAY
-    )
+    if options.preference.kind == "chat":
+        return TournamentPattern.ALL_PAIRS_BOTH_WAYS
+    return TournamentPattern.ALL_PAIRS_ONE_WAY

@@ -1,16 +1,16 @@
-"""Answers graded by a model that reads a rubric, by the RL library.
+"""RL on answers that a judge model grades by a rubric.
 
-    python -m planish.recipes.rubric                                                 drawn sums,
-        judged by the base model itself
-    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0    by a judge that
-        was trained (planish/recipes/rubric_judge.py)
+    python -m planish.recipes.rubric                                                 generated sums,
+        graded by the base model itself
+    python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0    graded by a
+        trained judge (planish/recipes/rubric_judge.py)
     python -m planish.recipes.rubric dataset=rows.jsonl judge_url=http://127.0.0.1:8000/v1 judge_model=Qwen/Qwen3-8B
     python -m planish.recipes.rubric dataset=rows.jsonl judge_url=https://api.openai.com/v1 judge_model=... judge_key_env=OPENAI_API_KEY
 
-The reward is the mean of the judge's scores by the weights of their criteria. The judge is a base
-model or a checkpoint on the engine of the run, or behind any OpenAI-compatible endpoint. It answers
-greedily. A judge that fails, or writes no score, is an error of the rollout, which is played again;
-it is never a score of 0. Rows: planish/rubric/rubrics.py.
+The reward is the mean of the judge's scores, weighted by their criteria. The judge is a base model
+or a checkpoint on the engine of the run, or a model behind an OpenAI-compatible endpoint. It is
+sampled greedily. If the judge fails or writes no score, the rollout fails and is retried; this is
+never a score of 0. planish/rubric/rubrics.py describes the rows.
 """
 
 import sys
@@ -44,25 +44,25 @@ ENDPOINT_OPTIONS = {
     "judge_concurrency": "max_concurrent",
     "judge_extra": "extra",
 }
-"""What only a judge behind an endpoint has, and its name there."""
+"""Options that only a judge behind an endpoint has, with the argument of ChatEndpoint for each."""
 
 
 @chz.chz
 class Options(RLOptions):
     log_path: str = "/tmp/planish-examples/rubric"
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = drawn sums"
+        default=None, doc="hub name, local directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
         default=64,
         doc="test rows; none = the whole test split, 0 = no tests; without a split they are held out",
     )
     largest: int | None = chz.field(
-        default=None, doc=f"drawn sums: the largest number that is added; none = {LARGEST}"
+        default=None, doc=f"generated sums: the largest number that is added; none = {LARGEST}"
     )
     shown_verdicts: int | None = chz.field(
         default=None,
-        doc=f"drawn sums: verdicts that the judge is shown first, to {SHOWN_VERDICTS}; none = all of them",
+        doc=f"generated sums: example verdicts in the judge's prompt, 0 to {SHOWN_VERDICTS}; none = all",
     )
     unfinished_reward: float = chz.field(
         default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
@@ -125,26 +125,23 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def train(options: Options, rows: Callable[[], RubricRows], service_client: ServiceClient) -> Path:
-    judge = (
-        endpoint_of(options)
-        if options.judge_url is not None
-        else own_judge(options, service_client)
-    )
-    builder = RubricDatasetBuilder(
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
+    """Train with a judge on the same engine or server, or behind an endpoint."""
+    if options.judge_url is not None:
+        judge = endpoint_of(options)
+    else:
+        judge = own_judge(options, service_client)
+    builder = training_run.build(
+        RubricDatasetBuilder,
+        options,
         rows=rows,
         grader=Grader(judge),
         judge_name=judge_name(options),
-        unfinished_reward=options.unfinished_reward,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        seed=options.seed,
     )
     return run(options, builder, recipe_name="rubric", service_client=service_client)
 
 
 def endpoint_of(options: Options) -> ChatEndpoint:
+    """Return the judge behind `judge_url`."""
     assert options.judge_url is not None
     given = {
         theirs: getattr(options, ours)
@@ -156,6 +153,7 @@ def endpoint_of(options: Options) -> ChatEndpoint:
 
 
 def own_judge(options: Options, service_client: ServiceClient) -> MessageCompleter:
+    """Return the judge that runs on the engine of the run."""
     model = options.judge_model or options.model_name
     if options.judge_checkpoint is not None:
         sampling_client = service_client.create_sampling_client(
@@ -173,8 +171,8 @@ def own_judge(options: Options, service_client: ServiceClient) -> MessageComplet
 
 
 def judge_name(options: Options) -> str:
-    """All that its verdicts depend on. A run directory is named by the state that is meant now,
-    which may not be its last one later.
+    """Return a text with everything that the judge's verdicts depend on. It names the checkpoint of
+    a run directory, since that directory may get later checkpoints.
     """
     model = options.judge_model or options.model_name
     place = options.judge_url or (
@@ -191,8 +189,8 @@ def judge_name(options: Options) -> str:
 
 
 def rows_of(options: Options) -> Callable[[], RubricRows]:
-    """A function that gives the rows; they are read once here, so that what is wrong with them is
-    said before anything is loaded.
+    """Return a function that returns the rows. They are read once here, so that errors in the data
+    are raised before a model is loaded.
     """
     if options.dataset is None:
         largest = LARGEST if options.largest is None else options.largest
@@ -214,6 +212,7 @@ def rows_of(options: Options) -> Callable[[], RubricRows]:
 
 
 def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> RubricRows:
+    """Read the rows of a dataset; `test_size` rows are held out if it has no test split."""
     splits = row_splits(dataset, test_size, seed)
     return RubricRows(
         _read(splits.train, f"dataset={dataset}, train"),
@@ -226,12 +225,11 @@ def _read(rows: Any, where: str) -> list[RubricRow]:
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right, or that the judge would ignore."""
+    """Raise UserError for an option that is invalid or would be ignored."""
+    training_run.require_at_least(options, batch_size=1, largest=1, judge_max_tokens=1)
     training_run.require(
         options,
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
-        largest=(options.largest is None or options.largest >= 1, "a whole number of at least 1"),
         shown_verdicts=(
             options.shown_verdicts in (None, *range(SHOWN_VERDICTS + 1)),
             f"0 to {SHOWN_VERDICTS}",
@@ -240,13 +238,12 @@ def check(options: Options) -> None:
             options.test_size is None or options.test_size >= 0,
             "a whole number, 0 for no tests",
         ),
-        judge_max_tokens=(options.judge_max_tokens >= 1, "a whole number of at least 1"),
     )
     if options.dataset is not None:
         training_run.refuse(
             options,
             ("largest", "shown_verdicts"),
-            "is for drawn sums, and dataset is given; leave it out",
+            "is for generated sums, and dataset is given; leave it out",
         )
     if options.judge_url is None:
         training_run.refuse(
@@ -256,7 +253,7 @@ def check(options: Options) -> None:
         )
         if options.rollout_processes != 0:
             raise UserError(
-                f"rollout_processes={options.rollout_processes}: a judge without judge_url lives in this process; give 0"
+                f"rollout_processes={options.rollout_processes}: a judge without judge_url runs in this process; give 0"
             )
     else:
         mine = ("judge_checkpoint", "judge_renderer_name")

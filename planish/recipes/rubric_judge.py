@@ -1,14 +1,15 @@
-"""Conversations to train a judge of drawn sums on: what it is shown, and the right verdict.
+"""Training data for a judge of generated sums: conversations of the judge's prompt and the right
+verdict.
 
     python -m planish.recipes.rubric_judge path=judge.jsonl
-        write them
+        write the conversations
     python -m planish.recipes.chat_sl dataset=judge.jsonl log_path=runs/judge
         train the judge
     python -m planish.recipes.rubric judge_checkpoint=runs/judge shown_verdicts=0
-        train by it
+        train a policy with that judge
 
-A base model of the embedded one's size does not read rubrics; for one narrow rubric it can be
-taught to.
+A base model of the embedded model's size cannot apply rubrics, but it can be trained to apply one
+narrow rubric.
 """
 
 import json
@@ -36,6 +37,8 @@ NEAR = 10
 
 @chz.chz
 class Options:
+    """Options of the data."""
+
     path: str = chz.field(default="judge.jsonl", doc="file that is written")
     examples: int = chz.field(default=4000, doc="conversations; half of the verdicts are Yes")
     largest: int = chz.field(default=20, doc="the largest number that is added")
@@ -43,7 +46,7 @@ class Options:
 
 
 def main(options: Options) -> Path:
-    """Write the file; returns its path."""
+    """Write the file and return its path."""
     training_run.require(
         options,
         examples=(options.examples >= 2, "at least 2"),
@@ -60,7 +63,9 @@ def main(options: Options) -> Path:
 
 
 def _example(largest: int, is_right: bool, generator: random.Random) -> list[Message]:
-    """What is wrong is near: a judge that looks at the first digit alone is told better."""
+    """Return one conversation. Wrong results are close to the right one, so that a judge that reads
+    only the first digit gets a high loss.
+    """
     drawn = Sum(generator.randint(0, largest), generator.randint(0, largest))
     near = [
         result

@@ -1,8 +1,7 @@
-"""Rubrics that a program draws, for trying a judge without data: sums, whose right result the
-rubric tells the judge.
+"""Generated rubrics to try a judge without data: sums, with the right result in the rubric.
 
-A program can check such an answer as well, so the metrics say how good the judge is
-(`judge/agreement`).
+A program can check such an answer as well, so the metric `judge/agreement` shows how good the judge
+is.
 """
 
 import random
@@ -15,14 +14,14 @@ from planish.rubric.rubrics import Criterion, Example, RubricRow
 
 WORDS = {"Yes": 1.0, "No": 0.0}
 SHOWN_VERDICTS = 5
-"""Most that a judge is shown."""
+"""Maximum number of example verdicts in a judge's prompt."""
 
 
 def drawn_rubrics(
     largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
 ) -> RubricRows:
-    """All sums of two numbers from 0 to `largest`. Of the two orders of a sum the test has one, and
-    training neither.
+    """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one order
+    only, and in training in neither.
     """
     generator = random.Random(f"rubrics:{seed}")
     sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]
@@ -31,9 +30,9 @@ def drawn_rubrics(
         raise UserError(
             f"test_size={test_size}: there are {len(sums)} sums; give fewer, or a larger largest"
         )
-    held_out = [generator.choice((drawn, turned(drawn))) for drawn in sums[:test_size]]
+    held_out = [generator.choice((drawn, swapped(drawn))) for drawn in sums[:test_size]]
     shown = list(
-        dict.fromkeys(order for drawn in sums[test_size:] for order in (drawn, turned(drawn)))
+        dict.fromkeys(order for drawn in sums[test_size:] for order in (drawn, swapped(drawn)))
     )
     return RubricRows(
         [rubric_of(drawn, shown_verdicts) for drawn in shown],
@@ -41,12 +40,13 @@ def drawn_rubrics(
     )
 
 
-def turned(drawn: Sum) -> Sum:
+def swapped(drawn: Sum) -> Sum:
+    """Return the sum with its numbers in the other order."""
     return Sum(drawn.right, drawn.left)
 
 
 def rubric_of(drawn: Sum, shown_verdicts: int) -> RubricRow:
-    """`shown_verdicts`: how many the judge is shown before its own."""
+    """Return the rubric of a sum, with `shown_verdicts` example verdicts."""
     messages: list[Message] = [*exchange(SHOWN[0]), {"role": "user", "content": drawn.question}]
     criterion = Criterion(
         f"Does the answer say that the result is {drawn.answer}?",
@@ -59,7 +59,9 @@ def rubric_of(drawn: Sum, shown_verdicts: int) -> RubricRow:
 
 
 def verdicts(drawn: Sum) -> tuple[Example, ...]:
-    """Answers to the same sum: without them the embedded model writes anything but a verdict."""
+    """Return answers to the same sum with their verdicts. Without these examples the embedded model
+    writes no verdict at all.
+    """
     equation = f"{drawn.left} + {drawn.right} ="
     results = (
         drawn.answer,
@@ -78,4 +80,5 @@ def verdicts(drawn: Sum) -> tuple[Example, ...]:
 
 
 def verdict(is_right: bool) -> str:
+    """Return a verdict in the format that the judge must use."""
     return f"<score>{'Yes' if is_right else 'No'}</score>"

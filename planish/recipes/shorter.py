@@ -1,17 +1,18 @@
-"""The smallest example of learning from preferences: of two answers the shorter one is better.
+"""The smallest example of RL from preferences: of two answers the shorter one wins.
 
-    python -m planish.recipes.shorter                                    the embedded model, drawn
-        questions
+    python -m planish.recipes.shorter                                    the embedded model,
+                                                                         generated questions
     python -m planish.recipes.shorter dataset=prompts.jsonl              rows with "prompt", or
-        chats
+                                                                         chats
 
-Each question is answered `group_size` times, and a rule takes the place of a preference model:
-fewer tokens win. The environment is planish/preference/preference_envs.py. The rule says nothing
-about content, so the policy ends where it says nothing either.
+Each question gets `group_size` answers, and a rule replaces the preference model: the answer with
+fewer tokens wins. The environment is in planish/preference/preference_envs.py. The rule ignores the
+content, so in the end the policy's answers have none.
 """
 
 import random
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,42 +39,18 @@ QUESTIONS = (
     "In a few words: what do you think of {}?",
     "Name one thing that people like about {}.",
 )
-TOPICS = (
-    *(
-        "tea",
-        "rain",
-        "bread",
-        "chess",
-        "the moon",
-        "bicycles",
-        "winter",
-        "gardens",
-        "trains",
-        "the sea",
-        "music",
-        "maps",
-    ),
-    *(
-        "cats",
-        "bridges",
-        "soup",
-        "letters",
-        "mountains",
-        "clocks",
-        "apples",
-        "libraries",
-        "boats",
-        "football",
-        "snow",
-        "honey",
-    ),
+TOPIC_NAMES: str = (
+    "tea, rain, bread, chess, the moon, bicycles, winter, gardens, trains, the sea, music, maps, "
+    "cats, bridges, soup, letters, mountains, clocks, apples, libraries, boats, football, snow, "
+    "honey"
 )
+TOPICS = tuple(TOPIC_NAMES.split(", "))
 TEST_TOPICS = 6
 
 
 @dataclass(frozen=True)
 class Shorter:
-    """Prefers the answer with fewer tokens; a tie is a tie."""
+    """Prefers the answer with fewer tokens; equal lengths are a tie."""
 
     model_name: str
     renderer_name: str | None = None
@@ -88,12 +65,15 @@ class Shorter:
 
 
 def num_tokens(completion: Messages, renderer: Renderer) -> int:
+    """Return the number of tokens in the texts of an answer."""
     texts = (get_text_content(message) for message in completion)  # type: ignore[arg-type]
     return sum(len(renderer.tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
 
 @chz.chz
 class ShorterBuilder(PreferenceModelBuilder):
+    """Builder of the rule, in place of a preference model."""
+
     model_name: str
     renderer_name: str | None = None
 
@@ -103,16 +83,16 @@ class ShorterBuilder(PreferenceModelBuilder):
 
 @chz.chz
 class DrawnPrompts(PromptBuilder):
-    """Questions about everyday things; those of the test are about other things."""
+    """Questions about everyday things. The test asks about other things than training."""
 
     seed: int = 0
 
     def __call__(self) -> Prompts:
         topics = random.Random(f"topics:{self.seed}").sample(TOPICS, len(TOPICS))
-        return Prompts(_asked(topics[TEST_TOPICS:]), _asked(topics[:TEST_TOPICS]))
+        return Prompts(_questions_on(topics[TEST_TOPICS:]), _questions_on(topics[:TEST_TOPICS]))
 
 
-def _asked(topics: list[str]) -> list[Messages]:
+def _questions_on(topics: Sequence[str]) -> list[Messages]:
     return [
         [{"role": "user", "content": question.format(topic)}]
         for topic in topics
@@ -126,7 +106,7 @@ class Options(RLOptions):
         default="/tmp/planish-examples/shorter", doc="directory of the run's files"
     )
     dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = drawn questions"
+        default=None, doc="hub name, local directory or JSONL file; none = generated questions"
     )
     test_size: int | None = chz.field(
         default=16, doc="of dataset: test prompts; none = the whole test split, 0 = no tests"
@@ -154,9 +134,7 @@ class Options(RLOptions):
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
-    training_run.require(
-        options, batch_size=(options.batch_size >= 1, "a whole number of at least 1")
-    )
+    training_run.require_at_least(options, batch_size=1)
     if service_client is not None:
         return train(options, service_client)
     with ServiceClient(
@@ -166,34 +144,26 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:
-    prompts = prompt_builder(options)
-    judge = ShorterBuilder(model_name=options.model_name, renderer_name=options.renderer_name)
-    builder = PairwisePreferenceRLDatasetBuilder(
-        prompt_builder=prompts,
-        preference_model_builder=judge,
-        policy_model_name=options.model_name,
-        policy_renderer_name=options.renderer_name,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        tournament_pattern=options.tournament_pattern,
-        matchup_group_size=options.matchup_group_size,
-        max_prompt_tokens=options.max_prompt_tokens,
-        seed=options.seed,
+    """Train, and compare with the weights of the beginning in evaluations."""
+    judge = training_run.build(ShorterBuilder, options)
+    shared = {
+        "prompt_builder": prompt_builder(options),
+        "policy_model_name": options.model_name,
+        "policy_renderer_name": options.renderer_name,
+    }
+    builder = training_run.build(
+        PairwisePreferenceRLDatasetBuilder, options, preference_model_builder=judge, **shared
     )
-    test = ComparisonEvaluatorBuilder(
-        prompt_builder=prompts,
+    temperature = options.eval_temperature
+    test = training_run.build(
+        ComparisonEvaluatorBuilder,
+        options,
         judge_builders={"shorter": judge},
-        policy_model_name=options.model_name,
-        policy_renderer_name=options.renderer_name,
         reference_checkpoint_path=options.load_checkpoint_path,
-        max_tokens=options.max_tokens,
-        temperature=options.temperature
-        if options.eval_temperature is None
-        else options.eval_temperature,
-        both_ways=False,  # a rule has no taste for a side
-        max_prompt_tokens=options.max_prompt_tokens,
-        seed=options.seed,
+        temperature=options.temperature if temperature is None else temperature,
+        both_ways=False,  # the rule does not depend on the order of two answers
         service_client=service_client,
+        **shared,
     )
     tests = () if options.test_size == 0 else (test,)
     return run(
@@ -206,6 +176,7 @@ def train(options: Options, service_client: ServiceClient) -> Path:
 
 
 def prompt_builder(options: Options) -> PromptBuilder:
+    """Return the builder of the questions."""
     if options.dataset is None:
         return DrawnPrompts(seed=options.seed)
     return PromptsFromRows(

@@ -1,14 +1,13 @@
-"""Supervised training on conversations by the library: one data set, one loop, tests, and all of a
-run's files.
+"""Supervised training on conversations with the library's training loop, evaluation and run files.
 
     python -m planish.recipes.sl_basic                                     the embedded model,
-        no_robots from the hub
-    python -m planish.recipes.sl_basic dataset=chats.jsonl test_size=50    a file of your own
+                                                                           no_robots from the hub
+    python -m planish.recipes.sl_basic dataset=chats.jsonl test_size=50    your own file
     python -m planish.recipes.sl_basic preset=seed                         sizes and model of the
-        published recipe
+                                                                           published recipe
 
-All that the assistant says is learned. planish/training/supervised_learner.py takes the steps. With more to choose:
-chat_sl.
+All messages of the assistant are trained on. planish/training/supervised_learner.py makes the
+steps. The recipe chat_sl reads more datasets.
 """
 
 import sys

@@ -4,10 +4,11 @@
     python -m planish.recipes.sl_loop preset=seed      sizes and model of the published recipe
 
 A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its
-assistant messages are learned. A row with only "question" and "answer" becomes the prompt that
-rl_loop asks with, and the worked solution with its result in a box: the warm start for a model that
-never saw such a box. The learning rate falls linearly to 0. Each epoch has its own order, a
-function of the seed alone, so a run that was killed goes on with the very next batch, once.
+assistant messages are trained on. A row with only "question" and "answer" becomes a conversation of
+the prompt that rl_loop uses and the worked solution with its result in a box. So sl_loop can prepare
+a model that does not know this format for rl_loop. The learning rate falls linearly to 0. The order
+of each epoch depends on the seed only, so an interrupted run resumes with the next batch and sees
+each batch once.
 """
 
 import math
@@ -50,7 +51,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 Metrics = dict[str, float]
 LEARNED = TrainOnWhat.ALL_ASSISTANT_MESSAGES
 RESUMABLE_OPTIONS = ("base_url", "save_every", "ttl_seconds")
-"""Options that may differ when a run is resumed; not max_steps, by which the learning rate falls.
+"""Options that may differ when a run is resumed. max_steps may not, since the learning rate depends
+on it.
 """
 CONSOLE_METRICS = {
     "train_mean_nll": "nll {:.4f}",
@@ -82,19 +84,17 @@ class Config(CheckpointOptions, StartOptions):
 
 
 def main(config: Config) -> Path:
-    """Train, here or on a server; returns the run directory."""
+    """Train, in this process or on a server; returns the run directory."""
     check(config)
     with ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: ServiceClient) -> Path:
-    conversations = load_conversations(config.dataset, "train")
-    tests = (
-        load_conversations(config.dataset, "test")[: config.eval_examples]
-        if config.eval_examples
-        else []
-    )
+    """Train with a given service client; returns the run directory."""
+    conversations, tests = load_conversations(config.dataset, "train"), []
+    if config.eval_examples:
+        tests = load_conversations(config.dataset, "test")[: config.eval_examples]
     batches = len(conversations) // config.batch_size
     training_run.require(
         config, batch_size=(batches > 0, f"at most {len(conversations)}, the number of examples")
@@ -126,23 +126,16 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 stop.check()
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                test_metrics = (
-                    evaluate(training_client, tests, renderer, config)
-                    if tests and step == 0
-                    else {}
-                )
-                epoch, batch = divmod(step, batches)
-                chosen = epoch_order(len(conversations), config.seed, epoch)[
-                    batch * config.batch_size :
-                ][: config.batch_size]
+                test_metrics = {}
+                if tests and step == 0:
+                    test_metrics = evaluate(training_client, tests, renderer, config)
+                epoch, index = divmod(step, batches)
+                order = epoch_order(len(conversations), config.seed, epoch)
+                chosen = order[index * config.batch_size : (index + 1) * config.batch_size]
+                batch = [conversations[i] for i in chosen]
                 display.stage("training")
-                metrics = train_step(
-                    training_client,
-                    [conversations[i] for i in chosen],
-                    renderer,
-                    config,
-                    1 - step / steps,
-                )
+                rate = config.learning_rate * (1 - step / steps)
+                metrics = train_step(training_client, batch, renderer, config.max_length, rate)
                 metrics |= {
                     "progress/batch": step,
                     "progress/done_frac": (step + 1) / steps,
@@ -152,16 +145,13 @@ def train(config: Config, service_client: ServiceClient) -> Path:
                 run.log(step, metrics)
                 display.step_done(step_line(step, steps, metrics, CONSOLE_METRICS))
             if tests:
-                run.log(
-                    steps,
-                    {"progress/batch": steps, **evaluate(training_client, tests, renderer, config)},
-                )
+                metrics = evaluate(training_client, tests, renderer, config)
+                run.log(steps, {"progress/batch": steps, **metrics})
                 display.say(step_line(steps, steps, run.metrics()[-1], CONSOLE_METRICS))
             record = checkpoints.final(steps)
             draw(config, run)
-            display.say(
-                f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}"
-            )
+            display.say(f"state to resume from: {record.state_path}")
+            display.say(f"weights for sampling: {record.sampler_path}")
         return run.path
 
 
@@ -169,20 +159,17 @@ def train_step(
     training_client: TrainingClient,
     batch: Sequence[Conversation],
     renderer: Renderer,
-    config: Config,
-    remaining: float,
+    max_length: int,
+    rate: float,
 ) -> Metrics:
-    """One gradient step on the summed loss of a batch; `remaining` is the fraction of the run that
-    is left.
-
-    A batch of which nothing is left changes nothing.
+    """Make one gradient step on the summed loss of a batch and return its metrics. If all
+    conversations of the batch are left out, nothing is trained.
     """
     spans = Spans()
-    rate = config.learning_rate * remaining
     with spans.measure("training"):
-        examples = render(batch, renderer, config.max_length)
+        examples = render(batch, renderer, max_length)
         data = examples.data
-        learned = learn(training_client, data, rate) if data else {}
+        training_metrics = forward_backward_and_step(training_client, data, rate) if data else {}
     times = spans.metrics()
     tokens = sum(datum.model_input.length for datum in data)
     return {
@@ -193,21 +180,24 @@ def train_step(
         "num_truncated": examples.truncated,
         "num_left_out": examples.left_out,
         "tokens_per_second/trained": tokens / times["time/training"],
-        **learned,
+        **training_metrics,
         **times,
     }
 
 
-def learn(training_client: TrainingClient, data: Sequence[Datum], rate: float) -> Metrics:
+def forward_backward_and_step(
+    training_client: TrainingClient, data: Sequence[Datum], rate: float
+) -> Metrics:
+    """Make one gradient step and return the mean NLL before it and the metrics of the engine."""
+    # Both operations are submitted before either is waited for, so the engine is never idle.
     backward = training_client.forward_backward(data, "cross_entropy")
-    update = training_client.optim_step(
-        AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
-    )
+    adam = AdamParams(learning_rate=rate, beta1=0.9, beta2=0.95, eps=1e-8)
+    update = training_client.optim_step(adam)
     output = backward.result()
-    served = {
-        f"optim/{name}": value for name, value in (output.metrics | update.result().metrics).items()
-    }
-    return {"train_mean_nll": mean_nll(data, output), **served}
+    metrics = {"train_mean_nll": mean_nll(data, output)}
+    for name, value in (output.metrics | update.result().metrics).items():
+        metrics[f"optim/{name}"] = value
+    return metrics
 
 
 def evaluate(
@@ -216,13 +206,13 @@ def evaluate(
     renderer: Renderer,
     config: Config,
 ) -> Metrics:
-    """The nll of `tests` under the present weights."""
+    """Return the mean NLL of `tests` with the current weights."""
     data = render(tests, renderer, config.max_length).data
     return {"test/nll": mean_nll(data, training_client.forward(data, "cross_entropy").result())}
 
 
 def mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
-    """-sum(weight * logprob) / sum(weight): nats for a learned token."""
+    """Return -sum(weight * logprob) / sum(weight), in nats per trained token."""
     total, weight = 0.0, 0.0
     for datum, tensors in zip(data, output.loss_fn_outputs, strict=True):
         weights = datum.loss_fn_inputs["weights"].to_numpy()
@@ -233,15 +223,17 @@ def mean_nll(data: Sequence[Datum], output: ForwardBackwardOutput) -> float:
 
 @dataclass(frozen=True)
 class Examples:
+    """The rendered conversations of a batch."""
+
     data: list[Datum]
     truncated: int
-    """Conversations whose end was cut off."""
+    """Number of conversations whose end was cut off."""
     left_out: int
-    """Conversations of which nothing that is learned would have been left."""
+    """Number of conversations without a trained token within `max_length`."""
 
 
 def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -> Examples:
-    """One datum a conversation, weight 1 on what the assistant says."""
+    """Return one datum per conversation, with weight 1 for each token of the assistant."""
     data, truncated = [], 0
     for conversation in batch:
         tokens, weights = renderer.build_supervised_example(conversation, LEARNED)
@@ -252,7 +244,7 @@ def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -
 
 
 def load_conversations(dataset: str, split: str) -> list[Conversation]:
-    """Conversations, or worked solutions as conversations, by the keys of the rows."""
+    """Return the rows of a split as conversations."""
     return [
         read_row(row, f"dataset={dataset}, {split} row {number}")
         for number, row in enumerate(load_rows(dataset, split), start=1)
@@ -260,7 +252,7 @@ def load_conversations(dataset: str, split: str) -> list[Conversation]:
 
 
 def read_row(row: Row, where: str) -> Conversation:
-    """A conversation, or a question with its worked solution where the row has no conversation."""
+    """Return the conversation of a row, or its question and worked solution as a conversation."""
     if is_worked_solution(row):
         problem = read_problem(row, where)
         return [*problem_prompt(problem), {"role": "assistant", "content": problem.solution}]
@@ -270,8 +262,8 @@ def read_row(row: Row, where: str) -> Conversation:
 def check_data(
     conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str
 ) -> None:
-    """UserError for a conversation that cannot be trained on, by its row, or if each of them is too
-    long.
+    """Raise UserError for a conversation that cannot be trained on, with its row, or if all
+    conversations are too long.
     """
     rows = [{"messages": conversation} for conversation in conversations]
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
@@ -282,27 +274,23 @@ def check_data(
 
 
 def epoch_order(count: int, seed: int, epoch: int) -> list[int]:
+    """Return the indices of `count` conversations in the order of an epoch."""
     order = list(range(count))
     random.Random(f"{seed}:{epoch}").shuffle(order)
     return order
 
 
 def draw(config: Config, run: RunDirectory) -> None:
+    """Draw the loss curve, nll.png."""
     title = f"supervised: {config.model_name} on {config.dataset}"
     draw_curve(run.path / "nll.png", run.metrics(), ("train_mean_nll", "test/nll"), title=title)
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option, before anything is loaded."""
+    training_run.require_at_least(config, batch_size=1, max_length=2, num_epochs=1, max_steps=1)
     training_run.require(
         config,
-        batch_size=(config.batch_size >= 1, "a whole number of at least 1"),
-        max_length=(config.max_length >= 2, "a whole number of at least 2"),
-        num_epochs=(config.num_epochs >= 1, "a whole number of at least 1"),
-        max_steps=(
-            config.max_steps is None or config.max_steps >= 1,
-            "a whole number of at least 1",
-        ),
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_examples=(config.eval_examples >= 0, "a whole number, 0 for none"),

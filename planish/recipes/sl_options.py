@@ -1,8 +1,7 @@
-"""What the recipes of `planish.supervised` have in common: their options, flat, and the way from
-these to a run.
+"""Options of the recipes of `planish.supervised`, and how a run is started from them.
 
-A recipe's options are a class on top of `SLOptions` that adds its own and gives defaults of its
-own; `run` does the rest.
+The options of a recipe are a subclass of `SLOptions` with further options and other defaults; `run`
+does the rest.
 """
 
 from pathlib import Path
@@ -12,9 +11,8 @@ import chz
 
 from planish import ServiceClient
 from planish.datasets.gsm8k import QUESTION_SUFFIX, read_problem
-from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
-from planish.recipes.training_run import run_main
+from planish.recipes.training_run import build, require_at_least, run_main
 from planish.renderers import TrainOnWhat
 from planish.supervised.conversations import Conversation, Row, conversation_of, is_worked_solution
 from planish.supervised.datasets import FromRowsBuilder
@@ -32,8 +30,8 @@ from planish.training.supervised_config import Config, check
 
 @chz.chz
 class SLOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
-    """Options of every recipe; those with the name of one of
-    `planish.training.supervised_config.Config` are that one.
+    """Options of every supervised recipe. An option with the name of a field of
+    `planish.training.supervised_config.Config` sets that field.
     """
 
     model_name: str = chz.field(
@@ -77,10 +75,8 @@ def run(
     dataset: str | None = None,
     service_client: ServiceClient | None = None,
 ) -> Path:
-    """Train on `dataset` (none = options.dataset), with the given service client or one of the
-    run's own.
-
-    Options are checked before anything is loaded. Returns the run directory.
+    """Train on `dataset` (None = options.dataset), with the given service client or a new one, and
+    return the run directory. Options are checked before anything is loaded.
     """
     config = sl_config(
         options, chat_builder(options, dataset or options.dataset), recipe_name=recipe_name
@@ -92,14 +88,14 @@ def run(
 def sl_config(
     options: SLOptions, dataset_builder: SupervisedDatasetBuilder, *, recipe_name: str
 ) -> Config:
-    """The options as `planish.training.train_supervised` takes them."""
+    """Return the config of `planish.training.train_supervised`."""
     return Config(
         **shared_settings(options), dataset_builder=dataset_builder, recipe_name=recipe_name
     )
 
 
 def shared_settings(options: SLOptions) -> dict[str, Any]:
-    """What the options say of any run, by the names of `Config`."""
+    """Return the fields of `Config` that the options set for every recipe."""
     shared = chz.chz_fields(SLOptions).keys() & chz.chz_fields(Config).keys()
     rate = (
         options.learning_rate if options.learning_rate is not None else get_lr(options.model_name)
@@ -108,17 +104,10 @@ def shared_settings(options: SLOptions) -> dict[str, Any]:
 
 
 def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
-    for name, least in (("batch_size", 1), ("max_length", 2), ("test_size", 0)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"{name}={value}: give a whole number of at least {least}")
-    common_config = ChatDatasetBuilderCommonConfig(
-        model_name_for_tokenizer=options.model_name,
-        renderer_name=options.renderer_name,
-        max_length=options.max_length,
-        batch_size=options.batch_size,
-        train_on_what=options.train_on_what,
-        reduction=options.reduction,
+    """Return the builder of the conversations in `dataset`."""
+    require_at_least(options, batch_size=1, max_length=2, test_size=0)
+    common_config = build(
+        ChatDatasetBuilderCommonConfig, options, model_name_for_tokenizer=options.model_name
     )
     return FromRowsBuilder(
         common_config=common_config,
@@ -130,10 +119,10 @@ def chat_builder(options: SLOptions, dataset: str) -> FromRowsBuilder:
 
 
 def read_chat(row: Row, where: str) -> Conversation:
-    """A row of chat data, or a question with its worked solution, which ends with the answer in a
-    box.
+    """Return the conversation of a row of chat data, or of a question with its worked solution,
+    which ends with the answer in a box.
 
-    A row that has both is chat data: its words are the conversation's own.
+    A row that has both forms is read as chat data.
     """
     if is_worked_solution(row):
         problem = read_problem(row, where)

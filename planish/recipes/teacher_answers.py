@@ -1,8 +1,7 @@
-"""What the recipes share that train on a teacher's answers: their options, and the stage in which
-the teacher writes them.
+"""Options of the recipes that train on a teacher's answers, and the stage that samples the answers.
 
-Answers are kept in the run's directory, in sampled.jsonl (planish/distillation/sampling.py), and
-are not asked for again when a run goes on.
+The answers are stored in the run's directory as sampled.jsonl (planish/distillation/sampling.py). A
+resumed run does not sample them again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,8 +32,10 @@ SAMPLED = "sampled.jsonl"
 
 @chz.chz
 class TeacherOptions(SLOptions):
+    """Options of recipes that train on a teacher's answers."""
+
     dataset: str = chz.field(
-        default=SUMS, doc="hub name, local directory or file; sums = drawn questions"
+        default=SUMS, doc="hub name, local directory or file; sums = generated questions"
     )
     test_size: int | None = chz.field(
         default=64, doc="test conversations; none = the whole test split, 0 = no tests"
@@ -60,10 +61,12 @@ class TeacherOptions(SLOptions):
 
     @property
     def largest_operand(self) -> int:
+        """The largest number that is added in generated sums."""
         return MAX_OPERAND if self.max_operand is None else self.max_operand
 
 
 def teacher_config(options: TeacherOptions) -> TeacherConfig:
+    """Return the config of the teacher."""
     return TeacherConfig(
         base_model=options.teacher_model or options.model_name,
         load_checkpoint_path=options.teacher_checkpoint,
@@ -71,29 +74,21 @@ def teacher_config(options: TeacherOptions) -> TeacherConfig:
 
 
 def check(options: TeacherOptions) -> None:
-    """UserError for an option that cannot be right."""
+    """Raise UserError for an invalid option."""
     check_sums(options)
+    training_run.require_at_least(options, max_tokens=1, num_prompts=1, max_operand=1)
     training_run.require(
         options,
-        max_tokens=(options.max_tokens >= 1, "a whole number of at least 1"),
         temperature=(options.temperature >= 0, "0 or more"),
-        num_prompts=(
-            options.num_prompts is None or options.num_prompts >= 1,
-            "a whole number of at least 1",
-        ),
-        max_operand=(
-            options.max_operand is None or options.max_operand >= 1,
-            "a whole number of at least 1",
-        ),
         train_on_what=(
             options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
-            "nothing: what is learned of a sampled conversation is the teacher's answer",
+            "nothing: of a sampled conversation only the teacher's answer is trained on",
         ),
     )
 
 
 def check_sums(options: TeacherOptions) -> None:
-    """UserError for what only sums have, where the questions are others."""
+    """Raise UserError for an option of generated sums if the dataset is another one."""
     if options.dataset != SUMS:
         training_run.refuse(
             options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out"
@@ -101,17 +96,20 @@ def check_sums(options: TeacherOptions) -> None:
 
 
 def answers_path(options: TeacherOptions) -> Path:
+    """Return the path of the file with the teacher's answers."""
     return Path(options.log_path).expanduser() / SAMPLED
 
 
 def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
-    """The data set of the answers, which are written before it is called."""
+    """Return the builder of the answers' dataset. The answers must be sampled before it is called."""
     last = chz.replace(options, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE)
     return chat_builder(last, str(answers_path(options)))
 
 
 def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any]:
-    """Besides the answers that are held out: sums are tested by what they come to."""
+    """Return evaluators in addition to the loss on held-out answers: for generated sums, whether the
+    student's results are right.
+    """
     if options.dataset != SUMS:
         return ()
     names = {"model_name": options.model_name, "renderer_name": options.renderer_name}
@@ -129,19 +127,19 @@ async def write_answers(
     *,
     shows_examples: bool,
 ) -> None:
-    """Have the teacher answer all prompts, each behind `prefix`, as far as they are not answered
-    yet.
+    """Sample the teacher's answers to all prompts that have none yet, each prompt after `prefix`.
 
-    The run's directory is held meanwhile, as it is while the run trains: two processes would both
-    append.
+    The run's directory is locked meanwhile, as it is during training, since two processes must not
+    append to the same file.
     """
     renderer = model_renderer(options.model_name, options.renderer_name)
     prompts = prompts_of(options, prefix, shows_examples=shows_examples)
     needed = options.batch_size + (options.test_size or 0)
     if len(prompts) < needed:
         raise UserError(
-            f"there are {len(prompts)} prompts, and batch_size={options.batch_size} with test_size={options.test_size or 0} needs "
-            f"{needed}; give more prompts, or smaller sizes"
+            f"there are {len(prompts)} prompts, and batch_size={options.batch_size} with "
+            f"test_size={options.test_size or 0} needs {needed}; give more prompts, or smaller "
+            "sizes"
         )
     teacher = pinned(teacher_config(options))
     origin = {
@@ -173,6 +171,7 @@ async def write_answers(
 def prompts_of(
     options: TeacherOptions, prefix: Sequence[Mapping[str, Any]], *, shows_examples: bool
 ) -> list[Conversation]:
+    """Return the prompts that the teacher answers; UserError if there are too few."""
     if options.dataset == SUMS:
         count = options.num_prompts or 512
         return drawn_sum_prompts(
@@ -183,6 +182,6 @@ def prompts_of(
     )
     if options.num_prompts is not None and options.num_prompts > len(prompts):
         raise UserError(
-            f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)}; give at most so many"
+            f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)} prompts; give at most that number"
         )
     return prompts[: options.num_prompts]

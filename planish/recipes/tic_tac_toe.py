@@ -253,21 +253,14 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     training_run.require(
         options,
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         opening_moves=(
             0 <= options.opening_moves <= MOST_OPENING_MOVES,
             f"0 to {MOST_OPENING_MOVES}",
         ),
         test_games=(options.test_games >= 0, "0 or more"),
     )
-    builder = TicTacToeDatasetBuilder(
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
-        batch_size=options.batch_size,
-        opening_moves=options.opening_moves,
-        test_games=options.test_games,
-        seed=options.seed,
-    )
+    training_run.require_at_least(options, batch_size=1)
+    builder = training_run.build(TicTacToeDatasetBuilder, options)
     return run(options, builder, recipe_name="tic_tac_toe", service_client=service_client)
 
 

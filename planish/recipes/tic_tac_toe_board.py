@@ -1,6 +1,6 @@
-"""Tic-tac-toe: the board, and two players to measure oneself against.
+"""The board of tic-tac-toe, and two players for evaluation, a random one and an optimal one.
 
-Cells are 1 to 9, row by row. Player 0 writes X and begins, player 1 writes O.
+Cells are 1 to 9, row by row. Player 0 is X and begins, player 1 is O.
 """
 
 import random
@@ -14,42 +14,51 @@ LINES = ((1, 2, 3), (4, 5, 6), (7, 8, 9), (1, 4, 7), (2, 5, 8), (3, 6, 9), (1, 5
 
 @dataclass(frozen=True)
 class Board:
+    """A position of the game."""
+
     moves: tuple[int, ...] = ()
-    """The cells that were taken, X and O in turn."""
+    """The cells of all moves in order; X and O alternate."""
 
     @property
     def to_move(self) -> int:
+        """The player whose turn it is."""
         return len(self.moves) % 2
 
     @property
     def free(self) -> list[int]:
+        """The free cells."""
         return [cell for cell in CELLS if cell not in self.moves]
 
     def cells_of(self, player: int) -> list[int]:
+        """Return the cells of a player."""
         return sorted(self.moves[player::2])
 
     def after(self, cell: int) -> Self:
+        """Return the board after a move to a free cell."""
         assert cell in self.free
         return replace(self, moves=(*self.moves, cell))
 
     @property
     def winner(self) -> int | None:
-        """Only who moved last can have completed a line."""
+        """The player with three cells in a line; None if there is none."""
+        # Only the player who moved last can have completed a line.
         last = 1 - self.to_move
         cells = self.cells_of(last)
         return last if any(all(cell in cells for cell in line) for line in LINES) else None
 
     @property
     def is_over(self) -> bool:
+        """Whether a player has won or no cell is free."""
         return self.winner is not None or len(self.moves) == 9
 
 
 def random_move(board: Board, rng: random.Random) -> int:
+    """Return a random free cell."""
     return rng.choice(board.free)
 
 
 def optimal_move(board: Board, rng: random.Random) -> int:
-    """One of the moves after which the game's value is best."""
+    """Return a random one of the best moves."""
     values = {cell: -value(*position(board.after(cell))) for cell in board.free}
     best = max(values.values())
     return rng.choice([cell for cell in board.free if values[cell] == best])
@@ -59,13 +68,15 @@ PLAYERS = {"random": random_move, "optimal": optimal_move}
 
 
 def position(board: Board) -> tuple[frozenset[int], frozenset[int]]:
-    """The cells of the player to move, and those of the other: all that matters for what follows."""
+    """Return the cells of the player whose turn it is, and those of the other player."""
     return frozenset(board.cells_of(board.to_move)), frozenset(board.cells_of(1 - board.to_move))
 
 
 @cache
 def value(own: frozenset[int], others: frozenset[int]) -> int:
-    """1, 0 or -1 for the player to move, if both play as well as one can."""
+    """Return the value of a position for the player whose turn it is, if both play optimally: 1 for
+    a win, 0 for a draw, -1 for a loss.
+    """
     if any(others.issuperset(line) for line in LINES):
         return -1
     free = [cell for cell in CELLS if cell not in own and cell not in others]

@@ -1,5 +1,5 @@
-"""What every training recipe does around its loop: read options from the command line, and end in a
-way a person can read.
+"""The parts that all training recipes share: command-line options, their checks, and readable
+errors.
 """
 
 import asyncio
@@ -38,10 +38,11 @@ def run_command(
     argv: Sequence[str],
     again: str = "goes on from the last checkpoint",
 ) -> None:
-    """Run a recipe with `key=value` options; errors that the user can mend are printed without a
-    traceback.
+    """Run a recipe with `key=value` options. Errors of planish are printed without a traceback and
+    end the process with exit status 1.
 
-    Ctrl-C and SIGTERM end it with exit status 130 and 143. `again`: what the same command does then.
+    Ctrl-C and SIGTERM end it with exit status 130 and 143. `again` says in their message what the
+    same command does next.
     """
     try:
         with sigterm_like_control_c(), engine_log_on_console():
@@ -56,7 +57,7 @@ def run_command(
 
 
 class _ConsoleHandler(logging.Handler):
-    """Prints records as people read them: warnings on stderr, others on stdout."""
+    """Prints log records as plain text: warnings and errors on stderr, others on stdout."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
@@ -65,9 +66,9 @@ class _ConsoleHandler(logging.Handler):
 
 @contextmanager
 def engine_log_on_console() -> Iterator[None]:
-    """Inside, the console shows what the engine logs (level INFO): once for each base model which
-    device, dtype and kernels serve it, and that kernels are being compiled. A program that set up
-    logging itself sees these records in its own way instead.
+    """Print the engine's log records of level INFO in the block: device, dtype and kernels of each
+    base model, and when kernels are compiled. If the program has set up logging, nothing is
+    changed.
     """
     if logging.getLogger().handlers:
         yield
@@ -92,8 +93,9 @@ def run_main(
     service_client: ServiceClient | None = None,
     others: Sequence[str | None] = (),
 ) -> Path:
-    """`main` of the config and a service client: the given one, or one of the run's own. The
-    renderer is learned from it. `others`: base models that are used beside the config's.
+    """Return the result of `main(config, client)`, with the given service client or a new one. The
+    config's renderer name is set to that of its model. `others` are further base models that the
+    run uses.
     """
     given: Any = config
     if instead.get() is not None:
@@ -108,8 +110,8 @@ def run_main(
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:
-    """What `work` returns. In a notebook, whose event loop runs already, another one does it in a
-    thread.
+    """Run a coroutine and return its result. If an event loop is running already, as in a notebook,
+    the coroutine runs in a thread with its own loop.
     """
     try:
         asyncio.get_running_loop()
@@ -119,8 +121,8 @@ def finished(work: Coroutine[Any, Any, T]) -> T:
 
 
 def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) -> C:
-    """A config from `key=value` arguments. `preset=NAME` gives other defaults, which further
-    options still override.
+    """Return the config of `key=value` arguments. `preset=NAME` gives other defaults, which other
+    arguments override. --help prints the options and exits; UserError for a wrong argument.
     """
     names = [argument.partition("=")[2] for argument in argv if argument.startswith("preset=")]
     rest = [argument for argument in argv if not argument.startswith("preset=")]
@@ -140,8 +142,10 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
         return blueprint.make_from_argv(rest)
     except EntrypointHelpException as shown:
         print(shown)
-        if left := sorted(presets.keys() - names):  # those that are named are in what was shown
-            print(f"preset=NAME gives other defaults: {', '.join(left)}")
+        # The defaults shown above include the presets that were given.
+        others = sorted(presets.keys() - names)
+        if others:
+            print(f"preset=NAME gives other defaults: {', '.join(others)}")
         sys.exit(0)
     except (
         ConstructionException,
@@ -153,16 +157,34 @@ def read_options(config_type: type[C], presets: Presets, argv: Sequence[str]) ->
 
 
 def refuse(config: Any, names: Iterable[str], reason: str) -> None:
-    """Raise UserError for the first option of `names` that is given, and would be ignored."""
+    """Raise UserError for the first option of `names` that is set although it would be ignored.
+    `reason` ends the message.
+    """
     for name in names:
         if getattr(config, name) not in (None, {}):
             raise UserError(f"{name}={getattr(config, name)} {reason}")
 
 
 def require(config: Any, **conditions: tuple[bool, str]) -> None:
-    """Raise UserError for the first option whose condition does not hold: `name=(holds, what to
-    give)`.
+    """Raise UserError for the first option whose condition does not hold, given as
+    `name=(holds, right values)`.
     """
     for name, (holds, remedy) in conditions.items():
         if not holds:
             raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+
+
+def require_at_least(config: Any, **minimum: int) -> None:
+    """Raise UserError for the first option that is below its minimum. None is accepted."""
+    for name, least in minimum.items():
+        value = getattr(config, name)
+        if value is not None and value < least:
+            raise UserError(f"{name}={value}: give a whole number of at least {least}")
+
+
+def build(target: type[T], options: Any, **others: Any) -> T:
+    """Make a chz object of class `target` from the options that have the name of one of its fields,
+    and from `others`, which take precedence.
+    """
+    names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
+    return target(**{**{name: getattr(options, name) for name in names}, **others})

@@ -55,12 +55,16 @@ GUESS_END = string.whitespace + ".!?"
 
 @chz.chz
 class Rules:
+    """The rules of a game."""
+
     max_questions: int = chz.field(default=4, doc="messages of the player, guesses included")
     waste_cost: float = chz.field(default=0.1, doc="of a message that cannot help")
 
 
 @dataclass(frozen=True)
 class Riddle:
+    """The secret word of a game."""
+
     secret: str
     choices: tuple[str, ...] = ()
     """The words that the player may choose from; empty = any word."""
@@ -264,12 +268,11 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
             options.choices == 0 or 2 <= options.choices <= MOST_CHOICES,
             f"0, or 2 to {MOST_CHOICES}",
         ),
-        max_questions=(options.max_questions >= 1, "a whole number of at least 1"),
         waste_cost=(options.waste_cost >= 0, "0 or more"),
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(options.group_size >= 2, "at least 2: players are compared within their group"),
         rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),
     )
+    training_run.require_at_least(options, max_questions=1, batch_size=1)
     if service_client is not None:
         return train(options, service_client)
     answerer = options.answerer_model
@@ -281,6 +284,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:
+    """Train with an answerer on the same engine or server."""
     model = options.answerer_model or options.model_name
     renderer_name = options.answerer_renderer_name
     if renderer_name is None and options.answerer_model is None:
@@ -290,16 +294,12 @@ def train(options: Options, service_client: ServiceClient) -> Path:
     completer = TinkerMessageCompleter(
         sampling_client, renderer, max_tokens=ANSWER_TOKENS, temperature=0.0
     )
-    builder = TwentyQuestionsDatasetBuilder(
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
+    builder = training_run.build(
+        TwentyQuestionsDatasetBuilder,
+        options,
         answerer=Answerer(completer),
         answerer_model=model,
-        rules=Rules(max_questions=options.max_questions, waste_cost=options.waste_cost),
-        choices=options.choices,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        seed=options.seed,
+        rules=training_run.build(Rules, options),
     )
     return run(options, builder, recipe_name="twenty_questions", service_client=service_client)
 

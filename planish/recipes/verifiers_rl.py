@@ -1,12 +1,12 @@
-"""RL on any environment of the verifiers library, from its hub or your own.
+"""RL on an environment of the verifiers library, from its hub or your own.
 
     pip install 'planish[verifiers]'
     python -m planish.recipes.verifiers_rl env_id=reverse-text
     python -m planish.recipes.verifiers_rl env_id=my_module 'env_args={"difficulty": 2}'
 
 `env_id` is an installed environment or any importable module with a function `load_environment`.
-Prompts, turns, tools, rewards and metrics are the environment's; the loop is planish/training/train_rl.py.
-How the two meet: planish/integrations/verifiers/environments.py.
+The environment defines prompts, turns, tools, rewards and metrics. The loop is in
+planish/training/train_rl.py. planish/integrations/verifiers/environments.py connects the two.
 """
 
 import sys
@@ -46,26 +46,21 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     env_args = read_env_args(options.env_args)
-    load_environment(options.env_id, env_args)  # before a model is
-    builder = VerifiersDatasetBuilder(
-        env_id=options.env_id,
+    load_environment(options.env_id, env_args)  # an error should come before a model is loaded
+    builder = training_run.build(
+        VerifiersDatasetBuilder,
+        options,
         env_args=env_args,
-        model_name=options.model_name,
-        renderer_name=options.renderer_name,
-        batch_size=options.batch_size,
-        group_size=options.group_size,
-        eval_problems=options.eval_problems,
         max_prompt_tokens=options.max_trajectory_tokens - options.max_tokens,
-        seed=options.seed,
     )
     return run(options, builder, recipe_name="verifiers_rl", service_client=service_client)
 
 
 def check(options: Options) -> None:
-    """UserError for an option that cannot be right."""
+    """Raise UserError for an invalid option."""
+    training_run.require_at_least(options, batch_size=1)
     training_run.require(
         options,
-        batch_size=(options.batch_size >= 1, "a whole number of at least 1"),
         group_size=(
             options.group_size >= 2,
             "at least 2: rollouts are compared within their group",

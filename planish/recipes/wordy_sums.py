@@ -1,13 +1,13 @@
-"""Sums that are answered in more or fewer words, rightly or wrongly, and the rule by which one
-answer is better than another.
+"""Synthetic data for RLHF: answers to sums, short or wordy, right or wrong, and a rule that compares
+them.
 
-    the right result beats a wrong one, or none; of two answers that are equally right, the one with fewer words wins
+    A right result beats a wrong or missing one. If both are right or both are wrong, the answer
+    with fewer words wins.
 
-A program draws everything: nobody was asked. There are demonstrations, which are right and often
-wordy, as people write; comparisons, in which either answer may be wrong, labelled by the rule; and
-prompts. Sums of the test are in none of the three for training, in either order of the numbers.
-Since the rule is known, a policy that was trained on a learned judge can be judged by what was
-meant.
+There are demonstrations, which are right and often wordy; comparisons labelled by the rule, in
+which either answer may be wrong; and prompts. Test sums occur in none of the training data, in
+either order of the numbers. Since the rule is known, it can evaluate a policy that was trained with
+a learned preference model.
 """
 
 import random
@@ -34,27 +34,28 @@ from planish.supervised.types import ChatDatasetBuilder, SupervisedDataset
 
 QUESTION = re.compile(r"What is (\d+) \+ (\d+)\?")
 WORDY = 0.6
-"""Chance of an opening, and of a closing."""
+"""Probability of an opening, and of a closing."""
 RIGHT = 0.9
-"""Chance of the right result in an answer that is compared."""
+"""Probability of the right result in an answer of a comparison."""
 LARGEST_SLIP = 3
+"""Largest distance of a wrong result from the right one."""
 
 
 @dataclass(frozen=True)
 class Quality:
-    """What the rule looks at."""
+    """The properties of an answer that the rule compares."""
 
     is_right: bool
     words: int
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Larger is better."""
+        """Sort key; larger is better."""
         return self.is_right, -self.words
 
 
 async def rule(comparison: Comparison) -> float:
-    """The preference of the rule: 1, 0 or -1."""
+    """Return the preference of the rule: 1 if B is better, -1 if A is better, 0 for a tie."""
     a, b = (
         quality(comparison.prompt_conversation, side)
         for side in (comparison.completion_A, comparison.completion_B)
@@ -63,6 +64,7 @@ async def rule(comparison: Comparison) -> float:
 
 
 def quality(prompt: Messages, completion: Messages) -> Quality:
+    """Return the quality of an answer; UserError if the prompt is not one of these sums."""
     asked = QUESTION.fullmatch(text_of(prompt[-1:]))
     if asked is None:
         raise UserError(
@@ -73,18 +75,21 @@ def quality(prompt: Messages, completion: Messages) -> Quality:
 
 
 def text_of(messages: Messages) -> str:
+    """Return the texts of messages as one text."""
     return " ".join(get_text_content(message) for message in messages)  # type: ignore[arg-type]
 
 
 @chz.chz
 class RuleBuilder(PreferenceModelBuilder):
+    """Builder of the rule, in place of a preference model."""
+
     def __call__(self, service_client: ServiceClient | None = None) -> Any:
         return rule
 
 
 @chz.chz
 class WordySums:
-    """Which sums there are, and which of them are held out."""
+    """The sums, and how many of them are held out."""
 
     largest: int = chz.field(default=12, doc="the largest number that is added")
     test_size: int = chz.field(
@@ -102,7 +107,7 @@ class WordySums:
             )
 
     def split(self) -> tuple[list[Sum], list[Sum]]:
-        """(for training, held out), each in a drawn order."""
+        """Return (training sums, held-out sums), each in a random order."""
         rng = random.Random(f"wordy sums:{self.seed}")
         pairs = [(a, b) for a in range(self.largest + 1) for b in range(a, self.largest + 1)]
         rng.shuffle(pairs)
@@ -116,11 +121,12 @@ class WordySums:
 
 
 def question_of(problem: Sum) -> Messages:
+    """Return the prompt of a sum."""
     return [{"role": "user", "content": problem.question}]
 
 
 def answered(problem: Sum, result: int, rng: random.Random) -> Messages:
-    """An answer in so many words as it happens."""
+    """Return an answer with the given result, with a random opening and closing or without."""
     said = f"{problem.left} + {problem.right} = {result}."
     opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
     closing = [rng.choice(CLOSINGS)] if rng.random() < WORDY else []
@@ -128,7 +134,7 @@ def answered(problem: Sum, result: int, rng: random.Random) -> Messages:
 
 
 def result_of(problem: Sum, rng: random.Random) -> int:
-    """Right or nearly."""
+    """Return the right result or, with probability 1 - RIGHT, a close one."""
     if rng.random() < RIGHT:
         return problem.answer
     slips = [
@@ -140,18 +146,19 @@ def result_of(problem: Sum, rng: random.Random) -> int:
 
 
 def compared(problem: Sum, rng: random.Random) -> LabeledComparison:
-    """Two answers of which one is better."""
+    """Return a comparison of two random answers that are not equally good."""
     prompt = question_of(problem)
     while True:
         a, b = (answered(problem, result_of(problem, rng), rng) for _ in "AB")
-        if (ranks := [quality(prompt, side).rank for side in (a, b)])[0] != ranks[1]:
-            label: Label = "A" if ranks[0] > ranks[1] else "B"
+        rank_a, rank_b = quality(prompt, a).rank, quality(prompt, b).rank
+        if rank_a != rank_b:
+            label: Label = "A" if rank_a > rank_b else "B"
             return LabeledComparison(Comparison(prompt, a, b), label)
 
 
 @chz.chz
 class WordySumChats(ChatDatasetBuilder):
-    """Demonstrations: `each` answers to every sum, all right."""
+    """Demonstrations: `each` right answers to every sum."""
 
     sums: WordySums = WordySums()
     each: int = 4
@@ -171,12 +178,13 @@ class WordySumChats(ChatDatasetBuilder):
 
 
 def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
+    """Return a conversation with a right answer to each sum."""
     return [[*question_of(problem), *answered(problem, problem.answer, rng)] for problem in sums]
 
 
 @chz.chz
 class WordySumComparisons(ComparisonBuilder):
-    """`each` comparisons of every sum that is trained on, one of every sum that is held out."""
+    """`each` comparisons for every training sum, and one for every held-out sum."""
 
     sums: WordySums = WordySums()
     each: int = 4
@@ -191,6 +199,8 @@ class WordySumComparisons(ComparisonBuilder):
 
 @chz.chz
 class WordySumPrompts(PromptBuilder):
+    """The questions alone."""
+
     sums: WordySums = WordySums()
 
     def __call__(self) -> Prompts:

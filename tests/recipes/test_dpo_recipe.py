@@ -119,5 +119,5 @@ def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path
 @pytest.mark.parametrize(("name", "value"), [("drawn", "style"), ("largest", 30)])
 def test_what_only_drawn_pairs_have_is_refused_with_a_dataset(small_model, tmp_path, name, value):
     given = {"dataset": "pairs.jsonl", "largest": None, name: value}
-    with pytest.raises(UserError, match=f"{name}={value} is for drawn pairs"):
+    with pytest.raises(UserError, match=f"{name}={value} is for generated pairs"):
         dpo.main(options_of(small_model, tmp_path, **given))
