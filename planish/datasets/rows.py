@@ -96,10 +96,11 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
     """The files of a split; None if the data set is no file and no directory."""
     path, config = _local(dataset)
     if path.is_dir():
-        if not _is_path(dataset) and "/" in dataset and dataset not in _noted:
+        hides_hub = not _is_path(dataset) and "/" in dataset
+        if hides_hub and dataset not in _noted:
             _noted.add(dataset)
             _log.warning("data set %s: the directory of this name is read, not the hub", dataset)
-        return _split_files(path, split, config)
+        return _split_files(path, split, config, hides_hub=hides_hub)
     if path.is_file() and split != "train":
         raise UserError(
             f"the data set {path} is one file and has no {split} split; give a directory with train.jsonl and "
@@ -108,7 +109,9 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
     return [path] if path.is_file() else None
 
 
-def _split_files(directory: Path, split: str, config: str | None) -> Sequence[Path]:
+def _split_files(
+    directory: Path, split: str, config: str | None, *, hides_hub: bool
+) -> Sequence[Path]:
     found = _found_files(directory, split, config)
     if not found:
         there = sorted(
@@ -121,6 +124,7 @@ def _split_files(directory: Path, split: str, config: str | None) -> Sequence[Pa
             f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it, nor in "
             f"{'its folder ' + config if config else 'a folder of one configuration'}; found {listed}. Add that file, "
             "or name a configuration: DIRECTORY:CONFIG"
+            + ("; rename the directory to read the hub's data set of its name" if hides_hub else "")
         )
     return found
 

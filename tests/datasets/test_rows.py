@@ -77,6 +77,13 @@ def test_a_directory_that_has_a_name_of_the_hub_is_told_once(tmp_path, monkeypat
     ]
 
 
+def test_an_empty_directory_that_hides_a_hub_name_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "openai/gsm8k").mkdir(parents=True)
+    with pytest.raises(UserError, match="rename the directory to read the hub's data set"):
+        load_rows("openai/gsm8k", "train")
+
+
 def test_an_evaluation_takes_the_layouts_too(tmp_path):
     path = tmp_path / "main/test.jsonl"
     path.parent.mkdir()
