@@ -115,11 +115,7 @@ class TrainingClient(RefusesMethods):
     forward_backward_async = submitting(forward_backward)
 
     def forward_backward_custom(
-        self,
-        data: Sequence[Datum],
-        loss_fn: CustomLoss,
-        *,
-        loss_type_input: str | None = None,
+        self, data: Sequence[Datum], loss_fn: CustomLoss, *, loss_type_input: str | None = None
     ) -> Pending[ForwardBackwardOutput]:
         """Run `forward_backward` with a custom loss: a differentiable function
         `loss_fn(data, logprobs) -> (loss, metrics)`.

@@ -60,10 +60,10 @@ class Recovery:
         requests.
         """
         store, sessions = self._services.store, self._services.sessions
-        session_rows = await store.read(lambda db: select(db, SessionRow, "ended IS NULL"))
+        session_rows = await store.read(select, SessionRow, "ended IS NULL")
         still_open = "closed IS NULL ORDER BY created"
-        models = await store.read(lambda db: select(db, ModelRow, still_open))
-        samplers = await store.read(lambda db: select(db, SamplerRow, still_open))
+        models = await store.read(select, ModelRow, still_open)
+        samplers = await store.read(select, SamplerRow, still_open)
         to_do = await store.read(journal.to_do)
         for session in session_rows:
             sessions.add(session)
@@ -84,9 +84,7 @@ class Recovery:
         return Recovered(len(session_rows), len(models), len(samplers), len(to_do))
 
     async def _add_model(self, row: ModelRow) -> None:
-        rows = await self._services.store.read(
-            lambda db: journal.of_model(db, row.id, row.last_snapshot)
-        )
+        rows = await self._services.store.read(journal.of_model, row.id, row.last_snapshot)
         queue: RequestQueue[QueueItem] = RequestQueue(row.last_snapshot + 1, row.passed)
         unload_seq = None
         # Older versions may have stored an unload request under the number of another request that
@@ -118,7 +116,7 @@ class Recovery:
 
     async def _decide_published(self, sampler: Sampler, request_id: str) -> None:
         """Open or close a published sampler, depending on the request that publishes it."""
-        row = await self._services.store.read(lambda db: journal.row(db, request_id))
+        row = await self._services.store.read(journal.row, request_id)
         if row is not None and row.state == "done":
             sampler.ready.set()
         elif row is None or not row.is_to_do:
@@ -253,15 +251,10 @@ class Cleanup:
 
     async def _drop_results(self) -> None:
         now = time.time()
-        while (
-            await self._services.store.keep(lambda transaction: self._drop_before(transaction, now))
-            == _BATCH
-        ):
+        while await self._services.store.keep(self._drop_before, now) == _BATCH:
             pass
-        await self._services.store.keep(lambda transaction: self._drop_large(transaction, now))
-        await self._services.store.keep(
-            lambda transaction: _drop_sessions(transaction, now - _ENDED_SECONDS)
-        )
+        await self._services.store.keep(self._drop_large, now)
+        await self._services.store.keep(_drop_sessions, now - _ENDED_SECONDS)
         await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:

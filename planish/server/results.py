@@ -209,8 +209,7 @@ class Unavailable(ServerError):
 def stopping() -> Unavailable:
     """Return the error for requests to a server that is stopping."""
     return Unavailable(
-        "the server is stopping; it resumes accepted requests at its next start",
-        _STOPPING_SECONDS,
+        "the server is stopping; it resumes accepted requests at its next start", _STOPPING_SECONDS
     )
 
 

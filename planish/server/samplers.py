@@ -155,7 +155,7 @@ class Samplers:
     async def row(self, tenant: Tenant, sampler_id: str) -> SamplerRow:
         """Return the row of any sampler that the tenant ever made. NotFound if there is none."""
         rows = await self._services.store.read(
-            lambda db: select(db, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name])
+            select, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name]
         )
         if not rows:
             raise NotFound(
@@ -182,9 +182,7 @@ class Samplers:
         return operation.sampler_id
 
     async def _exists(self, tenant: Tenant, operation: CreateSampler) -> bool:
-        rows = await self._services.store.read(
-            lambda db: select(db, SamplerRow, "id = ?", [operation.sampler_id])
-        )
+        rows = await self._services.store.read(select, SamplerRow, "id = ?", [operation.sampler_id])
         if not rows:
             return False
         row = rows[0]
@@ -202,7 +200,7 @@ class Samplers:
         self._services.request_log.check_room(tenant.name, 0)
         row = await self._new_row(tenant, operation)
         crash_point("pinned before recording")
-        await self._services.store.write(lambda transaction: put(transaction, row))
+        await self._services.store.write(put, row)
         sampler = self.add(row)
         sampler.ready.set()
         self._services.sessions.clear_if_ended(row.session)
@@ -266,11 +264,7 @@ class Samplers:
     async def saved(self, sampler: Sampler, source: str, size: int) -> None:
         """Record the private checkpoint that holds a published sampler's weights."""
         sampler.row = replace(sampler.row, source=source, bytes=size)
-        await self._services.store.keep(
-            lambda transaction: change(
-                transaction, SamplerRow, sampler.id, source=source, bytes=size
-            )
-        )
+        await self._services.store.keep(change, SamplerRow, sampler.id, source=source, bytes=size)
 
     async def release(self, sampler: Sampler) -> None:
         """Remove a sampler from memory, for good or before it is published again."""
@@ -285,9 +279,7 @@ class Samplers:
         if sampler.row.model is not None and sampler.row.seq is not None:
             self._published.pop((sampler.row.model, sampler.row.seq), None)
         self._fail(sampler, reason)
-        await self._services.store.keep(
-            lambda transaction: change(transaction, SamplerRow, sampler.id, closed=reason)
-        )
+        await self._services.store.keep(change, SamplerRow, sampler.id, closed=reason)
         crash_point("sampler closed before cleaning")
         await self.release(sampler)
         if sampler.row.source is not None:

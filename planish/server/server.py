@@ -190,7 +190,7 @@ class Server:
     async def metrics(self) -> Metrics:
         """Return what was counted since the start, and the current gauges."""
         cache, request_log = self.adapter_cache, self.request_log
-        snapshots = await self.store.read(lambda db: count(db, ModelRow, "snapshot IS NOT NULL"))
+        snapshots = await self.store.read(count, ModelRow, "snapshot IS NOT NULL")
         return Metrics(
             counters=deepcopy(self.counters),
             queued=request_log.queued(),
@@ -242,7 +242,7 @@ class Server:
         entry = await self.request_log.encode(operation, 0)
         # The models are read before the requests: if the same request is journaled in between,
         # `repeats` or `accept` still finds it.
-        is_used = bool(await self.store.read(lambda db: select(db, ModelRow, "id = ?", [model_id])))
+        is_used = bool(await self.store.read(select, ModelRow, "id = ?", [model_id]))
         if await self.request_log.repeats(accepted.request_id, entry.digest):
             return accepted
         if is_used:
@@ -319,7 +319,7 @@ class Server:
     async def _model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
         """Return the row of any model that the tenant ever made. NotFound if there is none."""
         rows = await self.store.read(
-            lambda db: select(db, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name])
+            select, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name]
         )
         if not rows:
             raise NotFound(f"model_id={model_id[:200]!r}: there is no such model")
@@ -372,7 +372,7 @@ class Server:
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         """Return one run. NotFound if the tenant has none with this id."""
         row = await self._model_row(tenant, run_id)
-        [found] = await self.store.read(lambda db: _with_last_request(db, "id = ?", [row.id]))
+        [found] = await self.store.read(_with_last_request, "id = ?", [row.id])
         return await self._run_of(found)
 
     async def list_checkpoints(
@@ -433,7 +433,7 @@ class Server:
 
     async def _is_copied(self, run_id: str, why_closed: str) -> bool:
         """Return whether the run holds this copy. UserError if it is used by another model."""
-        runs = await self.store.read(lambda db: select(db, ModelRow, "id = ?", [run_id]))
+        runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
         if runs and runs[0].closed != why_closed:
             raise UserError(
                 f"model_seq_id: {run_id!r} is already used by another model; continue with the "

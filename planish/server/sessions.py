@@ -66,7 +66,7 @@ class Sessions:
         """Create a session, and return its id."""
         now = time.time()
         row = SessionRow(secrets.token_hex(8), tenant.name, text_of(spec), now, now)
-        await self._store.write(lambda transaction: put(transaction, row))
+        await self._store.write(put, row)
         self.add(row)
         return row.id
 
@@ -102,11 +102,7 @@ class Sessions:
         if self._open.pop(session_id, None) is None:
             return
         now = time.time()
-        await self._store.keep(
-            lambda transaction: change(
-                transaction, SessionRow, session_id, ended=now, reason=reason
-            )
-        )
+        await self._store.keep(change, SessionRow, session_id, ended=now, reason=reason)
         crash_point("session ended before cleaning")
         self.clear(session_id)
 
@@ -222,7 +218,7 @@ class Sessions:
 
     async def _row(self, tenant: Tenant, session_id: str) -> SessionRow:
         rows = await self._store.read(
-            lambda db: select(db, SessionRow, "id = ? AND tenant = ?", [session_id, tenant.name])
+            select, SessionRow, "id = ? AND tenant = ?", [session_id, tenant.name]
         )
         if not rows:
             raise _not_found(session_id)

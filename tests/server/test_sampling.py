@@ -408,10 +408,10 @@ def test_a_sampler_of_an_ended_session_is_removed(model_dir, data_dir):
             client = await Client.start(server)
             writing, write = asyncio.Event(), server.store.write
 
-            async def slow(change: Any) -> Any:
+            async def slow(*args: Any) -> Any:
                 writing.set()
                 await server.sessions.finish(TENANT, client.session_id, "success", None)
-                return await write(change)
+                return await write(*args)
 
             server.store.write = slow
             with pytest.raises(ValueError, match="its session ended"):

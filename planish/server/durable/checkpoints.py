@@ -110,9 +110,7 @@ class CheckpointCatalog:
         no sampler is made of them.
         """
         where = f"run = ? AND {_ALIVE} ORDER BY made"
-        rows = await self._store.read(
-            lambda db: select(db, CheckpointRow, where, [run_id, time.time()])
-        )
+        rows = await self._store.read(select, CheckpointRow, where, [run_id, time.time()])
         return {
             row.checkpoint.checkpoint_type: row.checkpoint
             for row in rows
@@ -149,9 +147,7 @@ class CheckpointCatalog:
         row = await self.owned(tenant, path)
         if bool(row.public) == public:
             raise Conflict(f"{path} is {'already public' if public else 'not public'}")
-        await self._store.write(
-            lambda transaction: change(transaction, CheckpointRow, row.path, public=int(public))
-        )
+        await self._store.write(change, CheckpointRow, row.path, public=int(public))
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
         """Let a checkpoint expire `ttl_seconds` from now; None: never."""
@@ -159,9 +155,7 @@ class CheckpointCatalog:
         async with self.changing(row.path):
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
             expires = (await self.saved(tenant, row.path)).expires
-            await self._store.write(
-                lambda transaction: change(transaction, CheckpointRow, row.path, expires=expires)
-            )
+            await self._store.write(change, CheckpointRow, row.path, expires=expires)
 
     async def saved(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Return the row of a checkpoint that was just saved."""
@@ -190,9 +184,7 @@ class CheckpointCatalog:
 
     async def remove_expired(self) -> None:
         """Delete expired checkpoints."""
-        expired = await self._store.read(
-            lambda db: select(db, CheckpointRow, f"NOT {_ALIVE}", [time.time()])
-        )
+        expired = await self._store.read(select, CheckpointRow, f"NOT {_ALIVE}", [time.time()])
         removed = []
         for row in expired:
             async with self.changing(row.path):
@@ -211,7 +203,7 @@ class CheckpointCatalog:
         on_disk = {
             checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()
         }
-        rows = await self._store.read(lambda db: select(db, CheckpointRow, "1"))
+        rows = await self._store.read(select, CheckpointRow, "1")
         missing, now = [row for row in rows if row.path not in on_disk], time.time()
         damaged = {
             row.path: error
@@ -269,7 +261,7 @@ class CheckpointCatalog:
     async def _row(self, path: str) -> CheckpointRow:
         parsed = str(CheckpointPath.parse(path))
         rows = await self._store.read(
-            lambda db: select(db, CheckpointRow, f"path = ? AND {_ALIVE}", [parsed, time.time()])
+            select, CheckpointRow, f"path = ? AND {_ALIVE}", [parsed, time.time()]
         )
         if not rows:
             raise _not_found(path)
@@ -294,7 +286,7 @@ class CheckpointCatalog:
         """Delete the files. The returned future ends when the row is deleted too."""
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
-        return self._store.keep(lambda transaction: remove(transaction, CheckpointRow, row.path))
+        return self._store.keep(remove, CheckpointRow, row.path)
 
 
 def _encode(text: str) -> bytes:

@@ -154,7 +154,7 @@ class CrashGuard:
                 with suppress(
                     StorageError
                 ):  # a full disk must not prevent the request from running
-                    await self._store.write(lambda transaction: _mark(transaction, key))
+                    await self._store.write(_mark, key)
         except BaseException:
             if admitted.done() and not admitted.cancelled():
                 self.pause(key)
@@ -165,13 +165,13 @@ class CrashGuard:
         """Note that a key was answered. Does nothing if it is not running."""
         if self._left(key):
             self._suspects.pop(key, None)
-            self._written(self._store.keep(lambda transaction: _forget(transaction, key)))
+            self._written(self._store.keep(_forget, key))
         self._admit()
 
     def pause(self, key: str) -> None:
         """Note that a key does not run now, but will again."""
         if self._left(key):
-            self._written(self._store.keep(lambda transaction: _unmark(transaction, key)))
+            self._written(self._store.keep(_unmark, key))
         self._admit()
 
     @asynccontextmanager

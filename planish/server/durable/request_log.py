@@ -15,7 +15,7 @@ import sqlite3
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
 from planish.errors import DamagedFileError, StorageError
@@ -109,29 +109,24 @@ def token_count(operation: Operation[Any]) -> int:
     return 0
 
 
+@dataclass(eq=False)
 class RequestLog:
     """The requests that are unanswered, or whose answers were given out recently."""
 
-    def __init__(
-        self,
-        store: Store,
-        settings: ServerSettings,
-        limits: TenantLimits,
-        counters: Counters,
-        crash_guard: CrashGuard,
-    ) -> None:
-        self._store = store
-        self._crash_guard = crash_guard
-        self._settings = settings
-        self._limits = limits
-        self._counters = counters
-        self._active: dict[str, QueuedRequest] = {}
-        self._operation_bytes = 0
-        self._recent: OrderedDict[str, tuple[str, Done | Failed]] = OrderedDict()
-        """The answers that were given last, with their tenants. All of them are on disk."""
-        self._recent_bytes = 0
-        self._was_full = False
-        """Whether the last request was rejected for lack of disk space."""
+    _store: Store
+    _settings: ServerSettings
+    _limits: TenantLimits
+    _counters: Counters
+    _crash_guard: CrashGuard
+    operation_bytes: int = 0
+    """The size of the requests that are kept decoded."""
+    recent_bytes: int = 0
+    """The size of the answers that are kept in memory."""
+    _active: dict[str, QueuedRequest] = field(default_factory=dict)
+    _recent: OrderedDict[str, tuple[str, Done | Failed]] = field(default_factory=OrderedDict)
+    """The answers that were given last, with their tenants. All of them are on disk."""
+    _was_full: bool = False
+    """Whether the last request was rejected for lack of disk space."""
 
     @property
     def unanswered(self) -> int:
@@ -142,16 +137,6 @@ class RequestLog:
         """Return the number of unanswered requests, by kind and tenant."""
         open_rows = [request.row for request in self._active.values() if request.written is None]
         return Counter((row.kind, row.tenant) for row in open_rows)
-
-    @property
-    def operation_bytes(self) -> int:
-        """The size of the requests that are kept decoded."""
-        return self._operation_bytes
-
-    @property
-    def recent_bytes(self) -> int:
-        """The size of the answers that are kept in memory."""
-        return self._recent_bytes
 
     async def encode(self, operation: Operation[Any], seq: int) -> JournalEntry:
         """Encode an operation for the journal. ValueError if it cannot be right."""
@@ -169,7 +154,7 @@ class RequestLog:
             _check_same(active.row, digest)
             await asyncio.shield(active.acknowledged)
             return True
-        row = await self._store.read(lambda connection: journal.row(connection, request_id))
+        row = await self._store.read(journal.row, request_id)
         if row is not None:
             _check_same(row, digest)
         return row is not None
@@ -194,9 +179,7 @@ class RequestLog:
         self._active[row.id] = request
         self._limits.enter(row.tenant, row.body_bytes)
         try:
-            found = await self._store.write(
-                lambda transaction: journal.insert(transaction, row, journaled.body, also)
-            )
+            found = await self._store.write(journal.insert, row, journaled.body, also)
         except BaseException as error:
             self._drop(request)
             request.acknowledged.set_exception(
@@ -253,12 +236,12 @@ class RequestLog:
     def release_operation(self, request: QueuedRequest) -> None:
         """Free the memory of an operation that the engine has."""
         if request.operation is not None:
-            self._operation_bytes -= request.row.body_bytes
+            self.operation_bytes -= request.row.body_bytes
             request.operation = None
 
     async def mark(self, request: QueuedRequest, state: str) -> None:
         """Write down how far a request is, before its next action."""
-        await self._store.keep(lambda transaction: journal.mark(transaction, request.id, state))
+        await self._store.keep(journal.mark, request.id, state)
         request.row = request.row.with_state(state)
 
     def settle(
@@ -286,9 +269,7 @@ class RequestLog:
         self._counters.answered[row.kind, row.state] += 1
         if also is None and isinstance(answer, Done):
             request.answer.set_result(answer)
-        written = self._store.keep(
-            lambda transaction: journal.finish(transaction, row, answer, time.time(), also)
-        )
+        written = self._store.keep(journal.finish, row, answer, time.time(), also)
         request.written = asyncio.ensure_future(self._written(request, answer, written))
         return request.written
 
@@ -305,9 +286,7 @@ class RequestLog:
         if found is not None and found[0] == tenant.name:
             self._recent.move_to_end(request_id)
             return found[1]
-        stored = await self._store.read(
-            lambda connection: self._stored_answer(connection, tenant.name, request_id)
-        )
+        stored = await self._store.read(self._stored_answer, tenant.name, request_id)
         if isinstance(stored, TryAgain):
             await asyncio.sleep(min(seconds, _UNKNOWN_SECONDS))
         return stored
@@ -350,10 +329,10 @@ class RequestLog:
         if self._active.get(request.id) is request:
             del self._active[request.id]
         self._recent[request.id] = (request.row.tenant, answer)
-        self._recent_bytes += _answer_bytes(answer)
-        while self._recent_bytes > self._settings.result_memory_bytes and len(self._recent) > 1:
+        self.recent_bytes += _answer_bytes(answer)
+        while self.recent_bytes > self._settings.result_memory_bytes and len(self._recent) > 1:
             _, (_, old) = self._recent.popitem(last=False)
-            self._recent_bytes -= _answer_bytes(old)
+            self.recent_bytes -= _answer_bytes(old)
 
     def check_room(self, tenant: str, size: int) -> None:
         """TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted now."""
@@ -387,10 +366,10 @@ class RequestLog:
         )
 
     def _keep_operation(self, request: QueuedRequest) -> None:
-        if self._operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
+        if self.operation_bytes + request.row.body_bytes > self._settings.request_memory_bytes:
             request.operation = None
         else:
-            self._operation_bytes += request.row.body_bytes
+            self.operation_bytes += request.row.body_bytes
 
     def _drop(self, request: QueuedRequest) -> None:
         del self._active[request.id]

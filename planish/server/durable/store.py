@@ -41,13 +41,13 @@ import shutil
 import signal
 import sqlite3
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Generic, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from filelock import FileLock, Timeout
 
@@ -55,6 +55,7 @@ from planish.errors import DamagedFileError, StorageError, UserError
 from planish.files import sync_directory
 from planish.server.metrics import Disk
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 PRIVATE_PREFIX = "_planish."
@@ -175,22 +176,31 @@ class Store:
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
 
-    async def write(self, change: Callable[[Transaction], R]) -> R:
-        """Make a change, and return when it is on disk. StorageError: the disk refused it, and
-        nothing changed.
+    async def write(
+        self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Call `change` with a transaction and the arguments, and return when the change is on
+        disk. StorageError: the disk refused it, and nothing changed.
         """
-        return await asyncio.wrap_future(self._put(change, patient=False))
+        return await asyncio.wrap_future(self._put(change, False, args, kwargs))
 
-    def keep(self, change: Callable[[Transaction], R]) -> asyncio.Future[R]:
+    def keep(
+        self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> asyncio.Future[R]:
         """`write`, retried until the disk accepts it. Changes are made in the order of calls."""
-        return asyncio.wrap_future(self._put(change, patient=True))
+        return asyncio.wrap_future(self._put(change, True, args, kwargs))
 
-    async def read(self, query: Callable[[sqlite3.Connection], R]) -> R:
-        """Run a query in a thread, on what is committed."""
+    async def read(
+        self,
+        query: Callable[Concatenate[sqlite3.Connection, P], R],
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> R:
+        """Call `query` in a thread, with a connection to what is committed and the arguments."""
 
         def look() -> R:
             try:
-                return query(self._reader())
+                return query(self._reader(), *args, **kwargs)
             except sqlite3.DatabaseError as error:
                 if not _is_disk_error(error):
                     raise
@@ -330,9 +340,11 @@ class Store:
             if path.name not in known:
                 path.unlink()
 
-    def _put(self, change: Callable[[Transaction], R], patient: bool) -> Future[R]:
+    def _put(
+        self, change: Callable[..., R], patient: bool, args: Any, kwargs: Mapping[str, Any]
+    ) -> Future[R]:
         future: Future[R] = Future()
-        self._queue.put(_Change(change, future, patient))
+        self._queue.put(_Change(lambda opened: change(opened, *args, **kwargs), future, patient))
         return future
 
     # The writing thread.

@@ -38,12 +38,7 @@ from planish.server.http.context import API, HttpState, RequestContext, answered
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
-_GROUPS = (
-    routes_sessions,
-    routes_training,
-    routes_sampling,
-    routes_checkpoints,
-)
+_GROUPS = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
 STOP_SECONDS = 30
 """How long a stop waits for running requests."""
 
@@ -136,10 +131,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 _REFUSED = {
-    (
-        "POST",
-        "/auth/token",
-    ): "the key itself is used, not a token (pjwt_auth_enabled is false)",
+    ("POST", "/auth/token"): "the key itself is used, not a token (pjwt_auth_enabled is false)",
     (
         "GET",
         "/auth/apikey/me",
@@ -152,10 +144,7 @@ _REFUSED = {
         "POST",
         "/create_custom_loss",
     ): "losses traced on a server are not offered; forward_backward_custom runs them in the client",
-    (
-        "POST",
-        "/join_sampling_session",
-    ): "copies of a sampling client number their requests "
+    ("POST", "/join_sampling_session"): "copies of a sampling client number their requests "
     "themselves (sample_join_sampling_session is false)",
     (
         "POST",

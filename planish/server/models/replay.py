@@ -137,7 +137,7 @@ async def restore(
                 await services.engine.perform(creation)
             adapter.applied = begun
         crash_point("loaded before replay")
-        rows = await services.store.read(lambda db: journal.of_model(db, row.id, begun))
+        rows = await services.store.read(journal.of_model, row.id, begun)
         for answered in rows:
             if answered.seq < next_seq:
                 await repeat(services, answered, adapter, publish)
@@ -209,7 +209,7 @@ async def is_reproduced(store: Store, row: RequestRow, repeated: OptimStepRespon
     """Compare the gradient norm of a repeated optim_step with the stored one. Logs a warning and
     returns False if they differ.
     """
-    stored = await store.read(lambda connection: journal.result(connection, row.id))
+    stored = await store.read(journal.result, row.id)
     if stored is None:
         return True
     # The stored answer may expire meanwhile or be damaged. Nothing else depends on it.

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from planish.errors import StorageError
@@ -166,21 +166,19 @@ class InFlight:
         )
 
 
+@dataclass(eq=False)
 class RequestIntake:
     """Decides which requests one model takes, and under which numbers."""
 
-    def __init__(
-        self, model: Model, services: Services, samplers: Samplers, unload_seq: int | None
-    ) -> None:
-        self._model = model
-        self._services = services
-        self._samplers = samplers
-        self._unload_seq = unload_seq
-        """Requests from this number on are rejected, because the model is being unloaded."""
-        self.arriving: dict[int, asyncio.Task[Any]] = {}
-        """Requests being checked and journaled, by number."""
-        self._blocked: tuple[int, float] | None = None
-        """The missing number, and since when the model waits for it."""
+    _model: Model
+    _services: Services
+    _samplers: Samplers
+    _unload_seq: int | None
+    """Requests from this number on are rejected, because the model is being unloaded."""
+    arriving: dict[int, asyncio.Task[Any]] = field(default_factory=dict)
+    """Requests being checked and journaled, by number."""
+    _blocked: tuple[int, float] | None = None
+    """The missing number, and since when the model waits for it."""
 
     async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
         """Journal and queue an operation, which runs once all lower numbers have run.
@@ -232,18 +230,12 @@ class RequestIntake:
         differ from the client's).
         """
         if seq_id == 1 and (self._end == 2 or isinstance(operation, LoadWeights)):
-            first = await self._services.store.read(
-                lambda connection: journal.row(connection, f"{self._model.id}:1")
-            )
+            first = await self._services.store.read(journal.row, f"{self._model.id}:1")
             if first is None or first.digest == encode_request(operation, 1).digest:
                 return seq_id
             if first.kind == "load_weights" and self._end == 2:
                 skipped = RESTART + 1
-                await self._services.store.write(
-                    lambda transaction: change(
-                        transaction, ModelRow, self._model.id, passed=skipped
-                    )
-                )
+                await self._services.store.write(change, ModelRow, self._model.id, passed=skipped)
                 self._model.skip_below(skipped)
         return seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
 
@@ -304,9 +296,7 @@ class RequestIntake:
                 check_source(path)
                 await self._services.checkpoints.readable(self._model.tenant, path)
             case PublishSampler(sampler_id=sampler_id):
-                if await self._services.store.read(
-                    lambda db: select(db, SamplerRow, "id = ?", [sampler_id])
-                ):
+                if await self._services.store.read(select, SamplerRow, "id = ?", [sampler_id]):
                     raise BadRequest(
                         f"sampling_session_id={sampler_id!r} has already been used; continue with "
                         "the next sequence number"
