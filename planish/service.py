@@ -210,7 +210,7 @@ class ReleaseSampler(Operation[None]):
 
 
 @dataclass(frozen=True)
-class DrawnToken:
+class SampledToken:
     """One sampled token, for streaming."""
 
     sample: int
@@ -250,7 +250,7 @@ class Sample(Operation[SampleResponse]):
     """
     prompt_only: bool = False
     """Sample nothing; return only the requested prompt logprobs (`compute_logprobs`)."""
-    on_token: Callable[[DrawnToken], None] | None = field(default=None, repr=False, compare=False)
+    on_token: Callable[[SampledToken], None] | None = field(default=None, repr=False, compare=False)
     """Called with each token when it is sampled. It runs in the engine thread, so it must return
     fast. If it raises, this operation fails.
 

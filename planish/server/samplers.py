@@ -40,7 +40,7 @@ from planish.server.results import (
 )
 from planish.server.scheduling import CachedAdapter
 from planish.server.services import Services
-from planish.service import CreateSampler, DrawnToken, ReleaseSampler, Sample, SamplerInfo
+from planish.service import CreateSampler, ReleaseSampler, Sample, SampledToken, SamplerInfo
 from planish.types import SampleResponse
 from planish.wire.models import session_of
 
@@ -436,7 +436,7 @@ class Samplers:
         counters, queue = self._services.counters, self._services.sampling_queue
         sampled = 0
 
-        def on_token(token: DrawnToken) -> None:
+        def on_token(token: SampledToken) -> None:
             nonlocal sampled
             sampled += 1
             if operation.on_token is not None:

@@ -24,7 +24,7 @@ from planish.model.kernels.cpp import cpu
 from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
 from planish.model.kv_cache import KVPool
 from planish.model.lora import LoraLayout, LoraWeights
-from planish.service import DrawnToken, Sample
+from planish.service import Sample, SampledToken
 from planish.testing import EOS_TOKEN_ID, tiny_model
 from planish.types import LoraConfig, ModelInput, SampleResponse, SamplingParams, TensorData
 
@@ -547,7 +547,7 @@ def test_cancelling_frees_memory_at_any_time(decoder):
 
 def test_on_token_receives_every_sampled_token_in_order(decoder):
     for asked, told_topk in ((0, 0), (3, 3)):
-        told: list[DrawnToken] = []
+        told: list[SampledToken] = []
         op = request(
             tokens(30), 3, max_tokens=9, seed=1, topk_sample_logprobs=asked, on_token=told.append
         )
@@ -576,9 +576,9 @@ def test_on_token_does_not_change_the_samples(decoder):
     ("at", "kind"), [(1, LookupError), (5, LookupError), (9, LookupError), (5, CancelledError)]
 )
 def test_an_on_token_error_fails_only_its_request(decoder, at, kind):
-    told: list[DrawnToken] = []
+    told: list[SampledToken] = []
 
-    def listen(drawn: DrawnToken) -> None:
+    def listen(drawn: SampledToken) -> None:
         told.append(drawn)
         if len(told) == at:
             raise kind("the listener is gone")

@@ -30,7 +30,7 @@ from planish.server.openai import routes
 from planish.server.openai.models import OpenAIModels
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
-from planish.service import CreateSampler, DrawnToken, Operation, Sample, SaveWeightsForSampler
+from planish.service import CreateSampler, Operation, Sample, SampledToken, SaveWeightsForSampler
 from planish.testing import EOS_TOKEN_ID
 from planish.tokenizer import load_tokenizer
 from planish.types import SampledSequence, SampleResponse
@@ -53,7 +53,7 @@ class ScriptedEngine(Engine):
         answer: Future[Any] = Future()
         for token in self.script:
             if operation.on_token is not None:
-                operation.on_token(DrawnToken(0, token, -1.0, ()))
+                operation.on_token(SampledToken(0, token, -1.0, ()))
         if self.error is not None:
             answer.set_exception(self.error)
         else:

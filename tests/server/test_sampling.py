@@ -27,11 +27,11 @@ from planish.server.results import (
 from planish.server.settings import ServerSettings
 from planish.service import (
     CreateSampler,
-    DrawnToken,
     Operation,
     PublishSampler,
     ReleaseSampler,
     Sample,
+    SampledToken,
     SaveWeightsForSampler,
 )
 from planish.types import ModelInput, SamplingParams
@@ -355,7 +355,7 @@ def test_a_cancelled_sample_is_charged_for_its_tokens(model_dir, data_dir):
             drawn, enough = [], asyncio.Event()
             loop = asyncio.get_running_loop()
 
-            def on_token(token: DrawnToken) -> None:
+            def on_token(token: SampledToken) -> None:
                 drawn.append(token)
                 if len(drawn) == 100:
                     loop.call_soon_threadsafe(enough.set)

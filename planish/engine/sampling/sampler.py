@@ -47,7 +47,7 @@ from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSp
 from planish.model.lora import AdapterRows, LoraWeights
 from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
-from planish.service import DrawnToken, Sample
+from planish.service import Sample, SampledToken
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 
@@ -583,7 +583,7 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
         pools.pool_for(capacity).free(*some)
 
 
-def _call_on_token(sample: RunningSample, on_token: Callable[[DrawnToken], None]) -> None:
+def _call_on_token(sample: RunningSample, on_token: Callable[[SampledToken], None]) -> None:
     """Call `on_token` with the sample's newest token.
 
     An exception in the callback fails this request only, not the batch.
@@ -592,7 +592,7 @@ def _call_on_token(sample: RunningSample, on_token: Callable[[DrawnToken], None]
         return
     top = list(zip(*sample.top[-1], strict=True)) if sample.top else []
     try:
-        on_token(DrawnToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
+        on_token(SampledToken(sample.index, sample.tokens[-1], sample.logprobs[-1], top))
     except BaseException as error:  # asyncio.CancelledError does not derive from Exception.
         sample.request.fail(error)
 

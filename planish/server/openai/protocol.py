@@ -25,7 +25,7 @@ from planish.errors import UserError
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, error_body
 from planish.server.openai.models import OpenAIModels
 from planish.server.results import Tenant
-from planish.service import DrawnToken, Sample
+from planish.service import Sample, SampledToken
 from planish.types import SampleResponse, SamplingParams
 from planish.wire.fields import Fields
 
@@ -263,7 +263,7 @@ class Sampled:
     """A token of one prompt's samples."""
 
     prompt: int
-    token: DrawnToken
+    token: SampledToken
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ async def sample_events(
     order: dict[asyncio.Task[SampleResponse], int] = {}
 
     def listening(index: int, operation: Sample) -> Sample:
-        def on_token(token: DrawnToken) -> None:
+        def on_token(token: SampledToken) -> None:
             loop.call_soon_threadsafe(events.put_nowait, Sampled(index, token))
 
         return replace(operation, on_token=on_token)
