@@ -371,11 +371,7 @@ class Sampler:
             hidden[row_of[prompt]] = self._last_hidden[prompt][0]
         logits = self._head.logits(hidden, layout.adapters)
         self._sample_tokens(
-            samples,
-            [row_of[sample.prompt] for sample in samples],
-            hidden,
-            logits,
-            layout.adapters,
+            samples, [row_of[sample.prompt] for sample in samples], hidden, logits, layout.adapters
         )
 
     def _decode(self, samples: list[RunningSample]) -> None:

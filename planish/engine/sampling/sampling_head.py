@@ -22,9 +22,7 @@ class RowLayout:
     """
 
     def __init__(
-        self,
-        members: Sequence[tuple[LoraWeights | None, int]],
-        multiple: int = 1,
+        self, members: Sequence[tuple[LoraWeights | None, int]], multiple: int = 1
     ) -> None:
         """Lay out members, each given as (weights, number of rows).
 

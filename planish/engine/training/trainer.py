@@ -66,12 +66,7 @@ class TrainerSettings:
         """Return whether a micro-batch of `rows` tokens uses activation checkpointing."""
         return self.recompute or rows > self.micro_batch_tokens
 
-    def activation_bytes(
-        self,
-        backend: Backend,
-        tokens: int | None = None,
-        rank: int = 32,
-    ) -> int:
+    def activation_bytes(self, backend: Backend, tokens: int | None = None, rank: int = 32) -> int:
         """Return the estimated bytes that a micro-batch stores for its backward pass.
 
         `tokens`: size of the micro-batch, by default `micro_batch_tokens`. `rank`: the LoRA rank.

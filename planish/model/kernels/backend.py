@@ -284,12 +284,7 @@ class Backend(Protocol):
         ...
 
     def rms_norm_backward(
-        self,
-        grad: Tensor,
-        total: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        grad_total: Tensor | None,
+        self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
         """Return the float32 gradient of the sum: that of its norm plus `grad_total`."""
         ...

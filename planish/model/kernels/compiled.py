@@ -91,12 +91,7 @@ class CompiledBackend(TorchBackend):
         )
 
     def rms_norm_backward(
-        self,
-        grad: Tensor,
-        total: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        grad_total: Tensor | None,
+        self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
         if "norms" not in self.families:
             return super().rms_norm_backward(grad, total, weight, scale, grad_total)

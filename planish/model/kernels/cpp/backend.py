@@ -64,12 +64,7 @@ if TYPE_CHECKING:
 class CppBackend(CompiledBackend):
     """The backend for CPUs on which at least one family of the C++ kernels works."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: float32 or bfloat16. `device`: a CPU."""
         library = cpu.loaded()
         assert library is not None

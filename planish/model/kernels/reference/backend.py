@@ -76,12 +76,7 @@ _HEAD_ROWS = (256, 2048)
 class TorchBackend:
     """The reference implementation of `Backend`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         self.families: frozenset[str] = frozenset()
         """The families of compiled kernels in use."""
@@ -213,12 +208,7 @@ class TorchBackend:
         return total, (total * scale).mul_(weight).to(self.dtype), scale
 
     def rms_norm_backward(
-        self,
-        grad: Tensor,
-        total: Tensor,
-        weight: Tensor,
-        scale: Tensor,
-        grad_total: Tensor | None,
+        self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
         weighted = grad.to(total.dtype) * weight
         inner = (
