@@ -77,7 +77,7 @@ def test_the_script_of_the_readme_runs(workplace):
 
 
 @pytest.mark.slow
-def test_the_second_script_of_the_readme_trains_on_a_reward_of_ones_own(workplace):
+def test_the_second_script_of_the_readme_trains_on_a_custom_reward(workplace):
     [_, script] = scripts_of_the_readme()
     assert len(script.splitlines()) <= 25
     (workplace / "rewards.py").write_text(script.replace("max_steps=20", "max_steps=2"))
@@ -169,7 +169,7 @@ def test_a_warm_start_and_then_rewards(in_process, capsys):
     assert len(read_rows("rl/metrics.jsonl")) == trained
 
 
-def test_an_adapter_of_another_rank_is_refused_as_the_start(in_process):
+def test_a_start_from_an_adapter_of_another_rank_is_rejected(in_process):
     sl_loop.main(sl_loop.Config(**SMALL, max_steps=1, log_path="sl4"))
     other = {**SMALL, "lora_rank": 8}
     with pytest.raises(UserError, match="rank 4.*lora_rank=8"):

@@ -81,7 +81,7 @@ def test_the_page_names_only_metrics_that_exist():
     assert [key for key in named if definition_of(key) is None] == []
 
 
-def test_a_page_that_cannot_be_read_is_refused():
+def test_an_unreadable_page_is_rejected():
     with pytest.raises(ValueError, match="around its tables"):
         metrics_in("# Metrics\n")
     with pytest.raises(ValueError, match="has 3 cells"):

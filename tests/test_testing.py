@@ -49,6 +49,6 @@ def test_the_seed_decides(tmp_path):
 @pytest.mark.parametrize(
     "options", [{"family": "gpt2"}, {"dtype": "int8"}, {"vocab_size": 256}, {"shards": 0}]
 )
-def test_bad_options_are_refused(tmp_path, options):
+def test_invalid_options_are_rejected(tmp_path, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         tiny_model(tmp_path, **options)

@@ -91,17 +91,17 @@ def test_the_same_work_is_accepted():
     )
 
 
-def test_another_number_of_tokens_is_refused():
+def test_another_number_of_tokens_is_rejected():
     with pytest.raises(SystemExit, match="round 1: b made 19 tokens, not 20"):
         check_same_work("W1", [{}, ROUND], [measured("a", tokens=20), measured("b", tokens=19)])
 
 
-def test_another_loss_is_refused():
+def test_another_loss_is_rejected():
     with pytest.raises(SystemExit, match=r"losses differ by more than 0\.15"):
         check_same_work("W2", [{}, ROUND], [measured("a", loss=1.0), measured("b", loss=1.2)])
 
 
-def test_an_unknown_peer_is_refused():
+def test_an_unknown_peer_is_rejected():
     assert chosen("all", ["a", "b"], ["a", "b", "c"]) == ["a", "b"]
     assert chosen("c,a", ["a", "b"], ["a", "b", "c"]) == ["c", "a"]
     with pytest.raises(SystemExit, match="d: give some of a, b, c"):

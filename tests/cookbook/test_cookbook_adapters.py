@@ -81,7 +81,7 @@ def test_programs_run_at_a_sandboxfusion_server(fusion_url):
     assert base64.b64decode(sent["files"]["a.txt"]).decode() == "é"
 
 
-def test_a_server_that_is_not_there_is_an_answer(fusion_url, monkeypatch):
+def test_a_missing_server_is_a_finding(fusion_url, monkeypatch):
     monkeypatch.setenv("SANDBOX_URL", "http://127.0.0.1:9/run_code")
     ((ran, answer),) = run(SandboxFusionClient(), "200 {}")
     assert ran is False

@@ -25,7 +25,7 @@ def test_a_row_follows_a_line_that_a_crash_cut_off(tmp_path):
     assert rows == [("a", 1), ("c", 3)]
 
 
-def test_a_store_is_refused_before_anything_is_saved(tmp_path):
+def test_a_store_is_rejected_before_anything_is_saved(tmp_path):
     with pytest.raises(UnsupportedError, match="store"):
         save_checkpoint(Client(), "c", str(tmp_path), {"batch": 3}, store=object())
     assert not list(tmp_path.iterdir())

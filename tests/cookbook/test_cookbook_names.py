@@ -53,7 +53,7 @@ def test_a_name_of_the_recipes_can_be_imported(name):
 
 
 @pytest.mark.parametrize("name", sorted(CANNOT_BE_MADE))
-def test_what_is_not_offered_says_why_when_it_is_used(name):
+def test_an_unsupported_name_explains_itself_when_used(name):
     value: Any = found(name)
     with pytest.raises(UnsupportedError, match=r"is not offered: .{10,}"):
         value.Config if name.endswith("sdft") else value("x")
@@ -76,13 +76,13 @@ def test_every_target_of_the_table_is_there():
 
 
 @pytest.mark.parametrize("path", sorted(REFUSED))
-def test_a_refused_module_says_why(path):
+def test_an_unsupported_module_explains_itself(path):
     module = importlib.import_module(f"planish.cookbook.{path}")
     with pytest.raises(ImportError, match=f"planish.cookbook.{path}.main is not offered: "):
         module.main  # noqa: B018
 
 
-def test_an_unknown_name_is_refused_with_the_page_that_lists_the_others():
+def test_an_unknown_name_is_rejected_with_a_link_to_the_list():
     module = importlib.import_module("planish.cookbook.rl.types")
     with pytest.raises(ImportError, match=r"rl\.types\.Nothing is not offered: docs/porting\.md"):
         module.Nothing  # noqa: B018

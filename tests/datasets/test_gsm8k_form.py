@@ -67,7 +67,7 @@ def test_a_row_that_does_not_fit_is_named(tmp_path, content, message):
         load_problems(str(tmp_path), "train")
 
 
-def test_places_that_lead_nowhere_are_refused_with_the_remedy(tmp_path):
+def test_missing_datasets_are_rejected_with_a_remedy(tmp_path):
     with pytest.raises(UserError, match="no such file or directory"):
         load_rows("../does-not-exist", "train")
     with pytest.raises(UserError, match=r"there is no test\.jsonl"):

@@ -34,7 +34,7 @@ def test_math_takes_answers_from_solutions_and_tests_from_their_own_field():
     assert not splits.notes
 
 
-def test_polaris_and_deepmath_hold_out_as_many_as_are_asked_for():
+def test_polaris_and_deepmath_hold_out_the_requested_number():
     for name, answers in (
         ("polaris", {"7", "43", "25"}),
         ("deepmath", {"Yes", r"\dfrac{5}{3}", "-2"}),
@@ -97,7 +97,7 @@ def write(path, *rows):
     return path
 
 
-def test_rows_without_an_answer_are_left_out_and_counted(tmp_path):
+def test_rows_without_an_answer_are_dropped_and_counted(tmp_path):
     rows = [{"problem": "a?", "solution": "none"}, {"problem": "b?", "solution": r"\boxed{2}"}]
     splits = load("math", write(tmp_path / "rows.jsonl", *rows), eval_problems=0)
     assert [problem.question for problem in splits.train] == ["b?"]
@@ -116,7 +116,7 @@ def test_rows_without_an_answer_are_left_out_and_counted(tmp_path):
         ("gsm8k", {"problem": "a?"}, "question"),
     ],
 )
-def test_rows_of_another_form_are_refused_by_their_place(tmp_path, name, row, field):
+def test_rows_of_another_form_are_rejected_with_their_location(tmp_path, name, row, field):
     with pytest.raises(UserError, match=f'row 1: needs a.*"{field}"'):
         load(name, write(tmp_path / "rows.jsonl", row))
 

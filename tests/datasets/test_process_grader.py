@@ -26,7 +26,7 @@ async def grades_of(grader, *answers):
 
 
 @pytest.mark.sandbox
-def test_many_answers_at_once(grader):
+def test_many_answers_are_graded_concurrently(grader):
     grades = asyncio.run(grades_of(grader, r"\frac{1}{2}", "0.5", "2/4", "2"))
     assert grades == [
         Grade(r"\frac{1}{2}", True),
@@ -38,7 +38,7 @@ def test_many_answers_at_once(grader):
 
 @pytest.mark.sandbox
 @pytest.mark.slow
-def test_the_loop_goes_on_while_an_answer_takes_for_ever(grader):
+def test_the_event_loop_runs_while_an_answer_is_graded(grader):
     async def both():
         endless = asyncio.ensure_future(grader.grade(r"\boxed{9^{9^{9^{9}}}}", "5"))
         longest, last = 0.0, time.monotonic()

@@ -45,7 +45,7 @@ def test_a_layout_of_the_hub_is_read(tmp_path, layout):
     assert len(located_rows(str(tmp_path), "train")) == 2
 
 
-def test_a_configuration_is_named_behind_a_colon(tmp_path):
+def test_a_configuration_is_named_after_a_colon(tmp_path):
     write(tmp_path / "one/train.jsonl", 1)
     write(tmp_path / "two/train.jsonl", 2)
     assert load_rows(f"{tmp_path}:two", "train") == [{"n": 2}]
@@ -65,7 +65,7 @@ def test_an_error_lists_what_is_there(tmp_path):
         load_rows(str(tmp_path / "empty"), "train")
 
 
-def test_a_directory_that_has_a_name_of_the_hub_is_told_once(tmp_path, monkeypatch, caplog):
+def test_a_directory_with_the_name_of_a_hub_dataset_is_reported_once(tmp_path, monkeypatch, caplog):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(rows, "_noted", set())
     write(tmp_path / "openai/gsm8k/train.jsonl", 1)

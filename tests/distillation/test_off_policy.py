@@ -183,7 +183,7 @@ class StoppedError(Exception):
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_as_if_it_was_not_stopped(client, models, chats, tmp_path, monkeypatch):
+def test_a_resumed_run_ends_as_without_the_stop(client, models, chats, tmp_path, monkeypatch):
     asyncio.run(main(config_of(models, chats, tmp_path / "whole"), client))
     create = client.create_lora_training_client
 
@@ -223,9 +223,7 @@ def test_a_resumed_run_ends_as_if_it_was_not_stopped(client, models, chats, tmp_
         ({"learning_rate": -1.0}, "learning_rate="),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(
-    client, models, chats, tmp_path, changes, message
-):
+def test_an_invalid_option_is_rejected(client, models, chats, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         asyncio.run(main(config_of(models, chats, tmp_path / "run", **changes), client))
     assert not (tmp_path / "run").exists()

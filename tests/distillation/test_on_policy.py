@@ -444,9 +444,7 @@ def test_a_batch_holds_one_of_each_part_and_there_are_as_many_as_the_shortest_ha
         ),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(
-    client, models, prompts, tmp_path, changes, error, message
-):
+def test_an_invalid_option_is_rejected(client, models, prompts, tmp_path, changes, error, message):
     builder = changes.pop("dataset_builder", builder_of(models, prompts, models[1]))
     with pytest.raises(error, match=message):
         asyncio.run(main(config_of(models, builder, tmp_path / "run", **changes), client))

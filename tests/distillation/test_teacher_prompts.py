@@ -47,7 +47,7 @@ def test_what_a_row_asks(row):
         ({"text": "a"}, "here: the row has"),
     ],
 )
-def test_a_row_that_asks_nothing_is_refused(row, message):
+def test_a_row_without_a_prompt_is_rejected(row, message):
     with pytest.raises(UserError, match=message):
         read_prompt(row, "here")
 
@@ -57,7 +57,7 @@ def renderer(tokenizer):
     return get_renderer("qwen3_instruct", tokenizer)
 
 
-def test_a_prompt_that_cannot_be_said_is_refused_by_its_row(tmp_path, renderer):
+def test_an_unrenderable_prompt_is_rejected_with_its_row(tmp_path, renderer):
     path = tmp_path / "prompts.jsonl"
     rows = [{"prompt": "a"}, {"prompt": [{"role": "poet", "content": "b"}, *QUESTION]}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -138,7 +138,7 @@ def test_the_teacher_sees_the_prefix_and_the_rows_do_not(renderer, tmp_path):
     assert "Be brief." not in (tmp_path / "s.jsonl").read_text()
 
 
-def test_a_killed_process_goes_on_with_the_same_draws(renderer, tmp_path):
+def test_a_killed_process_resumes_with_the_same_samples(renderer, tmp_path):
     prompts = [ask(n) for n in range(2 * PROMPTS_AT_ONCE + 3)]
     sample(Teacher(renderer), prompts, tmp_path / "whole.jsonl")
     path = tmp_path / "parts.jsonl"
@@ -184,9 +184,7 @@ def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):
         SampledFile(path, {"temperature": 1.0})
 
 
-def test_a_prompt_without_room_is_left_out_and_answers_without_an_end_are_an_error(
-    renderer, tmp_path
-):
+def test_overlong_prompts_are_dropped_and_endless_answers_are_errors(renderer, tmp_path):
     teacher = Teacher(renderer)
     long = [{"role": "user", "content": "x" * 200}]
     kept = sample(teacher, [ask(0), long], tmp_path / "a.jsonl", context_window=100)

@@ -41,7 +41,7 @@ def test_another_base_model_with_the_same_tokens_may_teach(client, models):
     assert found.get_base_model() == models[1]
 
 
-def test_other_tokens_are_refused(client, models, other_vocabulary):
+def test_a_teacher_with_another_tokenizer_is_rejected(client, models, other_vocabulary):
     with pytest.raises(UserError, match=r"teacher_config: the vocabulary of .*'<(think|muse)>'"):
         asyncio.run(
             teacher_client(
@@ -50,7 +50,7 @@ def test_other_tokens_are_refused(client, models, other_vocabulary):
         )
 
 
-def test_a_checkpoint_of_another_base_model_is_refused(client, models):
+def test_a_checkpoint_of_another_base_model_is_rejected(client, models):
     path = (
         client.create_lora_training_client(base_model=models[1], rank=2, seed=0)
         .save_state("x")
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_another_base_model_is_refused(client, models):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
 
 
-def test_what_is_neither_checkpoint_nor_run_is_refused(client, models, tmp_path):
+def test_a_path_of_neither_checkpoint_nor_run_is_rejected(client, models, tmp_path):
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=str(tmp_path))
     with pytest.raises(UserError, match="teacher_config: .* is neither the path of a checkpoint"):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))

@@ -159,7 +159,7 @@ def test_an_unknown_switch_of_the_kernels_names_the_allowed_ones(monkeypatch):
     assert section.findings[-1].remedy == "change what this message names"
 
 
-def test_a_wrong_device_is_refused_before_anything_is_asked(capsys):
+def test_an_invalid_device_is_rejected_before_any_examination(capsys):
     assert main(["doctor", "--device", "tpu"]) == 1
     assert "--device 'tpu': give 'auto', 'cpu'" in capsys.readouterr().err
 
@@ -217,7 +217,7 @@ def test_the_preparation_describes_the_numbers_of_a_model(here):
     assert found.numerics.device == "cpu"
 
 
-def test_numbers_are_told_for_people_and_programs():
+def test_numbers_are_reported_for_people_and_programs():
     found = by_name(numerics(Prepared([], NUMERICS)))
     assert found["batch_invariant"].value is False
     assert "deterministic=True" in found["batch_invariant"].text

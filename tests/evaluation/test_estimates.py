@@ -42,7 +42,7 @@ def test_pass_at_k_of_many_samples_neither_overflows_nor_loses_digits():
 
 
 @pytest.mark.parametrize(("samples", "correct", "k"), [(4, 5, 1), (4, 1, 5), (4, 1, 0), (4, -1, 1)])
-def test_what_cannot_be_is_refused(samples, correct, k):
+def test_invalid_values_are_rejected(samples, correct, k):
     with pytest.raises(UserError, match="k is from 1"):
         pass_at_k(samples, correct, k)
 

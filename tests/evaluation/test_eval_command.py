@@ -182,7 +182,7 @@ def test_the_commands_of_the_page_are_ones_that_are_taken():
         (["--limit", "0"], "--limit 0:"),
     ],
 )
-def test_what_cannot_be_done_is_one_line(sums, capsys, more, message):
+def test_a_usage_error_is_one_line(sums, capsys, more, message):
     assert main(words("tiny", sums, *more)) == 1
     printed = capsys.readouterr().err
     assert message in printed

@@ -84,9 +84,7 @@ def test_samples_of_a_question_are_one_request_and_questions_are_in_flight_toget
 
 
 @pytest.mark.parametrize("die_after", [0, 1, 7, 11])
-def test_a_killed_evaluation_goes_on_and_gives_the_same_numbers(
-    tokenizer, sums, tmp_path, die_after
-):
+def test_a_killed_evaluation_resumes_to_the_same_numbers(tokenizer, sums, tmp_path, die_after):
     task = load_task("gsm8k", sums)
     whole = measured(FakeSampler(tokenizer, lucky_sum), task, DRAWN, k=[1, 4])
     with pytest.raises(Killed):
@@ -141,7 +139,7 @@ def test_what_is_finished_is_not_asked_again_and_more_may_be(tokenizer, sums, tm
         ({"max_tokens": 9}, "max_tokens"),
     ],
 )
-def test_a_directory_of_another_evaluation_is_refused(tokenizer, sums, tmp_path, change, message):
+def test_a_directory_of_another_evaluation_is_rejected(tokenizer, sums, tmp_path, change, message):
     task = load_task("gsm8k", sums, limit=2)
     measured(FakeSampler(tokenizer, lucky_sum), task, DRAWN, out=tmp_path)
     before = (tmp_path / "samples.jsonl").read_bytes()
@@ -153,7 +151,7 @@ def test_a_directory_of_another_evaluation_is_refused(tokenizer, sums, tmp_path,
     assert (sampler.asked, (tmp_path / "samples.jsonl").read_bytes()) == ([], before)
 
 
-def test_other_questions_are_refused(tokenizer, sums, capitals, tmp_path):
+def test_other_questions_are_rejected(tokenizer, sums, capitals, tmp_path):
     measured(
         FakeSampler(tokenizer, lucky_sum), load_task("gsm8k", sums, limit=2), DRAWN, out=tmp_path
     )
@@ -257,7 +255,7 @@ def test_choices_that_do_not_fit_are_an_error_of_their_question(tokenizer, capit
         ({"concurrency": 0}, "concurrency=0"),
     ],
 )
-def test_what_cannot_be_done_is_refused_before_anything_is_asked(tokenizer, sums, options, message):
+def test_invalid_options_are_rejected_before_any_request(tokenizer, sums, options, message):
     sampler = FakeSampler(tokenizer)
     with pytest.raises(UserError, match=message):
         measured(sampler, load_task("gsm8k", sums), DRAWN, **options)
@@ -275,7 +273,7 @@ def test_choices_take_no_options_of_drawing(tokenizer, capitals):
 @pytest.mark.parametrize(
     "options", [{"samples": 2}, {"samples": 0}, {"max_tokens": 0}, {"temperature": -1.0}]
 )
-def test_sampling_that_makes_no_sense_is_refused(options):
+def test_invalid_sampling_options_are_rejected(options):
     with pytest.raises(UserError):
         Sampling(**options)
 

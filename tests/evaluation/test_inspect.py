@@ -129,7 +129,7 @@ def test_no_room_for_an_answer(api):
         {"extra_body": {"min_p": 0.1}},
     ],
 )
-def test_what_would_change_the_draws_is_refused(api, options):
+def test_options_that_would_change_the_samples_are_rejected(api, options):
     with pytest.raises(UnsupportedError, match=next(iter(options))):
         answered(api, DRAWN.merge(GenerateConfig(**options)))
 
@@ -146,7 +146,7 @@ def test_a_hint_that_is_not_taken_is_said_once(api, caplog):
     assert first.completion == answered(api).completion
 
 
-def test_tools_and_pictures_are_refused(api):
+def test_tools_and_images_are_rejected(api):
     tool = ToolInfo(name="calculate", description="calculates")
     with pytest.raises(UnsupportedError, match="tools"):
         answered(api, tools=[tool], tool_choice="auto")

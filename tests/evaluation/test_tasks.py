@@ -160,7 +160,7 @@ def test_a_bad_row_is_named_by_its_line(name, row, message, tmp_path):
         (("gsm8k", "missing.jsonl"), "no such file"),
     ],
 )
-def test_a_task_that_is_not_there_is_refused(arguments, message):
+def test_a_task_that_does_not_exist_is_rejected(arguments, message):
     with pytest.raises(UserError, match=message):
         load_task(*arguments)
 

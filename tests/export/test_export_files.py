@@ -143,7 +143,7 @@ def test_what_the_run_directory_knows_is_in_the_card(trained, tmp_path, monkeypa
     assert not (tmp_path / "no").exists()
 
 
-def test_a_licence_is_told_of_the_embedded_model_alone_without_a_card(tmp_path):
+def test_only_the_embedded_model_has_a_licence_without_a_card(tmp_path):
     base = tiny_model(tmp_path / "base")
     assert Base(str(base), base).license() == {}
     assert Base("HuggingFaceTB/SmolLM2-135M-Instruct", base).license() == {}
@@ -176,7 +176,7 @@ def test_other_weights_are_taken_only_if_named(build, trained, tmp_path, monkeyp
         build(base_model=str(narrow), adapter_path=made.files, output_path=tmp_path / "narrow-out")
 
 
-def test_altered_files_are_refused(trained, tmp_path):
+def test_altered_files_are_rejected(trained, tmp_path):
     made = trained("llama")
     altered = copied(made.files, tmp_path / "altered")
     data = bytearray((altered / "adapter_model.safetensors").read_bytes())
@@ -197,7 +197,7 @@ def test_altered_files_are_refused(trained, tmp_path):
         ({"r": 3}, DamagedFileError, "rank 3"),
     ],
 )
-def test_what_is_no_plain_lora_is_refused(change, error, told, trained, tmp_path):
+def test_adapters_other_than_plain_lora_are_rejected(change, error, told, trained, tmp_path):
     made = trained("llama")
     adapter = copied(made.files, tmp_path / "adapter")
     (adapter / "planish.json").unlink()
@@ -209,7 +209,7 @@ def test_what_is_no_plain_lora_is_refused(change, error, told, trained, tmp_path
         )
 
 
-def test_bad_words_are_told_before_any_work(trained, tmp_path, capsys):
+def test_invalid_arguments_are_rejected_before_any_work(trained, tmp_path, capsys):
     made = trained("llama")
     options = ["--data-dir", str(made.data_dir)]
     for words, told in (
@@ -226,7 +226,7 @@ def test_bad_words_are_told_before_any_work(trained, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_float16_that_overflows_is_refused(tmp_path):
+def test_float16_that_overflows_is_rejected(tmp_path):
     base = tiny_model(tmp_path / "base")
     rows = {"r": 1, "lora_alpha": 1, "peft_type": "LORA"}
     (tmp_path / "adapter").mkdir()
@@ -275,7 +275,7 @@ def test_what_is_there_stays_unless_it_is_an_export(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["mine", "out"]
 
 
-def test_a_target_that_is_taken_is_told_before_anything_is_read(tmp_path, capsys):
+def test_an_existing_target_is_rejected_before_any_reading(tmp_path, capsys):
     (tmp_path / "thesis.tex").write_text("years of work")
     missing = "tinker://no/weights/no"
     assert main(["export", missing, str(tmp_path), "--data-dir", str(tmp_path / "data")]) == 1

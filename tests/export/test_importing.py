@@ -66,7 +66,7 @@ def service(base: Path, data: Path) -> ServiceClient:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_logprobs_are_pefts_and_training_goes_on(base, tmp_path, variant):
+def test_imported_logprobs_equal_peft_and_training_continues(base, tmp_path, variant):
     expected = saved(base, tmp_path / "adapter", **VARIANTS[variant])
     store = CheckpointStore(tmp_path / "data")
     found = import_adapter(tmp_path / "adapter", store)
@@ -149,7 +149,7 @@ def test_the_command_prints_the_path_and_what_to_know(base, tmp_path, capsys, mo
         ({"trainable_token_indices": [1]}, "trainable_token_indices"),
     ],
 )
-def test_what_is_no_plain_sum_is_refused_by_name(base, tmp_path, change, named):
+def test_unsupported_lora_variants_are_rejected_by_name(base, tmp_path, change, named):
     saved(base, tmp_path / "adapter", **VARIANTS["q and v alone"])
     file = tmp_path / "adapter/adapter_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
@@ -158,7 +158,7 @@ def test_what_is_no_plain_sum_is_refused_by_name(base, tmp_path, change, named):
     assert not (tmp_path / "data").exists()
 
 
-def test_linears_that_planish_does_not_adapt_are_refused_by_name(base, tmp_path):
+def test_unsupported_target_modules_are_rejected_by_name(base, tmp_path):
     saved(base, tmp_path / "adapter", r=4, target_modules=["q_proj", "embed_tokens"])
     with pytest.raises(UnsupportedError, match="lora_embedding_A"):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
@@ -167,7 +167,7 @@ def test_linears_that_planish_does_not_adapt_are_refused_by_name(base, tmp_path)
         import_adapter(tmp_path / "wide", CheckpointStore(tmp_path / "data"))
 
 
-def test_a_head_that_was_trained_as_a_whole_is_refused(base, tmp_path):
+def test_a_fully_trained_head_is_rejected(base, tmp_path):
     saved(base, tmp_path / "adapter", **VARIANTS["the head too"])
     file = tmp_path / "adapter/adapter_model.safetensors"
     tensors = load_file(file)

@@ -94,7 +94,7 @@ def test_planish_imports_what_trl_trains_by_default(tmp_path):
     assert found == pytest.approx(logprobs_of(training.model), abs=1e-4)
 
 
-def test_trl_refuses_an_adapter_of_the_head(trained, tmp_path):
+def test_trl_rejects_an_adapter_of_the_head(trained, tmp_path):
     """As docs/export.md and the model card say."""
     made = trained("llama", tied=False)
     out = weights.build_lora_adapter(

@@ -135,7 +135,7 @@ def test_what_may_go_better_is_asked_again(script, stumble):
 
 
 @pytest.mark.slow
-def test_the_last_attempt_is_told(script):
+def test_the_error_of_the_last_attempt_is_raised(script):
     script.answers = [(500, {}, b"out of memory")]
     with pytest.raises(
         EndpointError, match="no answer in 3 attempts, at last: status 500: out of memory"
@@ -164,7 +164,7 @@ def test_a_wish_to_wait_is_granted(script):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", [400, 401, 404, 422, 302])
-def test_a_wrong_request_is_refused_at_once(script, status):
+def test_an_invalid_request_is_not_retried(script, status):
     script.answers = [(status, {}, b"no such model")]
     with pytest.raises(
         UserError, match=f"status {status}: no such model; check base_url, model and the key"
@@ -218,6 +218,6 @@ def test_it_pickles_while_it_is_used(script):
         ({"max_concurrent": 0}, "max_concurrent=0"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(options, message):
+def test_an_invalid_option_is_rejected(options, message):
     with pytest.raises(UserError, match=message):
         ChatEndpoint(**{"base_url": "http://127.0.0.1:1/v1", "model": "judge", **options})

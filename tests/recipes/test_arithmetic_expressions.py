@@ -110,7 +110,7 @@ def test_values(expression, shown):
         "\0",
     ],
 )
-def test_what_is_no_expression_is_refused_at_once(expression):
+def test_an_invalid_expression_is_rejected_at_once(expression):
     began = time.perf_counter()
     with pytest.raises(ExpressionError):
         evaluate(expression)

@@ -73,7 +73,7 @@ def test_rewards(small_model, answers, reward):
 
 
 @pytest.mark.parametrize("expression", ["384 *", "__import__('os')", "9**9**9"])
-def test_what_the_calculator_cannot_do_is_told_to_the_model(small_model, expression):
+def test_calculator_errors_are_reported_to_the_model(small_model, expression):
     said = iter([call(expression), "?"])
     policy = ScriptedPolicy(small_model, lambda _: next(said))
     group = play(group_of(small_model), policy)

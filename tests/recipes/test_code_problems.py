@@ -109,7 +109,7 @@ def test_other_assertions_leave_the_row_out(assertion):
         [3],
     ],
 )
-def test_rows_without_a_test_that_can_be_run_are_left_out(tests):
+def test_rows_without_a_runnable_test_are_dropped(tests):
     assert read({"tests": tests}) is None
 
 
@@ -120,7 +120,7 @@ def test_metadata_of_other_collections_say_nothing_of_functions(metadata):
     assert problem.tests == (SUM,)
 
 
-def test_rows_of_another_form_are_refused():
+def test_rows_of_another_form_are_rejected():
     with pytest.raises(
         UserError, match="row 1: needs a text in one of question, problem.*the row has"
     ):
@@ -145,7 +145,7 @@ def test_which_tests_are_public():
 
 
 @pytest.mark.parametrize("steps", [1, 3])
-def test_drawn_functions_pass_their_own_tests(steps):
+def test_generated_functions_pass_their_own_tests(steps):
     rng = random.Random(0)
     questions = set()
     for _ in range(200):

@@ -228,7 +228,7 @@ def questions_of(dataset, batches=1):
     }
 
 
-def test_drawn_problems_are_functions_of_seed_and_index(small_model):
+def test_generated_problems_are_functions_of_seed_and_index(small_model):
     def batch(seed, index, steps=1):
         train, _ = made(FunctionDatasetBuilder(model_name=small_model, seed=seed, steps=steps))
         return train.get_batch(index)

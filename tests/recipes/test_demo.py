@@ -64,7 +64,7 @@ def test_a_slow_machine_ends_early_with_a_whole_run(service, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "value"), [("largest", 5), ("held_out", 0), ("batch_size", 0)])
-def test_sizes_that_leave_nothing_are_refused(tmp_path, name, value):
+def test_sizes_that_leave_no_data_are_rejected(tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value}: give"):
         demo.main(demo.Config(log_path=str(tmp_path), **{name: value}))
 

@@ -109,7 +109,7 @@ def test_on_policy_with_several_data_sets_and_a_teacher_for_each(
         ({"more": (on_policy_distillation.Source(),)}, "there is no teacher"),
     ],
 )
-def test_on_policy_refuses_what_cannot_be_right(small_model, tmp_path, changes, message):
+def test_on_policy_rejects_invalid_options(small_model, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         on_policy_distillation.main(on_policy_options(small_model, tmp_path, **changes))
     assert not (tmp_path / "run").exists()
@@ -222,7 +222,7 @@ def test_off_policy_on_given_answers(small_model, tmp_path, engine):
         ({"teacher_model": "x", "batch_size": 0}, "batch_size=0"),
     ],
 )
-def test_off_policy_refuses_what_cannot_be_right(small_model, tmp_path, changes, message):
+def test_off_policy_rejects_invalid_options(small_model, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         off_policy_distillation.main(
             taught_options(off_policy_distillation, small_model, tmp_path, **changes)
@@ -264,7 +264,7 @@ def test_prompt_distillation_of_a_file(small_model, tmp_path, engine, questions,
         prompt_distillation.main(options(6), engine)
 
 
-def test_too_few_prompts_are_refused_before_the_teacher_is_asked(small_model, tmp_path, engine):
+def test_too_few_prompts_are_rejected_before_the_teacher_is_asked(small_model, tmp_path, engine):
     options = taught_options(prompt_distillation, small_model, tmp_path, num_prompts=5)
     with pytest.raises(
         UserError, match="there are 5 prompts, and batch_size=4 with test_size=2 needs 6"
@@ -282,7 +282,7 @@ def test_too_few_prompts_are_refused_before_the_teacher_is_asked(small_model, tm
         ('[{"role": "user"}]', "is empty"),
     ],
 )
-def test_prompt_distillation_refuses_a_prompt_that_is_none(small_model, tmp_path, content, message):
+def test_prompt_distillation_rejects_an_invalid_prompt(small_model, tmp_path, content, message):
     path = tmp_path / "prompt.json"
     if content is not None:
         path.write_text(content)

@@ -32,7 +32,7 @@ def options_of(small_model, tmp_path, **changes):
     return dpo.Options(**{**usual, **changes})
 
 
-def test_drawn_pairs_teach_a_style(small_model, tmp_path, engine):
+def test_generated_pairs_teach_a_style(small_model, tmp_path, engine):
     run = dpo.main(options_of(small_model, tmp_path), engine)
     rows = read_rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
@@ -55,7 +55,7 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_drawn_pairs_hold_out_their_sums_in_either_order(kind):
+def test_generated_pairs_hold_out_their_sums_in_either_order(kind):
     train, test = drawn_pairs(5, 6, seed=0, kind=kind)
     sums = [sum_of(pair) for pair in [*train, *test]]
     assert len(set(sums)) == len(sums)
@@ -110,14 +110,14 @@ def test_pairs_of_results_differ_by_the_result_alone():
         ("drawn", "manner"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, name, value):
+def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         dpo.main(options_of(small_model, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(("name", "value"), [("drawn", "style"), ("largest", 30)])
-def test_what_only_drawn_pairs_have_is_refused_with_a_dataset(small_model, tmp_path, name, value):
+def test_options_of_generated_pairs_are_rejected_with_a_dataset(small_model, tmp_path, name, value):
     given = {"dataset": "pairs.jsonl", "largest": None, name: value}
     with pytest.raises(UserError, match=f"{name}={value} is for generated pairs"):
         dpo.main(options_of(small_model, tmp_path, **given))

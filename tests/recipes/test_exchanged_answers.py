@@ -42,7 +42,7 @@ def test_the_preferred_sum_is_right_and_the_other_one_wrong():
 
 
 @pytest.mark.parametrize("side", ["train", "test"])
-def test_no_answer_is_told_by_itself_nor_by_its_length(side, sums_dataset):
+def test_answer_and_length_alone_do_not_reveal_the_preference(side, sums_dataset):
     builders = (
         ExchangedSumsBuilder(largest=20, test_size=40, seed=0),
         ExchangedSolutionsBuilder(questions=str(sums_dataset), test_size=4, seed=0),

@@ -141,7 +141,7 @@ def test_the_sizes_of_every_env_are_right(env):
         ("gsm8k", {"eval_problems": -1}, "eval_problems=-1"),
     ],
 )
-def test_what_cannot_be_right_or_would_be_ignored_is_refused(env, changes, message):
+def test_invalid_or_ignored_options_are_rejected(env, changes, message):
     with pytest.raises(UserError, match=message):
         math_rl.main(options_for(env, **changes))
 
@@ -154,7 +154,7 @@ def test_what_cannot_be_right_or_would_be_ignored_is_refused(env, changes, messa
         ("reasoning_gym", "env=reasoning_gym: .*no such task"),
     ],
 )
-def test_an_env_that_does_not_exist_is_refused_with_those_that_are_near(env, message):
+def test_an_unknown_env_is_rejected_with_suggestions(env, message):
     pytest.importorskip("reasoning_gym")
     with pytest.raises(UserError, match=message):
         math_rl.main(options_for(env))

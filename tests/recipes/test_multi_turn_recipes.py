@@ -45,7 +45,7 @@ def options(request, small_model, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_runs_and_goes_on(options, name, tmp_path):
+def test_a_recipe_runs_and_continues(options, name, tmp_path):
     recipe, config = options(name)
     path = recipe.main(config)
     assert path == tmp_path / name

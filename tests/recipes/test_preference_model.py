@@ -50,7 +50,7 @@ def test_made_pairs_of_each_sort_train_a_model(
     assert Description.read(run).calibration_pairs == 4
 
 
-def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path, engine):
+def test_comparisons_from_a_file_with_a_custom_question(small_model, tmp_path, engine):
     path = tmp_path / "pairs.jsonl"
     rows = [{"prompt": f"Say {n}.", "chosen": str(n), "rejected": "no"} for n in range(12)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -79,9 +79,7 @@ def test_comparisons_of_a_file_and_a_question_of_ones_own(small_model, tmp_path,
         ("max_steps", 0),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(
-    small_model, tmp_path, engine, name, value
-):
+def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, engine, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         preference_model.main(options_of(small_model, tmp_path, **{name: value}), engine)
     assert not (tmp_path / "run").exists()
@@ -104,7 +102,7 @@ def test_an_option_that_cannot_be_right_is_refused_by_name(
         ({"question": "Good?"}, "question=Good.* is for kind=bradley_terry"),
     ],
 )
-def test_an_option_that_would_be_ignored_is_refused(small_model, tmp_path, engine, given, message):
+def test_an_option_that_would_be_ignored_is_rejected(small_model, tmp_path, engine, given, message):
     with pytest.raises(UserError, match=message):
         preference_model.main(options_of(small_model, tmp_path, **given), engine)
     assert not (tmp_path / "run").exists()

@@ -123,7 +123,7 @@ def test_what_a_response_prints_is_no_score(evaluating):
     )
 
 
-def test_names_and_options_that_do_not_exist_are_refused_with_those_that_are_near():
+def test_unknown_names_and_options_are_rejected_with_suggestions():
     with pytest.raises(UserError, match=r"env=chain_sums: .*did you mean chain_sum"):
         check_name("chain_sums")
     with pytest.raises(UserError, match="zebra_puzzles"):
@@ -136,7 +136,7 @@ def test_names_and_options_that_do_not_exist_are_refused_with_those_that_are_nea
         Task.of("chain_sum", {"seed": 3}, 0)
 
 
-def test_options_that_make_no_problem_are_refused_with_the_reason(process):
+def test_options_that_make_no_problem_are_rejected_with_the_reason(process):
     with pytest.raises(UserError, match=r"chain_sum.*max_terms must be >= min_terms"):
         process("chain_sum", max_terms=1).entry(0)
 
@@ -226,7 +226,7 @@ def test_questions_of_tests_and_examples_are_never_trained_on_and_batches_are_fu
     assert built(eval_problems=0, seed=1)[1] is None
 
 
-def test_a_task_with_too_few_questions_is_refused():
+def test_a_task_with_too_few_questions_is_rejected():
     task = Task.of("chain_sum", {"max_terms": 2, "max_digits": 1, "size": 3}, 0)
     with pytest.raises(UserError, match="hardly any question remains besides the 3"):
         draw_entries(task, random.Random(0), 4, set())

@@ -87,7 +87,7 @@ def test_a_training_column_of_a_finished_run_has_no_gaps(model, sums_dataset, tm
         read_series(run, "env/all/reward")
 
 
-def test_the_same_command_with_more_steps_goes_on(model, sums_dataset, tmp_path, service):
+def test_the_same_command_with_more_steps_continues(model, sums_dataset, tmp_path, service):
     rl_basic.main(options(model, sums_dataset, tmp_path, eval_every=0), service)
     run = rl_basic.main(options(model, sums_dataset, tmp_path, eval_every=0, max_steps=3), service)
     assert [row["step"] for row in read_rows(run / "metrics.jsonl")] == [0, 1, 2]
@@ -151,15 +151,13 @@ def test_the_penalty_is_reached_from_the_options(
         ("max_steps", 0),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(
-    model, sums_dataset, tmp_path, name, value
-):
+def test_an_invalid_option_is_rejected_by_name(model, sums_dataset, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         rl_basic.main(options(model, sums_dataset, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_dataset_that_is_not_there_is_refused(model, tmp_path):
+def test_a_dataset_that_does_not_exist_is_rejected(model, tmp_path):
     with pytest.raises(UserError, match="the data set ./nowhere: no such file"):
         rl_basic.main(options(model, Path("./nowhere"), tmp_path, dataset="./nowhere"))
 

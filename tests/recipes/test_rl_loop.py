@@ -95,7 +95,7 @@ def test_killed_anywhere_and_started_again_gives_the_rows_of_an_undisturbed_run(
 
 
 @pytest.mark.slow
-def test_a_run_that_max_steps_ended_goes_on_with_more(service, tokenizer, sums_dataset, tmp_path):
+def test_a_run_ended_by_max_steps_continues_with_more(service, tokenizer, sums_dataset, tmp_path):
     run = rl_loop.train(options(sums_dataset, tmp_path, max_steps=3), service)
     assert read_rows(run / "checkpoints.jsonl")[-1]["batch"] == 3
     rl_loop.train(options(sums_dataset, tmp_path, max_steps=5), service)
@@ -193,18 +193,18 @@ def test_weights_of_another_run_are_the_start(service, sums_dataset, tmp_path):
         ("eval_every", 5),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(sums_dataset, tmp_path, name, value):
+def test_an_invalid_option_is_rejected_by_name(sums_dataset, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         rl_loop.main(options(sums_dataset, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()
 
 
-def test_a_batch_larger_than_the_data_is_refused(service, sums_dataset, tmp_path):
+def test_a_batch_larger_than_the_data_is_rejected(service, sums_dataset, tmp_path):
     with pytest.raises(UserError, match="batch_size=27.*at most 26"):
         rl_loop.train(options(sums_dataset, tmp_path, batch_size=27), service)
 
 
-def test_the_command_line_has_presets_and_refuses_what_it_does_not_know(capsys):
+def test_the_command_line_has_presets_and_rejects_unknown_options(capsys):
     config = read_options(rl_loop.Config, rl_loop.PRESETS, ["preset=seed", "batch_size=32"])
     assert (config.model_name, config.batch_size, config.group_size) == ("Qwen/Qwen3-8B", 32, 16)
     defaults = read_options(rl_loop.Config, rl_loop.PRESETS, [])

@@ -100,9 +100,7 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
         ({"lr_schedule": "up"}, "lr_schedule=up"),
     ],
 )
-def test_what_cannot_be_right_is_refused_before_anything_is_loaded(
-    monkeypatch, tmp_path, options, message
-):
+def test_invalid_options_are_rejected_before_loading(monkeypatch, tmp_path, options, message):
     monkeypatch.setattr(training_run, "ServiceClient", NoData.__call__)
     log_path = tmp_path / "run"
     with pytest.raises(UserError, match=message):

@@ -171,7 +171,7 @@ def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys)
 @pytest.mark.parametrize(
     "die_at", [*(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2)), 4, 8]
 )
-def test_a_run_that_is_killed_in_any_stage_ends_with_the_same_bits(
+def test_a_run_killed_in_any_stage_resumes_bitwise_identically(
     whole, small_model, tmp_path, monkeypatch, die_at
 ):
     """Steps 0 to 2 are of SFT, 3 to 5 of the preference model, 6 to 8 of RL."""
@@ -217,13 +217,13 @@ def test_a_longer_rl_stage_is_compared_again(small_model, tmp_path):
     assert [row["step"] for row in untimed(run, "evaluation")] == [1, 2]
 
 
-def test_other_options_of_a_stage_that_is_done_are_refused(whole, small_model):
+def test_changed_options_of_a_finished_stage_are_rejected(whole, small_model):
     with pytest.raises(UserError, match="learning_rate was 0.01, is 0.02"):
         play(options_of(small_model, whole, sft={"learning_rate": 2e-2}), whole.parent / "data")
 
 
 @pytest.mark.slow
-def test_data_of_ones_own_with_a_penalty(small_model, tmp_path):
+def test_rlhf_runs_on_custom_data_with_a_kl_penalty(small_model, tmp_path):
     def write(name, rows):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
         return str(tmp_path / name)
@@ -266,7 +266,7 @@ def test_data_of_ones_own_with_a_penalty(small_model, tmp_path):
         ({"sums": WordySums(largest=4, test_size=0)}, "sums.test_size=0"),
     ],
 )
-def test_an_option_of_any_stage_is_refused_before_the_first_begins(
+def test_an_invalid_option_of_any_stage_is_rejected_at_the_start(
     small_model, tmp_path, changes, message
 ):
     with pytest.raises(UserError, match=message):

@@ -87,9 +87,7 @@ def test_a_trained_judge(options, small_model, rows, tmp_path):
     assert path in json.loads((run / "config.json").read_text())["dataset_builder"]["judge_name"]
 
 
-def test_a_row_that_is_none_is_refused_by_its_number_before_anything_is_loaded(
-    options, rows, tmp_path
-):
+def test_an_invalid_row_is_rejected_with_its_number_before_loading(options, rows, tmp_path):
     lines = rows.read_text().splitlines()
     broken = json.loads(lines[5])
     broken["rubric_items"][0]["wieght"] = 2
@@ -127,13 +125,13 @@ def test_a_row_that_is_none_is_refused_by_its_number_before_anything_is_loaded(
         (["dataset=not-there.jsonl"], "not-there.jsonl: no such file"),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused(options, tmp_path, arguments, message):
+def test_an_invalid_option_is_rejected(options, tmp_path, arguments, message):
     with pytest.raises(UserError, match=message):
         rubric.main(options(*arguments))
     assert not (tmp_path / "run").exists()
 
 
-def test_drawn_rubrics_hold_out_their_sums_in_either_order():
+def test_generated_rubrics_hold_out_their_sums_in_either_order():
     rows = rubric_sums.drawn_rubrics(5, 6, seed=0)
     assert (len(rows.train), len(rows.test)) == (
         36 - 6 - sum(len(set(sum_of(row))) > 1 for row in rows.test),

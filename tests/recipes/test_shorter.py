@@ -78,7 +78,7 @@ def test_fewer_tokens_win(small_model):
     assert [asyncio.run(rule(comparison)) for comparison in comparisons] == [1, -1, 0]
 
 
-def test_drawn_questions_hold_out_their_topics():
+def test_generated_questions_hold_out_their_topics():
     prompts = DrawnPrompts()()
     train, test = ({p[0]["content"] for p in part} for part in (prompts.train, prompts.test))
     assert (len(train), len(test)) == (72, 24)
@@ -90,7 +90,7 @@ def test_drawn_questions_hold_out_their_topics():
     ("name", "value"),
     [("batch_size", 0), ("group_size", 1), ("matchup_group_size", 1), ("max_steps", 0)],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(small_model, tmp_path, name, value):
+def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}={value}"):
         shorter.main(options_of(small_model, tmp_path, **{name: value}))
     assert not (tmp_path / "run").exists()

@@ -148,7 +148,7 @@ def test_a_batch_of_which_nothing_is_left_is_passed_over_and_counted(service, tm
     assert service.operations.count("optim_step") == 4
 
 
-def test_a_length_at_which_nothing_can_be_learned_is_refused_before_any_step(
+def test_a_max_length_that_leaves_no_target_is_rejected_at_the_start(
     service, sums_dataset, tmp_path
 ):
     with pytest.raises(
@@ -179,6 +179,6 @@ def test_what_is_too_long_is_cut_and_counted_or_left_out_and_counted(tokenizer):
         ("ttl_seconds", 0),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(sums_dataset, tmp_path, name, value):
+def test_an_invalid_option_is_rejected_by_name(sums_dataset, tmp_path, name, value):
     with pytest.raises(UserError, match=f"{name}="):
         sl_loop.main(options(sums_dataset, tmp_path, **{name: value}))

@@ -129,7 +129,7 @@ def test_a_conversation_goes_before_a_question_with_its_answer(read, columns, is
         ("num_epochs", 0),
     ],
 )
-def test_an_option_that_cannot_be_right_is_refused_by_name(
+def test_an_invalid_option_is_rejected_by_name(
     small_model, sums_dataset, tmp_path, engine, name, value
 ):
     with pytest.raises(UserError, match=f"{name}="):

@@ -94,6 +94,6 @@ def test_groups_pickle():
     assert len(pickle.dumps(builder)) < 500
 
 
-def test_more_tests_than_half_of_the_sums_are_refused():
+def test_more_tests_than_half_of_the_sums_are_rejected():
     with pytest.raises(UserError, match="eval_problems=34.*66 sums.*at most 33"):
         held_out_sums(10, 34)

@@ -148,7 +148,7 @@ def test_a_game_whose_player_failed_is_played_again_from_its_beginning(small_mod
     assert [error.error_type for error in group.rollout_errors] == ["Broken"]
 
 
-def test_a_game_that_cannot_be_played_is_left_out_as_a_whole(small_model):
+def test_a_game_that_keeps_failing_is_dropped(small_model):
     policy = Failing(small_model, X_WINS, set(range(100)))
     strategy = MinViableGroup(min_successful=1, max_retries=2)
     assert (
@@ -207,7 +207,7 @@ def test_a_test_game_that_is_forfeited(small_model):
     assert group.metrics_G[0]["forfeit"] == 1
 
 
-def test_tests_are_told_apart_by_tags(small_model):
+def test_evaluations_have_separate_metrics_per_tag(small_model):
     train, test = made(TicTacToeDatasetBuilder(model_name=small_model, batch_size=3, test_games=4))
     assert [group.logging_tags() for group in train.get_batch(0)] == [["self_play"]] * 3
     tags = [tag for group in test.get_batch(0) for tag in group.logging_tags()]
@@ -225,7 +225,7 @@ def test_games_of_training_begin_at_random_positions(small_model):
     assert {group.opening for group in test.get_batch(0)} == {()}
 
 
-def test_a_game_goes_on_from_its_opening(small_model):
+def test_a_game_continues_from_its_opening(small_model):
     policy = ScriptedPolicy(small_model, moves(X_WINS))
     group = play(TicTacToeGroup(small_model, None, (1, 4, 2)), policy)
     assert policy.asked[0] == "X12 O4\nChoose one of 3 5 6 7 8 9."

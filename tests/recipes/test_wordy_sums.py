@@ -106,6 +106,6 @@ def test_held_out_sums_are_in_no_training_data_in_either_order(small_model, larg
     assert again.rows == chats.rows
 
 
-def test_sums_that_are_too_few_are_refused():
+def test_sums_that_are_too_few_are_rejected():
     with pytest.raises(UserError, match="test_size=9: there are 16 sums"):
         WordySums(largest=3, test_size=9)

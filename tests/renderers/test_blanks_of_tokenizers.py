@@ -81,7 +81,7 @@ def test_a_transcript_has_its_own_blanks_alone(tokenizer):
     assert (message["content"], termination) == ("42", Termination.STOP_SEQUENCE)
 
 
-def test_a_continuation_goes_on_without_a_blank(tokenizer):
+def test_a_continuation_adds_no_blank(tokenizer):
     renderer = get_renderer("role_colon", tokenizer)
     prompt = renderer.build_generation_prompt(MESSAGES[:1]).to_ints()
     whole = renderer.build_generation_prompt(MESSAGES[:3]).to_ints()

@@ -168,7 +168,7 @@ def test_the_tiny_model_of_tests(tmp_path):
     assert recommended_renderer_name(tiny_model(tmp_path)) == "qwen3_instruct"
 
 
-def test_unknown_directories_are_refused(tmp_path):
+def test_unknown_directories_are_rejected(tmp_path):
     with pytest.raises(ValueError, match=r"no config.json.*role_colon"):
         recommended_renderer_name(tmp_path)
     for chat_template in (

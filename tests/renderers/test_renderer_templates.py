@@ -143,7 +143,7 @@ def test_tools_equal_the_template(case, system):
     )
 
 
-def test_reasoning_of_earlier_turns_is_left_out_as_in_the_template():
+def test_reasoning_of_earlier_turns_is_dropped_as_in_the_template():
     renderer = MADE[("qwen3", "qwen", "qwen3")]
     messages = [
         {"role": "user", "content": "a"},

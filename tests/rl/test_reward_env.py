@@ -152,7 +152,7 @@ def test_rows_without_a_question_are_named_in_the_error(model, tmp_path, rows, c
         asyncio.run(builder())
 
 
-def test_a_file_without_rows_is_refused_by_name(model, tmp_path):
+def test_a_file_without_rows_is_rejected_by_name(model, tmp_path):
     path = tmp_path / "empty.jsonl"
     path.write_text("")
     builder = RewardDatasetBuilder(dataset=str(path), reward=length, model_name=model)

@@ -117,7 +117,7 @@ def test_what_a_program_says():
         ({"messages": QUESTION, "rubric_items": "Is it?"}, '"rubric_items": give a list'),
     ],
 )
-def test_a_row_that_is_none_is_refused_by_its_place(row, message):
+def test_an_invalid_row_is_rejected_with_its_location(row, message):
     with pytest.raises(UserError, match=message):
         read_rubric_row(row, "train row 3")
 
@@ -145,7 +145,7 @@ def test_a_row_that_is_none_is_refused_by_its_place(row, message):
         ({**ITEM, "name": "a/b"}, "name='a/b'"),
     ],
 )
-def test_an_item_that_is_none_is_refused_by_its_place(item, message):
+def test_an_invalid_item_is_rejected_with_its_location(item, message):
     with pytest.raises(UserError, match="row 3, rubric item 2.*" + message):
         read_rubric_row(
             {"messages": QUESTION, "rubric_items": [{**ITEM, "name": "x"}, item]}, "row 3"
@@ -174,7 +174,7 @@ def test_examples_are_read_and_must_have_a_score():
             read(wrong)
 
 
-def test_two_items_of_one_name_are_refused():
+def test_two_items_of_one_name_are_rejected():
     items = [{**ITEM, "name": "2"}, ITEM]
     with pytest.raises(UserError, match="two rubric items are called alike"):
         read_rubric_row({"messages": QUESTION, "rubric_items": items}, "row 3")

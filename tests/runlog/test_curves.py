@@ -106,7 +106,7 @@ def test_chosen_metrics_are_a_panel_each():
     ]
 
 
-def test_a_metric_that_no_run_has_is_refused_with_those_there_are():
+def test_an_unknown_metric_is_rejected_with_the_list():
     with pytest.raises(UserError, match=r"metrics=rewards: no run has it; there are: optim/lr"):
         drawn_panels([run("a", optim__lr={0: 1.0})], ["rewards"], 1)
     with pytest.raises(

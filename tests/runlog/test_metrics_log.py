@@ -114,7 +114,7 @@ def test_a_resumed_run_continues_the_same_run_without_doubled_steps(tmp_path, re
     assert printed.count("keeps its steps 3 to 4 as they were") == 1
 
 
-def test_a_logger_that_joins_later_is_told_what_was_before(tmp_path, recorder):
+def test_a_logger_added_later_receives_earlier_steps(tmp_path, recorder):
     log_steps(tmp_path, 0, 3, loggers=())
     log_steps(tmp_path, 3, 5)
     assert [(step, value) for _, step, value in recorder.told] == [
@@ -126,7 +126,7 @@ def test_a_logger_that_joins_later_is_told_what_was_before(tmp_path, recorder):
     ]
 
 
-def test_a_logger_that_fails_is_named_once_and_the_run_goes_on(tmp_path, recorder):
+def test_a_failing_logger_is_named_once_and_the_run_continues(tmp_path, recorder):
     recorder.fails_at = 2
     printed = log_steps(tmp_path, 0, 5)
     assert steps_of(recorder) == [0, 1]
@@ -163,7 +163,7 @@ def test_a_service_learns_that_the_run_failed(tmp_path, recorder):
     assert recorder.closed == [True]
 
 
-def test_a_row_that_the_record_refuses_is_told_to_nobody(tmp_path, recorder, monkeypatch):
+def test_a_row_rejected_by_the_record_reaches_no_logger(tmp_path, recorder, monkeypatch):
     def full(self: RunDirectory, step: int, metrics: Mapping[str, float]) -> None:
         raise StorageError("no space")
 
@@ -207,7 +207,7 @@ def test_a_logger_that_cannot_start_is_an_error_that_closes_the_others(
     assert recorder.closed == [False]
 
 
-def test_a_logger_that_is_not_installed_is_refused_with_the_command(monkeypatch, tmp_path):
+def test_a_missing_logger_is_rejected_with_the_install_command(monkeypatch, tmp_path):
     def missing(name: str) -> str:
         raise importlib.metadata.PackageNotFoundError(name)
 
@@ -225,7 +225,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_command(monkeypatch,
     ("loggers", "message"),
     [(["neptune"], "no 'neptune'; give any of"), (["wandb", "wandb"], "names one twice")],
 )
-def test_names_that_are_none_are_refused(loggers, message, recorder):
+def test_invalid_names_are_rejected(loggers, message, recorder):
     with pytest.raises(UserError, match=message):
         require_loggers(loggers)
 

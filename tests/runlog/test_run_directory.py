@@ -47,7 +47,7 @@ def test_numbers_of_other_libraries_become_plain(tmp_path):
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_metric_that_is_not_finite_is_refused_by_name(tmp_path, value):
+def test_a_metric_that_is_not_finite_is_rejected_by_name(tmp_path, value):
     with RunDirectory(tmp_path, CONFIG) as run, pytest.raises(ValueError, match="optim/lr.*step 7"):
         run.log(7, {"optim/lr": value})
     assert read_rows(tmp_path / "metrics.jsonl") == []
@@ -133,7 +133,7 @@ def test_the_resume_point_is_the_last_row_with_a_state(tmp_path):
             of(str(tmp_path))
 
 
-def test_fields_that_are_none_are_left_out(tmp_path):
+def test_fields_with_the_value_none_are_omitted(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as run:
         run.log_checkpoint(CheckpointRecord("final", 7, state_path="s", final=True))
     assert read_rows(tmp_path / "checkpoints.jsonl") == [
@@ -150,7 +150,7 @@ def test_a_directory_stays_where_it_was_when_the_working_directory_changes(tmp_p
         RunDirectory("", CONFIG)
 
 
-def test_other_options_are_refused_by_name(tmp_path):
+def test_other_options_are_rejected_by_name(tmp_path):
     with RunDirectory(tmp_path, CONFIG) as run:
         run.log(0, {"a": 1.0})
     with pytest.raises(UserError, match=r"batch_size was 4, is 8.*another log_path"):
@@ -165,7 +165,7 @@ def test_options_may_be_corrected_before_the_first_row(tmp_path):
         assert json.loads((tmp_path / "config.json").read_text())["batch_size"] == 8
 
 
-def test_nested_options_are_refused_by_their_own_name(tmp_path):
+def test_nested_options_are_rejected_by_their_own_name(tmp_path):
     def open_run(size, path="here"):
         return RunDirectory(tmp_path, {"log_path": path, "data": {"size": size, "name": "sums"}})
 
@@ -176,7 +176,7 @@ def test_nested_options_are_refused_by_their_own_name(tmp_path):
     open_run(4, path="there").close()
 
 
-def test_options_in_a_list_are_refused_by_their_own_name(tmp_path):
+def test_options_in_a_list_are_rejected_by_their_own_name(tmp_path):
     def open_run(size):
         return RunDirectory(tmp_path, {"parts": [{"size": 1}, {"size": size}], "names": ["a", "b"]})
 
@@ -265,7 +265,7 @@ def test_metrics_are_on_disk_before_the_checkpoint_that_they_lead_to(tmp_path, m
     ("file", "row"),
     [("metrics.jsonl", '{"stfp": 1}'), ("checkpoints.jsonl", '{"name": "a", "batch": "2"}')],
 )
-def test_a_row_that_is_none_of_a_runs_is_named(tmp_path, file, row):
+def test_an_invalid_metrics_row_is_named(tmp_path, file, row):
     with RunDirectory(tmp_path, CONFIG) as run:
         run.log(0, {"a": 1.0})
         run.log_checkpoint(CheckpointRecord("a", 1, state_path="tinker://run/weights/a"))

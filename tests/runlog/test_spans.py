@@ -169,7 +169,7 @@ def test_steps_that_are_done_again_are_in_the_trace_once(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_is_told_as_such_at_the_end_too(tmp_path):
+def test_a_full_disk_is_also_reported_on_close(tmp_path):
     def traced() -> None:
         with TraceFile(tmp_path, 0) as trace:
             trace._rows.close()

@@ -163,7 +163,7 @@ def test_nothing_can_be_written(sandbox):
     assert set(results) <= {"OSError", "FileNotFoundError", "PermissionError"}, results
 
 
-def test_what_takes_rights_is_refused(sandbox):
+def test_privileged_system_calls_are_rejected(sandbox):
     results = attempts(
         sandbox(),
         [
@@ -619,7 +619,7 @@ def test_one_test_leaves_nothing_to_the_next(sandbox):
     assert [outcome(box, StdinTest("", "[]"), source) for _ in range(2)] == [Outcome.PASSED] * 2
 
 
-def test_many_run_at_once_within_the_bound(sandbox):
+def test_many_programs_run_concurrently_up_to_the_limit(sandbox):
     box = sandbox(wall_seconds=60.0)
     box.concurrency = 3
     mark = f"many-{time.time_ns()}"

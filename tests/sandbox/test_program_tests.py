@@ -101,7 +101,7 @@ def test_a_value_comes_through_as_itself(value):
 @pytest.mark.parametrize(
     "value", [float("inf"), float("nan"), object(), set(), frozenset({1}), [{1: set()}], type]
 )
-def test_values_without_a_literal_are_refused(value):
+def test_values_without_a_literal_are_rejected(value):
     with pytest.raises(UserError, match="FunctionTest.arguments of f"):
         FunctionTest("f", [value], 1)
     with pytest.raises(UserError, match="FunctionTest.returned of f"):

@@ -73,7 +73,7 @@ def test_elsewhere_than_on_linux(monkeypatch):
         Sandbox()
 
 
-def test_a_recipe_refuses_before_it_begins(no_bubblewrap, tmp_path):
+def test_a_recipe_without_a_sandbox_is_rejected_at_the_start(no_bubblewrap, tmp_path):
     process_sandbox.process_sandbox.cache_clear()
     with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
         code_rl.main(code_rl.Options(log_path=str(tmp_path / "run")))

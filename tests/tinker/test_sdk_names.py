@@ -52,7 +52,7 @@ def test_submodules_have_the_names_of_the_sdks(package):
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refused_type_says_why(name):
+def test_an_unsupported_type_explains_itself(name):
     kind = getattr(planish.tinker.types, name)
     with pytest.raises(UnsupportedError, match=f"{name} is not offered: .{{10,}}"):
         kind(anything=1)
@@ -79,7 +79,7 @@ def test_each_method_of_the_sdks_clients_is_served_or_refused_with_a_reason(kind
 
 
 @pytest.mark.parametrize("kind", CLIENTS)
-def test_nothing_is_refused_that_the_sdk_does_not_have(kind):
+def test_every_unsupported_name_exists_in_the_sdk(kind):
     refused = getattr(planish.tinker, kind).refused
     assert {name for name in refused if not hasattr(getattr(tinker, kind), name)} <= {"holder"}
 

@@ -122,7 +122,7 @@ def test_a_wrong_substitute_is_named(options, given, named):
         tinker.ServiceClient(**options, substitute_losses=given)
 
 
-def test_options_without_meaning_are_refused_by_name(service):
+def test_meaningless_options_are_rejected_by_name(service):
     training = service.create_lora_training_client("tiny", rank=4)
     path = training.save_state("o").result().path
     with pytest.raises(UnsupportedError, match="weights_access_token"):

@@ -358,13 +358,13 @@ def test_tools_that_are_offered_already(play, renderer):
         play(says("5"), messages=[*offered, *QUESTION], tools=[add])
 
 
-def test_a_renderer_without_tools_is_refused(renderer):
+def test_a_renderer_without_tools_is_rejected(renderer):
     words = get_renderer("role_colon", renderer.tokenizer)
     with pytest.raises(UnsupportedError, match="role_colon has no form for tools"):
         build_agent_tool_env(words, TOOLS, QUESTION, Reward())
 
 
-def test_bad_options_are_refused(renderer):
+def test_invalid_options_are_rejected(renderer):
     for options in (
         {"max_turns": 0},
         {"max_tool_calls": 0},
@@ -375,7 +375,7 @@ def test_bad_options_are_refused(renderer):
             build_agent_tool_env(renderer, TOOLS, QUESTION, Reward(), **cast(Any, options))
 
 
-def test_many_episodes_at_once(renderer):
+def test_many_episodes_run_concurrently(renderer):
     async def one(number: int):
         reward = Reward()
         env = build_agent_tool_env(renderer, TOOLS, QUESTION, reward)

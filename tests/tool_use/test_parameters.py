@@ -133,7 +133,7 @@ def test_what_does_not_fit_is_named(change, complaint):
     assert "The parameters are: text, count" in str(told.value)
 
 
-def test_all_faults_are_told_at_once():
+def test_all_argument_errors_are_reported_together():
     with pytest.raises(UserError, match=r"text is missing; count is missing.*nope is unknown"):
         read_parameters(everything, {}).read({"nope": 1})
 

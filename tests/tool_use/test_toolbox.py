@@ -114,7 +114,7 @@ def test_parallel_calls_overlap_and_sequential_ones_do_not():
         (call("explode"), "Error: explode: ZeroDivisionError: integer division or modulo by zero"),
     ],
 )
-def test_errors_are_told_to_the_model(called, content):
+def test_errors_are_reported_to_the_model(called, content):
     [result] = run(called)
     assert result.is_error
     assert result.message["content"].startswith(content)
@@ -198,7 +198,7 @@ def test_an_unreadable_call_is_answered():
         {"tools": [double, double]},
     ],
 )
-def test_bad_options_are_refused(options):
+def test_invalid_options_are_rejected(options):
     with pytest.raises(
         UserError,
         match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double",

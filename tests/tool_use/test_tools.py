@@ -169,7 +169,7 @@ def test_only_functions_are_decorated():
             tool(thing)  # type: ignore[arg-type]
 
 
-def test_a_class_of_ones_own_is_a_tool():
+def test_a_custom_class_is_a_tool():
     class Remote:
         name = "remote"
         description = ""

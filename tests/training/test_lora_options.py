@@ -93,6 +93,6 @@ def test_loaded_weights_keep_their_parts(train, service):
 @pytest.mark.parametrize(
     "options", [demo.Config, rl_basic.Options, rl_loop.Config, rlhf_options.Options]
 )
-def test_an_adapter_of_nothing_is_refused(options):
+def test_an_adapter_without_modules_is_rejected(options):
     with pytest.raises(UserError, match="are all False: nothing would be trained"):
         options(train_mlp=False, train_attn=False, train_unembed=False)
