@@ -177,8 +177,8 @@ def _join_freed_memory() -> None:
     The function does nothing on WSL, where mapping an expandable segment fails on some GPUs
     (pytorch issue 192330).
     """
-    told = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
-    if not told and not _is_wsl():
+    configured = os.environ.keys() & {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}
+    if not configured and not _is_wsl():
         # Setting these variables now has no effect, because torch reads them at import.
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 

@@ -125,7 +125,7 @@ class Engine:
         self._settings = settings or EngineSettings()
         given = checked_mapping(models)
         named = {*given.values(), *environment_models().values()}
-        memory = memory or DeviceMemory(self._settings, keeps_room=len(named) > 1)
+        memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
         # An entry that maps a name to itself only announces that this base model will be used.
         given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory)

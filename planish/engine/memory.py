@@ -41,20 +41,20 @@ RUNTIME_BYTES = 1300 << 20
 kernels that oneDNN caches.
 """
 
-_LEAST_POSITIONS = 4096
+_MIN_POSITIONS = 4096
 """Minimum default size of the KV cache, in tokens."""
 _GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
 """Candidates on a GPU for (max samples, max prompt tokens) per sampler step.
 
 The first candidate whose workspace needs at most a quarter of the memory is used.
 """
-_KEPT = (16384, 8192, 4096, 2048, 1024)
+_MICRO_BATCHES = (16384, 8192, 4096, 2048, 1024)
 """Candidates for the micro-batch size in tokens, without activation checkpointing.
 
 The first candidate that fits into the training budget is used.
 """
-_RECOMPUTED = (4096, 2048, 1024, 512, 256, 128)
-"""Candidates with activation checkpointing, used if none of `_KEPT` fits.
+_RECOMPUTED_MICRO_BATCHES = (4096, 2048, 1024, 512, 256, 128)
+"""Candidates with activation checkpointing, used if none of `_MICRO_BATCHES` fits.
 
 Smaller micro-batches without checkpointing would be slower, because a GPU would then spend its time
 on kernel launches.
@@ -84,14 +84,14 @@ class ModelMemory:
     """Memory of one training micro-batch."""
 
     @property
-    def shared_out(self) -> int:
+    def divided_bytes(self) -> int:
         """The memory for the KV cache, the sampler workspace and training."""
         return self.keys_values + self.sampling + self.training
 
     @property
     def total(self) -> int:
         """The maximum memory of the base model with its adapters."""
-        return self.weights + self.adapters + self.shared_out
+        return self.weights + self.adapters + self.divided_bytes
 
 
 class DeviceMemory:
@@ -103,12 +103,12 @@ class DeviceMemory:
         expected: Sequence[Path] = (),
         adapter_bytes: int | None = None,
         *,
-        keeps_room: bool = False,
+        reserves_for_next: bool = False,
     ) -> None:
         """`expected`: directories of all base models that will be loaded, if they are known.
 
         `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
-        memory for one adapter of rank 32 in training and in its sampler. `keeps_room`: on a GPU,
+        memory for one adapter of rank 32 in training and in its sampler. `reserves_for_next`: on a GPU,
         each base model leaves a third of the free memory for further base models, if one more
         would fit there. Otherwise a base model reserves all free memory.
         """
@@ -116,7 +116,7 @@ class DeviceMemory:
         self.device = choose_device(settings.device)
         self._expected = {directory.resolve() for directory in expected}
         self._adapter_bytes = adapter_bytes
-        self._keeps_room = keeps_room
+        self._reserves_for_next = reserves_for_next
         self._claims: dict[Path, ModelMemory] = {}
         self._lock = Lock()
 
@@ -129,7 +129,7 @@ class DeviceMemory:
         directory = directory.resolve()
         with self._lock:
             if directory not in self._claims:
-                self._claims[directory] = self._divided(directory)
+                self._claims[directory] = self._budget_for(directory)
             return self._claims[directory]
 
     def release(self, directory: Path) -> None:
@@ -142,13 +142,13 @@ class DeviceMemory:
         """The usable memory of the device, measured once before the first base model is loaded."""
         return usable_bytes(self.device)
 
-    def _divided(self, directory: Path) -> ModelMemory:
+    def _budget_for(self, directory: Path) -> ModelMemory:
         """Return the budget of a base model, given the base models that are loaded or expected."""
-        model = self._model(directory)
+        model = self._needs(directory)
         if self._usable is None:
-            return model.within(inf)
+            return model.budget_for(inf)
         others = [
-            self._model(path) for path in self._expected.difference(self._claims, [directory])
+            self._needs(path) for path in self._expected.difference(self._claims, [directory])
         ]
         left = (
             self._usable
@@ -157,25 +157,25 @@ class DeviceMemory:
             - (self._adapter_bytes or 0)
         )
         if not Device(self.device).is_gpu:
-            self._check_once(directory, model, self._usable)
-            return model.within(
+            self._check_weights_fit(directory, model, self._usable)
+            return model.budget_for(
                 left - RUNTIME_BYTES - sum(claim.weights for claim in self._claims.values())
             )
         left -= sum(claim.total for claim in self._claims.values())
         if others:  # divide in proportion to the minimum needs of the expected base models
-            left = left * model.least // (model.least + sum(other.least for other in others))
-        elif self._keeps_room and not self._expected:
-            another = model.fixed + 2 * model.least
+            left = left * model.minimum // (model.minimum + sum(other.minimum for other in others))
+        elif self._reserves_for_next and not self._expected:
+            another = model.fixed + 2 * model.minimum
             left -= left // 3 if another <= left // 3 else 0
-        self._check_least(directory, model, left, self._usable)
-        return model.within(left)
+        self._check_minimum(directory, model, left, self._usable)
+        return model.budget_for(left)
 
-    def _model(self, directory: Path) -> _Model:
-        return _Model.of(
-            directory, self._settings, self.device, leaves_adapters=self._adapter_bytes is None
+    def _needs(self, directory: Path) -> _ModelNeeds:
+        return _ModelNeeds.of(
+            directory, self._settings, self.device, reserves_adapters=self._adapter_bytes is None
         )
 
-    def _check_once(self, directory: Path, model: _Model, usable: int) -> None:
+    def _check_weights_fit(self, directory: Path, model: _ModelNeeds, usable: int) -> None:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if model.weights > usable:
             raise UserError(
@@ -183,10 +183,10 @@ class DeviceMemory:
                 "use a smaller base model"
             )
 
-    def _check_least(self, directory: Path, model: _Model, left: int, usable: int) -> None:
+    def _check_minimum(self, directory: Path, model: _ModelNeeds, left: int, usable: int) -> None:
         """Raise UserError if less than the minimum is left, unless all four limits are given."""
         bounds = self._settings.bounds
-        if left >= model.least or None not in bounds.values():
+        if left >= model.minimum or None not in bounds.values():
             return
         given = [f"{name}={value:,}" for name, value in bounds.items() if value is not None]
         adapters = (
@@ -196,14 +196,14 @@ class DeviceMemory:
         )
         raise UserError(
             f"{directory} does not fit on {self.device}: of {gib(usable)} that can be used there, its weights{'' if adapters else ' and adapters'} take "
-            f"{gib(model.fixed)}{adapters}, with other base models {gib(max(0, left))} are left for it, and sampling and training need {gib(model.least)} at least"
+            f"{gib(model.fixed)}{adapters}, with other base models {gib(max(0, left))} are left for it, and sampling and training need {gib(model.minimum)} at least"
             f"{' with ' + ', '.join(given) if given else ''}. {self._remedy}Use a smaller base model or fewer of them, lower {', '.join(bounds)} for all, or end other programs "
             "on that device; where all four are named, they are taken as they are"
         )
 
     @property
     def _remedy(self) -> str:
-        if self._expected or self._keeps_room or not self._claims:
+        if self._expected or self._reserves_for_next or not self._claims:
             return ""
         return (
             "The first base model took all of the memory: name all base models that you use together "
@@ -212,7 +212,7 @@ class DeviceMemory:
 
 
 @dataclass(frozen=True)
-class _Model:
+class _ModelNeeds:
     """The memory needs of one base model on a device."""
 
     backend: Backend
@@ -224,12 +224,16 @@ class _Model:
 
     @classmethod
     def of(
-        cls, directory: Path, settings: EngineSettings, device: torch.device, leaves_adapters: bool
-    ) -> _Model:
+        cls,
+        directory: Path,
+        settings: EngineSettings,
+        device: torch.device,
+        reserves_adapters: bool,
+    ) -> _ModelNeeds:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         backend = choose_backend(config, dtype, device, deterministic=False)
-        room = adapter_bytes(backend, LoraConfig(rank=32))
-        adapters = room.training + room.sampling if leaves_adapters else 0
+        adapter = adapter_bytes(backend, LoraConfig(rank=32))
+        adapters = adapter.training + adapter.sampling if reserves_adapters else 0
         weights = dtype.itemsize * sum(prod(shape) for shape in expected_shapes(config).values())
         return cls(backend, settings, weights, adapters)
 
@@ -239,20 +243,20 @@ class _Model:
         return self.backend.weight_copies * self.weights + self.adapters
 
     @property
-    def least(self) -> int:
+    def minimum(self) -> int:
         """The minimum memory in addition to weights and adapters, in bytes."""
-        return self._shared_out(0, 0).shared_out
+        return self._divide(0, 0).divided_bytes
 
-    def within(self, left: float) -> ModelMemory:
+    def budget_for(self, left: float) -> ModelMemory:
         """Return the budgets for `left` bytes of memory.
 
         If step and micro-batch sizes chosen for `left` bytes do not fit together with the KV
         cache, the smallest sizes are used.
         """
-        found = self._shared_out(left, ample=left)
-        return found if found.shared_out <= left else self._shared_out(left, ample=0)
+        found = self._divide(left, ample=left)
+        return found if found.divided_bytes <= left else self._divide(left, ample=0)
 
-    def _shared_out(self, left: float, ample: float) -> ModelMemory:
+    def _divide(self, left: float, ample: float) -> ModelMemory:
         """Return the budgets: step and micro-batch sizes that fit into `ample` bytes.
 
         The KV cache gets the remainder of `left` bytes.
@@ -261,7 +265,7 @@ class _Model:
         sampler = self._sampler(ample, given.get("max_batch"))
         sampling = sampler.workspace_bytes(self.backend)
         prefixes = given.get(
-            "prefix_cache_bytes", self._at_most(sampler.prefix_cache_bytes, ample / 8)
+            "prefix_cache_bytes", self._limited(sampler.prefix_cache_bytes, ample / 8)
         )
         running = given.get("kv_cache_bytes")
         kept = prefixes + (max_pool_bytes(running) if running is not None else 0)
@@ -273,10 +277,10 @@ class _Model:
             )
         training = self._training(trainer)
         if running is None:
-            wanted = self._at_most(
+            wanted = self._limited(
                 sampler.kv_cache_bytes, max_reservable_bytes(left - sampling - kept - training)
             )
-            running = max(wanted, _LEAST_POSITIONS * self._per_position)
+            running = max(wanted, _MIN_POSITIONS * self._per_position)
         return ModelMemory(
             weights=self.backend.weight_copies * self.weights,
             adapters=self.adapters,
@@ -302,20 +306,22 @@ class _Model:
         fitting = (size for size in sizes if size.workspace_bytes(self.backend) <= ample / 4)
         return next(fitting, sizes[-1])
 
-    def _trainer(self, room: float) -> TrainerSettings:
-        """Return the largest micro-batches that fit into `room` bytes, else the smallest ones."""
-        most = inf if not self.backend.uses_main_memory else TrainerSettings().micro_batch_tokens
-        sizes = [TrainerSettings(tokens) for tokens in _KEPT if tokens <= most]
-        sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED]
-        return next((size for size in sizes if self._training(size) <= room), sizes[-1])
+    def _trainer(self, available: float) -> TrainerSettings:
+        """Return the largest micro-batches that fit into `available` bytes, else the smallest ones."""
+        max_tokens = (
+            inf if not self.backend.uses_main_memory else TrainerSettings().micro_batch_tokens
+        )
+        sizes = [TrainerSettings(tokens) for tokens in _MICRO_BATCHES if tokens <= max_tokens]
+        sizes += [TrainerSettings(tokens, recompute=True) for tokens in _RECOMPUTED_MICRO_BATCHES]
+        return next((size for size in sizes if self._training(size) <= available), sizes[-1])
 
     def _training(self, trainer: TrainerSettings) -> int:
         """Return the estimated bytes of one training micro-batch."""
         return trainer.reserved_bytes(self.backend)
 
-    def _at_most(self, default: int, room: float) -> int:
-        """Return `room` bytes, on a CPU limited to `default` bytes; never a negative size."""
-        return int(max(0, min(room, default) if self.backend.uses_main_memory else room))
+    def _limited(self, default: int, available: float) -> int:
+        """Return `available` bytes, on a CPU limited to `default` bytes; never a negative size."""
+        return int(max(0, min(available, default) if self.backend.uses_main_memory else available))
 
     @property
     def _per_position(self) -> int:

@@ -1,5 +1,5 @@
-"""What to expect of the numbers of a loaded base model: its kernels, batch invariance, and how far
-sampled and trained logprobs lie apart.
+"""A description of a base model's numerics: kernels, batch invariance, and the difference to expect
+between sampled and trained logprobs.
 """
 
 from __future__ import annotations
@@ -17,23 +17,27 @@ class Numerics:
 
     device: str
     dtype: str
-    """Of the matmuls: "bfloat16" or "float32"."""
+    """The dtype of the matmuls: "bfloat16" or "float32"."""
     kernels: str
-    """Which kernels serve, such as "C++ kernels (AVX512_BF16)" or "torch"."""
+    """The kernels in use, such as "C++ kernels (AVX512_BF16)" or "torch"."""
     replaced: tuple[str, ...]
-    """Families of the kernels that torch replaces here (FAMILIES of cpp/self_test.py, or triton/families.py)."""
+    """The kernel families that torch replaces here (see FAMILIES in cpp/self_test.py and
+    triton/families.py).
+    """
     is_batch_invariant: bool
-    """Whether a sample with a seed has the same bits whatever else the engine does. LoRA of single
-    low ranks may be an exception where torch multiplies, which a warning names.
+    """Whether the bits of a sample with a seed do not depend on other work of the engine. With
+    torch's matmuls, LoRA of some low ranks may be an exception, which a warning names.
     """
     expected_kl: float
-    """`optim/kl_sample_train_v2` of a healthy on-policy step is at most about this; 0: exactly."""
+    """The approximate maximum of `optim/kl_sample_train_v2` in a correct on-policy step; 0 means
+    exactly 0.
+    """
     alarm_kl: float
-    """Above this, something other than rounding separates sampler and trainer."""
+    """The value of that metric above which the cause cannot be rounding alone."""
 
     @property
     def summary(self) -> str:
-        """One line for people."""
+        """The numerics in one line, for logs."""
         replaced = f", torch for {', '.join(self.replaced)}" if self.replaced else ""
         invariant = (
             "batch-invariant"

@@ -1,8 +1,8 @@
-"""From the host to the device without waiting for it.
+"""Copies from host memory to the device that do not wait for the device.
 
-torch copies ordinary memory to a GPU only when all work before it is done, and comes back when the
-copy is. A decode step that sends a dozen small tensors so has the GPU idle while each of its last
-kernels is launched.
+A copy from pageable memory to a GPU starts only after all queued work, and blocks until it is done.
+A decoding step that copies a dozen small tensors this way would leave the GPU idle while its next
+kernels are launched. A copy from pinned memory is asynchronous.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ from torch import Tensor
 
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """`torch.tensor(numbers, dtype=dtype, device=device)`."""
+    """Return `torch.tensor(numbers, dtype=dtype, device=device)`, copied asynchronously."""
     return sent(torch.tensor(numbers, dtype=dtype), device)
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """`x.to(device)` for x of the host, which may be written to at once."""
+    """Return `x.to(device)` of a host tensor, copied asynchronously. `x` may be changed at once."""
     return staged(x, device).to(device, non_blocking=True)
 
 
 def staged(x: Tensor, device: torch.device) -> Tensor:
-    """x of the host, to be copied to the device with non_blocking=True: for a GPU a copy in pinned
-    memory, which torch hands out again only when that is done.
+    """Return the host tensor `x` in a form for a copy to the device with non_blocking=True.
+
+    For a GPU that is a copy of `x` in pinned memory. torch reuses this memory only after the
+    asynchronous copy is done.
     """
     return x.pin_memory() if device.type == "cuda" else x

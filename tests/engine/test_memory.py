@@ -87,8 +87,12 @@ def machine(monkeypatch):
     return set_memory
 
 
-def claims(directories: list[Path], keeps_room: bool = False, **settings: Any) -> list[ModelMemory]:
-    divided = DeviceMemory(EngineSettings(dtype="bfloat16", **settings), keeps_room=keeps_room)
+def claims(
+    directories: list[Path], reserves_for_next: bool = False, **settings: Any
+) -> list[ModelMemory]:
+    divided = DeviceMemory(
+        EngineSettings(dtype="bfloat16", **settings), reserves_for_next=reserves_for_next
+    )
     return [divided.claim(directory) for directory in directories]
 
 
@@ -142,13 +146,13 @@ def test_a_second_base_model_fits_in_either_order(shaped, gpu):
     """A GPU with 140 GB fits two 8B models, in either order, and rejects a third."""
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
-    first, second = claims(models, keeps_room=True)
+    first, second = claims(models, reserves_for_next=True)
     assert first.total + second.total <= usable
     assert first.sampler.kv_cache_bytes > second.sampler.kv_cache_bytes > GB
-    small, large = claims([shaped("Qwen3-0.6B"), models[0]], keeps_room=True)
+    small, large = claims([shaped("Qwen3-0.6B"), models[0]], reserves_for_next=True)
     assert small.total + large.total <= usable
     with pytest.raises(UserError, match=f"does not fit on cuda:0.*lower {BOUNDS} for all"):
-        claims([*models, shaped("Qwen3-8B", 2)], keeps_room=True)
+        claims([*models, shaped("Qwen3-8B", 2)], reserves_for_next=True)
 
 
 def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
@@ -156,7 +160,7 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
     usable = gpu(139.8 * GIB)
     models = [shaped("Qwen3-8B"), shaped("Qwen3-8B", 1)]
     (alone,) = claims(models[:1])
-    first, _ = claims(models, keeps_room=True)
+    first, _ = claims(models, reserves_for_next=True)
     assert 0.99 * usable < alone.total <= usable
     assert alone.sampler.kv_cache_bytes > 1.5 * first.sampler.kv_cache_bytes
     with pytest.raises(UserError, match=r"name all base models .* in models= or PLANISH_MODELS"):
@@ -164,7 +168,7 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
 
 
 @pytest.mark.parametrize(
-    ("models", "environment", "keeps_room"),
+    ("models", "environment", "reserves_for_next"),
     [
         (None, "", False),
         ({"a": "/x", "b": "/x"}, "", False),
@@ -175,11 +179,11 @@ def test_a_single_base_model_gets_the_whole_gpu(shaped, gpu):
     ],
 )
 def test_memory_is_reserved_for_further_configured_base_models(
-    tmp_path, monkeypatch, models, environment, keeps_room
+    tmp_path, monkeypatch, models, environment, reserves_for_next
 ):
     monkeypatch.setenv("PLANISH_MODELS", environment)
     engine = Engine(models, tmp_path, EngineSettings(device="cpu"))
-    assert engine._models._memory._keeps_room == keeps_room
+    assert engine._models._memory._reserves_for_next == reserves_for_next
     assert engine._models.mapping == {n: path for n, path in (models or {}).items() if n != path}
     engine.close()
 
@@ -202,8 +206,8 @@ def test_known_base_models_share_all_memory(shaped, gpu):
     found = [divided.claim(directory) for directory in directories]
     assert [model.adapters for model in found] == [0, 0, 0]
     assert 0.9 * usable < sum(model.total for model in found) + 4 * GIB <= usable
-    assert found[1].shared_out == pytest.approx(found[0].shared_out, rel=0.1)
-    assert found[2].shared_out < found[0].shared_out
+    assert found[1].divided_bytes == pytest.approx(found[0].divided_bytes, rel=0.1)
+    assert found[2].divided_bytes < found[0].divided_bytes
     gpu(23.6 * GIB)
     directories = [shaped("Qwen3-8B"), shaped("SmolLM2-135M")]
     divided = DeviceMemory(EngineSettings(dtype="bfloat16"), directories, adapter_bytes=4 * GIB)

@@ -149,14 +149,14 @@ class PromptScores:
         numbers = torch.from_numpy(uniforms(self.seed, _ALT_STREAM, span, range(k))).to(
             logits.device
         )
-        drawn = sample_many(self.backend, logits, params, numbers)
-        tokens = drawn.tokens.flatten()
+        sampled = sample_many(self.backend, logits, params, numbers)
+        tokens = sampled.tokens.flatten()
         rows = torch.arange(len(span), device=logits.device).repeat_interleave(k)
         logprobs = (
-            exact(hidden, rows, tokens) / (params.temperature or 1.0) - drawn.log_normalizer[rows]
+            exact(hidden, rows, tokens) / (params.temperature or 1.0) - sampled.log_normalizer[rows]
         )
         at = slice(span.start - 1, span.stop - 1)
-        self._alt[0][at] = drawn.tokens.cpu().numpy()
+        self._alt[0][at] = sampled.tokens.cpu().numpy()
         self._alt[1][at] = logprobs.view(-1, k).cpu().numpy()
 
     @property

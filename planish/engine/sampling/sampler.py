@@ -331,7 +331,9 @@ class Sampler:
                 start,
                 hidden,
                 lambda h: head.logits(h, [AdapterRows(0, len(h), weights)]),
-                lambda h, rows, ids: head.exact(h, rows, ids, [AdapterRows(0, len(h), weights)]),
+                lambda h, rows, ids: head.token_logits(
+                    h, rows, ids, [AdapterRows(0, len(h), weights)]
+                ),
             )
         except Exception as error:
             # This request may run out of memory because it wants unusually many scores. The other
@@ -474,7 +476,7 @@ class Sampler:
         params = [sample.request.op.sampling_params for sample in samples]
         uniforms = [sample.stream.at(len(sample.tokens)) for sample in samples]
         sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
-        exact = self._head.drawn(hidden, logits, rows, sampled.tokens, adapters)
+        exact = self._head.sampled_logits(hidden, logits, rows, sampled.tokens, adapters)
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )

@@ -17,8 +17,7 @@ from planish.model.transfer import on_device
 class RowLayout:
     """The batch rows of each member (a prompt or a sample), grouped by adapter.
 
-    `starts` has each member's first row,
-    and `total` is the number of rows including padding.
+    `starts` has each member's first row, and `total` is the number of rows including padding.
     """
 
     def __init__(
@@ -56,14 +55,14 @@ class SamplingHead:
         """
         return head_logits(self._backend, hidden, self._head, _members(adapters))
 
-    def exact(
+    def token_logits(
         self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]
     ) -> Tensor:
         """Return the logits [B] of tokens[i] at row rows[i] of `hidden`: float32 dot products."""
         members = _members(adapters)
         return exact_logits(self._backend, hidden, self._head, rows, tokens, members)
 
-    def drawn(
+    def sampled_logits(
         self,
         hidden: Tensor,
         logits: Tensor,
@@ -73,20 +72,20 @@ class SamplingHead:
     ) -> Tensor:
         """Return the float32 logits [B] of sampled tokens; tokens[i] comes from row rows[i].
 
-        The result equals that of `exact`. `logits` [R, V] are the logits of `hidden`. If the
+        The result equals that of `token_logits`. `logits` [R, V] are the logits of `hidden`. If the
         backend's logits are exact already, they are read directly, which saves one matmul per
         adapter.
         """
         at = on_device(rows, torch.int64, logits.device)
         if self._backend.logits_are_exact:
             return logits[at, tokens]
-        return self.exact(hidden, at, tokens, adapters)
+        return self.token_logits(hidden, at, tokens, adapters)
 
 
 def _members(adapters: list[AdapterRows]) -> list[HeadMember]:
     """Return (start, stop, head adapter) of the adapters that adapt the LM head."""
-    sites = [
+    members = [
         (rows.start, rows.stop, rows.weights.head if rows.weights is not None else None)
         for rows in adapters
     ]
-    return [(start, stop, site) for start, stop, site in sites if site is not None]
+    return [(start, stop, head) for start, stop, head in members if head is not None]

@@ -47,20 +47,20 @@ def sample_tokens(
     """
     device = logits.device
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
-    chosen = on_device(uniforms, torch.float64, device)
+    numbers = on_device(uniforms, torch.float64, device)
     at = None if rows is None else on_device(rows, torch.int64, device)
     if any(map(is_filtered, params)):
         weights = logits.clone() if at is None else logits[at]
         normalizer = backend.log_sum_exp(weights, temperatures, weights=weights)
         backend.filter_(weights, params)
-        drawn = backend.invert(weights, chosen.unsqueeze(1)).squeeze(1)
+        tokens = backend.invert(weights, numbers.unsqueeze(1)).squeeze(1)
     else:
-        drawn, normalizer = backend.sample(logits, at, temperatures, chosen)
+        tokens, normalizer = backend.sample(logits, at, temperatures, numbers)
     if any(p.temperature == 0 for p in params):
         greedy = on_device([p.temperature == 0 for p in params], torch.bool, device)
         best = logits.argmax(-1) if at is None else logits.argmax(-1)[at]
-        drawn = torch.where(greedy, best, drawn)
-    return SampledTokens(drawn, normalizer)
+        tokens = torch.where(greedy, best, tokens)
+    return SampledTokens(tokens, normalizer)
 
 
 def sample_many(
@@ -68,8 +68,8 @@ def sample_many(
 ) -> SampledTokens:
     """Sample K tokens from each row of float32 logits [R, V].
 
-    `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. `draw` would return the same
-    token for each of the uniform numbers.
+    `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. `sample_tokens` would return the
+    same token for each of the uniform numbers.
     """
     weights = logits.clone()
     temperatures = logits.new_full(logits.shape[:1], params.temperature or 1.0)

@@ -51,7 +51,7 @@ class Adapter:
         self.exp_avg_sq = torch.zeros_like(self.master)
         self.version = 0
         self.weights = self._compute_copy()
-        self._refused: UserError | None = None
+        self._rejection: UserError | None = None
 
     def _compute_copy(self) -> LoraWeights:
         return LoraWeights(self.layout, self.master, self._backend, requires_grad=True)
@@ -72,7 +72,7 @@ class Adapter:
 
         That step raises `refused_step(error)` and drops the accumulated gradient.
         """
-        self._refused = self._refused or refused_step(error)
+        self._rejection = self._rejection or refused_step(error)
 
     def optim_step(self, params: AdamParams) -> OptimStepResponse:
         """Apply one step of torch.optim.AdamW to the accumulated gradient, then drop the gradient.
@@ -83,10 +83,10 @@ class Adapter:
         there is no gradient, or if a forward_backward since the last step failed. After an error
         weights and optimizer state are unchanged, and the gradient is dropped.
         """
-        grad, refused = self.grad, self._refused
-        self.grad, self._refused = None, None
-        if refused is not None:
-            raise refused
+        grad, rejection = self.grad, self._rejection
+        self.grad, self._rejection = None, None
+        if rejection is not None:
+            raise rejection
         if grad is None:
             raise UserError(
                 "optim_step has nothing to apply: call forward_backward first; each step uses up the gradient"
@@ -161,7 +161,7 @@ class Adapter:
         adapter is unchanged then.
         """
         names = ("master", *_MOMENTS) if with_optimizer else ("master",)
-        taken = {name: self._taken(name, state) for name in names}
+        tensors = {name: self._checked_tensor(name, state) for name in names}
         step = 0
         if with_optimizer:
             if "step" not in state:
@@ -169,14 +169,14 @@ class Adapter:
                     "the checkpoint has no optimizer step; load it without the optimizer"
                 )
             step = int(state["step"])
-        moments = (taken.get("exp_avg"), taken.get("exp_avg_sq"))
+        moments = (tensors.get("exp_avg"), tensors.get("exp_avg_sq"))
         fresh = tuple(
             torch.zeros_like(self.master) if moment is None else moment for moment in moments
         )
-        self.grad, self._refused = None, None
-        self._replace(taken["master"], (fresh[0], fresh[1]), step)
+        self.grad, self._rejection = None, None
+        self._replace(tensors["master"], (fresh[0], fresh[1]), step)
 
-    def _taken(self, name: str, state: dict[str, Tensor]) -> Tensor:
+    def _checked_tensor(self, name: str, state: dict[str, Tensor]) -> Tensor:
         """Return a checked float32 copy of one tensor of a checkpoint, on the model's device."""
         if name not in state:
             raise CheckpointError(
