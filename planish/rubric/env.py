@@ -1,10 +1,10 @@
-"""One question, one answer, graded by a judge: the environment of rubrics.
+"""The rubric environment: one question, one answer, graded by a judge.
 
     reward = weighted mean of the judge's scores, each from 0 to 1
 
-An answer that is cut off or has no proper end is not shown to the judge and gets
-`unfinished_reward`. Where a program can tell whether a criterion is met (`Criterion.truth_regex`),
-the metrics say how far the judge is to be trusted; the reward is the judge's alone.
+An answer that was cut off or did not end properly is not shown to the judge; its reward is
+`unfinished_reward`. If a program can check a criterion (`Criterion.truth_regex`), metrics measure
+the judge against it. The reward comes from the judge alone.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ UNFINISHED_REWARD = -0.1
 
 @dataclass
 class RubricEnv(MessageEnv):
-    """One answer."""
+    """The episode of one graded answer."""
 
     row: RubricRow
     grader: Grader
@@ -62,25 +62,25 @@ class RubricEnv(MessageEnv):
 
 
 def grade_metrics(grade: Grade, answer: str) -> Metrics:
-    """Of one answer. docs/metrics.md defines each key."""
+    """Return the metrics of one answer. docs/metrics.md defines each key."""
     metrics: Metrics = {
         "rubric_score": grade.score,
         "judge/asked_again": mean([float(verdict.was_asked_again) for verdict in grade.verdicts]),
     }
     for verdict in grade.verdicts:
         metrics[f"rubric/{verdict.criterion.name}"] = verdict.score
-    told = [
+    checked = [
         (verdict.score, is_met)
         for verdict in grade.verdicts
         if (is_met := verdict.criterion.is_met(answer)) is not None
     ]
-    if told:
-        metrics["judge/truth"] = mean([float(is_met) for _, is_met in told])
+    if checked:
+        metrics["judge/truth"] = mean([float(is_met) for _, is_met in checked])
         metrics["judge/agreement"] = mean(
-            [1 - abs(score - float(is_met)) for score, is_met in told]
+            [1 - abs(score - float(is_met)) for score, is_met in checked]
         )
     for name, kind in (("judge/score_if_met", True), ("judge/score_if_not_met", False)):
-        scores = [score for score, is_met in told if is_met is kind]
+        scores = [score for score, is_met in checked if is_met is kind]
         if scores:
             metrics[name] = mean(scores)
     return metrics
@@ -121,12 +121,12 @@ class RubricRows:
 
 @chz.chz
 class RubricDatasetBuilder(RLDatasetBuilder):
-    """Groups for training, single answers for tests."""
+    """A data set of rubric rows: groups for training, single answers for tests."""
 
     model_name: str
     renderer_name: str | None = None
     rows: Callable[[], RubricRows] = chz.field(
-        doc="gives the rows; a function of its own arguments alone"
+        doc="a function without arguments that always returns the same rows"
     )
     grader: Grader
     judge_name: str = chz.field(

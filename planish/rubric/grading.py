@@ -1,15 +1,16 @@
-"""A judge reads an answer and a criterion, and says how well one meets the other.
+"""A judge model grades an answer, one criterion at a time.
 
-An answer is written by a policy that is paid by the judge, so it is shown as material that cannot
-speak for itself: every line of the conversation is quoted by "> ", whatever line breaks it has, and
-what is not quoted comes from here and does not depend on the answer. The criterion and how to write
-the score come behind it. The score is read from the judge's reply alone, never from a line that the
-judge quotes; of several scores the last counts. That keeps an answer from forging the frame, not
-from persuading a weak judge: measure the judge (`Criterion.truth_regex`), and read what earns most.
+The policy is rewarded by the judge, so the prompt prevents an answer from imitating the prompt's
+frame. Every line of the conversation is quoted with "> ", whatever line breaks it contains. Lines
+without a quote mark come from this module and do not depend on the answer. The criterion and the
+required form of the score come after the answer. The score is read only from lines that the judge
+itself wrote, never from a line that it quotes; if there are several scores, the last one counts.
+This does not keep an answer from persuading a weak judge. To notice that, measure the judge
+(`Criterion.truth_regex`), and read the answers with the highest reward.
 
-A reply without a score is answered once with the request for one. If there is none in the second
-reply either, the answer is not graded: UnreadableVerdictError, which is to the rollout what any
-failure of an environment is. No answer gets 0 for a judge that fails.
+If a reply has no score, the judge is asked once more. If the second reply has none either,
+UnreadableVerdictError is raised, which counts as a failure of the environment. A failing judge
+never means a reward of 0.
 """
 
 import asyncio
@@ -31,12 +32,12 @@ SHOWN_CHARACTERS = 300
 
 
 class UnreadableVerdictError(PlanishError):
-    """The judge gave no score that can be read, and none when it was asked again."""
+    """The judge wrote no readable score, also when it was asked again."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the judge says of one criterion."""
+    """The judge's score for one criterion."""
 
     criterion: Criterion
     score: float
@@ -47,27 +48,27 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Grade:
-    """What the judge says of an answer; one verdict for each criterion, in their order."""
+    """The judge's verdicts on an answer, one per criterion, in the order of the criteria."""
 
     verdicts: tuple[Verdict, ...]
 
     @property
     def score(self) -> float:
-        """The mean of the scores by the weights of their criteria."""
+        """The mean of the scores, weighted by the criteria's weights."""
         weights = sum(verdict.criterion.weight for verdict in self.verdicts)
         return sum(verdict.criterion.weight * verdict.score for verdict in self.verdicts) / weights
 
 
 @dataclass(frozen=True)
 class Grader:
-    """`judge` may be any model: behind an endpoint (planish.integrations.openai_endpoint), or one that a sampling
-    client holds.
+    """Grades answers with a judge, which may be any model: behind an OpenAI-compatible endpoint
+    (planish.integrations.openai_endpoint), or a sampling client.
     """
 
     judge: MessageCompleter
 
     async def grade(self, row: RubricRow, answer: str) -> Grade:
-        """All criteria are asked at once."""
+        """Grade an answer. One request per criterion is sent, all at once."""
         with raise_first_error():
             async with asyncio.TaskGroup() as tasks:
                 asking = [
@@ -93,14 +94,14 @@ class Grader:
         return Verdict(criterion, score, reply, was_asked_again=True)
 
     def __deepcopy__(self, memo: object) -> Self:
-        """Itself: a run copies its options to write them down, and a connection to an engine cannot
-        be copied.
+        """Return the grader itself. A run copies its options before it writes them, and a
+        connection to an engine cannot be copied.
         """
         return self
 
 
 def judge_prompt(messages: Sequence[Message], answer: str, criterion: Criterion) -> list[Message]:
-    """What the judge reads: the criterion's examples as earlier turns, then the answer."""
+    """Return the judge's prompt: the criterion's examples as earlier turns, then the answer."""
     prompt: list[Message] = []
     for example in criterion.examples:
         prompt.append(_question(messages, example.answer, criterion))
@@ -120,12 +121,13 @@ def _question(messages: Sequence[Message], answer: str, criterion: Criterion) ->
 
 
 def asking_again(prompt: Sequence[Message], reply: str, criterion: Criterion) -> list[Message]:
+    """Return the prompt that asks the judge again, after a reply without a score."""
     reminder = f"There is no score in your reply that can be read. {criterion.instruction} Write nothing else."
-    # Some endpoints refuse a message without text.
+    # Some endpoints reject a message without text.
     said: Message = {"role": "assistant", "content": reply.strip() or "..."}
     return [*prompt, said, {"role": "user", "content": reminder}]
 
 
 def quoted(text: str) -> str:
-    """Every line behind a mark that only the writer of the prompt can set."""
+    """Return the text with a quote mark before every line."""
     return "\n".join(f"{QUOTE}{line}" for line in text.splitlines() or [""])

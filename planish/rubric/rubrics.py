@@ -1,12 +1,12 @@
-"""Rubrics: what an answer is judged by, one criterion at a time, and how the judge's score is read.
+"""Rubrics: the criteria by which an answer is graded, and how the judge's score is read.
 
 A row of rubric data is a conversation and its criteria:
 
     {"messages": [...], "rubric_items": [{"rubric_str": "Is the answer polite?", "weight": 2}, ...]}
 
-Files of the public cookbooks, with "convo" for "messages", are read as they are. An item may have,
-besides its text, the fields of `Criterion`; anything else in it is refused, since a misspelt weight
-would be a silent one.
+Files of the public cookbook, which say "convo" instead of "messages", work unchanged. An item may
+have the fields of `Criterion`. Any other field is rejected, because a misspelt weight would
+otherwise be ignored silently.
 """
 
 import math
@@ -25,7 +25,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class Example:
-    """An answer to the same conversation, and what the judge is to reply to it."""
+    """An answer to the same conversation, and the reply that the judge should give to it."""
 
     answer: str
     reply: str
@@ -33,30 +33,30 @@ class Example:
 
 @dataclass(frozen=True)
 class Criterion:
+    """One criterion of a rubric. The fields are those of an item of "rubric_items"."""
+
     rubric_str: str
-    """What is asked of the answer, as the judge reads it."""
+    """The requirement on the answer, as the judge reads it."""
     name: str = ""
-    """In the metrics: rubric/NAME. Those of a row that have none are called 1, 2, ..."""
+    """Name in the metrics: rubric/NAME. Criteria without a name are called 1, 2, ..."""
     weight: float = 1.0
     score_range: tuple[float, float] = (0.0, 1.0)
-    """(worst, best) of the scores that the judge is to give; [1, 0] for something that an answer
-    should not do.
+    """(worst, best) score that the judge can give; [1, 0] for something that an answer should not
+    do.
     """
     word_scores: Mapping[str, float] | None = None
-    """Words for scores, such as {"Yes": 1, "No": 0}, where the judge is to write no number."""
+    """Words that the judge writes instead of a number, with their scores: {"Yes": 1, "No": 0}."""
     extraction_regex: str = SCORE_TAG
-    """Finds the score in the judge's reply: group 1, or the whole match. Of several matches the
-    last counts.
+    """Finds the score in the judge's reply: group 1, or the whole match. If there are several
+    matches, the last one counts.
     """
     grader_output_format_instruction: str = ""
-    """Tells the judge how to write its score; "" = made from the above."""
+    """Tells the judge how to write its score; "" = made from the fields above."""
     examples: tuple[Example, ...] = ()
-    """What the judge is shown first, as if it had been asked before: a small judge that would keep
-    to no form keeps to theirs.
-    """
+    """Shown to the judge first, as earlier turns. A small judge imitates their form."""
     truth_regex: str | None = None
-    """Where a program can tell too: an answer in which this is found meets the criterion. No part
-    of the reward; it measures the judge.
+    """For a criterion that a program can check: an answer in which this is found meets the
+    criterion. It is not part of the reward; it measures the judge.
     """
 
     @property
@@ -69,10 +69,8 @@ class Criterion:
         return f"Write your score, a number from {low:g} to {high:g}, between <score> and </score>."
 
     def read_score(self, reply: str) -> float | None:
-        """The judge's score, from 0 for the worst to 1 for the best; None if there is none, or one
-        that was not asked for.
-
-        Lines that the judge quotes do not count.
+        """Return the judge's score, from 0 for the worst to 1 for the best. None if the reply has
+        no score, or one outside the range. Lines that the judge quotes do not count.
         """
         own = "\n".join(line for line in reply.splitlines() if not line.startswith(QUOTE.rstrip()))
         found = list(re.finditer(self.extraction_regex, own, re.DOTALL))
@@ -97,20 +95,20 @@ class Criterion:
             return None
 
     def is_met(self, answer: str) -> bool | None:
-        """What the program says; None if it cannot tell."""
+        """Return whether `truth_regex` is found in the answer; None if there is no `truth_regex`."""
         return None if self.truth_regex is None else re.search(self.truth_regex, answer) is not None
 
 
 @dataclass(frozen=True)
 class RubricRow:
-    """A conversation that the policy goes on from, and what its answer is judged by."""
+    """A conversation that the policy continues, and the criteria for its answer."""
 
     messages: tuple[Message, ...]
     criteria: tuple[Criterion, ...]
 
 
 def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
-    """UserError, which says `where` it is, for a row that is none."""
+    """Return the row as a RubricRow. Raises UserError, which begins with `where`, if it is invalid."""
     given = [name for name in ("messages", "convo") if name in row]
     if len(given) != 1 or "rubric_items" not in row:
         raise UserError(f'{where}: the row has {sorted(row)}; give "messages" and "rubric_items"')
