@@ -66,7 +66,7 @@ def written(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
     return "".join(decoded).replace("▁", " ")
 
 
-def test_a_transcript_has_its_own_blanks_alone(tokenizer):
+def test_a_transcript_has_only_its_own_blanks(tokenizer):
     renderer = get_renderer("role_colon", tokenizer)
     prompt = renderer.build_generation_prompt(MESSAGES[:3]).to_ints()
     assert written(tokenizer, prompt) == f" {TEXT}"
@@ -92,7 +92,7 @@ def test_a_continuation_adds_no_blank(tokenizer):
         assert written(tokenizer, prompt + sampled + continuation) == written(tokenizer, whole)
 
 
-def test_after_a_mark_a_text_is_as_the_tokenizer_has_it_there(tokenizer):
+def test_text_after_a_control_token_is_tokenized_as_in_the_whole_text(tokenizer):
     renderer = get_renderer("qwen3_instruct", tokenizer)
     text = "<|im_start|>user\nhi there<|im_end|>\n<|im_start|>assistant\n"
     ids = renderer.build_generation_prompt([{"role": "user", "content": "hi there"}]).to_ints()

@@ -39,7 +39,7 @@ def test_positions_predict_the_next_token(reduction):
     assert weights_of(datum).sum().item() == pytest.approx(expected)
 
 
-def test_all_assistant_messages_and_the_mean_are_the_defaults():
+def test_the_defaults_train_all_assistant_messages_with_mean_reduction():
     datum = conversation_to_datum(MESSAGES, RENDERER)
     other = conversation_to_datum(MESSAGES, RENDERER, None, "all_assistant_messages", "mean")
     assert torch.equal(weights_of(datum), weights_of(other))
@@ -66,13 +66,13 @@ def test_max_length_counts_positions():
         ({"reduction": "sum"}, r"reduction='sum'; give 'mean' or 'none'"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_invalid_datum_arguments_are_rejected(arguments, message):
     message = message.replace(r"; give", r": give")
     with pytest.raises(ValueError, match=message):
         conversation_to_datum(MESSAGES, RENDERER, **arguments)
 
 
-def test_weights_of_another_length_or_sign():
+def test_weights_of_wrong_length_or_sign_are_rejected():
     tokens = ModelInput.from_ints([1, 2, 3])
     with pytest.raises(ValueError, match=r"shape \(2,\) for 3 tokens"):
         datum_from_weights(tokens, torch.ones(2))

@@ -59,7 +59,7 @@ LLAMA31 = """{{- bos_token }}
         ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
     ],
 )
-def test_known_names(name, renderer):
+def test_known_model_names_have_a_renderer(name, renderer):
     assert recommended_renderer_name(name) == renderer
 
 
@@ -75,7 +75,7 @@ def test_known_names(name, renderer):
         "Qwen3",
     ],
 )
-def test_unknown_names_list_the_renderers(name):
+def test_an_unknown_model_name_lists_the_renderers(name):
     with pytest.raises(ValueError, match=r"role_colon, llama3, chatml, qwen3") as caught:
         recommended_renderer_name(name if name else "nothing")
     assert isinstance(caught.value, PlanishError)
@@ -126,14 +126,16 @@ def model_directory(path: Path, model_type: str, chat_template: str | None, **to
         ("mistral", None, {"bos_token": "<s>"}, "role_colon"),
     ],
 )
-def test_directories_by_config_and_template(tmp_path, model_type, chat_template, tokens, renderer):
+def test_a_model_directory_is_recognised_by_config_and_template(
+    tmp_path, model_type, chat_template, tokens, renderer
+):
     path = model_directory(tmp_path / "model", model_type, chat_template, **tokens)
     assert recommended_renderer_name(path) == renderer
     assert recommended_renderer_name(str(path)) == renderer
 
 
 @pytest.mark.parametrize("place", ["chat_template.jinja", "chat_template.json", "list"])
-def test_the_places_of_a_template(tmp_path, place):
+def test_chat_templates_are_found_in_all_file_locations(tmp_path, place):
     text = template("qwen2_5")
     path = model_directory(tmp_path, "qwen2", None, eos_token="<|im_end|>")
     if place == "chat_template.jinja":
@@ -146,7 +148,7 @@ def test_the_places_of_a_template(tmp_path, place):
     assert recommended_renderer_name(path) == "chatml"
 
 
-def test_a_saved_tokenizer_of_each_family(tmp_path):
+def test_a_saved_tokenizer_of_each_family_is_recognised(tmp_path):
     """Through transformers' own files, as a downloaded model has them."""
     for family, chat_template, renderer in [
         ("qwen", "qwen3", "qwen3"),
@@ -164,7 +166,7 @@ def test_a_saved_tokenizer_of_each_family(tmp_path):
         assert recommended_renderer_name(path) == renderer
 
 
-def test_the_tiny_model_of_tests(tmp_path):
+def test_the_tiny_test_model_is_recognised(tmp_path):
     assert recommended_renderer_name(tiny_model(tmp_path)) == "qwen3_instruct"
 
 

@@ -164,7 +164,7 @@ def said(**changes) -> dict:
         ),
     ],
 )
-def test_messages(renderer, messages, message):
+def test_invalid_messages_are_rejected(renderer, messages, message):
     with pytest.raises(ValueError, match=message):
         renderer.build_generation_prompt(messages)
     with pytest.raises(ValueError, match=message):
@@ -202,14 +202,14 @@ def test_messages(renderer, messages, message):
         ),
     ],
 )
-def test_train_on_what(messages, what, message):
+def test_invalid_train_on_what_is_rejected(messages, what, message):
     with pytest.raises(ValueError, match=message):
         INSTRUCT.build_supervised_example(messages, what)
     with pytest.raises(ValueError, match=message):
         QWEN3.build_supervised_examples(messages, what)
 
 
-def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
+def test_role_colon_rejects_targets_with_the_stop_string():
     messages = [{"role": "user", "content": "One.\n\nUser: two"}, said(content="b\n\nUser: c")]
     with pytest.raises(
         ValueError, match=r"messages\[1\] cannot be trained by renderer role_colon.*stop sequence"
@@ -231,7 +231,7 @@ def test_an_answer_with_the_stop_string_is_no_target_of_role_colon():
         ({"prefill": "\ud83d"}, r"prefill holds '\\ud83d', half of a character"),
     ],
 )
-def test_prompt_arguments(arguments, message):
+def test_invalid_prompt_arguments_are_rejected(arguments, message):
     with pytest.raises(ValueError, match=message):
         INSTRUCT.build_generation_prompt([USER], **arguments)
 
@@ -272,12 +272,12 @@ def test_prompt_arguments(arguments, message):
         ),
     ],
 )
-def test_get_renderer(name, tokenizer, options, message):
+def test_invalid_renderer_options_are_rejected(name, tokenizer, options, message):
     with pytest.raises(ValueError, match=message):
         get_renderer(name, tokenizer, **options)
 
 
-def test_tools():
+def test_invalid_tools_are_rejected():
     with pytest.raises(UnsupportedError, match=r"renderer llama3 has no form for tools; use qwen3"):
         LLAMA3.create_conversation_prefix_with_tools([{"name": "f"}])
     with pytest.raises(ValueError, match=r"tools is empty"):
@@ -288,7 +288,7 @@ def test_tools():
         QWEN3.create_conversation_prefix_with_tools([{"name": "f", "parameters": {"x": {1, 2}}}])
 
 
-def test_prefill_and_roles():
+def test_prompts_accept_a_prefill_and_other_roles():
     decode = QWEN.decode
     think = QWEN.convert_tokens_to_ids("<think>")
     prompt = QWEN3.build_generation_prompt([USER], prefill="<think>\nHm").to_ints()
@@ -304,7 +304,7 @@ def test_prefill_and_roles():
     )
 
 
-def test_renderers_travel_between_processes():
+def test_renderers_can_be_pickled():
     for renderer in (QWEN3, LLAMA3, ROLE_COLON):
         renderer.codec.encode_text("<|im_end|>")
         copy = pickle.loads(pickle.dumps(renderer))

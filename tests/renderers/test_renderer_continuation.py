@@ -59,7 +59,7 @@ def test_a_continued_prompt_equals_a_rendered_one(name: str, turns: list[tuple[s
     assert tokens == prompt(renderer, messages)
 
 
-def test_results_of_tools_share_a_turn():
+def test_tool_results_share_one_turn():
     calls = [{"function": {"name": "add", "arguments": '{"a": 1}'}}] * 2
     messages = [
         say("user", "Add"),
@@ -74,7 +74,7 @@ def test_results_of_tools_share_a_turn():
     )
 
 
-def test_sampled_tokens_stay_as_they_are():
+def test_sampled_tokens_are_kept_in_a_continuation():
     """A model may spell what the tokenizer would join, and write a call with other blanks."""
     end: Any = QWEN.convert_tokens_to_ids("<|im_end|>")
     spelled = [token for letter in "The answer" for token in QWEN.encode(letter)]
@@ -87,7 +87,7 @@ def test_sampled_tokens_stay_as_they_are():
     )
 
 
-def test_the_end_mark_of_a_cut_off_answer_is_added():
+def test_a_continuation_adds_the_end_mark_of_a_truncated_answer():
     cut = QWEN.encode("The ans")
     messages = [say("user", "?"), say("assistant", "The ans")]
     continuation = INSTRUCT.build_continuation(messages, 1, cut)
@@ -103,7 +103,7 @@ def test_the_end_mark_of_a_cut_off_answer_is_added():
         (" Hi\n", "\n\nUser: And?\n\nAssistant:"),
     ],
 )
-def test_the_end_of_a_cut_off_answer_in_words(cut, added):
+def test_a_continuation_adds_the_stop_string_of_a_truncated_answer(cut, added):
     messages = [say("user", "?"), say("assistant", cut.strip()), say("user", "And?")]
     tokenizer = ROLE_COLON.tokenizer
     continuation = ROLE_COLON.build_continuation(
@@ -112,7 +112,7 @@ def test_the_end_of_a_cut_off_answer_in_words(cut, added):
     assert tokenizer.decode(continuation) == added
 
 
-def test_nothing_can_follow():
+def test_build_continuation_returns_none_if_nothing_can_follow():
     tokenizer, words = QWEN, ROLE_COLON.tokenizer
     messages = [say("user", "?"), say("assistant", "Hi"), say("user", "And?")]
     to_system = [*messages[:2], say("system", "Be brief.")]

@@ -55,13 +55,13 @@ def test_content_and_termination(renderer, text, content, termination):
     assert parsed.termination is termination
 
 
-def test_the_result_is_a_pair():
+def test_parse_returns_message_and_termination():
     parsed_message, termination = INSTRUCT.parse_response(sampled(INSTRUCT, "Hi!<|im_end|>"))
     assert get_text_content(parsed_message) == "Hi!"
     assert termination.is_clean
 
 
-def test_truth_of_a_termination_is_cleanness():
+def test_a_termination_is_true_if_the_answer_ended_cleanly():
     assert bool(Termination.STOP_SEQUENCE)
     assert bool(Termination.EOS)
     assert not Termination.MALFORMED
@@ -69,7 +69,7 @@ def test_truth_of_a_termination_is_cleanness():
     assert [ending.value for ending in Termination] == ["stop_sequence", "eos", "malformed"]
 
 
-def test_a_stop_string_may_end_inside_its_last_token():
+def test_a_stop_string_can_end_inside_a_token():
     """Samplers return the token that completes a stop string whole."""
     tokens = sampled(ROLE_COLON, " Hi!\n\nUser")
     longer = ROLE_COLON.tokenizer.convert_tokens_to_ids(":)")
@@ -111,16 +111,16 @@ def test_a_stop_string_may_end_inside_its_last_token():
         ),
     ],
 )
-def test_thinking(text, content):
+def test_reasoning_is_parsed(text, content):
     assert QWEN3.parse_response(sampled(QWEN3, text)).message["content"] == content
 
 
-def test_the_characters_of_a_tag_are_not_the_tag():
+def test_the_text_of_a_tag_is_not_the_control_token():
     ids = [*QWEN3.codec.encode_text("<think>a</think>b"), QWEN.convert_tokens_to_ids("<|im_end|>")]
     assert QWEN3.parse_response(ids).message["content"] == "<think>a</think>b"
 
 
-def test_text_content_leaves_thinking_out():
+def test_text_content_excludes_reasoning():
     message, _ = QWEN3.parse_response(sampled(QWEN3, "<think>\nHm.\n</think>\n\nHi!<|im_end|>"))
     assert get_text_content(message) == "Hi!"
     assert get_text_content({"role": "assistant", "content": None}) == ""
@@ -158,7 +158,7 @@ def call(name: str, arguments: str) -> dict:
     ],
 )
 @pytest.mark.parametrize("family", ["qwen", "smollm2"])
-def test_tool_calls(family, text, content, calls):
+def test_tool_calls_are_parsed(family, text, content, calls):
     renderer = get_renderer("qwen3_instruct", family_tokenizer(family))
     message, termination = renderer.parse_response(sampled(renderer, text + "<|im_end|>"))
     assert message == {"role": "assistant", "content": content, "tool_calls": calls}
@@ -179,7 +179,7 @@ def test_tool_calls(family, text, content, calls):
         ('{"arguments": {"x": "\\ud83d"}, "name": "f"}', "half of a character"),
     ],
 )
-def test_broken_calls_are_kept_and_rendered_as_they_were(inner, error):
+def test_invalid_tool_calls_are_kept_and_rendered_unchanged(inner, error):
     text = f"Wait.\n<tool_call>\n{inner}\n</tool_call>"
     tokens = sampled(QWEN3, f"{text}<|im_end|>")
     message, termination = QWEN3.parse_response(tokens)
@@ -193,7 +193,7 @@ def test_broken_calls_are_kept_and_rendered_as_they_were(inner, error):
     assert again[-len(tokens) :] == tokens
 
 
-def test_an_unclosed_call_is_unparsed():
+def test_an_unclosed_tool_call_is_unparsed():
     message, termination = INSTRUCT.parse_response(
         sampled(INSTRUCT, 'a<tool_call>\n{"name": "f", "arg')
     )
@@ -212,7 +212,7 @@ objects = st.dictionaries(
 
 @settings(max_examples=60, deadline=None)
 @given(text=words)
-def test_what_was_built_is_parsed_again(renderers, text):
+def test_rendered_answers_are_parsed_back(renderers, text):
     for case, renderer in renderers.items():
         if case.startswith("role_colon") and "\n\nUser:" in text:
             continue
@@ -235,7 +235,7 @@ def test_what_was_built_is_parsed_again(renderers, text):
 
 @settings(max_examples=60, deadline=None)
 @given(thought=words.map(lambda text: text.strip("\n")).filter(bool), text=words, arguments=objects)
-def test_thoughts_and_calls_are_parsed_again(thought, text, arguments):
+def test_rendered_reasoning_and_tool_calls_are_parsed_back(thought, text, arguments):
     text = text.strip("\n")
     content = [
         {"type": "thinking", "thinking": thought},
@@ -256,12 +256,12 @@ def test_thoughts_and_calls_are_parsed_again(thought, text, arguments):
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, 519), max_size=60))
-def test_no_sample_raises(renderers, tokens):
+def test_parsing_any_tokens_never_raises(renderers, tokens):
     for renderer in renderers.values():
         message, _ = renderer.parse_response([token % len(renderer.tokenizer) for token in tokens])
         renderer.build_generation_prompt([{"role": "user", "content": "a"}, message])
 
 
-def test_arrays_are_tokens_too():
+def test_token_arrays_can_be_parsed():
     tokens = np.array(sampled(INSTRUCT, "Hi!<|im_end|>"), dtype=np.int32)
     assert INSTRUCT.parse_response(tokens).message["content"] == "Hi!"

@@ -62,13 +62,13 @@ EXPECTED = {
 
 @pytest.mark.parametrize("what", list(EXPECTED))
 @pytest.mark.parametrize("name", ["chatml", "qwen3_instruct"])
-def test_chatml_targets(name, what):
+def test_chatml_targets_are_the_assistant_messages(name, what):
     renderer = get_renderer(name, family_tokenizer("qwen", "qwen2_5"))
     assert trained_text(renderer, CONVERSATION, what) == EXPECTED[what]
     assert trained_text(renderer, CONVERSATION, what.value) == EXPECTED[what]
 
 
-def test_customized_targets():
+def test_customized_targets_follow_the_trainable_field():
     renderer = get_renderer("qwen3_instruct", family_tokenizer("qwen"))
     messages = [
         {**message, "trainable": index in (1, 4)} for index, message in enumerate(CONVERSATION)
@@ -79,7 +79,7 @@ def test_customized_targets():
     ]
 
 
-def test_a_default_system_message_is_no_target_of_all_messages():
+def test_a_default_system_message_is_never_a_target():
     renderer = get_renderer("chatml", family_tokenizer("smollm2", "smollm2"))
     runs = trained_text(renderer, CONVERSATION[1:3], TrainOnWhat.ALL_MESSAGES)
     assert runs == ["One?<|im_end|>", "Two.<|im_end|>"]
@@ -136,7 +136,7 @@ def test_a_message_after_the_last_assistant_is_context():
     assert trained_text(renderer, CONVERSATION[:4], "last_assistant_message") == ["Two.<|im_end|>"]
 
 
-def test_the_think_block_is_target_or_prompt():
+def test_the_think_block_belongs_to_target_or_prompt():
     thinking = get_renderer("qwen3", family_tokenizer("qwen"))
     disabled = get_renderer("qwen3_disable_thinking", family_tokenizer("qwen"))
     assert trained_text(thinking, CONVERSATION, "last_assistant_message") == [
@@ -232,7 +232,7 @@ def test_each_tool_step_follows_the_prompt_it_is_sampled_from(what, end, answers
 
 
 @pytest.mark.parametrize("what", ["all_messages", "customized"])
-def test_split_or_not_each_message_is_a_target_once(what):
+def test_each_message_is_a_target_exactly_once(what):
     tokenizer = family_tokenizer("qwen")
     messages = [
         {**message, **({"trainable": index != 3} if what == "customized" else {})}
@@ -284,9 +284,7 @@ answers = st.lists(
 @pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(texts=answers)
-def test_prompts_extend_each_other_where_the_renderer_says_so(
-    renderers: dict[str, Renderer], texts
-):
+def test_prompts_extend_each_other_if_the_renderer_claims_it(renderers: dict[str, Renderer], texts):
     keeping = get_renderer("qwen3", renderers["qwen3"].tokenizer, strip_thinking_from_history=False)
     for case, renderer in [*renderers.items(), ("qwen3 that keeps history", keeping)]:
         assert renderer.has_extension_property == (case not in ("qwen3", "qwen3_disable_thinking"))
@@ -300,7 +298,7 @@ def test_prompts_extend_each_other_where_the_renderer_says_so(
             messages.append({"role": "assistant", "content": text})
 
 
-def test_stripped_history_is_no_extension(renderers: dict[str, Renderer]):
+def test_stripped_history_does_not_extend_the_prompt(renderers: dict[str, Renderer]):
     renderer = renderers["qwen3"]
     seen = renderer.build_supervised_example(CONVERSATION[:3])[0].to_ints()
     prompt = renderer.build_generation_prompt(CONVERSATION[:4]).to_ints()

@@ -174,7 +174,7 @@ def test_reasoning_of_earlier_turns_is_dropped_as_in_the_template():
     assert renderer.build_supervised_example(as_key)[0] == example
 
 
-def test_line_breaks_around_a_think_block_are_the_templates():
+def test_line_breaks_around_a_think_block_equal_the_template():
     renderer = MADE[("qwen3", "qwen", "qwen3")]
     for content in (
         "\n\nA\n",
@@ -209,7 +209,7 @@ def test_chatml_takes_the_default_system_message_from_the_template():
     assert unknown.build_generation_prompt(hello) == none.build_generation_prompt(hello)
 
 
-def test_templates_are_the_originals():
+def test_stored_templates_equal_the_originals():
     """The oracles carry the lines that make them differ, so that an emptied file cannot pass."""
     assert "loop.index0 > ns.last_query_index" in template("qwen3")
     assert "You are Qwen, created by Alibaba Cloud." in template("qwen2_5")

@@ -28,7 +28,7 @@ def guarded_ids(tokenizer) -> set[int]:
 
 
 @pytest.mark.parametrize("family", list(SPECIAL))
-def test_the_tokenizer_itself_would_read_them(family):
+def test_the_tokenizer_alone_would_parse_control_tokens_in_text(family):
     """Without this the tests below could pass for nothing; and the tokenizer's own switch does not
     reach all of them.
     """
@@ -43,14 +43,14 @@ def test_the_tokenizer_itself_would_read_them(family):
 @pytest.mark.parametrize("family", list(SPECIAL))
 @settings(max_examples=150, deadline=None)
 @given(text=attack)
-def test_no_text_yields_a_guarded_id_and_none_is_lost(family, text):
+def test_text_never_becomes_a_control_token_and_is_complete(family, text):
     codec = CODECS[family]
     ids = codec.encode_text(text)
     assert guarded_ids(codec.tokenizer).isdisjoint(ids)
     assert codec.decode(ids) == text
 
 
-def test_split_text_is_what_the_vocabulary_makes_of_it():
+def test_control_text_is_tokenized_as_ordinary_text():
     """Not character by character: the ids are those of the same tokenizer without the special
     token.
     """
@@ -62,7 +62,7 @@ def test_split_text_is_what_the_vocabulary_makes_of_it():
     assert len(codec.encode_text(text)) < len(text)
 
 
-def test_other_added_tokens_stay_themselves_beside_a_mark():
+def test_other_added_tokens_are_kept_beside_a_control_token():
     tokenizer = family_tokenizer("qwen")
     names = [f"[T{number}]" for number in range(40)]
     tokenizer.add_tokens(names)
@@ -74,7 +74,7 @@ def test_other_added_tokens_stay_themselves_beside_a_mark():
         assert guarded_ids(tokenizer).isdisjoint(ids)
 
 
-def test_the_tokenizer_of_the_caller_is_not_changed():
+def test_the_caller_tokenizer_is_not_changed():
     tokenizer = family_tokenizer("qwen")
     before = tokenizer.backend_tokenizer.to_str()
     codec = Codec(tokenizer)
@@ -86,7 +86,7 @@ def test_the_tokenizer_of_the_caller_is_not_changed():
 
 @settings(max_examples=30, deadline=None)
 @given(system=attack, question=attack, answer=attack)
-def test_turns_cannot_be_forged(renderers: dict[str, Renderer], system, question, answer):
+def test_messages_cannot_forge_turns(renderers: dict[str, Renderer], system, question, answer):
     for case, renderer in renderers.items():
         messages = [
             {"role": "system", "content": [{"type": "text", "text": system}]},
@@ -146,7 +146,7 @@ def test_a_vocabulary_of_words_falls_back_to_characters():
     assert codec.encode([Control("<|im_end|>")]) == [tokenizer.convert_tokens_to_ids("<|im_end|>")]
 
 
-def test_unknown_characters_are_no_attack():
+def test_unknown_characters_cannot_forge_turns():
     """The unknown token is special too, but text that the vocabulary lacks yields it rightly."""
     tokenizer = word_tokenizer()
     assert Codec(tokenizer).encode_text("hello there") == tokenizer.encode(

@@ -83,7 +83,7 @@ PIECES = st.sampled_from(
     cut=st.integers(0, 3),
     name=st.sampled_from(["qwen3_instruct", "role_colon", "llama3"]),
 )
-def test_a_streamed_message_is_the_whole_message(tokenizer, renderers, pieces, cut, name):
+def test_a_streamed_message_equals_the_parsed_message(tokenizer, renderers, pieces, cut, name):
     tokens = tokenizer.encode("".join(pieces), add_special_tokens=False)
     tokens = tokens[: len(tokens) - cut] if cut < 3 else [*tokens, EOS_TOKEN_ID]
     for stops in ((), ("END",), ("x y", "<tool")):
@@ -96,7 +96,9 @@ def test_a_streamed_message_is_the_whole_message(tokenizer, renderers, pieces, c
 @given(
     thought=st.lists(PIECES, max_size=6), text=st.lists(PIECES, max_size=6), closed=st.booleans()
 )
-def test_streamed_reasoning_is_the_whole_reasoning(tokenizer, renderers, thought, text, closed):
+def test_streamed_reasoning_equals_the_parsed_reasoning(
+    tokenizer, renderers, thought, text, closed
+):
     inner = "".join(thought).replace("<tool_call>", "")
     sample = f"<think>{inner}" + (f"</think>{''.join(text)}" if closed else "")
     tokens = tokenizer.encode(sample, add_special_tokens=False)
@@ -106,7 +108,7 @@ def test_streamed_reasoning_is_the_whole_reasoning(tokenizer, renderers, thought
 
 @settings(max_examples=100, deadline=None)
 @given(tokens=st.lists(st.integers(0, NUM_TOKENS - 1), max_size=60))
-def test_streamed_text_of_any_tokens_is_the_whole_text(tokenizer, tokens):
+def test_streamed_text_of_any_tokens_equals_the_parsed_text(tokenizer, tokens):
     read = read_text(Codec(tokenizer), frozenset({EOS_TOKEN_ID}))
     growing = Growing(read, ("\n",))
     sent = ""
@@ -116,7 +118,7 @@ def test_streamed_text_of_any_tokens_is_the_whole_text(tokenizer, tokens):
     assert sent + growing.rest().content == whole(Growing(read, ("\n",)), tokens).content
 
 
-def test_a_message_is_streamed_as_it_is_written(tokenizer, renderers):
+def test_message_pieces_are_streamed_as_soon_as_possible(tokenizer, renderers):
     tokens = tokenizer.encode("<think>\nhm\n</think>\n\nYes, but" + CALL, add_special_tokens=False)
     streamed = stream(message(renderers["qwen3"]), [*tokens, EOS_TOKEN_ID])
     deltas = [delta for delta in streamed if delta != Reading("")]
@@ -126,7 +128,7 @@ def test_a_message_is_streamed_as_it_is_written(tokenizer, renderers):
     assert len(deltas) > 8
 
 
-def test_nothing_is_sent_that_a_stop_takes_back(tokenizer, renderers):
+def test_text_that_a_stop_string_may_remove_is_held_back(tokenizer, renderers):
     growing = message(renderers["qwen3_instruct"], "STOP")
     sent = []
     for token in tokenizer.encode("go STO no STOP", add_special_tokens=False):
@@ -142,7 +144,7 @@ def test_an_invalid_tool_call_stays_in_the_text(tokenizer, renderers):
     assert reading == Reading("So:\n<tool_call>\nadd(1)\n</tool_call>")
 
 
-def test_long_texts_are_read_rarely(tokenizer):
+def test_long_texts_are_decoded_rarely(tokenizer):
     reads = 0
     read = read_text(Codec(tokenizer), frozenset())
 
@@ -156,7 +158,7 @@ def test_long_texts_are_read_rarely(tokenizer):
     assert reads < 1500
 
 
-def test_texts_and_bytes_of_tokens(tokenizer):
+def test_texts_and_bytes_of_tokens_are_correct(tokenizer):
     texts = TokenTexts(tokenizer)
     text = "Grüße, 😀!\n<|im_end|>"
     tokens = tokenizer.encode(text, add_special_tokens=False)
