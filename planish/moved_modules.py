@@ -95,6 +95,7 @@ MOVED = {
     "problems.process_grader": "datasets.process_grader",
     "provenance": "runlog.provenance",
     "recipes.boxed_problems": "rl.environments.boxed_problems",
+    "recipes.generated_dataset": "rl.environments.datasets",
     "recipes.grpo": "rl.answers",
     "recipes.self_play": "rl.environments.self_play",
     "rl.config": "training.rl_config",

@@ -174,7 +174,8 @@ class Scope(AbstractContextManager[None]):
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
             raise UserError(
-                f"{function.__name__} is a generator, which runs after it has returned; use `with` inside it"
+                f"{function.__name__} is a generator, which runs after it has returned; use `with` "
+                "inside it"
             )
         if inspect.iscoroutinefunction(function):
 

@@ -74,7 +74,9 @@ def decimal(value: Fraction) -> str:
 
 
 def last_number(text: str) -> Fraction | None:
-    """Return the last number in a text, with or without thousands separators; None if there is none."""
+    """Return the last number in a text, with or without thousands separators; None if there is
+    none.
+    """
     found = re.findall(r"-?[0-9]+(?:\.[0-9]+)?", THOUSANDS.sub("", text.replace("−", "-")))
     return Fraction(found[-1]) if found and len(found[-1]) <= MAX_CHARS else None
 

@@ -30,10 +30,9 @@ import chz
 from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.arithmetic_expressions import decimal, evaluate, last_number
-from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import evaluation_dataset
+from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
@@ -216,7 +215,8 @@ class Options(RLOptions):
     max_tokens: int = chz.field(default=64, doc="longest answer")
     eval_temperature: float | None = chz.field(
         default=None,
-        doc="of tests; none = temperature: with 0 the embedded model copies the worked examples at once",
+        doc="of tests; none = temperature: with 0 the embedded model copies the worked examples at "
+        "once",
     )
     max_steps: int | None = 20
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")

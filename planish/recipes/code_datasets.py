@@ -14,9 +14,8 @@ from planish.errors import UserError
 from planish.recipes.code_env import Rules, as_answer, code_group, instruction
 from planish.recipes.code_functions import FunctionProblem, draw_function
 from planish.recipes.code_problems import CodeProblem, read_problem
-from planish.recipes.generated_dataset import GeneratedDataset
 from planish.renderers import Message
-from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
+from planish.rl.environments.datasets import GeneratedDataset, ProblemDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 
@@ -81,7 +80,8 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
                 found[problem.question] = problem
         if len(found) < count + count // 3:
             raise UserError(
-                f"eval_problems={count}: there are about {len(found)} functions of steps={self.steps}, a quarter of which must "
+                f"eval_problems={count}: there are about {len(found)} functions of "
+                f"steps={self.steps}, a quarter of which must "
                 f"be left to train on; give at most {len(found) * 3 // 4}, or more steps"
             )
         return list(found.values())[:count]
@@ -144,7 +144,8 @@ class CodeDatasetBuilder(RLDatasetBuilder):
         count = self.eval_problems or 0
         if count >= len(train):
             raise UserError(
-                f"eval_problems={count}: dataset={self.dataset} has no test split, and of its {len(train)} problems at least "
+                f"eval_problems={count}: dataset={self.dataset} has no test split, and of its "
+                f"{len(train)} problems at least "
                 "one must be left to train on; give fewer"
             )
         held_out = set(random.Random(self.seed).sample(range(len(train)), count))
@@ -161,11 +162,13 @@ class CodeDatasetBuilder(RLDatasetBuilder):
         problems = [problem for problem in read if problem is not None]
         if not problems:
             raise UserError(
-                f"{where}: none of its {len(rows)} rows has tests that can be run; see docs/recipes/code_rl.md"
+                f"{where}: none of its {len(rows)} rows has tests that can be run; see "
+                "docs/recipes/code_rl.md"
             )
         if len(problems) < len(rows):
             print(
-                f"{where}: {len(rows) - len(problems)} of {len(rows)} rows have no tests that can be run and are left out"
+                f"{where}: {len(rows) - len(problems)} of {len(rows)} rows have no tests that can "
+                "be run and are left out"
             )
         return problems
 

@@ -16,13 +16,12 @@ episode.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 import chz
 
 from planish.recipes.code_problems import CodeProblem
-from planish.recipes.process_sandbox import process_sandbox
 from planish.renderers import Message, get_text_content
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.environments.problem_env import ProblemGroupBuilder
@@ -121,6 +120,16 @@ class CodeEnv(MessageEnv):
 
     def _reward(self) -> float:
         return self.score + self.rules.format_coef * (self.has_program - 1.0)
+
+
+@cache
+def process_sandbox(limits: Limits) -> Sandbox:
+    """Return the sandbox of this process with these limits. All environments share it, so that its
+    limit on concurrent programs applies to all of them.
+    """
+    # Builders of groups hold only the limits, which can be pickled. So in a rollout process they
+    # use the sandbox of that process.
+    return Sandbox(limits)
 
 
 def code_group(

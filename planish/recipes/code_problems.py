@@ -76,15 +76,16 @@ class CodeProblem:
 def read_problem(
     row: Row, where: str, shown_tests: int, max_tests: int | None
 ) -> CodeProblem | None:
-    """Return the problem of a row with at most `max_tests` tests; None if it has no test that can be
-    run. UserError, which names the row by `where`, if it has no question or no tests. Without
+    """Return the problem of a row with at most `max_tests` tests; None if it has no test that can
+    be run. UserError, which names the row by `where`, if it has no question or no tests. Without
     public tests in the row, the first `shown_tests` tests are public.
     """
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     given = next((row[name] for name in TESTS if row.get(name)), None)
     if question is None or all(name not in row for name in TESTS):
         raise UserError(
-            f"{where}: needs a text in one of {', '.join(QUESTIONS)} and tests in one of {', '.join(TESTS)}; the row has "
+            f"{where}: needs a text in one of {', '.join(QUESTIONS)} and tests in one of "
+            f"{', '.join(TESTS)}; the row has "
             f"{sorted(row)}"
         )
     name = function_name(row)

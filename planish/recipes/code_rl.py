@@ -23,8 +23,7 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.recipes import training_run
 from planish.recipes.code_datasets import TEST_FUNCTIONS, CodeDatasetBuilder, FunctionDatasetBuilder
-from planish.recipes.code_env import Rules
-from planish.recipes.process_sandbox import process_sandbox
+from planish.recipes.code_env import Rules, process_sandbox
 from planish.recipes.rl_options import RLOptions, run
 from planish.rl.types import RLDatasetBuilder
 from planish.sandbox import Limits
@@ -72,7 +71,8 @@ class Options(RLOptions):
     )
     shown_tests: int | None = chz.field(
         default=None,
-        doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; none = 2",
+        doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; "
+        "none = 2",
     )
     max_tests: int | None = chz.field(
         default=None, doc="of the dataset: tests of a problem, its first; none = all"

@@ -63,7 +63,8 @@ class CourteousAnswersBuilder(ComparisonBuilder):
         sums = list(product(numbers, numbers))
         if self.test_size >= len(sums):
             raise UserError(
-                f"test_size={self.test_size}: there are {len(sums)} pairs; give fewer, or a larger largest"
+                f"test_size={self.test_size}: there are {len(sums)} pairs; give fewer, or a larger "
+                "largest"
             )
         generator = random.Random(f"courtesy:{self.seed}")
         generator.shuffle(sums)

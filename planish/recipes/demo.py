@@ -102,7 +102,8 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         StepDisplay(config.steps) as display,
     ):
         display.say(
-            f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x {config.group_size}"
+            f"GRPO on sums: {config.model_name}, {config.steps} steps, {config.batch_size} x "
+            f"{config.group_size}"
         )
         demo = Demo(config, training_client, renderer, display)
         before = demo.accuracy(tests)
@@ -110,7 +111,8 @@ def train(config: Config, service_client: ServiceClient) -> Path:
         for step in range(config.steps):
             if trained_seconds > config.max_seconds:
                 display.say(
-                    f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough for a demo"
+                    f"stopping after {step} steps: {trained_seconds:.0f} s of training are enough "
+                    "for a demo"
                 )
                 break
             metrics = demo.step(step, batch_of(pool, config, step))
@@ -240,8 +242,10 @@ def summary(run: RunDirectory, count: int, before: float, after: float) -> str:
     first, last = rewards[:3], rewards[-3:]
     return "\n".join(
         [
-            f"reward: {sum(first) / len(first):.2f} in the first three steps, {sum(last) / len(last):.2f} in the last three",
-            f"correct on {count} sums that were never trained on: {before:.0%} before, {after:.0%} after",
+            f"reward: {sum(first) / len(first):.2f} in the first three steps, "
+            f"{sum(last) / len(last):.2f} in the last three",
+            f"correct on {count} sums that were never trained on: {before:.0%} before, {after:.0%} "
+            "after",
             f"metrics: {run.path / 'metrics.jsonl'}",
             f"curve:   {run.path / 'reward.png'}",
             f"weights: {run.path / 'checkpoints.jsonl'} names the checkpoint",

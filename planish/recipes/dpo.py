@@ -84,13 +84,15 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     )
     reference_checkpoint_path: str | None = chz.field(
         default=None,
-        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
+        "base model",
     )
 
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(dpo.LOSSES)}")
     dpo_beta: float | None = chz.field(
         default=None,
-        doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, where it scales rewards",
+        doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, where "
+        "it scales rewards",
     )
     label_smoothing: float = chz.field(
         default=0.0, doc="dpo: how often a label is taken to be wrong"
@@ -147,7 +149,8 @@ def comparisons(options: Options) -> ComparisonBuilder:
     test_size = options.test_size if options.test_size is not None else 64
     if test_size >= count:
         raise UserError(
-            f"test_size={test_size}: there are {count} generated sums; give fewer, or a larger largest"
+            f"test_size={test_size}: there are {count} generated sums; give fewer, or a larger "
+            "largest"
         )
     return DrawnComparisonBuilder(
         largest=largest, test_size=test_size, seed=options.seed, kind=kind

@@ -30,10 +30,9 @@ import chz
 
 from planish import ServiceClient
 from planish.recipes import training_run
-from planish.recipes.generated_dataset import BATCHES
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
+from planish.rl.environments.datasets import BATCHES, ProblemDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder

@@ -65,7 +65,8 @@ class Options(RLOptions):
     )
     dataset: str | None = chz.field(
         default=None,
-        doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the published one",
+        doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the "
+        "published one",
     )
     max_operand: int | None = chz.field(
         default=None, doc="arithmetic: the largest number that is added; none = 20"
@@ -156,7 +157,8 @@ def check(options: Options) -> None:
     }.items():
         if getattr(options, name) not in (None, {}) and kind not in kinds:
             raise UserError(
-                f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it out"
+                f"{name}={getattr(options, name)}: env={options.env} has no such option; leave it "
+                "out"
             )
     training_run.require(
         options,

@@ -87,7 +87,8 @@ def check(options: Options) -> None:
     for name, default in ONLY_SAMPLED.items():
         if getattr(options, name) != default:
             raise UserError(
-                f"{name}={getattr(options, name)}: the answers are those of dataset={options.dataset}; leave it out, or give "
+                f"{name}={getattr(options, name)}: the answers are those of "
+                f"dataset={options.dataset}; leave it out, or give "
                 "teacher_answers=True"
             )
 

@@ -1,5 +1,5 @@
-"""On-policy distillation: the student samples answers, and the teacher's logprobs of their tokens are
-the training signal.
+"""On-policy distillation: the student samples answers, and the teacher's logprobs of their tokens
+are the training signal.
 
     python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/teacher
         env=arithmetic
@@ -71,7 +71,8 @@ class Options(math_rl.Options):
     )
     more: tuple[Source, ...] = chz.field(
         default=(),
-        doc="more data sets, each with its teacher, such as more.0.env=gsm8k more.0.teacher_checkpoint=RUN",
+        doc="more data sets, each with its teacher, such as more.0.env=gsm8k "
+        "more.0.teacher_checkpoint=RUN",
     )
     advantage: str = chz.field(
         default="none", doc="none = the teacher alone is learned from; mean = rewards too"

@@ -53,7 +53,9 @@ def drawn_pairs(
 
 
 def count_of_sums(largest: int) -> int:
-    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count once."""
+    """Return the number of sums of two numbers from 0 to `largest`, where a + b and b + a count
+    once.
+    """
     return (largest + 1) * (largest + 2) // 2
 
 

@@ -38,7 +38,8 @@ class Options(TeacherOptions):
     )
     prompt: str | None = chz.field(
         default=None,
-        doc="file of the long prompt: .json is a list of messages, else a text; none = of sums, two examples",
+        doc="file of the long prompt: .json is a list of messages, else a text; none = of sums, "
+        "two examples",
     )
 
 
@@ -62,7 +63,9 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
 
 
 def long_prompt(options: Options) -> Conversation:
-    """Return the messages that only the teacher sees; UserError if `prompt` is missing or not valid."""
+    """Return the messages that only the teacher sees; UserError if `prompt` is missing or not
+    valid.
+    """
     if options.prompt is None:
         if options.dataset != SUMS:
             raise UserError("prompt is missing: give the file of the long prompt")
@@ -76,7 +79,8 @@ def long_prompt(options: Options) -> Conversation:
             messages = [{"role": "system", "content": text.strip()}]
     except (OSError, ValueError) as error:
         raise UserError(
-            f"prompt={options.prompt} cannot be read ({error}); give a text, or a JSON list of messages"
+            f"prompt={options.prompt} cannot be read ({error}); give a text, or a JSON list of "
+            "messages"
         ) from error
     if (
         not isinstance(messages, list)

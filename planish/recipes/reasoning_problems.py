@@ -20,10 +20,9 @@ import chz
 
 from planish import logtree
 from planish.errors import UserError
-from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import evaluation_dataset
+from planish.rl.environments.datasets import ENDLESS, GeneratedDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
 from planish.runlog.model_renderer import model_renderer

@@ -78,7 +78,8 @@ class TaskProcess:
             reply = self._process.ask({"index": index}, ENTRY_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
-                f"env={self.task.name} with {self.task.config} makes no problem: {error}; change the task's options"
+                f"env={self.task.name} with {self.task.config} makes no problem: {error}; change "
+                "the task's options"
             ) from error
         return Entry(self.task, index, reply["question"], reply["answer"])
 
@@ -120,8 +121,8 @@ def check_name(name: str) -> None:
 
 
 def task_types() -> Mapping[str, tuple[type, type]]:
-    """Return {name: (dataset class, config class)} of all tasks. UnsupportedError if reasoning-gym is
-    not installed.
+    """Return {name: (dataset class, config class)} of all tasks. UnsupportedError if reasoning-gym
+    is not installed.
     """
     try:
         # reasoning-gym is an optional package, and its import takes a second.

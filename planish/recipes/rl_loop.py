@@ -124,7 +124,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             save_when_stopped(checkpoints, display) as stop,
         ):
             display.say(
-                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
+                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written "
+                f"to {run.path}"
             )
             runner = StepRunner(config, client, renderer, grader, display, stop)
             for step in range(start.batch, steps):
@@ -147,7 +148,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             record = checkpoints.final(steps)
             draw(config, run)
             display.say(
-                f"weights for sampling: {record.sampler_path}\nreward curve: {run.path / 'reward.png'}"
+                f"weights for sampling: {record.sampler_path}\nreward curve: "
+                f"{run.path / 'reward.png'}"
             )
         return run.path
 
@@ -271,8 +273,8 @@ def sample_groups(
 def grade_answer(
     renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence
 ) -> tuple[float, Metrics]:
-    """Return the reward, 1 for the right result in a box and else 0, and metrics. An answer that the
-    grader cannot judge counts as wrong; env/all/unjudged counts such answers.
+    """Return the reward, 1 for the right result in a box and else 0, and metrics. An answer that
+    the grader cannot judge counts as wrong; env/all/unjudged counts such answers.
     """
     text = get_text_content(renderer.parse_response(sequence.tokens).message)
     try:
@@ -284,8 +286,8 @@ def grade_answer(
 
 
 def training_examples(groups_P: Sequence[AnswerGroup], loss_fn: str) -> list[tuple[Answer, Datum]]:
-    """Return (answer, datum) for each answer of the groups whose rewards differ. The advantage of an
-    answer is its reward minus the mean reward of its group.
+    """Return (answer, datum) for each answer of the groups whose rewards differ. The advantage of
+    an answer is its reward minus the mean reward of its group.
     """
     examples_D = []
     for group in groups_P:

@@ -72,14 +72,16 @@ class RLOptions(
     max_tokens: int = chz.field(default=256, doc="longest answer")
     remove_constant_reward_groups: bool = chz.field(
         default=True,
-        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much as others",
+        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much "
+        "as others",
     )
     kl_reference_model: str | None = chz.field(
         default=None, doc="base model of the reference; none = model_name"
     )
     kl_reference_checkpoint: str | None = chz.field(
         default=None,
-        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
+        "base model",
     )
     max_steps_off_policy: int = chz.field(
         default=0, doc="sampling may run so many steps ahead of training; 0 = synchronous"

@@ -21,6 +21,7 @@ the preference model reports is then an error of that model.
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,7 @@ COMPARISONS = "comparisons.jsonl"
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Run all stages; returns the run directory."""
     check(options)
-    if service_client is not None:
-        return run_stages(options, service_client)
-    with ServiceClient(
-        base_url=options.base_url, deterministic=options.deterministic
-    ) as own_client:
-        return run_stages(options, own_client)
+    return training_run.with_client(partial(run_stages, options), options, service_client)
 
 
 def run_stages(options: Options, service_client: ServiceClient) -> Path:

@@ -22,7 +22,6 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.client.local import used_together
 from planish.completers import MessageCompleter, TinkerMessageCompleter
 from planish.errors import UserError
 from planish.integrations.openai_endpoint import ChatEndpoint
@@ -55,14 +54,16 @@ class Options(RLOptions):
     )
     test_size: int | None = chz.field(
         default=64,
-        doc="test rows; none = the whole test split, 0 = no tests; without a split they are held out",
+        doc="test rows; none = the whole test split, 0 = no tests; without a split they are held "
+        "out",
     )
     largest: int | None = chz.field(
         default=None, doc=f"generated sums: the largest number that is added; none = {LARGEST}"
     )
     shown_verdicts: int | None = chz.field(
         default=None,
-        doc=f"generated sums: example verdicts in the judge's prompt, 0 to {SHOWN_VERDICTS}; none = all",
+        doc=f"generated sums: example verdicts in the judge's prompt, 0 to {SHOWN_VERDICTS}; none "
+        "= all",
     )
     unfinished_reward: float = chz.field(
         default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
@@ -114,14 +115,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     check(options)
     rows = rows_of(options)
-    if service_client is not None:
-        return train(options, rows, service_client)
-    judge = options.judge_model if options.judge_url is None else None
-    models = used_together(options.base_url, options.model_name, judge)
-    with ServiceClient(
-        base_url=options.base_url, models=models, deterministic=options.deterministic
-    ) as own_client:
-        return train(options, rows, own_client)
+    models = [options.judge_model] if options.judge_url is None else []
+    return training_run.with_client(partial(train, options, rows), options, service_client, models)
 
 
 def train(options: Options, rows: Callable[[], RubricRows], service_client: ServiceClient) -> Path:
@@ -253,7 +248,8 @@ def check(options: Options) -> None:
         )
         if options.rollout_processes != 0:
             raise UserError(
-                f"rollout_processes={options.rollout_processes}: a judge without judge_url runs in this process; give 0"
+                f"rollout_processes={options.rollout_processes}: a judge without judge_url runs in "
+                "this process; give 0"
             )
     else:
         mine = ("judge_checkpoint", "judge_renderer_name")

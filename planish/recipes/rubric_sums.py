@@ -20,8 +20,8 @@ SHOWN_VERDICTS = 5
 def drawn_rubrics(
     largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
 ) -> RubricRows:
-    """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one order
-    only, and in training in neither.
+    """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one
+    order only, and in training in neither.
     """
     generator = random.Random(f"rubrics:{seed}")
     sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]

@@ -14,6 +14,7 @@ import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import chz
@@ -135,12 +136,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
     """Train; returns the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
     training_run.require_at_least(options, batch_size=1)
-    if service_client is not None:
-        return train(options, service_client)
-    with ServiceClient(
-        base_url=options.base_url, deterministic=options.deterministic
-    ) as own_client:
-        return train(options, own_client)
+    return training_run.with_client(partial(train, options), options, service_client)
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:

@@ -5,10 +5,10 @@
 
 A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its
 assistant messages are trained on. A row with only "question" and "answer" becomes a conversation of
-the prompt that rl_loop uses and the worked solution with its result in a box. So sl_loop can prepare
-a model that does not know this format for rl_loop. The learning rate falls linearly to 0. The order
-of each epoch depends on the seed only, so an interrupted run resumes with the next batch and sees
-each batch once.
+the prompt that rl_loop uses and the worked solution with its result in a box. So sl_loop can
+prepare a model that does not know this format for rl_loop. The learning rate falls linearly to 0.
+The order of each epoch depends on the seed only, so an interrupted run resumes with the next batch
+and sees each batch once.
 """
 
 import math
@@ -120,7 +120,8 @@ def train(config: Config, service_client: ServiceClient) -> Path:
             save_when_stopped(checkpoints, display) as stop,
         ):
             display.say(
-                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written to {run.path}"
+                f"{config.model_name} on {config.dataset}: steps {start.batch} to {steps}, written "
+                f"to {run.path}"
             )
             for step in range(start.batch, steps):
                 stop.check()
@@ -269,7 +270,8 @@ def check_data(
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
     if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
         raise UserError(
-            f"max_length={config.max_length}: no answer begins that early in any {split} row; give more"
+            f"max_length={config.max_length}: no answer begins that early in any {split} row; give "
+            "more"
         )
 
 

@@ -19,9 +19,8 @@ import chz
 
 from planish.errors import UserError
 from planish.recipes.arithmetic_expressions import last_number
-from planish.recipes.generated_dataset import ENDLESS, GeneratedDataset
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import evaluation_dataset
+from planish.rl.environments.datasets import ENDLESS, GeneratedDataset, evaluation_dataset
 from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
 from planish.rl.types import RLDataset, RLDatasetBuilder
 from planish.runlog.model_renderer import model_renderer
@@ -130,7 +129,8 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
     count = min(TEST_SUMS, pairs // 3) if count is None else count
     if count > most:
         raise UserError(
-            f"eval_problems={count}: with max_operand={max_operand} there are {pairs} sums, half of which are trained on; "
+            f"eval_problems={count}: with max_operand={max_operand} there are {pairs} sums, half "
+            "of which are trained on; "
             f"give at most {most}, or a larger max_operand"
         )
     rng = random.Random("test")

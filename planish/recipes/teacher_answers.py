@@ -107,8 +107,8 @@ def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
 
 
 def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any]:
-    """Return evaluators in addition to the loss on held-out answers: for generated sums, whether the
-    student's results are right.
+    """Return evaluators in addition to the loss on held-out answers: for generated sums, whether
+    the student's results are right.
     """
     if options.dataset != SUMS:
         return ()
@@ -182,6 +182,7 @@ def prompts_of(
     )
     if options.num_prompts is not None and options.num_prompts > len(prompts):
         raise UserError(
-            f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)} prompts; give at most that number"
+            f"num_prompts={options.num_prompts}: dataset={options.dataset} has {len(prompts)} "
+            "prompts; give at most that number"
         )
     return prompts[: options.num_prompts]

@@ -29,11 +29,10 @@ import chz
 
 from planish import ServiceClient
 from planish.recipes import training_run
-from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.tic_tac_toe_board import PLAYERS, Board, random_move
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import evaluation_dataset
+from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import MessageStepResult
 from planish.rl.environments.self_play import Player, PlayerEnv, Turns
 from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDatasetBuilder, Trajectory

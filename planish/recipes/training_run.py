@@ -100,13 +100,29 @@ def run_main(
     given: Any = config
     if instead.get() is not None:
         raise UserError("this recipe has no environments to play")
-    if service_client is None:
-        own = {"deterministic": given.deterministic} if hasattr(given, "deterministic") else {}
-        models = used_together(given.base_url, given.model_name, *others)
-        with ServiceClient(base_url=given.base_url, models=models, **own) as own_client:
-            return run_main(main, config, own_client)
-    renderer = learn_renderer(service_client, given.model_name, given.renderer_name)
-    return finished(main(chz.replace(given, renderer_name=renderer.name), service_client))
+
+    def work(client: ServiceClient) -> Path:
+        renderer = learn_renderer(client, given.model_name, given.renderer_name)
+        return finished(main(chz.replace(given, renderer_name=renderer.name), client))
+
+    return with_client(work, given, service_client, others)
+
+
+def with_client(
+    work: Callable[[ServiceClient], T],
+    options: Any,
+    service_client: ServiceClient | None = None,
+    others: Sequence[str | None] = (),
+) -> T:
+    """Return the result of `work` with the given service client, or with a new one that has the
+    options' base_url and deterministic. `others` are further base models that the run uses.
+    """
+    if service_client is not None:
+        return work(service_client)
+    own = {"deterministic": options.deterministic} if hasattr(options, "deterministic") else {}
+    models = used_together(options.base_url, options.model_name, *others)
+    with ServiceClient(base_url=options.base_url, models=models, **own) as own_client:
+        return work(own_client)
 
 
 def finished(work: Coroutine[Any, Any, T]) -> T:

@@ -31,15 +31,13 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.client.local import used_together
 from planish.completers import TinkerMessageCompleter
 from planish.recipes import training_run
-from planish.recipes.generated_dataset import GeneratedDataset
 from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import evaluation_dataset
+from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
@@ -273,14 +271,8 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         rollout_processes=(options.rollout_processes == 0, "0: the answerer runs in this process"),
     )
     training_run.require_at_least(options, max_questions=1, batch_size=1)
-    if service_client is not None:
-        return train(options, service_client)
-    answerer = options.answerer_model
-    models = used_together(options.base_url, options.model_name, answerer)
-    with ServiceClient(
-        base_url=options.base_url, models=models, deterministic=options.deterministic
-    ) as own_client:
-        return train(options, own_client)
+    models = [options.answerer_model]
+    return training_run.with_client(partial(train, options), options, service_client, models)
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:

@@ -5,23 +5,28 @@ A quarter of each kind is held out for tests. Every word has one spelling and on
 
 KINDS: dict[str, tuple[str, ...]] = {
     "animal": tuple(
-        "cat dog horse cow pig sheep goat rabbit mouse lion tiger bear wolf fox elephant monkey giraffe camel "
+        "cat dog horse cow pig sheep goat rabbit mouse lion tiger bear wolf fox elephant monkey "
+        "giraffe camel "
         "eagle owl duck penguin parrot shark whale dolphin salmon frog snake turtle bee ant spider butterfly crab octopus".split()
     ),
     "food": tuple(
-        "apple banana orange lemon grape strawberry peach cherry carrot potato onion tomato cabbage pumpkin "
+        "apple banana orange lemon grape strawberry peach cherry carrot potato onion tomato "
+        "cabbage pumpkin "
         "bread cheese butter egg rice pasta soup pizza cake cookie chocolate honey salt pepper milk coffee".split()
     ),
     "tool": tuple(
-        "hammer saw drill screwdriver pliers shovel rake axe knife spoon fork scissors needle ladder bucket broom "
+        "hammer saw drill screwdriver pliers shovel rake axe knife spoon fork scissors needle "
+        "ladder bucket broom "
         "rope nail lock key".split()
     ),
     "thing at home": tuple(
-        "table chair bed lamp sofa mirror carpet curtain pillow blanket clock candle fridge oven sink toilet "
+        "table chair bed lamp sofa mirror carpet curtain pillow blanket clock candle fridge oven "
+        "sink toilet "
         "telephone television computer camera book pencil umbrella bottle".split()
     ),
     "vehicle": tuple(
-        "car bus truck train tram bicycle motorcycle tractor boat ship submarine airplane helicopter rocket balloon "
+        "car bus truck train tram bicycle motorcycle tractor boat ship submarine airplane "
+        "helicopter rocket balloon "
         "ambulance".split()
     ),
     "piece of clothing": tuple(
@@ -29,7 +34,8 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "instrument": tuple("piano guitar violin drum flute trumpet harp accordion".split()),
     "thing in nature": tuple(
-        "river lake ocean mountain island desert forest tree flower grass cloud rain snow lightning sun moon star volcano "
+        "river lake ocean mountain island desert forest tree flower grass cloud rain snow "
+        "lightning sun moon star volcano "
         "cave sand".split()
     ),
     "building": tuple(

@@ -33,7 +33,8 @@ class Options(RLOptions):
     group_size: int = chz.field(default=8, doc="rollouts of each row")
     eval_problems: int | None = chz.field(
         default=None,
-        doc="rows a test; none = the environment's eval data; where it has none, rows held out of training",
+        doc="rows a test; none = the environment's eval data; where it has none, rows held out of "
+        "training",
     )
     max_trajectory_tokens: int = chz.field(
         default=4096, doc="longest prompt with its answer; one beyond it ends a rollout"
@@ -72,7 +73,8 @@ def check(options: Options) -> None:
     )
     if options.max_trajectory_tokens <= options.max_tokens:
         raise UserError(
-            f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than max_tokens={options.max_tokens}, or no prompt fits"
+            f"max_trajectory_tokens={options.max_trajectory_tokens}: give more than "
+            f"max_tokens={options.max_tokens}, or no prompt fits"
         )
 
 

@@ -1,5 +1,5 @@
-"""Synthetic data for RLHF: answers to sums, short or wordy, right or wrong, and a rule that compares
-them.
+"""Synthetic data for RLHF: answers to sums, short or wordy, right or wrong, and a rule that
+compares them.
 
     A right result beats a wrong or missing one. If both are right or both are wrong, the answer
     with fewer words wins.
@@ -102,7 +102,8 @@ class WordySums:
         count = (self.largest + 1) ** 2
         if not 0 <= self.test_size <= count // 2:
             raise UserError(
-                f"test_size={self.test_size}: there are {count} sums up to largest={self.largest}, half of which are trained "
+                f"test_size={self.test_size}: there are {count} sums up to largest={self.largest}, "
+                "half of which are trained "
                 f"on; give at most {count // 2}, or a larger largest"
             )
 

@@ -2,8 +2,8 @@
 
 Legend: G trajectories of a group.
 
-Each estimator is a pure function of the total rewards of one group. To add one, write a function and
-add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0.
+Each estimator is a pure function of the total rewards of one group. To add one, write a function
+and add it to `ADVANTAGES`. If all rewards of a group are equal, all advantages are 0.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,15 +1,15 @@
-"""Estimates of the KL divergence between policies on sampled tokens, and advantage terms that reduce
-it.
+"""Estimates of the KL divergence between policies on sampled tokens, and advantage terms that
+reduce it.
 
 Legend: D sequences, N tokens of a sequence. For a sampled token, q is its logprob under the policy
 that sampled it, and l its logprob under the other policy. v1 = mean(q - l) is an unbiased estimate
 of KL(sampler || other) and can be negative; v2 = mean((q - l)^2) / 2 is biased but has little
 variance (Schulman, "Approximating KL divergence", 2020).
 
-An `AdvantageShaping` adds coefficient * (baseline - (q - l)) to the advantage of each trained token.
-So tokens that are likelier under the other policy become likelier. The term differs from token to
-token, so it is added after rewards are compared within their groups. The KL penalty of a run uses
-one reference model; on-policy distillation (planish/distillation) uses teachers.
+An `AdvantageShaping` adds coefficient * (baseline - (q - l)) to the advantage of each trained
+token. So tokens that are likelier under the other policy become likelier. The term differs from
+token to token, so it is added after rewards are compared within their groups. The KL penalty of a
+run uses one reference model; on-policy distillation (planish/distillation) uses teachers.
 """
 
 from collections.abc import Callable, Sequence

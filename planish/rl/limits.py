@@ -190,7 +190,8 @@ class TerminationRewardPolicy:
     )
     skip_grading_on_timeout: bool = chz.field(
         default=False,
-        doc="do not grade an episode that ran out of time if its reward is bounded by 0 anyway; it gets 0",
+        doc="do not grade an episode that ran out of time if its reward is bounded by 0 anyway; it "
+        "gets 0",
     )
     grader_timeout_seconds: float | None = chz.field(
         default=None,
@@ -199,7 +200,8 @@ class TerminationRewardPolicy:
     )
     pass_all_messages_to_grader: bool = chz.field(
         default=False,
-        doc="a reward function sees the whole conversation; otherwise what came after the initial messages",
+        doc="a reward function sees the whole conversation; otherwise what came after the initial "
+        "messages",
     )
 
     @chz.validate
@@ -207,7 +209,8 @@ class TerminationRewardPolicy:
         unknown = [reason for reason in self.limit_stop_reasons if reason not in set(StopReason)]
         if unknown:
             raise UserError(
-                f"TerminationRewardPolicy.limit_stop_reasons holds {unknown}; there are {', '.join(StopReason)}"
+                f"TerminationRewardPolicy.limit_stop_reasons holds {unknown}; there are "
+                f"{', '.join(StopReason)}"
             )
 
     def is_limit(self, stop_reason: str | None) -> bool:

@@ -183,7 +183,8 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     names = [tool.name for tool in tools]
     if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
         raise UserError(
-            f"initial_messages offer other tools than {names}, which will be run; give the same to both"
+            f"initial_messages offer other tools than {names}, which will be run; give the same to "
+            "both"
         )
     if offered or not tools:
         return given

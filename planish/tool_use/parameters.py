@@ -81,7 +81,8 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
         raise UserError(
-            f"tool {name}: an annotation cannot be resolved ({error}); import its type in the module"
+            f"tool {name}: an annotation cannot be resolved ({error}); import its type in the "
+            "module"
         ) from error
     fields: dict[str, Any] = {}
     for number, parameter in enumerate(inspect.signature(function).parameters.values()):
@@ -93,11 +94,13 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
             parameter.VAR_KEYWORD,
         ):
             raise UserError(
-                f"tool {name}: parameter {parameter} cannot be passed by name; write ordinary parameters"
+                f"tool {name}: parameter {parameter} cannot be passed by name; write ordinary "
+                "parameters"
             )
         if parameter.name not in hints:
             raise UserError(
-                f"tool {name}: parameter {parameter.name} has no type; annotate it, such as {parameter.name}: str"
+                f"tool {name}: parameter {parameter.name} has no type; annotate it, such as "
+                f"{parameter.name}: str"
             )
         fields[parameter.name] = _field(
             parameter, hints[parameter.name], documented.get(parameter.name)
@@ -109,7 +112,8 @@ def read_parameters(function: Callable[..., Any], documented: Mapping[str, str])
     except (PydanticSchemaGenerationError, PydanticUserError) as error:
         first_line = str(error).splitlines()[0]
         raise UserError(
-            f"tool {name}: a parameter's type cannot be written as JSON ({first_line}); use str, int, float, bool, list, dict, "
+            f"tool {name}: a parameter's type cannot be written as JSON ({first_line}); use str, "
+            "int, float, bool, list, dict, "
             "Literal, Enum, Optional, a dataclass or a pydantic model"
         ) from error
     return Parameters(_inlined(schema, name), adapter)
@@ -197,7 +201,8 @@ def _inlined(schema: dict[str, Any], name: str) -> dict[str, Any]:
         target = reference.rpartition("/")[2]
         if target in within:
             raise UserError(
-                f"tool {name}: the type {target} contains itself, so its schema cannot be inlined; flatten it"
+                f"tool {name}: the type {target} contains itself, so its schema cannot be inlined; "
+                "flatten it"
             )
         own = {
             key: value

@@ -57,7 +57,8 @@ class Toolbox:
             )
         if self.timeout_seconds is not None and not self.timeout_seconds > 0:
             raise UserError(
-                f"tool_timeout_seconds={self.timeout_seconds!r}: give seconds above 0, or None for no limit"
+                f"tool_timeout_seconds={self.timeout_seconds!r}: give seconds above 0, or None for "
+                "no limit"
             )
         if self.max_result_chars < 100:
             raise UserError(f"max_result_chars={self.max_result_chars!r}: give at least 100")
@@ -83,7 +84,8 @@ class Toolbox:
     def answer_unparsed(self, call: UnparsedToolCall) -> CallResult:
         """Return the error message that answers a call that could not be parsed."""
         text = (
-            f"Error: the tool call could not be read: {call['error']}. Write a JSON object with a name and arguments, and "
+            f"Error: the tool call could not be read: {call['error']}. Write a JSON object with a "
+            "name and arguments, and "
             "close it."
         )
         return CallResult(None, {"role": "tool", "content": text}, is_error=True)

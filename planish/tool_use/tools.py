@@ -93,7 +93,8 @@ class FunctionTool:
     def __init__(self, function: Callable[..., Any]) -> None:
         if not isinstance(function, FunctionType) or not function.__name__.isidentifier():
             raise UserError(
-                f"@tool on {function!r}: it needs a name that a model can write; decorate a function or a method"
+                f"@tool on {function!r}: it needs a name that a model can write; decorate a "
+                "function or a method"
             )
         documentation = read_docstring(function.__doc__)
         self.name: str = function.__name__

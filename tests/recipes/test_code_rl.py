@@ -23,12 +23,12 @@ from planish.recipes.code_env import (
     clipped,
     code_env,
     code_group,
+    process_sandbox,
     read_program,
     report,
 )
 from planish.recipes.code_problems import CodeProblem
 from planish.recipes.code_rl import Options
-from planish.recipes.process_sandbox import process_sandbox
 from planish.recipes.training_run import read_options
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.limits import RolloutLimits

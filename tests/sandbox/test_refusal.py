@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from planish.errors import UserError
-from planish.recipes import code_rl, process_sandbox
+from planish.recipes import code_env, code_rl
 from planish.sandbox import (
     Limits,
     Sandbox,
@@ -74,7 +74,7 @@ def test_elsewhere_than_on_linux(monkeypatch):
 
 
 def test_a_recipe_without_a_sandbox_is_rejected_at_the_start(no_bubblewrap, tmp_path):
-    process_sandbox.process_sandbox.cache_clear()
+    code_env.process_sandbox.cache_clear()
     with pytest.raises(SandboxUnavailableError, match="bubblewrap"):
         code_rl.main(code_rl.Options(log_path=str(tmp_path / "run")))
     assert not (tmp_path / "run").exists()

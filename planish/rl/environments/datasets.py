@@ -9,6 +9,7 @@ import bisect
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -21,6 +22,13 @@ from planish.errors import UserError
 from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 
 P = TypeVar("P")
+
+BATCHES = 1000
+"""Default number of batches of a GeneratedDataset, more than most runs take. `num_epochs` gives
+more.
+"""
+ENDLESS = 1_000_000
+"""Number of batches of a dataset that should never end."""
 
 
 class ProblemDataset(RLDataset, Generic[P]):
@@ -82,6 +90,27 @@ def evaluation_dataset(
 ) -> ProblemDataset[P] | None:
     """Return all problems as one batch, for evaluation; None if there are none."""
     return ProblemDataset(problems, make_group, len(problems)) if problems else None
+
+
+@dataclass(frozen=True)
+class GeneratedDataset(RLDataset):
+    """Random groups without end. `draw_group` makes a group from a random generator that is seeded
+    by (seed, batch, position in the batch).
+    """
+
+    draw_group: Callable[[random.Random], EnvGroupBuilder]
+    groups_per_batch: int
+    seed: int
+    batches: int = BATCHES
+
+    def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        return [
+            self.draw_group(random.Random(f"{self.seed}:{index}:{position}"))
+            for position in range(self.groups_per_batch)
+        ]
+
+    def __len__(self) -> int:
+        return self.batches
 
 
 class EpochCycledRLDataset(RLDataset):
@@ -291,7 +320,8 @@ def check_weights(sources: Sequence[object], weights: Sequence[float]) -> None:
         raise UserError("sources is empty; give at least one dataset")
     if len(weights) != len(sources):
         raise UserError(
-            f"there are {len(sources)} sources and {len(weights)} weights; give one weight for each source"
+            f"there are {len(sources)} sources and {len(weights)} weights; give one weight for "
+            "each source"
         )
     for weight in weights:
         if not 0 < weight < float("inf"):

@@ -115,7 +115,8 @@ class MessageEnv(ABC):
         max_tool_calls. UserError if the environment does not support this.
         """
         raise UserError(
-            f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its rollout_limits"
+            f"{type(self).__name__} does not count tool calls; leave max_tool_calls out of its "
+            "rollout_limits"
         )
 
 
@@ -177,7 +178,8 @@ class EnvFromMessageEnv(Env):
                 metrics={**_endings(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
                 logs={
                     "initial_observation_overflow": f"the prompt has {length} tokens, and max_trajectory_tokens={most} with "
-                    f"max_generation_tokens={self.max_generation_tokens} leaves no room for an answer"
+                    f"max_generation_tokens={self.max_generation_tokens} leaves no room for an "
+                    "answer"
                 },
             )
         return ModelInput.from_ints(self._conversation.tokens), self.renderer.get_stop_sequences()
@@ -281,7 +283,8 @@ class EnvFromMessageEnv(Env):
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
             raise UserError(
-                f"{name} gave a {type(step).__name__} in turn {self._turns}; give a MessageStepResult"
+                f"{name} gave a {type(step).__name__} in turn {self._turns}; give a "
+                "MessageStepResult"
             )
         replies = self._conversation.replies(turn.message, step.next_messages)
         outcome = Outcome(

@@ -103,7 +103,8 @@ class RewardDatasetBuilder(RLDatasetBuilder):
             raise UserError(f"dataset={self.dataset} has no rows to train on; give at least one")
         if not 0 <= self.test_size < len(train):
             raise UserError(
-                f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no tests"
+                f"test_size={self.test_size}: there are {len(train)} rows; give fewer, 0 for no "
+                "tests"
             )
         if self.test_size:
             train, test = train[: -self.test_size], train[-self.test_size :]

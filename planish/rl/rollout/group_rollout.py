@@ -145,7 +145,8 @@ class GroupRun:
             raise UserError(f"{name} gave no environments; give at least one")
         if self._size is not None and len(envs) != self._size:
             raise UserError(
-                f"{name} gave {len(envs)} environments, and {self._size} before; give as many each time"
+                f"{name} gave {len(envs)} environments, and {self._size} before; give as many each "
+                "time"
             )
         self._size = len(envs)
         return envs
@@ -189,8 +190,8 @@ def describe(builder: EnvGroupBuilder) -> str:
 
 @contextmanager
 def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Add a note with the place and the group to errors of the block. SystemExit, and CancelledError
-    without a cancellation, become RuntimeError (`only_errors`).
+    """Add a note with the place and the group to errors of the block. SystemExit, and
+    CancelledError without a cancellation, become RuntimeError (`only_errors`).
     """
     try:
         with only_errors():

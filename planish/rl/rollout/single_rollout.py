@@ -62,7 +62,8 @@ async def do_single_rollout(
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     if not isinstance(first, tuple) or len(first) != 2:
         raise UserError(
-            f"{type(env).__name__}.initial_observation gave a {type(first).__name__}; an Env gives (ModelInput, stop), and one of "
+            f"{type(env).__name__}.initial_observation gave a {type(first).__name__}; an Env gives "
+            "(ModelInput, stop), and one of "
             "messages is wrapped: EnvFromMessageEnv(renderer, env)"
         )
     observation, stop = first
@@ -168,13 +169,14 @@ def check_observation(observation: Any, what: str) -> None:
     """Raise UserError unless `observation` is a ModelInput. `what` begins the message."""
     if not isinstance(observation, ModelInput):
         raise UserError(
-            f"{what} is a {type(observation).__name__}; give a ModelInput, such as ModelInput.from_ints(tokens)"
+            f"{what} is a {type(observation).__name__}; give a ModelInput, such as "
+            "ModelInput.from_ints(tokens)"
         )
 
 
 def validate_done(episode_done: Any, name: str, where: str) -> bool:
-    """Return `episode_done` as a bool. UserError for values other than True, False, 0 and 1, such as
-    None, or a text, which Python would take for True.
+    """Return `episode_done` as a bool. UserError for values other than True, False, 0 and 1, such
+    as None, or a text, which Python would take for True.
     """
     value = episode_done.item() if hasattr(episode_done, "item") else episode_done
     if value not in (0, 1):

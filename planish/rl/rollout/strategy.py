@@ -142,6 +142,7 @@ def strategy_from(rollout_error_tolerance: bool | RolloutStrategy | None) -> Rol
     if rollout_error_tolerance is True:
         return RetryOnFailure()
     raise UserError(
-        f"rollout_error_tolerance={rollout_error_tolerance!r}: give True, False, None, or one of FailFast(), "
+        f"rollout_error_tolerance={rollout_error_tolerance!r}: give True, False, None, or one of "
+        "FailFast(), "
         "RetryOnFailure(), MinViableGroup()"
     )

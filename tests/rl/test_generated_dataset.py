@@ -1,6 +1,6 @@
 import random
 
-from planish.recipes.generated_dataset import GeneratedDataset
+from planish.rl.environments.datasets import GeneratedDataset
 
 
 def draws(seed, index):
