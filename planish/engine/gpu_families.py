@@ -45,7 +45,7 @@ from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPre
 from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.kernels.verdicts import Verdict
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.lora import LAYER_SITES, SITES, AdapterRows, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import pack
@@ -264,14 +264,14 @@ def check_attention(case: Case) -> None:
     shape = KVSpec(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
     bases = PoolBases(shape, case.config.max_context)
     batch = _Batch(case, shape)
-    rows = {id(sample): row for row, sample in enumerate(batch.running[::-1])}
+    rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running[::-1])}
     attention = DecodeTables(bases, len(rows) + 3, case.config.num_heads)
     attention.fill(rows, batch.prompts, batch.samples)
     total = len(rows) + 3
     k, v = (case.random(total, shape.heads, shape.head_dim) for _ in range(2))
     seen = {}
     for sample in batch.running:
-        row = rows[id(sample)]
+        row = rows[sample]
         hidden = batch.kept(sample, 1)
         keys, values = batch.seen(sample)
         seen[row] = (torch.cat([keys, k[row, :, None]], 1), torch.cat([values, v[row, :, None]], 1))
@@ -287,7 +287,7 @@ def check_attention(case: Case) -> None:
             raise WrongResultError("decode of a row without a sample is not zero")
     for sample in batch.running:
         kept = batch.kept(sample, 0)
-        row = rows[id(sample)]
+        row = rows[sample]
         if not torch.equal(kept[0][:, -1], k[row]) or not torch.equal(kept[1][:, -1], v[row]):
             raise WrongResultError("decode keeps the new key and value in a wrong place")
     _check_prefill(case, shape, bases)
@@ -462,7 +462,7 @@ def check_graphs(case: Case) -> None:
             [sample.stored for sample in batch.running],
             RowLayout(members),
         )
-        row_of = {id(sample): row for row, sample in enumerate(batch.running)}
+        row_of: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(batch.running)}
         with torch.inference_mode():
             ours = recorded.decode(rows, row_of, batch.prompts, batch.samples)
             ours = tuple(x.clone() for x in ours)

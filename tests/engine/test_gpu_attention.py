@@ -20,7 +20,7 @@ from planish.model.kernels.reference.sampling_attention import (
     PrefillSpan,
 )
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec
+from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -95,8 +95,8 @@ class Batch:
         """
         self.redraw()
         order = torch.randperm(len(self.running), generator=self.generator).tolist()
-        rows = {
-            id(sample): padding + place for sample, place in zip(self.running, order, strict=True)
+        rows: dict[SlotOwner, int] = {
+            sample: padding + place for sample, place in zip(self.running, order, strict=True)
         }
         total, layer, size = padding + len(rows), self.shape.layers - 1, self.shape.head_dim
         q = self.random(total, self.q_heads, size)
@@ -110,7 +110,7 @@ class Batch:
         if self.kind is KVPool:
             twin = DecodeAttention(rows, self.prompts, self.samples, 1, DEVICE)(layer, q, k, v)
         for sample in self.running if twin is None else ():
-            own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[id(sample)]
+            own, row = self.samples.pool_for(capacity_for(sample.stored + 1)), rows[sample]
             (
                 own.keys[layer][sample.slot, :, sample.stored],
                 own.values[layer][sample.slot, :, sample.stored],
@@ -118,9 +118,7 @@ class Batch:
                 k[row],
                 v[row],
             )
-        dense = torch.stack(
-            [self.dense(sample, layer, q[rows[id(sample)]]) for sample in self.running]
-        )
+        dense = torch.stack([self.dense(sample, layer, q[rows[sample]]) for sample in self.running])
         self.spoil()
         tables.fill(rows, self.prompts, self.samples)
         found = tables(layer, q, k, v)
@@ -129,7 +127,7 @@ class Batch:
         tolerance = TOLERANCE[self.shape.dtype]
         if twin is not None:
             torch.testing.assert_close(found, twin, rtol=tolerance, atol=tolerance)
-        of_samples = found[[rows[id(sample)] for sample in self.running]]
+        of_samples = found[[rows[sample] for sample in self.running]]
         torch.testing.assert_close(of_samples.double(), dense, rtol=tolerance, atol=tolerance)
 
     def dense(self, sample: Sample, layer: int, q: Tensor) -> Tensor:
@@ -232,10 +230,8 @@ def test_non_finite_values_stay_in_their_own_row():
     running = batch()
     running.begin(70, [0, 1, 2])
     running.redraw()
-    tables, rows = (
-        running.tables(3),
-        {id(sample): row for row, sample in enumerate(running.running)},
-    )
+    tables = running.tables(3)
+    rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(running.running)}
     q, k, v = running.random(3, 2, 16), running.random(3, 1, 16), running.random(3, 1, 16)
     tables.fill(rows, running.prompts, running.samples)
     clean = tables(0, q, k, v)
@@ -278,7 +274,7 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
         for pool in pools.in_use():
             for slot, owner in enumerate(pool.owners):
                 owner.slot = slot
-    rows = {id(sample): row for row, sample in enumerate(reversed(running))}
+    rows: dict[SlotOwner, int] = {sample: row for row, sample in enumerate(reversed(running))}
     tables = DecodeTables(PoolBases(shape, 4096), max(1, len(running)), heads * group)
     tables.fill(rows, prompts, samples)
     wide, every = tables._tables["counts"]
@@ -297,7 +293,7 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
     assert max(written, default=0) < len(tables._work.values)
     for sample in running:
         shared, own = sample.prompt.length // SPAN * SPAN, sample.stored + 1
-        found = sorted(seen[rows[id(sample)]])
+        found = sorted(seen[rows[sample]])
         assert [number for number, _, _ in found] == list(range(len(found)))
         ends = [0]
         for _, first, stop in found:
@@ -388,7 +384,7 @@ def test_a_captured_decoding_step_serves_other_samples():
     tables = running.tables(32)
     q, k, v = running.random(32, 32, 128), running.random(32, 8, 128), running.random(32, 8, 128)
     tables.fill(
-        {id(sample): row for row, sample in enumerate(running.running)},
+        {sample: row for row, sample in enumerate(running.running)},
         running.prompts,
         running.samples,
     )
@@ -401,7 +397,7 @@ def test_a_captured_decoding_step_serves_other_samples():
         running.end(sample)
     running.begin(900, [100, 3])
     running.redraw()
-    rows = {id(sample): row + 3 for row, sample in enumerate(running.running)}
+    rows: dict[SlotOwner, int] = {sample: row + 3 for row, sample in enumerate(running.running)}
     tables.fill(rows, running.prompts, running.samples)
     graph.replay()
     twin = DecodeAttention(rows, running.prompts, running.samples, 1, shape.device)(1, q, k, v)

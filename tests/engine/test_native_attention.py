@@ -13,7 +13,7 @@ from planish.model.kernels.cpp import cpu
 from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools, KVSpec
+from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import Packed, pack
 
@@ -169,7 +169,9 @@ def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtyp
         pool.copy_from(home, [prompt.slot], [begin], [sample.slot], prompt_tokens % SPAN)
     for position in range(prompt_tokens, total):
         # row 0 is padding
-        rows = {id(sample): len(running) - number for number, sample in enumerate(running)}
+        rows: dict[SlotOwner, int] = {
+            sample: len(running) - number for number, sample in enumerate(running)
+        }
         qs, ks, vs = (
             torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)])
             for x in (q, k, v)

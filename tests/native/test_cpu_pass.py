@@ -10,7 +10,7 @@ from torch import Tensor
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp.attention import NativeDecode
 from planish.model.kernels.cpp.cpu_pass import PanelPass
-from planish.model.kv_cache import KVPools, KVSpec
+from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
 from planish.testing import tiny_model
@@ -44,7 +44,7 @@ class Running:
 
     def attention(self) -> NativeDecode:
         places = [row for row in range(len(self.owners) + 1) if row != PADDING]
-        rows = {id(sample): row for sample, row in zip(self.owners, places, strict=True)}
+        rows: dict[SlotOwner, int] = dict(zip(self.owners, places, strict=True))
         return NativeDecode(rows, self.prompts, self.samples)
 
     def stored(self) -> list[Tensor]:

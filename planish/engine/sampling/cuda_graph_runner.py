@@ -35,7 +35,7 @@ from planish.model.kernels.triton.adapters import AdapterTables
 from planish.model.kernels.triton.backend import TritonBackend
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.sampling_attention import DecodeTables, GpuPrefill, PoolBases
-from planish.model.kv_cache import KVPools, KVSpec
+from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.lora import AdapterRows
 from planish.model.transfer import on_device
 
@@ -104,7 +104,7 @@ class CudaGraphRunner:
         return self._decoder.forward(tokens, positions, attention, given)
 
     def decode(
-        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
 

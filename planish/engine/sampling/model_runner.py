@@ -17,7 +17,7 @@ from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools
+from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, StackRows
 
 
@@ -56,11 +56,11 @@ class ModelRunner(Protocol):
         ...
 
     def decode(
-        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states and logits of a decoding step.
 
-        The step has one row for each sample in `samples`. `row_of` maps id(sample) to its row.
+        The step has one row for each sample in `samples`. `row_of` maps a sample to its row.
         """
         ...
 
@@ -90,7 +90,7 @@ class EagerRunner:
         return self._decoder.forward(*self._places(rows), attention, adapters)
 
     def decode(
-        self, rows: Rows, row_of: dict[int, int], prompts: KVPools, samples: KVPools
+        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step."""
         adapters = rows.layout.adapters

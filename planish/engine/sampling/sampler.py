@@ -43,7 +43,15 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import GappedKVPool, KVBudget, KVPool, KVPools, KVSpec, max_pool_bytes
+from planish.model.kv_cache import (
+    GappedKVPool,
+    KVBudget,
+    KVPool,
+    KVPools,
+    KVSpec,
+    SlotOwner,
+    max_pool_bytes,
+)
 from planish.model.lora import AdapterRows, LoraWeights
 from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
@@ -400,7 +408,7 @@ class Sampler:
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
-        rows = {id(sample): row for sample, row in zip(samples, layout.starts, strict=True)}
+        rows: dict[SlotOwner, int] = dict(zip(samples, layout.starts, strict=True))
         hidden, logits = self._runner.decode(
             Rows(tokens, positions, layout), rows, self._prompts, self._samples
         )

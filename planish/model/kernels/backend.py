@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from planish.model.decoder import Decoder
     from planish.model.kernels.reference.row_tiling import RowTiling
     from planish.model.kernels.reference.sampling_attention import PrefillSpan
-    from planish.model.kv_cache import KVPools
+    from planish.model.kv_cache import KVPools, SlotOwner
     from planish.model.lora import AdapterRows, LoraLayout, StackRows
     from planish.model.prefix_tree import Packed
     from planish.types import SamplingParams
@@ -436,9 +436,11 @@ class Backend(Protocol):
         """Return the causal attention of prompt rows, which stores their keys and values."""
         ...
 
-    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+    def decode_attention(
+        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+    ) -> Attend:
         """Return the attention of a decoding step with one new row for each running sample.
 
-        `rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one.
+        `rows`: the batch row of each sample. Every sample in `samples` has one.
         """
         ...

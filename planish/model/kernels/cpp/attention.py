@@ -26,7 +26,7 @@ from planish.model.kernels.reference.sampling_attention import (
     PrefillSpan,
     SampleSlot,
 )
-from planish.model.kv_cache import KVPool, KVPools
+from planish.model.kv_cache import KVPool, KVPools, SlotOwner
 from planish.model.positions import SPAN
 from planish.model.prefix_tree import Packed
 
@@ -146,16 +146,16 @@ class NativePrefill:
 class NativeDecode(KeptAttention):
     """One new row for each running sample."""
 
-    def __init__(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
-        """`rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one."""
+    def __init__(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
+        """`rows`: the batch row of each sample. Every sample in `samples` has one."""
         found = [
             (sample, pool)
             for pool in samples.in_use()
             for sample in cast("list[SampleSlot]", pool.owners)
         ]
         # Samples of one prompt are neighbours.
-        found.sort(key=lambda item: (id(item[0].prompt), rows[id(item[0])]))
-        homes = {id(owner): pool for pool in prompts.in_use() for owner in pool.owners}
+        found.sort(key=lambda item: (id(item[0].prompt), rows[item[0]]))
+        pool_of = {owner: pool for pool in prompts.in_use() for owner in pool.owners}
         blocks, shared, visible = [], [], []
         for entry, (sample, _) in enumerate(found):
             prompt = sample.prompt
@@ -164,12 +164,12 @@ class NativeDecode(KeptAttention):
                 blocks[-1][1] += 1
             else:
                 blocks.append([entry, 1, len(shared), int(seen > 0)])
-                shared += [(homes[id(prompt)], prompt.slot, seen)] if seen else []
+                shared += [(pool_of[prompt], prompt.slot, seen)] if seen else []
             visible.append(seen)
         plan = AttentionPlan(
             blocks=np.array([tuple(block) for block in blocks], cpu.Block),
             ranges=_ranges(shared),
-            rows=np.array([rows[id(sample)] for sample, _ in found], np.int64),
+            rows=np.array([rows[sample] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
             own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
         )
@@ -182,9 +182,9 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     """
     if not owners:
         return np.zeros((1, 0), cpu.Range)
-    pools = list({id(pool): pool for pool, _, _ in owners}.values())
-    numbers = {id(pool): number for number, pool in enumerate(pools)}
-    pool_of = np.array([numbers[id(pool)] for pool, _, _ in owners], np.int64)
+    pools = list(dict.fromkeys(pool for pool, _, _ in owners))
+    numbers = {pool: number for number, pool in enumerate(pools)}
+    pool_of = np.array([numbers[pool] for pool, _, _ in owners], np.int64)
     spec = pools[0].spec
     head_sizes = np.array([pool.capacity * spec.head_dim for pool in pools], np.int64)[pool_of]
     offsets = (

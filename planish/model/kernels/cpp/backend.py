@@ -45,7 +45,7 @@ from planish.model.kernels.linear import PackedLinear, PackedWeight, joint
 from planish.model.kernels.reference.backend import TorchHeadAdapters
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
-from planish.model.kv_cache import KVPools
+from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import (
     LAYER_SITES,
     SITES,
@@ -264,7 +264,9 @@ class CppBackend(CompiledBackend):
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         return NativePrefill(spans) if self.has_attention else super().prefill_attention(spans)
 
-    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+    def decode_attention(
+        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+    ) -> Attend:
         if not self.has_attention:
             return super().decode_attention(rows, prompts, samples)
         return NativeDecode(rows, prompts, samples)

@@ -50,7 +50,7 @@ from planish.model.kernels.reference.token_sampling import (
     filter_sorted_,
     invert,
 )
-from planish.model.kv_cache import KVPools
+from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
 from planish.model.prefix_tree import Packed
 from planish.types import SamplingParams
@@ -367,7 +367,9 @@ class TorchBackend:
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         return PrefillAttention(spans)
 
-    def decode_attention(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> Attend:
+    def decode_attention(
+        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+    ) -> Attend:
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
         return DecodeAttention(rows, prompts, samples, query_rows, self.device)
 

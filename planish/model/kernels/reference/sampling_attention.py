@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.kernels.reference.ordered_attention import Sums, add_spans, attend, peaks, scores
-from planish.model.kv_cache import KVPool, KVPools
+from planish.model.kv_cache import KVPool, KVPools, SlotOwner
 from planish.model.positions import SPAN, whole_spans
 
 ATTENDED_ROWS = 16
@@ -122,13 +122,13 @@ class DecodeAttention:
 
     def __init__(
         self,
-        rows: dict[int, int],
+        rows: dict[SlotOwner, int],
         prompts: KVPools,
         samples: KVPools,
         query_rows: int,
         device: torch.device,
     ) -> None:
-        """`rows` maps id(sample) to the batch row of each sample in `samples`.
+        """`rows` maps each sample in `samples` to its batch row.
 
         `query_rows` is the minimum number of rows of a matmul; fewer rows are padded.
         """
@@ -240,11 +240,11 @@ class _Part:
         self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.spec.dtype)
 
 
-def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part:
+def _own_part(pool: KVPool, rows: dict[SlotOwner, int], device: torch.device) -> _Part:
     """Return the part in which each sample of `pool` attends to its own slot."""
     samples = cast("list[SampleSlot]", pool.owners)
     visible = [sample.stored + 1 for sample in samples]
-    numbers = [rows[id(sample)] for sample in samples]
+    numbers = [rows[sample] for sample in samples]
     in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
     batch_rows = torch.tensor(numbers, device=device)
     return _Part(
@@ -260,7 +260,7 @@ def _own_part(pool: KVPool, rows: dict[int, int], device: torch.device) -> _Part
 
 
 def _prompt_parts(
-    pool: KVPool, samples: KVPools, rows: dict[int, int], device: torch.device
+    pool: KVPool, samples: KVPools, rows: dict[SlotOwner, int], device: torch.device
 ) -> list[_Part]:
     """Return the parts in which samples attend to their prompts in `pool`.
 
@@ -275,7 +275,7 @@ def _prompt_parts(
     ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
-            members[slot].append(rows[id(sample)])
+            members[slot].append(rows[sample])
     parts = []
     for first in range(0, max(map(len, members)), _LANE):
         slots = [slot for slot, of_slot in enumerate(members) if len(of_slot) > first]

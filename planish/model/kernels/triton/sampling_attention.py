@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.reference.sampling_attention import PrefillSpan, PromptSlot, SampleSlot
-from planish.model.kv_cache import KVPool, KVPools, KVSpec
+from planish.model.kv_cache import KVPool, KVPools, KVSpec, SlotOwner
 from planish.model.positions import SPAN, capacity_for
 from planish.model.transfer import on_device, staged
 
@@ -161,10 +161,10 @@ class DecodeTables:
             stats=torch.empty(parts, q_heads, 2, device=device),
         )
 
-    def fill(self, rows: dict[int, int], prompts: KVPools, samples: KVPools) -> None:
+    def fill(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
         """Say what the next calls are about. Not while a graph is being captured.
 
-        `rows`: the batch row of each sample, by id(sample). Every sample in `samples` has one.
+        `rows`: the batch row of each sample. Every sample in `samples` has one.
         """
         step, count = _Step.of(rows, prompts, samples, self._bases), len(rows)
         leads = np.flatnonzero(step.rank % self._heads.lane == 0)
@@ -263,14 +263,14 @@ class _Step:
 
     @classmethod
     def of(
-        cls, rows: dict[int, int], prompts: KVPools, samples: KVPools, bases: PoolBases
+        cls, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools, bases: PoolBases
     ) -> _Step:
         read, kept = prompts.in_use(), samples.in_use()
         known = [prompt for pool in read for prompt in cast("list[PromptSlot]", pool.owners)]
         running = [sample for pool in kept for sample in cast("list[SampleSlot]", pool.owners)]
-        places = {id(prompt): place for place, prompt in enumerate(known)}
-        prompt = np.array([places[id(sample.prompt)] for sample in running], np.int64)
-        row = np.array([rows[id(sample)] for sample in running], np.int64)
+        places = {prompt: place for place, prompt in enumerate(known)}
+        prompt = np.array([places[sample.prompt] for sample in running], np.int64)
+        row = np.array([rows[sample] for sample in running], np.int64)
         order = np.lexsort((row, prompt))
         prompt = prompt[order]
         return cls(
