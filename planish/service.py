@@ -267,7 +267,8 @@ class Sample(Operation[SampleResponse]):
             low=1,
             high=MAX_SAMPLES,
         )
-        _keep_whole(self, "topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+        for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+            _keep_whole(self, name, remedy="a whole number of at least 0", low=0)
         if self.prompt_logprobs_last_n is not None:
             _keep_whole(self, "prompt_logprobs_last_n")
         _keep_flag(self, "prompt_logprobs")

@@ -29,7 +29,6 @@ from planish.wire.tensors import (
     filled,
     model_input_from_json,
     model_input_from_messages,
-    model_input_to_json,
     numbers,
     stored_numbers,
     tensor_from_json,
@@ -139,17 +138,6 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
             return ForwardBackward(
                 place.model_id, data, given.text("loss_fn"), config, forward_only
             )
-
-
-def forward_backward_to_json(operation: ForwardBackward, seq_id: int) -> dict[str, Any]:
-    """Write an operation as JSON."""
-    given = {
-        "data": [_datum_to_json(datum) for datum in operation.data],
-        "loss_fn": operation.loss_fn,
-        "loss_fn_config": dict(operation.loss_fn_config),
-    }
-    name = "forward_input" if operation.forward_only else "forward_backward_input"
-    return {"model_id": operation.model_id, "seq_id": seq_id, name: given}
 
 
 def output_to_message(output: ForwardBackwardOutput) -> bytes:
@@ -316,15 +304,6 @@ def _datum_from_json(fields: Fields) -> Datum:
         check_parts(fields.path("loss_fn_inputs"), len(fields.mapping("loss_fn_inputs")))
         tensors = {name: tensor_from_json(inputs.object(name)) for name in inputs}
         return Datum(model_input_from_json(fields.object("model_input")), tensors)
-
-
-def _datum_to_json(datum: Datum) -> dict[str, Any]:
-    return {
-        "model_input": model_input_to_json(datum.model_input),
-        "loss_fn_inputs": {
-            name: tensor_to_json(tensor) for name, tensor in datum.loss_fn_inputs.items()
-        },
-    }
 
 
 def _layout(datum: Mapping[str, TensorData]) -> list[tuple[str, str, list[int]]]:

@@ -26,12 +26,12 @@ from typing import Any
 import httpx
 from fuzz_requests import SECRET_FILE, Catalogue, Known
 from fuzzing import SECRET, Report, fire
+from json_bodies import forward_backward_to_json
 from server_process import BASE_MODEL, ServerProcess, running_server
 
 from planish.service import ForwardBackward
 from planish.testing import tiny_model
 from planish.types import Datum, ModelInput
-from planish.wire.training import forward_backward_to_json
 
 FUZZING, WITNESS = "tml-fuzzing-key", "tml-witness-key"
 _SAVES = ("save_weights", "save_weights_for_sampler", "save_weights_external")

@@ -17,6 +17,7 @@ import numpy as np
 import orjson
 import pytest
 import zstandard
+from json_bodies import forward_backward_to_json
 from starlette.requests import Request
 from starlette.testclient import TestClient
 from tinker.proto import tinker_public_pb2 as pb
@@ -34,7 +35,6 @@ from planish.types import Datum, ModelInput
 from planish.wire.client_frames import FrameReader
 from planish.wire.sampling import sample_response_from_message
 from planish.wire.training import (
-    forward_backward_to_json,
     forward_backward_to_message,
     output_from_message,
 )

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from json_bodies import forward_backward_to_json
 from server_client import adam, gradient, sample
 
 from planish.server.durable.journal import encode_request, operation_of
@@ -20,7 +21,7 @@ from planish.service import (
 from planish.types import LoraConfig, ModelInput, SamplingParams, TensorData
 from planish.wire.fields import Fields
 from planish.wire.models import place_of
-from planish.wire.training import forward_backward_from_json, forward_backward_to_json
+from planish.wire.training import forward_backward_from_json
 
 MODEL, SAMPLER = "a1:train:3", "a1:sample:4"
 

@@ -7,6 +7,7 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from json_bodies import forward_backward_to_json
 from tinker import types as sdk
 from tinker.proto import tinker_public_pb2 as pb
 from tinker.proto.request_conv import forward_backward_request_to_proto
@@ -73,7 +74,7 @@ FINITE = st.one_of(dense_tensors("int64"), sparse_tensors())
 @pytest.mark.slow
 @given(forward_backwards(FINITE), st.integers(1, 2**62))
 def test_json_round_trip(operation, seq_id):
-    fields = Fields.of(orjson.dumps(training.forward_backward_to_json(operation, seq_id)))
+    fields = Fields.of(orjson.dumps(forward_backward_to_json(operation, seq_id)))
     assert training.place_from_json(fields) == training.Place(operation.model_id, seq_id)
     assert plain(training.forward_backward_from_json(fields, operation.forward_only)) == plain(
         operation
@@ -182,7 +183,7 @@ def test_a_wrong_adam_parameter_is_named(params):
         training.optim_step_from_json(Fields.of(orjson.dumps(body)))
 
 
-BODY = training.forward_backward_to_json(
+BODY = forward_backward_to_json(
     ForwardBackward(
         "m",
         [
@@ -217,9 +218,7 @@ def test_the_dense_size_of_sparse_tensors_is_limited_per_body():
         training.forward_backward_from_message(message)
     del message.data[2]
     assert len(training.forward_backward_from_message(message).data) == 2
-    body = orjson.dumps(
-        training.forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1)
-    )
+    body = orjson.dumps(forward_backward_to_json(ForwardBackward("m", data, "cross_entropy"), 1))
     with pytest.raises(UserError, match="elements in dense form"):
         training.forward_backward_from_json(Fields.of(body), False)
 
@@ -246,7 +245,7 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     message = training.parse_forward_backward(training.forward_backward_to_message(operation, 1))
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
         training.forward_backward_from_message(message)
-    body = orjson.dumps(training.forward_backward_to_json(operation, 1))
+    body = orjson.dumps(forward_backward_to_json(operation, 1))
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
         training.forward_backward_from_json(Fields.of(body), False)
     assert len(made) in (0, 2 * 21)  # the last case is known to be too much when the 21st is made

@@ -84,20 +84,18 @@ class _Seen:
         return time.perf_counter() - self.started
 
 
+@dataclass(frozen=True)
 class Access:
     """ASGI middleware that logs and measures requests."""
 
-    def __init__(
-        self, app: ASGIApp, metrics: RequestMetrics, authenticate: Callable[[str | None], Tenant]
-    ) -> None:
-        """`authenticate` returns the tenant of a key. PlanishError if the key is unknown."""
-        self._app = app
-        self._metrics = metrics
-        self._authenticate = authenticate
+    app: ASGIApp
+    metrics: RequestMetrics
+    authenticate: Callable[[str | None], Tenant]
+    """Returns the tenant of a key. PlanishError if the key is unknown."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            await self._app(scope, receive, send)
+            await self.app(scope, receive, send)
             return
         seen = _Seen()
 
@@ -106,8 +104,8 @@ class Access:
             await send(message)
 
         try:
-            with self._metrics.open.track_inprogress():
-                await self._app(scope, receive, sending)
+            with self.metrics.open.track_inprogress():
+                await self.app(scope, receive, sending)
         finally:
             self._record(scope, seen)
 
@@ -117,7 +115,7 @@ class Access:
         # A client without a key could invent methods, and each would be a series of its own.
         is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
         method = scope["method"] if is_known else "any"
-        self._metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
+        self.metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
         is_expected = seen.status < 400 or seen.status == _POLL_AGAIN
         level = logging.DEBUG if is_expected and route.endswith(_REPEATED) else logging.INFO
         if _log.isEnabledFor(level):
@@ -137,7 +135,7 @@ class Access:
         }
         described["bytes"] = seen.size
         with suppress(PlanishError):
-            described["tenant"] = self._authenticate(given_key(Headers(scope=scope))).name
+            described["tenant"] = self.authenticate(given_key(Headers(scope=scope))).name
         if scope.get("client") is not None:
             described["client"] = scope["client"][0]
         return described
