@@ -413,7 +413,7 @@ def test_a_sampler_of_an_ended_session_is_removed(model_dir, data_dir):
                 await server.sessions.finish(TENANT, client.session_id, "success", None)
                 return await write(*args)
 
-            server.store.write = slow
+            server.store.write = slow  # pyright: ignore[reportAttributeAccessIssue]
             with pytest.raises(ValueError, match="its session ended"):
                 await client.sampler()
             await server.sessions.cleared()
