@@ -11,6 +11,7 @@ from planish.engine.memory import DeviceMemory, gib, main_memory_bytes, usable_b
 from planish.engine.settings import EngineSettings
 from planish.errors import PlanishError, UnknownModelError
 from planish.files import short_path
+from planish.model.kernels.device import Device
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 
@@ -49,7 +50,7 @@ def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
     plan = DeviceMemory(settings)
     usable = usable_bytes(plan.device)
     if usable is not None:
-        place = "main memory" if plan.device.type == "cpu" else f"the memory of {plan.device}"
+        place = f"the memory of {plan.device}" if Device(plan.device).is_gpu else "main memory"
         yield Finding("usable", f"{gib(usable)} of {place}", usable)
     try:
         directory = resolve_model(name or DEFAULT_MODEL, fetch=False)

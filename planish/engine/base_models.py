@@ -33,7 +33,7 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.device import Device
+from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
 from planish.model.sources import checked_mapping, resolve_model
@@ -50,12 +50,12 @@ class BaseModel:
     def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
         device = choose_device(settings.device)
         # Pinned memory for another GPU would otherwise also occupy memory of the first GPU.
-        _make_current(device)
+        Device(device).make_current()
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
         verdicts: Sequence[Verdict] = ()
         if Device(device).is_gpu:
-            _multiply_exactly()
+            accumulate_in_float32()
             _join_freed_memory()
             # Check the kernels before the weights are loaded, because the check itself needs
             # temporary memory.
@@ -106,29 +106,16 @@ class BaseModel:
         return self.decoder.device
 
     def make_current(self) -> None:
-        """Make this model's GPU the current GPU of the calling thread.
-
-        Triton launches kernels on the thread's current GPU, even if the tensors are on another.
-        """
-        _make_current(self.device)
+        """Make this model's GPU the current GPU of the calling thread."""
+        Device(self.device).make_current()
 
     def synchronize(self) -> None:
         """Wait until the device has finished the work on this thread's current stream."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
+        Device(self.device).synchronize()
 
     def is_lost(self) -> bool:
-        """Return whether the device is unusable, as a GPU is after an illegal memory access.
-
-        The call waits for all streams. A failed CUDA graph capture can leave work on its own
-        stream, and that work may use memory that has been freed.
-        """
-        try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError:
-            return True
-        return False
+        """Return whether the device is unusable, as a GPU is after an illegal memory access."""
+        return Device(self.device).is_lost()
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -155,17 +142,6 @@ class _Texts:
         return text
 
 
-def _multiply_exactly() -> None:
-    """Make bf16 matmuls accumulate in float32, and disable TF32 for float32 matmuls.
-
-    torch has only process-wide switches for this. By default cuBLAS may add the parts of a long sum
-    in bf16, and the number of parts depends on the shape. Sampler and trainer would then differ by
-    more than their rounding. Some GPU containers enable TF32 for float32 matmuls.
-    """
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.set_float32_matmul_precision("highest")
-
-
 def _join_freed_memory() -> None:
     """Let torch's caching allocator use expandable segments, which prevents fragmentation.
 
@@ -189,11 +165,6 @@ def _is_wsl(release: Path = Path("/proc/sys/kernel/osrelease")) -> bool:
         return "microsoft" in release.read_text().lower()
     except OSError:
         return False
-
-
-def _make_current(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
 
 
 class BaseModels:

@@ -37,6 +37,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kernels.triton.adapters import AdapterTables
@@ -175,7 +176,7 @@ def check_rope(case: Case) -> None:
     q, k, _ = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
     for name, x in (("q", q), ("k", k)):
         for back in (False, True):
-            found = own.rotate(x, cos, sin, back=back)
+            found = own.rope(x, cos, sin, inverse=back)
             compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
     norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
     for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
@@ -214,11 +215,11 @@ def check_log_sum_exp(case: Case) -> None:
     temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
     scaled = logits.double() / temperature.double().unsqueeze(1)
     weights = logits.clone()
-    found = own.normalizers(logits, temperature, weights=weights)
+    found = own.log_sum_exp(logits, temperature, weights=weights)
     compare("log-sum-exp", found, scaled.logsumexp(1), 1e-6)
     compare("weights", weights, (scaled - scaled.amax(1, keepdim=True)).exp(), 1e-4)
     logits[0, 0] = float("nan")
-    if math.isfinite(float(own.normalizers(logits, temperature)[0])):
+    if math.isfinite(float(own.log_sum_exp(logits, temperature)[0])):
         raise WrongResultError("log-sum-exp of a row with a NaN is finite")
     logits[0, 0] = 0.0
     counts = torch.arange(rows) % 3
@@ -230,7 +231,7 @@ def check_log_sum_exp(case: Case) -> None:
     logprobs = (wide / 0.7).log_softmax(1)[row, targets]
     (wanted,) = torch.autograd.grad(logprobs, wide, grads.double())
     total = (logits.double() / 0.7).logsumexp(1).float()
-    own.normalizers_backward(logits, 0.7, total, first, targets, grads)
+    own.log_sum_exp_backward_(logits, 0.7, total, first, targets, grads)
     # The kernel's gradient is by logits / temperature.
     compare("gradient of the logprobs", logits, wanted * 0.7, 1e-3)
 
@@ -622,12 +623,9 @@ def main() -> None:
     After an error that is no wrong result the process ends: the CUDA context may be lost.
     """
     request = Request(**json.load(sys.stdin))
-    # As base_models.py has it; the references rely on it.
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    accumulate_in_float32()  # the references rely on it
     device = torch.device(request.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    Device(device).make_current()
     case = case_of(Path(request.directory), DTYPES[request.dtype], device)
     for family in request.families:
         print(json.dumps({"begin": family}), flush=True)
@@ -654,8 +652,7 @@ def check(family: str, case: Case) -> Verdict:
     case = replace(case, generator=torch.Generator().manual_seed(0))
     try:
         CHECKS[family](case)
-        if case.device.type == "cuda":
-            torch.cuda.synchronize(case.device)
+        Device(case.device).synchronize(all_streams=True)
     except WrongResultError as error:
         return Verdict(family, False, f"wrong result: {error}")
     return Verdict(family, True)

@@ -334,7 +334,7 @@ def usable_bytes(device: torch.device) -> int | None:
     On a GPU that is 95% of the memory, limited by the memory that is free now. The rest is for the
     driver and for fragmentation. On a CPU it is 80% of the main memory.
     """
-    if device.type == "cpu":
+    if not Device(device).is_gpu:
         whole = main_memory_bytes()
         return None if whole is None else whole * 4 // 5
     free, whole = torch.cuda.mem_get_info(device)

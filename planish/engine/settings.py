@@ -17,6 +17,7 @@ import torch
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import cpu_products
+from planish.model.kernels.device import Device
 from planish.model.kernels.triton.families import HeadShape, wants_graphs
 from planish.service import checked_substitutes
 
@@ -103,14 +104,14 @@ def choose_device(name: str) -> torch.device:
         raise UserError(f"device={name!r}: give 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
     if device.type not in ("cpu", "cuda"):
         raise UserError(f"device={name!r}: planish runs on 'cpu' and 'cuda'")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+    if Device(device).is_gpu and (device.index or 0) >= torch.cuda.device_count():
         raise UserError(
             f"device={name!r}: this machine has {torch.cuda.device_count()} CUDA devices; give 'auto' or 'cpu'"
             + (f". {problem}" if (problem := unused_gpu()) else "")
         )
     # torch.cuda.set_device needs an index. Without an index, "cuda" could be a different GPU in
     # each thread.
-    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+    return torch.device("cuda", device.index or 0) if Device(device).is_gpu else device
 
 
 def unused_gpu() -> str | None:
@@ -156,7 +157,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """
     if name != "auto":
         return DTYPES[name]
-    if device.type == "cuda":
+    if Device(device).is_gpu:
         native = torch.cuda.get_device_capability(device) >= (8, 0)
     else:
         native = _cpu_multiplies_bfloat16()

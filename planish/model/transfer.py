@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from planish.model.kernels.device import Device
+
 
 def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return `torch.tensor(numbers, dtype=dtype, device=device)`, copied asynchronously."""
@@ -30,4 +32,4 @@ def staged(x: Tensor, device: torch.device) -> Tensor:
     For a GPU that is a copy of `x` in pinned memory. torch reuses this memory only after the
     asynchronous copy is done.
     """
-    return x.pin_memory() if device.type == "cuda" else x
+    return x.pin_memory() if Device(device).is_gpu else x

@@ -118,13 +118,13 @@ def test_logprobs_and_their_gradients_equal_torch(dtype, vocab):
 def test_the_normalizer_kernel_leaves_the_sampling_weights():
     logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
     weights = logits.clone()
-    found = cpu.normalizers(weights, temperature, weights=weights)
+    found = cpu.log_sum_exp(weights, temperature, weights=weights)
     scaled = logits / temperature[:, None]
     torch.testing.assert_close(found, scaled.logsumexp(1))
     torch.testing.assert_close(weights, (scaled - scaled.amax(1, keepdim=True)).exp())
-    assert torch.equal(found, cpu.normalizers(logits, temperature))
+    assert torch.equal(found, cpu.log_sum_exp(logits, temperature))
     logits[3, 5], logits[4, 200] = torch.nan, torch.inf
-    bad = cpu.normalizers(logits, temperature)
+    bad = cpu.log_sum_exp(logits, temperature)
     assert bad.isfinite().tolist() == [row not in (3, 4) for row in range(9)]
     others = bad.isfinite()
     assert torch.equal(bad[others], found[others])
@@ -150,7 +150,7 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
         return [
             cpu.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
             cpu.swiglu(x[part].to(dtype).contiguous()),
-            cpu.rotate(heads[part], angles[part].cos(), angles[part].sin()),
+            cpu.rope(heads[part], angles[part].cos(), angles[part].sin()),
         ]
 
     whole = rows(slice(None))

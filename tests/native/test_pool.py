@@ -66,7 +66,7 @@ def kernel_results(given: tuple[torch.Tensor, ...]) -> list[bytes]:
     found = (
         cpu.rms_norm(x, None, weight, 1e-5, torch.float32)[1],
         cpu.swiglu(narrow).view(torch.int16),
-        cpu.normalizers(x, temperature),
+        cpu.log_sum_exp(x, temperature),
     )
     return [tensor.numpy().tobytes() for tensor in found]
 

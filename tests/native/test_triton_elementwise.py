@@ -119,7 +119,7 @@ def test_the_rotation_equals_torch(rows, heads, size, back, dtype, normal):
     turned = torch.complex(*x.float().chunk(2, -1)) * torch.polar(
         torch.ones_like(angles), -angles if back else angles
     )
-    out = own.rotate(x, cos, sin, back=back)
+    out = own.rope(x, cos, sin, inverse=back)
     assert out.is_contiguous()
     close(out, torch.cat([turned.real, turned.imag], -1).to(dtype))
 
@@ -139,7 +139,7 @@ def test_the_fused_head_kernel_equals_separate_kernels(heads, size, normed, dtyp
         if norms is not None:
             part = own.rms_norm(part.float().contiguous(), None, norms[which], 1e-5, dtype)[1]
         assert found.is_contiguous()
-        close(found, own.rotate(part, cos, sin))
+        close(found, own.rope(part, cos, sin))
 
 
 # SwiGLU
@@ -184,22 +184,22 @@ def test_normalizers_equal_torch(vocab, dtype, normal, device):
     scaled = logits.float() / temperature[:, None]
     expected_weights = (scaled - scaled.amax(1, keepdim=True)).exp()
     weights = torch.empty_like(scaled)
-    found = own.normalizers(logits, temperature, weights=weights)
+    found = own.log_sum_exp(logits, temperature, weights=weights)
     close(found, scaled.logsumexp(1))
     close(weights, expected_weights)
-    assert torch.equal(found, own.normalizers(logits, temperature))
+    assert torch.equal(found, own.log_sum_exp(logits, temperature))
     if dtype == torch.float32:
-        assert torch.equal(found, own.normalizers(logits, temperature, weights=logits))
+        assert torch.equal(found, own.log_sum_exp(logits, temperature, weights=logits))
         assert torch.equal(logits, weights)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_non_finite_row_has_a_non_finite_normalizer(bad, normal):
     logits, temperature = normal(4, 9000) * 200, normal(4).square() + 0.5
-    expected = own.normalizers(logits, temperature)
+    expected = own.log_sum_exp(logits, temperature)
     logits[1, 5], logits[3, 8999] = bad, bad
     logits[2] = -torch.inf
-    found = own.normalizers(logits, temperature, weights=logits.clone())
+    found = own.log_sum_exp(logits, temperature, weights=logits.clone())
     assert found.isfinite().tolist() == [True, False, False, False]
     assert found[0] == expected[0]
 
@@ -215,7 +215,7 @@ def test_the_gradient_of_logprobs_equals_torch(vocab, dtype, normal):
     grads = normal(5) * 2
     scaled = (logits.float() / temperature).requires_grad_()
     (expected,) = torch.autograd.grad(scaled.log_softmax(1)[rows, targets], scaled, grads)
-    own.normalizers_backward(
+    own.log_sum_exp_backward_(
         logits, temperature, scaled.detach().logsumexp(1), first, targets, grads
     )
     close(logits, expected.to(dtype))
@@ -225,9 +225,9 @@ def test_the_gradient_of_logprobs_equals_torch(vocab, dtype, normal):
 def test_corrections_of_float32_matmuls_are_rejected(normal):
     logits, exact = normal(2, 16), (torch.zeros(2, 1, dtype=torch.int64), torch.zeros(2, 1))
     with pytest.raises(AssertionError, match="float32 products"):
-        own.normalizers(logits, logits[:, 0].clone(), exact)
+        own.log_sum_exp(logits, logits[:, 0].clone(), exact)
     with pytest.raises(AssertionError, match="float32 products"):
-        own.normalizers_backward(logits, 1.0, logits, logits, logits, logits, exact)
+        own.log_sum_exp_backward_(logits, 1.0, logits, logits, logits, logits, exact)
 
 
 # All kernels
@@ -238,11 +238,11 @@ def test_empty_inputs_are_accepted(dtype, normal):
     x, angles, none = normal(0, 64), normal(0, 1, 32), normal(0)
     total, out, scale = own.rms_norm(x, x.to(dtype), normal(64), 1e-5, dtype)
     assert own.rms_norm_backward(out, total, normal(64), scale, None).shape == (0, 64)
-    assert own.rotate(normal(0, 3, 64, dtype=dtype), angles, angles).shape == (0, 3, 64)
+    assert own.rope(normal(0, 3, 64, dtype=dtype), angles, angles).shape == (0, 3, 64)
     assert own.swiglu_backward(own.swiglu(out), out).shape == (0, 64)
-    assert own.normalizers(out, none).shape == (0,)
+    assert own.log_sum_exp(out, none).shape == (0,)
     whole = torch.zeros(1, dtype=torch.int64, device=x.device)
-    own.normalizers_backward(out, 1.0, none, whole, whole[:0], none)
+    own.log_sum_exp_backward_(out, 1.0, none, whole, whole[:0], none)
 
 
 @pytest.mark.slow
@@ -268,15 +268,15 @@ def test_kernel_rows_are_batch_invariant(width, vocab, dtype, normal, device):
             logits[part].clone(),
             torch.empty_like(logits[part], dtype=torch.float32),
         )
-        log_total = own.normalizers(logits[part], temperature, weights=weights)
+        log_total = own.log_sum_exp(logits[part], temperature, weights=weights)
         first = torch.arange(len(total) + 1, device=x.device)
-        own.normalizers_backward(
+        own.log_sum_exp_backward_(
             gradient, 0.7, log_total, first, targets[part], angles[part, 0, 1].contiguous()
         )
         return [
             *(total, out, scale, log_total, weights, gradient),
             own.rms_norm_backward(grad[part], x[part], weight, scale, None),
-            own.rotate(heads[part], angles[part].cos(), angles[part].sin()),
+            own.rope(heads[part], angles[part].cos(), angles[part].sin()),
             own.swiglu(gate_up[part]),
             own.swiglu_backward(grad[part], gate_up[part]),
         ]
@@ -442,13 +442,13 @@ def test_all_kernels_can_be_captured_in_a_graph(normal, device):
 
     def results() -> list[Tensor]:
         weights, gradient = torch.empty_like(logits), logits.clone()
-        log_total = own.normalizers(logits, temperature, weights=weights)
-        own.normalizers_backward(gradient, 0.7, log_total, first, targets, temperature)
+        log_total = own.log_sum_exp(logits, temperature, weights=weights)
+        own.log_sum_exp_backward_(gradient, 0.7, log_total, first, targets, temperature)
         total, out, scale = own.rms_norm(x, x, weight, 1e-5, torch.bfloat16)
         return [
             *(log_total, weights, gradient, total, out, scale),
             own.rms_norm_backward(out, x, weight, scale, total),
-            own.rotate(heads, angles.cos(), angles.sin()),
+            own.rope(heads, angles.cos(), angles.sin()),
             own.swiglu(gate_up),
             own.swiglu_backward(gate_up[:, :48].contiguous(), gate_up),
         ]
@@ -470,15 +470,15 @@ def test_tensors_with_more_than_2_31_entries_are_indexed_correctly(device):
     logits = torch.zeros(rows, vocab, dtype=torch.bfloat16, device=device)
     logits[-1] = torch.randn(vocab, generator=torch.Generator().manual_seed(0)).to(logits)
     temperature = torch.ones(rows, device=device)
-    found = own.normalizers(logits, temperature)
-    assert torch.equal(found[-1:], own.normalizers(logits[-1:].clone(), temperature[-1:]))
+    found = own.log_sum_exp(logits, temperature)
+    assert torch.equal(found[-1:], own.log_sum_exp(logits[-1:].clone(), temperature[-1:]))
     close(found[-1], logits[-1].float().logsumexp(0))
     first, targets = (
         torch.arange(rows + 1, device=device),
         torch.zeros(rows, dtype=torch.int64, device=device),
     )
     expected = F.one_hot(targets[0], vocab) - logits[-1].float().softmax(0)
-    own.normalizers_backward(logits, 1.0, found, first, targets, temperature)
+    own.log_sum_exp_backward_(logits, 1.0, found, first, targets, temperature)
     close(logits[-1], expected.to(logits.dtype))
 
 

@@ -57,9 +57,21 @@ HeadMember = tuple[int, int, "LoraMatrices"]
 class PackedMatrices(Protocol):
     """The LoRA matrices of one target module, packed for a compiled kernel."""
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether the kernel supports the backward pass too."""
+    has_backward: bool
+    """Whether the kernel supports the backward pass too."""
+
+    def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Do the same as `Backend.add_lora_`."""
+        ...
+
+    def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return the gradient of the LoRA hidden states, and add that of the input to `grad_x`."""
+        ...
+
+    def gradients(
+        self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the gradients of A and of the Bs, given the results of `add_` and `backward_`."""
         ...
 
 

@@ -23,7 +23,6 @@ from planish.model.kernels.backend import (
     HeadMember,
     LoraMatrices,
 )
-from planish.model.kernels.compiled import CompiledBackend
 from planish.model.kernels.cpp import cpu, cpu_head
 from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
 from planish.model.kernels.cpp.cpu import KeptAttention
@@ -42,7 +41,7 @@ from planish.model.kernels.cpp.cpu_products import (
 )
 from planish.model.kernels.cpp.self_test import FAMILIES
 from planish.model.kernels.linear import PackedLinear, PackedWeight, joint
-from planish.model.kernels.reference.backend import TorchHeadAdapters
+from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
     from planish.model.decoder import Decoder, Layer
 
 
-class CppBackend(CompiledBackend):
+class CppBackend(TorchBackend):
     """The backend for CPUs on which at least one family of the C++ kernels works."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
@@ -71,7 +70,8 @@ class CppBackend(CompiledBackend):
         families = {family for family in FAMILIES if cpu.serves(family)}
         if not library.uses_amx:
             families.discard("amx")
-        super().__init__(config, dtype, device, cpu, families)
+        super().__init__(config, dtype, device)
+        self.use_kernels(cpu, families)
         self._arena = WeightRoom()
         linears = [linear_shape(config, name) for names in LAYER_SITES for name in names]
         self.packs_layer_adapters = adapts(linears, dtype)
@@ -150,34 +150,6 @@ class CppBackend(CompiledBackend):
         members = [(start, stop, cast("AdapterPanels", own)) for start, stop, own in packed]
         members = [member for member in members if not member[2].is_empty]
         return PanelRows(members, SITES) if members else super().adapter_batch(())
-
-    def add_lora_(
-        self,
-        x: Tensor,
-        out: Tensor,
-        sizes: Sequence[int],
-        lora: LoraMatrices,
-        *,
-        training: bool = True,
-    ) -> Tensor:
-        if isinstance(lora.packed, PanelSite):
-            return lora.packed.add_(x, out, sizes)
-        return super().add_lora_(x, out, sizes, lora, training=training)
-
-    def lora_backward_(
-        self,
-        grad: Tensor,
-        x: Tensor,
-        lora_hidden: Tensor,
-        grad_x: Tensor,
-        sizes: Sequence[int],
-        lora: LoraMatrices,
-    ) -> tuple[Tensor, Sequence[Tensor]]:
-        packed = lora.packed
-        if not isinstance(packed, PanelSite) or not packed.has_backward:
-            return super().lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
-        grad_hidden = packed.backward_(grad, grad_x, sizes)
-        return packed.gradients(x, lora_hidden, grad, grad_hidden, sizes)
 
     # The whole pass
 

@@ -240,22 +240,10 @@ def rms_norm(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    out = x.new_empty(x.shape, dtype=dtype)
+    x, out = x.contiguous(), x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
     total = x if residual is None or in_place else torch.empty_like(x)
-    call(
-        "rms_norm",
-        dtype,
-        x,
-        residual,
-        weight,
-        eps,
-        total,
-        out,
-        scale,
-        scale.numel(),
-        x.shape[-1],
-    )
+    call("rms_norm", dtype, x, residual, weight, eps, total, out, scale, scale.numel(), x.shape[-1])
     return total, out, scale
 
 
@@ -263,10 +251,11 @@ def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
     out = torch.empty_like(x)
+    grad_total = None if grad_total is None else grad_total.contiguous()
     call(
         "rms_norm_backward",
         grad.dtype,
-        grad,
+        grad.contiguous(),
         x,
         weight,
         scale,
@@ -278,11 +267,11 @@ def rms_norm_backward(
     return out
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
     out = x.new_empty(x.shape)
-    call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if back else 1.0, out, rows, heads, e)
+    call("rotate", x.dtype, x, x.stride(0), cos, sin, -1.0 if inverse else 1.0, out, rows, heads, e)
     return out
 
 
@@ -294,7 +283,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
-    call("swiglu_backward", grad.dtype, grad, gate_up, out, *grad.shape)
+    call("swiglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
     return out
 
 
@@ -302,7 +291,7 @@ Exact = tuple[Tensor, Tensor]
 """Entries of logits whose values are known better: tokens int64 [R, k], values float32 [R, k]."""
 
 
-def normalizers(
+def log_sum_exp(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
     out = torch.empty(logits.shape[0])
@@ -319,7 +308,7 @@ def normalizers(
     return out
 
 
-def normalizers_backward(
+def log_sum_exp_backward_(
     logits: Tensor,
     temperature: float,
     log_total: Tensor,

@@ -218,7 +218,7 @@ def _rope(dtype: torch.dtype, tolerance: float) -> None:
         for back in (False, True):
             s = -sin if back else sin
             expected = torch.cat((first * cos - second * s, second * cos + first * s), -1)
-            _close("the rotated heads", cpu.rotate(x, cos, sin, back=back), expected, tolerance)
+            _close("the rotated heads", cpu.rope(x, cos, sin, inverse=back), expected, tolerance)
 
 
 def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
@@ -242,12 +242,12 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
         wide = logits.double().scatter(1, exact[0], exact[1].double())
         scaled = wide / temperature.double()[:, None]
         weights = torch.empty(9, vocab)
-        found = cpu.normalizers(logits, temperature, exact, weights)
+        found = cpu.log_sum_exp(logits, temperature, exact, weights)
         _close("log-sum-exp", found, scaled.logsumexp(1), 2e-5)
         peak = scaled.amax(1, keepdim=True)
         _close("the softmax's terms", weights, (scaled - peak).exp(), 2e-5)
         part = exact[0][3:4], exact[1][3:4]
-        _same("log-sum-exp", cpu.normalizers(logits[3:4], temperature[3:4], part), found[3:4])
+        _same("log-sum-exp", cpu.log_sum_exp(logits[3:4], temperature[3:4], part), found[3:4])
         totals = (wide / 0.7).logsumexp(1)
         first, targets = torch.arange(10) * 2, torch.randint(vocab, (18,))
         grads, softmax = torch.randn(18), (wide / 0.7 - totals[:, None]).exp()
@@ -256,7 +256,7 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
             0, torch.arange(9).repeat_interleave(2) * vocab + targets, grads.double()
         )
         given = logits.clone()
-        cpu.normalizers_backward(given, 0.7, totals.float(), first, targets, grads, exact)
+        cpu.log_sum_exp_backward_(given, 0.7, totals.float(), first, targets, grads, exact)
         _close("the gradient", given, expected, tolerance)
 
 

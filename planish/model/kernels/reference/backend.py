@@ -8,8 +8,9 @@ Shapes: see `planish.model.kernels.backend`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -68,6 +69,13 @@ _WIDE_ROWS = (16, 256)
 # Maximum number of gathered weight entries in memory at a time, on a CPU and on a GPU. It is larger
 # on a GPU because each part costs twenty kernel launches and a synchronization.
 _GATHERED_ENTRIES = (1 << 18, 1 << 24)
+_REPLACED = {
+    "norms": ("rms_norm_backward",),
+    "rope": ("rope",),
+    "swiglu": ("swiglu", "swiglu_backward"),
+    "log_sum_exp": ("log_sum_exp", "log_sum_exp_backward_"),
+}
+"""The operations of each family of kernels that have the same form for CPUs and GPUs."""
 _ANY_ROWS = RowTiling()
 # Number of rows per matmul with the head, on a CPU and on a GPU. Fewer rows would not fill a GPU.
 _HEAD_ROWS = (256, 2048)
@@ -106,6 +114,17 @@ class TorchBackend:
     @property
     def is_compiled(self) -> bool:
         return False
+
+    def use_kernels(self, kernels: Any, families: Collection[str]) -> None:
+        """Let the functions of the module `kernels` replace this backend's operations of the same
+        names, in the given families.
+        """
+        self.families = frozenset(families)
+        for family in _REPLACED.keys() & self.families:
+            for name in _REPLACED[family]:
+                setattr(self, name, getattr(kernels, name))
+        if "norms" in self.families:
+            self.rms_norm = partial(kernels.rms_norm, dtype=self.dtype)
 
     def make_batch_invariant(self, tiling: RowTiling | None) -> None:
         """Use these row counts for torch's matmuls from now on; None: any row counts."""
@@ -170,6 +189,8 @@ class TorchBackend:
         *,
         training: bool = True,
     ) -> Tensor:
+        if training and lora.packed is not None:
+            return lora.packed.add_(x, out, sizes)
         rows = self._tiling(training)
         return rows.run(lambda x, out: add_lora_(x, out, sizes, lora), x, out, rank=lora.rank)
 
@@ -182,7 +203,10 @@ class TorchBackend:
         sizes: Sequence[int],
         lora: LoraMatrices,
     ) -> tuple[Tensor, Sequence[Tensor]]:
-        return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
+        if lora.packed is None or not lora.packed.has_backward:
+            return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
+        grad_hidden = lora.packed.backward_(grad, grad_x, sizes)
+        return lora.packed.gradients(x, lora_hidden, grad, grad_hidden, sizes)
 
     # Norms, RoPE and SwiGLU
 

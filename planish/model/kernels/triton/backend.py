@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from importlib import import_module
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Attend
-from planish.model.kernels.compiled import CompiledBackend, Kernels
+from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.families import FAMILIES
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.prefix_tree import Packed
@@ -25,7 +25,7 @@ _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
 """Families that are compiled for the size of the attention heads, or used with such kernels only."""
 
 
-class TritonBackend(CompiledBackend):
+class TritonBackend(TorchBackend):
     """The backend for GPUs. Tests run it on a CPU, where Triton interprets the kernels."""
 
     def __init__(
@@ -40,7 +40,8 @@ class TritonBackend(CompiledBackend):
         kernels: Any = import_module("planish.model.kernels.triton.elementwise_kernels")
         if config.head_dim % 16 or config.head_dim > 256:
             families = set(families).difference(_OF_HEADS)
-        super().__init__(config, dtype, device, cast(Kernels, kernels), families)
+        super().__init__(config, dtype, device)
+        self.use_kernels(kernels, families)
         self._module = kernels
         self.kv_dtype = dtype
 

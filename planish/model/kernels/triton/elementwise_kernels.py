@@ -56,7 +56,8 @@ def rms_norm(
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert x.dtype == torch.float32
-    assert _are_contiguous(x, residual, weight)
+    x = x.contiguous()
+    assert _are_contiguous(residual, weight)
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     scale = torch.empty(x.shape[:-1], device=x.device)
     total = x if residual is None or in_place else torch.empty_like(x)
@@ -82,7 +83,8 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
-    assert _are_contiguous(grad, x, weight, scale, grad_total)
+    grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
+    assert _are_contiguous(x, weight, scale)
     out = torch.empty_like(x)
     rows, block, warps = _norm_tile(x.shape[-1])
     grid = (_quotient(scale.numel(), rows),)
@@ -154,7 +156,7 @@ def _rms_norm_backward(
 # rotations
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor:
+def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
     rows, heads, e = x.shape
     assert x.stride(2) == 1
     assert heads == 1 or x.stride(1) == e
@@ -162,7 +164,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, back: bool = False) -> Tensor
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     block = _power_of_2(e // 2)
     group = max(1, _TILE // block)
-    sign = -1.0 if back else 1.0
+    sign = -1.0 if inverse else 1.0
     grid = (_quotient(rows * heads, group),)
     _rotate[grid](
         x, x.stride(0), cos, sin, sign, out, rows * heads, heads, e // 2, GROUP=group, BLOCK=block
@@ -282,7 +284,8 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    assert _are_contiguous(grad, gate_up)
+    grad = grad.contiguous()
+    assert _are_contiguous(gate_up)
     out = torch.empty_like(gate_up)
     _swiglu_backward[_tiles(grad)](grad, gate_up, out, grad.shape[1], BLOCK=_TILE)
     return out
@@ -323,7 +326,7 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 # the head
 
 
-def normalizers(
+def log_sum_exp(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
     """In two steps, as a few rows alone would leave most of a GPU idle: each split's peak and sum,
@@ -354,7 +357,7 @@ def normalizers(
     return out
 
 
-def normalizers_backward(
+def log_sum_exp_backward_(
     logits: Tensor,
     temperature: float,
     log_total: Tensor,
