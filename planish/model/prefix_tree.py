@@ -62,21 +62,6 @@ class Packed:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def padded(self, rows: int) -> Packed:
-        """Return the micro-batch padded to at least `rows` rows.
-
-        The padding is one more tree at the end, which belongs to no datum.
-        """
-        missing = rows - len(self)
-        if missing <= 0:
-            return self
-        zeros = np.zeros(missing, np.int64)
-        until = np.concatenate([self.until, np.full(missing, rows, np.int64)])
-        tokens, positions = (
-            np.concatenate([known, zeros]) for known in (self.tokens, self.positions)
-        )
-        return Packed(tokens, positions, until, _segments(until), self.datums, self.rows)
-
 
 def pack(sequences: Sequence[np.ndarray], budget: int) -> list[Packed]:
     """Pack token sequences into micro-batches of at most `budget` rows each.

@@ -131,23 +131,6 @@ def test_packing_many_tiny_datums_is_fast():
     assert time.perf_counter() - start < 4
 
 
-def test_padding_is_a_separate_tree():
-    packed = pack(arrays([[1, 2, 3], [1, 2, 4], [5]]), 40)[0]
-    padded = packed.padded(16)
-    assert len(padded) == 16
-    assert len(packed) == 5
-    assert (mask(padded)[:5, :5] == mask(packed)).all()
-    assert not mask(padded)[5:, :5].any()
-    assert padded.segments[:-1] == packed.segments
-    assert (padded.segments[-1].start, padded.segments[-1].end, padded.segments[-1].ancestors) == (
-        5,
-        16,
-        (),
-    )
-    assert all((a == b).all() for a, b in zip(padded.rows, packed.rows, strict=True))
-    assert packed.padded(5) is packed
-
-
 def test_invalid_packing_input_is_rejected():
     with pytest.raises(ValueError, match="micro_batch_tokens"):
         pack([np.array([1])], 0)

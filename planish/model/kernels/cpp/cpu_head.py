@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from planish.model.kernels.backend import padded_lora_columns
 from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import PanelSite, low_columns
+from planish.model.kernels.cpp.cpu_products import PanelSite
 
 _HeadRows = np.dtype(
     [
@@ -57,7 +58,7 @@ class HeadTable:
                 panels.addresses if panels is not None and self.is_served else (0, 0),
             )
             self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
-        self.width = max((low_columns(b.shape[1]) for _, _, b, _ in members), default=0)
+        self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
         """Columns of `low`, of which each row uses as many as its adapter has."""
 
     @property

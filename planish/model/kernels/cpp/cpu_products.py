@@ -18,11 +18,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.kernels.backend import LORA_COLUMNS, padded_lora_columns
 from planish.model.kernels.cpp import cpu
 
 _PANEL = 64
-LOW_COLUMNS = _VECTOR = 16
-"""What lies between the matrices of an adapter has a multiple of so many columns."""
+_VECTOR = LORA_COLUMNS
+"""Numbers of one vector of the kernels."""
 _ROOM = 1 << 25
 """Numbers that a room has at least: what is not used of it costs no memory."""
 _Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
@@ -158,8 +159,6 @@ class AdapterPanels:
             [shape in found for shape in shapes] for found in (forward, back)
         )
         self.is_empty = not kinds
-        self.is_served = forward == kinds
-        """Whether the kernel serves all that there are."""
 
     def target(self, index: int) -> PanelSite | None:
         """None where the kernel does not serve, or there is no adapter."""
@@ -229,7 +228,7 @@ class PanelSite:
         """Adds to out [T, sum(sizes)] the products of x [T, in]; returns what lies between A and B:
         [T, n * r].
         """
-        low = x.new_empty(x.shape[0], low_columns(self._columns))
+        low = x.new_empty(x.shape[0], padded_lora_columns(self._columns))
         _add(_whole(self._record, x), x, out, sizes, low)
         return low[:, : self._columns]
 
@@ -237,7 +236,7 @@ class PanelSite:
         """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradient
         between A and B: [T, n * r].
         """
-        low = grad.new_empty(grad.shape[0], low_columns(self._columns))
+        low = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
         adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
         columns = np.array(sizes, np.int64)
         given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
@@ -322,10 +321,3 @@ def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
     rows = record.copy()
     rows["count"] = len(x)
     return rows
-
-
-def low_columns(columns: int) -> int:
-    """How many columns there are room for between the matrices of an adapter of `columns`: in whole
-    vectors.
-    """
-    return columns + -columns % LOW_COLUMNS
