@@ -48,11 +48,11 @@ RUNS: dict[str, Sequence[str]] = {
     "verifiers_rl": (*ONE_STEP, *FOUR, "env_id=verifiers_environments"),
 }
 NEEDED = {"verifiers_rl": "verifiers"}
-CASES = [
-    # The dependencies of verifiers warn.
-    pytest.param(name, marks=[pytest.mark.filterwarnings("default")] if name in NEEDED else [])
-    for name in RUNS
-]
+MARKS = {
+    "code_rl": [pytest.mark.sandbox],
+    "verifiers_rl": [pytest.mark.filterwarnings("default")],  # its dependencies warn
+}
+CASES = [pytest.param(name, marks=MARKS.get(name, [])) for name in RUNS]
 NOT_TRAINED = {"demo", "rubric_judge"}
 """Programs that train and have none of these options."""
 
@@ -93,7 +93,7 @@ def test_one_step_without_evaluations_and_without_the_head(
     name, small_model, data, tmp_path, monkeypatch
 ):
     if name in NEEDED:
-        pytest.importorskip(NEEDED[name])
+        pytest.importorskip(NEEDED[name], reason="make test-extras runs it")
         monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "rl"))
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "checkpoints"))
     recipe = importlib.import_module(f"planish.recipes.{name}")
