@@ -3,9 +3,9 @@ process with a tiny model.
 
     python tests/server/cookbook_run.py --python ENVIRONMENT/bin/python [--only NAME]...
 
-ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft, as .venv-extras has
-after `make test-extras`; this one, planish with its extra age. There need be no network: data sets are small files under the names by which
-recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
+ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft, as .venv-extras
+after `make test-extras`. This program's own environment has planish with its extra age. No network
+is needed: data sets are small files under the names by which recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
 numbers must say that it learned; some are killed in their middle and started again, or the server
 is. What a user must pass, and what cannot work: docs/server.md.
 """
