@@ -5,9 +5,10 @@ process with a tiny model.
 
 ENVIRONMENT has tinker-cookbook 0.6 with its extra math-rl, inspect-ai and peft, as .venv-extras
 after `make test-extras`. This program's own environment has planish with its extra age. No network
-is needed: data sets are small files under the names by which recipes ask the hub. Each trial must end by itself with every step once in its metrics, and its
-numbers must say that it learned; some are killed in their middle and started again, or the server
-is. What a user must pass, and what cannot work: docs/server.md.
+is needed: data sets are small files under the names by which recipes ask the hub.
+Each trial must end by itself with every step once in its metrics, and its numbers must say
+that it learned. Some trials, or the server, are killed in the middle and started again. What a user
+must pass, and what cannot work: docs/server.md.
 """
 
 from __future__ import annotations
