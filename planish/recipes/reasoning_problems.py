@@ -34,7 +34,7 @@ FULL_SCORE = 1 - 1e-6
 
 
 def tagged_answers(text: str) -> list[str]:
-    """Return what stands between <answer> and the next </answer>, without white space around it.
+    """Return the text between <answer> and the next </answer>, without white space around it.
 
     A regular expression for this takes cubic time on a text of spaces.
     """

@@ -82,7 +82,7 @@ class Config(CheckpointOptions, StartOptions):
         default=0, doc="test problems answered greedily before and after; 0 = none"
     )
     eval_every: int = chz.field(
-        default=0, doc="also test every so many steps; 0 = only before and after"
+        default=0, doc="steps between further tests; 0 = only before and after"
     )
 
 

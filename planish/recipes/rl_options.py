@@ -72,7 +72,7 @@ class RLOptions(
     max_tokens: int = chz.field(default=256, doc="longest answer")
     remove_constant_reward_groups: bool = chz.field(
         default=True,
-        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much "
+        doc="leave out groups whose rewards are all equal: they have no gradient, but cost as much "
         "as others",
     )
     kl_reference_model: str | None = chz.field(
@@ -84,7 +84,8 @@ class RLOptions(
         "base model",
     )
     max_steps_off_policy: int = chz.field(
-        default=0, doc="sampling may run so many steps ahead of training; 0 = synchronous"
+        default=0,
+        doc="maximum number of steps that sampling runs ahead of training; 0 = synchronous",
     )
     num_minibatches: int = chz.field(
         default=1, doc="more than 1 = gradients of parts of a batch while the rest is still sampled"

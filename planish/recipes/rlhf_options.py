@@ -137,13 +137,13 @@ class RLStage:
     kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the SFT policy")
     kl_discount_factor: float = 0.0
     max_steps_off_policy: int = chz.field(
-        default=0, doc="sampling may run so many steps ahead; 0 = synchronous"
+        default=0, doc="maximum number of steps that sampling runs ahead; 0 = synchronous"
     )
     rollout_error_tolerance: bool = chz.field(
         default=False, doc="retry what fails, instead of ending the run"
     )
     num_epochs: int = chz.field(
-        default=10, doc="times through the prompts, if there are so many steps"
+        default=10, doc="times through the prompts, if max_steps allows as many"
     )
     max_steps: int | None = chz.field(default=20, doc="none = through the prompts num_epochs times")
     eval_every: int = chz.field(

@@ -123,7 +123,7 @@ class Options(RLOptions):
     max_tokens: int = chz.field(default=64, doc="longest answer")
     max_steps: int | None = 20
     num_epochs: int = chz.field(
-        default=10, doc="times through the prompts, if there are so many steps"
+        default=10, doc="times through the prompts, if max_steps allows as many"
     )
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
     eval_temperature: float | None = chz.field(

@@ -36,7 +36,7 @@ def run_command(
     config_type: type[C],
     presets: Presets,
     argv: Sequence[str],
-    again: str = "goes on from the last checkpoint",
+    again: str = "resumes from the last checkpoint",
 ) -> None:
     """Run a recipe with `key=value` options. Errors of planish are printed without a traceback and
     end the process with exit status 1.

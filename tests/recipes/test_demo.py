@@ -91,7 +91,7 @@ def test_ctrl_c_says_what_the_same_command_does(capsys):
         raise KeyboardInterrupt
 
     for again, told in (
-        ({}, "goes on from the last checkpoint"),
+        ({}, "resumes from the last checkpoint"),
         ({"again": "begins anew"}, "begins anew"),
     ):
         with pytest.raises(SystemExit) as ended:

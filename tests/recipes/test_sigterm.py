@@ -97,7 +97,7 @@ def test_a_terminated_run_is_resumed(recipe, small_model, dataset, tmp_path, pla
     # Two at once, as `timeout` sends them.
     stopped = run(recipe, [*options, f"log_path={log}"], home, signals=2)
     assert stopped.returncode == 128 + signal.SIGTERM, stopped.stderr
-    assert stopped.stderr == "stopped; the same command goes on from the last checkpoint\n"
+    assert stopped.stderr == "stopped; the same command resumes from the last checkpoint\n"
     assert "SIGTERM: stopping where the run can be resumed" in stopped.stdout
     rows = read_rows(log / "metrics.jsonl")
     assert f"stopped after {len(rows)} of 8 steps" in stopped.stdout
