@@ -2,9 +2,10 @@
 
 The tokens of a micro-batch form a forest (a set of prefix trees) in depth-first order, one row per
 token. A shared prefix is a parent of its continuations. One integer per row describes the forest:
-`until[j]` is the end of the subtree of row j. Query i attends to key j if and only if
-`j <= i < until[j]`. Sequences without a common prefix are trees without branches, so ordinary
-packing is a special case. Every position of every datum maps to a row, so no token is dropped.
+`subtree_end[j]` is the end of the subtree of row j. Query i attends to key j if and only if
+`j <= i < subtree_end[j]`. Sequences without a common prefix are trees without branches, so
+ordinary packing is a special case. Every position of every datum maps to a row, so no token is
+dropped.
 
 The layout does not build trees. It sorts the sequences; each sequence then adds only the tokens
 after its common prefix with the previous sequence. That costs one sort and one pass over the
@@ -32,12 +33,12 @@ _MAX_DATUMS = 512
 class Segment:
     """A run of rows without branches: rows start .. end - 1.
 
-    The descendants of the segment are rows end .. until - 1.
+    The descendants of the segment are rows end .. subtree_end - 1.
     """
 
     start: int
     end: int
-    until: int
+    subtree_end: int
     ancestors: tuple[tuple[int, int], ...]
     """Row ranges [start, end) of all ancestors, root first, with adjacent ranges merged."""
 
@@ -50,7 +51,7 @@ class Packed:
     """[T]: token of each row."""
     positions: np.ndarray
     """[T]: position of each row in its sequences."""
-    until: np.ndarray
+    subtree_end: np.ndarray
     """[T]: end of the subtree of each row."""
     segments: tuple[Segment, ...]
     """The segments in row order; together they cover all rows."""
@@ -93,7 +94,7 @@ def mask(packed: Packed) -> np.ndarray:
     The mask takes quadratic memory, so only tests and the reference implementation use it.
     """
     row = np.arange(len(packed))
-    return (row[None, :] <= row[:, None]) & (row[:, None] < packed.until[None, :])
+    return (row[None, :] <= row[:, None]) & (row[:, None] < packed.subtree_end[None, :])
 
 
 def _common_prefix(a: np.ndarray, b: np.ndarray) -> int:
@@ -151,14 +152,14 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
     """
     total = sum(len(arrays[index]) for index in order) - sum(shared)
     tokens, positions = np.empty(total, np.int64), np.empty(total, np.int64)
-    until = np.full(total, total, np.int64)
+    subtree_end = np.full(total, total, np.int64)
     rows: dict[int, np.ndarray] = {}
     path = np.empty(0, np.int64)
     size = 0
     for index, keep in zip(order, shared, strict=True):
         sequence = arrays[index]
         new = slice(size, size + len(sequence) - keep)
-        until[path[keep:]] = size
+        subtree_end[path[keep:]] = size
         tokens[new] = sequence[keep:]
         positions[new] = np.arange(keep, len(sequence))
         path = np.concatenate([path[:keep], np.arange(new.start, new.stop)])
@@ -166,24 +167,29 @@ def _layout(arrays: Sequence[np.ndarray], order: Sequence[int], shared: Sequence
         size = new.stop
     datums = tuple(sorted(order))
     return Packed(
-        tokens, positions, until, _segments(until), datums, tuple(rows[index] for index in datums)
+        tokens,
+        positions,
+        subtree_end,
+        _segments(subtree_end),
+        datums,
+        tuple(rows[index] for index in datums),
     )
 
 
-def _segments(until: np.ndarray) -> tuple[Segment, ...]:
+def _segments(subtree_end: np.ndarray) -> tuple[Segment, ...]:
     """Return the segments of a forest, given the subtree end of each row."""
     # Two adjacent rows whose subtrees have the same end are a parent and its only child. If the
     # ends differ, a new segment begins.
-    starts = [0, *(np.flatnonzero(until[1:] != until[:-1]) + 1).tolist()]
-    ends = [*starts[1:], len(until)]
+    starts = [0, *(np.flatnonzero(subtree_end[1:] != subtree_end[:-1]) + 1).tolist()]
+    ends = [*starts[1:], len(subtree_end)]
     segments: list[Segment] = []
     above: list[Segment] = []
     for start, end in zip(starts, ends, strict=True):
-        while above and above[-1].until <= start:
+        while above and above[-1].subtree_end <= start:
             above.pop()
         parent = above[-1] if above else None
         ancestors = _joined(parent.ancestors, (parent.start, parent.end)) if parent else ()
-        segments.append(Segment(start, end, int(until[start]), ancestors))
+        segments.append(Segment(start, end, int(subtree_end[start]), ancestors))
         above.append(segments[-1])
     return tuple(segments)
 

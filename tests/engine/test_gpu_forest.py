@@ -131,7 +131,7 @@ def test_split_sums_are_added_deterministically(monkeypatch):
     """The queries of the first keys are split among several programs."""
     monkeypatch.setattr(tree_attention, "_FEWEST_TILES", 2)
     whole = FORESTS["one long"]
-    plan = key_plan(whole.until, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
+    plan = key_plan(whole.subtree_end, triton_forest.tiles_for(torch.float32, 16, 3), 3, 1)
     assert plan.sums[:, 2].max() > 2
     inputs = tensors(len(whole), 3, 1, 16)
     first, second = (gradients(GpuForest(whole, DEVICE), inputs) for _ in range(2))
@@ -192,8 +192,8 @@ def test_plans_list_exactly_the_tiles_with_visible_pairs(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tree_attention, "_FEWEST_TILES", fewest)
         queries, keys = (
-            query_plan(whole.until, tiles, group),
-            key_plan(whole.until, tiles, group, 2),
+            query_plan(whole.subtree_end, tiles, group),
+            key_plan(whole.subtree_end, tiles, group, 2),
         )
     by_queries = {}
     for tile, first, masked, end in queries.items.tolist():

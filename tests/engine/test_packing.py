@@ -66,7 +66,7 @@ def test_segments_cover_the_rows_and_name_their_ancestors(sequences: list[list[i
     for segment in part.segments:
         above = {row for start, end in segment.ancestors for row in range(start, end)}
         assert above == set(np.flatnonzero(mask(part)[segment.start][: segment.start]))
-        assert set(part.until[segment.start : segment.end]) == {segment.until}
+        assert set(part.subtree_end[segment.start : segment.end]) == {segment.subtree_end}
 
 
 @settings(max_examples=60, deadline=None)

@@ -99,7 +99,9 @@ class Kernel(Protocol):
 def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
     """Return the rectangles of all segments: the segment's keys, its descendants' queries."""
     return tuple(
-        Rectangle(s.end, s.until, s.start, s.end) for s in packed.segments if s.end < s.until
+        Rectangle(s.end, s.subtree_end, s.start, s.end)
+        for s in packed.segments
+        if s.end < s.subtree_end
     )
 
 

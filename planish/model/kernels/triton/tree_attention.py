@@ -44,7 +44,7 @@ class GpuForest:
     def __init__(self, packed: Packed, device: torch.device) -> None:
         # Triton is absent on machines without a GPU.
         self._kernels = import_module("planish.model.kernels.triton.tree_kernels")
-        self._until = packed.until
+        self._until = packed.subtree_end
         self._device = device
         self._tables: dict[tuple[torch.dtype, torch.Size, int], Table] = {}
 
@@ -95,7 +95,7 @@ def visible_pairs(packed: Packed) -> int:
     """How many (query, key) pairs of the forest there are, in one head: the useful work of its
     attention.
     """
-    return int((packed.until - np.arange(len(packed))).sum())
+    return int((packed.subtree_end - np.arange(len(packed))).sum())
 
 
 @dataclass(frozen=True, eq=False)

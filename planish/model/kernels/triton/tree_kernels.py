@@ -1,5 +1,5 @@
 """Flash attention over a prefix forest in Triton: query row i sees key row j iff `j <= i <
-until[j]` (model/prefix_tree.py says why).
+subtree_end[j]` (model/prefix_tree.py says why).
 
 A tile of queries is M // G consecutive rows times the G query heads of a key head, so a key or
 value is loaded once for all heads that use it, a tile spans few rows, and segments of one row share
