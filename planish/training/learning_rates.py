@@ -1,17 +1,17 @@
-"""A learning rate to begin with, by the model's family and width.
+"""A default learning rate, computed from the model's family and hidden size.
 
     rate = 5e-5 * m * (2000 / hidden_size) ** p         m = 10 for LoRA, 1 for full fine-tuning
                                                         p = 0.781 for Llama, 0.0775 for Qwen
 
-Sources: m is the finding of "LoRA Without Regret" (Schulman et al., Thinking Machines Lab 2025):
-the best rate of LoRA is about ten times that of full fine-tuning, whatever the rank. 5e-5 and the
-exponents are the published fit over sweeps of supervised training on Llama and Qwen models (the
-public Tinker cookbook's hyperparameter helper); its values for eight models are in the tests. The
-loss of those sweeps is a sum over examples, and Adam makes the rate nearly independent of that.
+Sources: m is from "LoRA Without Regret" (Schulman et al., Thinking Machines Lab 2025): the best
+rate of LoRA is about ten times that of full fine-tuning, whatever the rank. 5e-5 and the exponents
+are from the public Tinker cookbook's hyperparameter helper, a fit over sweeps of supervised
+training on Llama and Qwen models. The tests contain its values for eight models. Those sweeps
+summed the loss over examples. Adam is nearly invariant to the scale of the loss, so the rate also
+suits averaged losses.
 
-SmolLM2 has Llama's architecture and takes its exponent; that lies outside of what was fitted, and
-one recorded run is all that speaks for it (docs/results.md). For other families there is no number,
-so there is an error.
+SmolLM2 has Llama's architecture, so it uses Llama's exponent. SmolLM2 was not part of the fit, and
+only one recorded run supports that choice (docs/results.md). Other families raise an error.
 """
 
 import re
@@ -24,7 +24,7 @@ BASE_RATE = 5e-5
 WIDTH = 2000
 EXPONENTS = {"llama": 0.781, "qwen": 0.0775}
 MODEL_TYPES = {"llama": "llama", "qwen2": "qwen", "qwen3": "qwen", "qwen3_moe": "qwen"}
-"""By "model_type" of config.json."""
+"""Maps "model_type" in config.json to the family."""
 
 HIDDEN_SIZES = {
     "llama": {
@@ -56,15 +56,17 @@ HIDDEN_SIZES = {
         "qwen3-235b-a22b": 4096,
     },
 }
-"""By the model's name without organisation and variant; from each model's config.json."""
+"""Maps each family to its models (names without organisation and variant) and their hidden sizes.
+The sizes are from each model's config.json.
+"""
 VARIANT = re.compile(r"(-instruct|-base)?(-2507)?")
 
 
 def get_lr(model_name: str, is_lora: bool = True) -> float:
-    """The rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
+    """Return the rate for a model name, such as "Qwen/Qwen3-8B", or for a local model directory.
 
-    Divide it for runs that begin with trained weights. UserError for a family of which nothing is
-    known.
+    Use a smaller rate for runs that start from trained weights. UserError for a family without a
+    formula.
     """
     family, hidden_size = _family(model_name)
     factor = get_lora_lr_over_full_finetune_lr(model_name) if is_lora else 1.0
@@ -72,14 +74,12 @@ def get_lr(model_name: str, is_lora: bool = True) -> float:
 
 
 def get_lora_lr_over_full_finetune_lr(model_name: str) -> float:
-    """How many times larger the best rate of LoRA is than that of full fine-tuning: 10, for every
-    model.
-    """
+    """Return the ratio of LoRA's best rate to that of full fine-tuning: 10 for every model."""
     return 10.0
 
 
 def _family(model_name: str) -> tuple[str, int]:
-    """The family and the hidden size."""
+    """Return the family and the hidden size of a model."""
     config = Path(model_name).expanduser() / "config.json"
     if config.is_file():
         fields = read_json(config)

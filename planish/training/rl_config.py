@@ -1,5 +1,6 @@
-"""The options of a training run. Names and defaults are those of the public cookbooks; what is
-added is marked by its doc.
+"""The options of an RL run, and the checks that reject wrong ones.
+
+Options that the public cookbooks have too keep the cookbooks' names and defaults.
 """
 
 import math
@@ -22,7 +23,7 @@ RL_LOSSES = ("importance_sampling", "ppo", "cispo", "gspo", "dro")
 
 @chz.chz
 class KLReferenceConfig:
-    """The policy that the KL penalty pulls to."""
+    """The reference policy of the KL penalty."""
 
     base_model: str
     load_checkpoint_path: str | None = chz.field(
@@ -32,7 +33,7 @@ class KLReferenceConfig:
 
 @chz.chz
 class AsyncConfig:
-    """Sampling runs ahead of training."""
+    """Options of asynchronous runs, in which sampling runs ahead of training."""
 
     max_steps_off_policy: int = chz.field(
         doc="most training steps between the weights that played a group and its step"
@@ -44,8 +45,8 @@ class AsyncConfig:
 
 @chz.chz
 class StreamMinibatchConfig:
-    """Gradients are computed on groups that are done while others of the batch are still being
-    played.
+    """Options of streaming: gradients of finished groups are computed while the batch's other groups
+    are still being rolled out.
     """
 
     num_minibatches: int = chz.field(doc="parts of a substep; each is one forward_backward")
@@ -83,7 +84,7 @@ class LossOptions:
 
 @chz.chz
 class RolloutOptions:
-    """How environments are rolled out, and what is written of it."""
+    """How environments are rolled out, and which rollouts are written to files."""
 
     max_tokens: int = chz.field(doc="longest answer")
     rollout_processes: int = chz.field(
@@ -120,12 +121,14 @@ class Config(RolloutOptions, LossOptions, RunOptions):
 
     @property
     def lag(self) -> int:
-        """Most training steps between the weights that play a group and the step it is trained in."""
+        """The largest number of steps between the weights that sample a group and the step that
+        trains on it.
+        """
         return self.async_config.max_steps_off_policy if self.async_config else 0
 
     @property
     def groups_per_batch(self) -> int | None:
-        """Groups a step where they are not the data set's."""
+        """Groups per step; None for the data set's own batches. UserError if two options differ."""
         sizes = {
             part.groups_per_batch
             for part in (self.async_config, self.stream_minibatch_config)
@@ -139,7 +142,7 @@ class Config(RolloutOptions, LossOptions, RunOptions):
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option. It runs before anything is loaded."""
     check_all_but_reference(config)
     _check_reference(config)
     if config.advantage == "none" and config.kl_penalty_coef == 0:
@@ -149,7 +152,10 @@ def check(config: Config) -> None:
 
 
 def check_all_but_reference(config: Config) -> None:
-    """The same for a run with another advantage shaping than kl_reference_config."""
+    """Check everything but `kl_reference_config` and the options that need it.
+
+    Runs with another advantage shaping, such as distillation, use this check.
+    """
     check_run(config)
     require(
         config,
@@ -195,7 +201,7 @@ def check_all_but_reference(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """UserError for options that nothing would read."""
+    """Raise UserError for options that would have no effect."""
     if (config.wandb_project or config.wandb_name) and not {"wandb", "trackio"} & set(
         config.loggers
     ):

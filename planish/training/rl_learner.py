@@ -51,7 +51,7 @@ class Batch:
     groups: list[asyncio.Task[GroupRollout | None]]
     progress: Stage
     errors_of_dropped: list[RolloutError]
-    """What failed in the groups that were dropped."""
+    """The rollout errors of dropped groups."""
 
 
 @dataclass
@@ -88,7 +88,7 @@ class RLLearner:
             await self.final_eval(runner)
 
     async def step(self, step: int, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup) -> None:
-        """Save and evaluate if it is time, roll out, train, log."""
+        """Take one step: save and evaluate if due, roll out, train, log."""
         loop, spans = self.loop, Spans(self.loop.trace)
         if (save := loop.due_checkpoint(loop.done)) is not None:
             with spans.measure("save_checkpoint"):
@@ -141,7 +141,7 @@ class RLLearner:
         self.loop.done, self.update = step + 1, None
 
     async def results(self, step: int, update: TrainingStep, spans: Spans) -> Metrics:
-        """The trainer's metrics of a step, once the trainer is done with it."""
+        """Wait until the trainer is done with a step, and return its metrics."""
         with (
             spans.measure("train"),
             self.loop.display.training(step, update.num_minibatches) as training,
@@ -159,8 +159,8 @@ class RLLearner:
         runner: GroupRolloutRunner,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Begin the rollouts of every batch that the weights of `step` may roll out and that has
-        not begun.
+        """Start the rollouts of all batches up to `step` + lag that have not started yet. They
+        sample with the weights before `step`.
         """
         policy = TinkerTokenCompleter(
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
@@ -189,7 +189,7 @@ class RLLearner:
             self.in_flight.append(Batch(groups, progress, errors_of_dropped))
 
     def builders(self, index: int) -> list[EnvGroupBuilder]:
-        """The groups of a batch. An error of the data set names the batch."""
+        """Return the groups of a batch. An error of the data set names the batch."""
         try:
             builders = list(self.dataset.get_batch(index) or ())
         except Exception as error:
@@ -202,17 +202,18 @@ class RLLearner:
         return builders
 
     async def publish(self) -> Any:
-        """A sampling client of the present weights."""
+        """Return a sampling client of the current weights."""
         return await self.training_client.save_weights_and_get_sampling_client_async()
 
     def is_eval_due(self, step: int) -> bool:
+        """Return whether evaluators run before `step`."""
         every = self.config.eval_every
         return every > 0 and (step % every == 0 or self.loop.is_first_or_last(step))
 
     async def evaluate(
         self, step: int, sampling_client: SamplingClient, runner: GroupRolloutRunner, spans: Spans
     ) -> Metrics:
-        """The metrics of all evaluators, before `step`."""
+        """Return the metrics of all evaluators, before `step`."""
 
         async def evaluate_one(evaluator: Evaluator) -> Metrics:
             if isinstance(evaluator, RLTestSetEvaluator):
@@ -228,7 +229,7 @@ class RLLearner:
         sampling_client: SamplingClient,
         runner: GroupRolloutRunner,
     ) -> Metrics:
-        """The metrics of a test set, whose rollouts are written to files as well."""
+        """Roll out a test set, write its rollouts to files, and return its metrics."""
         with self.loop.display.evaluation(evaluator.name, len(evaluator.builders)) as progress:
             rollouts = await evaluator.roll_out(
                 sampling_client,
@@ -250,6 +251,7 @@ class RLLearner:
         self.loop.log_step(steps, row, spans)
 
     def advantages(self, rollouts: Sequence[GroupRollout]) -> list[list[float]]:
+        """Return the advantage of each trajectory, [P][G]."""
         return compute_advantages([rollout.group for rollout in rollouts], self.config.advantage)
 
     async def write_files(
@@ -259,6 +261,7 @@ class RLLearner:
         rollouts: Sequence[GroupRollout],
         advantages: list[list[float]] | None,
     ) -> None:
+        """Write the rollouts of a step to files. `advantages` is None for evaluations."""
         await run_uncancelled(
             asyncio.to_thread(self.files.write, split, step, rollouts, advantages)
         )
@@ -277,6 +280,7 @@ class RLLearner:
         return self.update is None or not await self.update.has_moved_weights()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Return the counters, which each checkpoint's row contains."""
         return self.counters.row()
 
 
@@ -290,14 +294,14 @@ class Counters:
 
     @classmethod
     def of(cls, record: CheckpointRecord | None) -> Self:
-        """The counts of a checkpoint; zero without one."""
+        """Return the counts of a checkpoint; zeros without a checkpoint."""
         extra = record.extra if record else {}
         return cls(
             Counter(extra.get("cumulative_tokens", {})), Counter(extra.get("rollout_errors", {}))
         )
 
     def row(self) -> dict[str, dict[str, int]]:
-        """The counts as a checkpoint's row carries them."""
+        """Return the counts in the form of a checkpoint's row."""
         return {"cumulative_tokens": dict(self.tokens), "rollout_errors": dict(self.errors)}
 
     def count(
@@ -307,8 +311,8 @@ class Counters:
         data_D: Sequence[TrainingSequence],
         errors_of_dropped: Sequence[RolloutError] = (),
     ) -> None:
-        """Count one step. `rollouts` are those of `groups` that were not dropped, `data_D` is what
-        was trained on, and `errors_of_dropped` failed in the dropped groups.
+        """Count one step. `rollouts` are the groups of `groups` that were not dropped. `data_D` are
+        the trained sequences. `errors_of_dropped` are the errors of dropped groups.
         """
         trained = sum(len(sequence.tokens_N) - 1 for sequence in data_D)
         self.step_tokens = Counter({**token_counts(rollouts), "trained": trained})
@@ -319,7 +323,9 @@ class Counters:
         self.errors.update({"groups_skipped": len(groups) - len(rollouts)})
 
     def metrics(self) -> Metrics:
-        """tokens/... of the step, tokens/cumulative/..., and rollout_errors/... once there was one."""
+        """Return tokens/... of the step and tokens/cumulative/... of the run. After the run's first
+        failure, rollout_errors/... are added.
+        """
         errors = {f"rollout_errors/{name}": count for name, count in self.errors.items()}
         return {
             **{f"tokens/{name}": count for name, count in self.step_tokens.items()},

@@ -1,12 +1,12 @@
-"""One training step: groups in, gradient out, weights one or several optimizer steps further.
+"""One training step: train on a batch of groups with one or several optimizer steps.
 
 Legend: P groups of a batch, S substeps, M minibatches of a substep, D sequences.
 
-The batch is cut by groups: S substeps, each ended by an optimizer step, each cut into M
-minibatches, each one forward_backward. Gradients add up over the minibatches of a substep. What is
-cut is fixed by the order of the groups alone, never by which was done first, so the same seed gives
-the same sums. Operations are submitted before their results are waited for, and the engine works
-through them in order.
+The groups of a batch are split into S substeps, and each substep into M minibatches. Each minibatch
+is one forward_backward call. Gradients add up over the minibatches of a substep, and an optimizer
+step ends the substep. The split depends only on the order of the groups, not on which rollout
+finishes first. So the same seed gives the same sums. All operations are submitted before their
+results are awaited, and the engine executes them in order.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -28,8 +28,8 @@ T = TypeVar("T")
 
 
 def loss_config(config: Config) -> dict[str, float] | None:
-    """The loss's options; rollouts at another temperature are on-policy only if the loss scales its
-    logits alike.
+    """Return the options of the loss. The sampling temperature is added if it is not 1: rollouts are
+    on-policy only if the loss divides its logits by the same temperature.
     """
     given = dict(config.loss_fn_config or {})
     if config.temperature != 1.0:
@@ -39,12 +39,12 @@ def loss_config(config: Config) -> dict[str, float] | None:
 
 @dataclass
 class TrainingStep:
-    """A step under way."""
+    """One training step that is being submitted: its data and its unfinished operations."""
 
     config: Config
     training_client: TrainingClient
     shaping: kl.AdvantageShaping | None
-    """What changes the advantages after they are computed; None if nothing does."""
+    """A term that is added to the advantages after they are computed, or None."""
     learning_rate: float
     data_D: list[TrainingSequence] = field(default_factory=list)
     _pending: list[Any] = field(default_factory=list)
@@ -54,11 +54,11 @@ class TrainingStep:
 
     @property
     def has_updated(self) -> bool:
-        """An optimizer step is under way: the step can no longer be left undone."""
+        """Whether an optimizer step was submitted. The step can then no longer be abandoned."""
         return bool(self._updates)
 
     async def forward_backward(self, data_D: Sequence[TrainingSequence]) -> None:
-        """Submit the gradient of one minibatch; nothing happens without data."""
+        """Submit the gradient of one minibatch. Empty data submit nothing."""
         if not data_D:
             return
         config = self.config
@@ -87,11 +87,13 @@ class TrainingStep:
 
     @property
     def num_minibatches(self) -> int:
-        """Calls of forward_backward under way."""
+        """The number of submitted forward_backward calls."""
         return len(self._pending)
 
     async def finish(self, minibatch_done: Callable[[], None] = lambda: None) -> Metrics:
-        """Wait for everything; what the trainer said of it."""
+        """Wait for all submitted operations, and return the trainer's metrics. `minibatch_done` is
+        called after each minibatch.
+        """
         outputs = []
         for pending in self._pending:
             outputs.append(await pending)
@@ -104,8 +106,8 @@ class TrainingStep:
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
 
     async def has_moved_weights(self) -> bool:
-        """Whether an optimizer step was applied, as far as is known; waits for those under way. A
-        UserError says that none was.
+        """Wait for the optimizer steps, and return whether one was applied. A UserError means that a
+        step was rejected. After any other error the weights may have changed, so return True.
         """
         for pending in self._updates:
             try:
@@ -118,7 +120,7 @@ class TrainingStep:
         return False
 
     async def post_update_kl(self) -> Metrics:
-        """kl_pre_post_v1 and _v2: how far the step moved the policy on its own data."""
+        """Return kl_pre_post_v1 and _v2: how far the step moved the policy on its own data."""
         if not self.data_D:
             return {}
         data = [sequence.datum(self.config.loss_fn) for sequence in self.data_D]
@@ -130,15 +132,15 @@ class TrainingStep:
     async def shaped(
         self, shaping: kl.AdvantageShaping, data_P_D: list[list[TrainingSequence]]
     ) -> list[list[TrainingSequence]]:
-        """The data of each group with the advantages that `shaping` gives them."""
+        """Return the data of each group with the advantages that `shaping` gives them."""
         shaped_D, self._shaping_metrics = await shaping(flat(data_P_D))
         remaining = iter(shaped_D)
         return [[next(remaining) for _ in group_D] for group_D in data_P_D]
 
 
 def training_data(rollout: GroupRollout | None, config: Config) -> list[TrainingSequence]:
-    """The sequences that a group gives; none of one that was dropped, or that is constant and to be
-    removed.
+    """Return the training sequences of a group. A dropped group has none, nor has a group with equal
+    rewards under `remove_constant_reward_groups`.
     """
     if rollout is None:
         return []
@@ -154,16 +156,16 @@ async def train_on(
     guard: Callable[[Awaitable[GroupRollout | None]], Awaitable[GroupRollout | None]],
     spans: Spans,
 ) -> list[GroupRollout]:
-    """Submit a whole step on groups that may still be played; returns those that were not dropped.
+    """Submit a whole step on groups that may still be running. Return those that were not dropped.
 
-    `guard` waits for one group and may raise, to leave the step undone; it is asked until the first
-    update only.
+    `guard` awaits one group, and may raise to abandon the step. After the first optimizer step,
+    groups are awaited without `guard`, because the step can no longer be abandoned.
     """
     config = step.config
     rollouts_P: list[GroupRollout | None] = []
 
     async def wait_for(count: int) -> None:
-        """The first `count` groups are in `rollouts_P` then."""
+        """Wait until `rollouts_P` contains the first `count` groups."""
         while len(rollouts_P) < count:
             group = groups_P[len(rollouts_P)]
             rollouts_P.append(await (group if step.has_updated else guard(group)))
@@ -192,19 +194,20 @@ async def train_on(
 
 
 def flat(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequence]:
+    """Return the sequences of all groups as one list."""
     return [sequence for group_D in data_P_D for sequence in group_D]
 
 
 def split(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
-    """`items` in at most `parts` contiguous pieces of nearly equal size, none of them empty."""
+    """Yield `items` in at most `parts` contiguous pieces of nearly equal size, none of them empty."""
     parts = min(parts, len(items))
     for index in range(parts):
         yield items[index * len(items) // parts : (index + 1) * len(items) // parts]
 
 
 def summed(outputs: Sequence[ForwardBackwardOutput]) -> Metrics:
-    """The metrics of several calls as one: "name:sum" added up, "name:mean" averaged by their
-    sequences, else the extreme.
+    """Combine the metrics of several calls. The suffix of a name says how: ":sum", ":min", ":max".
+    All others are averaged, weighted by the number of sequences.
     """
     by_name: dict[str, list[tuple[float, int]]] = {}
     for output in outputs:

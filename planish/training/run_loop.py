@@ -81,8 +81,8 @@ class RunLoop:
         self.done = self.saved = self.start.batch
 
     async def run_to_end(self, learner: Learner) -> bool:
-        """Take all steps. Return False if a signal ended the run early; it is saved then, and can
-        be resumed.
+        """Take all steps. Return False if a signal ended the run early. Such a run has been saved
+        and can be resumed.
         """
         self.learner = learner
         try:
@@ -104,15 +104,16 @@ class RunLoop:
         return True
 
     def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`."""
         options = self.options
         return learning_rate_at(
             step, self.steps, options.learning_rate, options.lr_schedule, options.warmup_steps
         )
 
     def is_first_or_last(self, step: int) -> bool:
-        """Whether everything is evaluated before `step`: after the last step, and at the first step
-        when a finished run is extended. The row of that step replaces the row of the earlier run's
-        final evaluation.
+        """Return whether all evaluators run before `step`. They run after the last step, and at the
+        first step when a finished run is extended. The row of that first step replaces the row of
+        the earlier run's final evaluation.
         """
         return step == self.steps or (step == self.start.batch and self.start.was_finished)
 
@@ -123,7 +124,7 @@ class RunLoop:
         spans: Spans,
         evaluate_one: EvaluateOne,
     ) -> Metrics:
-        """The metrics of all evaluators, before `step`. A signal cancels the current evaluation."""
+        """Return the metrics of all evaluators, before `step`. A signal cancels the evaluation."""
 
         async def located(evaluator: Evaluator) -> Metrics:
             with asking(evaluator, step):
@@ -139,7 +140,9 @@ class RunLoop:
     async def evaluate_one(
         self, evaluator: Evaluator, sampling_client: SamplingClient | None
     ) -> Metrics:
-        """The metrics of one evaluator, which is given the client that its kind asks for."""
+        """Return the metrics of one evaluator. It gets the training client or the sampling client,
+        depending on its class.
+        """
         name = evaluator_name(evaluator)
         with self.display.evaluation(name):
             if isinstance(evaluator, TrainingClientEvaluator):
@@ -159,7 +162,9 @@ class RunLoop:
             self.trace.write(step, spans)
 
     def due_checkpoint(self, done: int) -> SaveCheckpoint | None:
-        """How to save after `done` steps. None if no checkpoint is due, or if it is saved already."""
+        """Return the method that saves the checkpoint due after `done` steps. None if no checkpoint
+        is due, or if those steps are already saved.
+        """
         if done == self.saved:
             return None
         return self.checkpoints.due(
@@ -169,8 +174,8 @@ class RunLoop:
         )
 
     async def save(self, save: SaveCheckpoint) -> CheckpointRecord:
-        """Save the steps that are done. A save that has begun is finished, even if the run fails or
-        is cancelled meanwhile.
+        """Save the steps that are done. A save that has started completes even if the run fails or
+        is cancelled.
         """
 
         async def saving() -> CheckpointRecord:
@@ -182,17 +187,19 @@ class RunLoop:
             return await run_uncancelled(saving())
 
     async def save_if_needed(self) -> None:
-        """Save the steps that are done, unless the newest checkpoint has them all."""
+        """Save the steps that are done, unless the newest checkpoint contains all of them."""
         if self.done > self.saved:
             await self.save(self.checkpoints.state_only)
 
     async def _rescue(self, error: Exception) -> None:
-        """Before `error` ends the run, save the steps that are done, if the weights are theirs."""
+        """Save the finished steps before `error` ends the run. Skip this if the weights contain
+        more than those steps.
+        """
         try:
             if not await self.learner.settle_after_error():
                 return
             await self.save_if_needed()
-        except Exception as another:  # the disk or the server is gone: the first error says more
+        except Exception as another:  # e.g. the disk or server is gone; `error` is the cause
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
         else:
             self.display.say(
@@ -207,7 +214,7 @@ def start_run(
     data_size: int,
     recipe_name: str | None,
 ) -> Start:
-    """Begin a run, or resume it from its newest checkpoint: `start_training` with the options."""
+    """Begin a run, or resume it from its newest checkpoint, by calling `start_training`."""
     return start_training(
         service_client,
         run,
@@ -227,8 +234,10 @@ async def with_service_client(
     service_client: ServiceClient | None,
     others: Sequence[str | None] = (),
 ) -> Path:
-    """`run` with the given service client; with one of its own, here or at `base_url`, if None is
-    given. `others`: additional base models to load.
+    """Call `run` with a service client, and return its result.
+
+    If `service_client` is None, one is opened for the call: in this process, or at `base_url`.
+    `others` are additional base models to load.
     """
     if service_client is not None:
         return await run(options, service_client)
@@ -256,7 +265,7 @@ async def run_training(
 
     `config` is written to config.json, and must be that of the run that is resumed, except for the
     names in `may_change`. `console_metrics` maps names of metrics to how the console shows them;
-    None shows all. A run that has all its steps prints so, followed by `remedy`.
+    None shows all. If the run is already finished, a message that ends with `remedy` is printed.
 
     After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
     planish.processes.interruption.Terminated is raised.
@@ -302,7 +311,7 @@ async def run_training(
 
 
 def shortened(options: RunOptions, steps: int) -> str:
-    """Why a run has fewer steps than `max_steps`; "" if it has not."""
+    """Return an explanation if the run has fewer steps than `max_steps`, otherwise ""."""
     if options.max_steps is None or options.max_steps <= steps:
         return ""
     passes = "one pass" if options.num_epochs == 1 else f"{options.num_epochs} passes"

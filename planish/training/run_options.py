@@ -1,9 +1,9 @@
 """The options that training runs share, in groups. Names and defaults are those of the public
 cookbooks.
 
-The options of a kind of run inherit these groups, so that their names stay flat, in programs and on
-the command line: `Config(save_every=10)`, `save_every=10`. Help texts list the last base class
-first.
+The Config classes of RL and supervised runs inherit these groups. So option names stay flat in
+programs (`Config(save_every=10)`) and on the command line (`save_every=10`). Help texts list the
+last base class first.
 """
 
 import math
@@ -20,7 +20,7 @@ from planish.training.schedules import SCHEDULES
 from planish.types import TTL_REMEDY, is_ttl
 
 Rules = dict[str, tuple[bool, str]]
-"""Name of an option -> whether its value is right, and what to give otherwise."""
+"""Maps an option's name to whether its value is valid, and to the valid values in words."""
 
 instead: ContextVar[Callable[[Any], Path] | None] = ContextVar("instead", default=None)
 """A function that is called with the config of an RL run in place of training, as `planish play`
@@ -70,7 +70,7 @@ class LoraOptions:
 
     @property
     def lora_switches(self) -> dict[str, bool]:
-        """The switches that were given, by name."""
+        """The switches that are not None, by name."""
         values = {
             name: getattr(self, name) for name in ("train_mlp", "train_attn", "train_unembed")
         }
@@ -152,15 +152,17 @@ RESUMABLE_OPTIONS = (
 
 
 def may_change(options: RunOptions, *others: str) -> tuple[str, ...]:
-    """Options that may differ when a run is resumed, `others` among them. A learning rate that
-    falls until the last step fixes the number of steps.
+    """Return the options that may differ when a run is resumed; `others` are added.
+
+    The number of steps may change only with a constant learning rate. Other schedules depend on it,
+    so a change would alter the rates of steps already taken.
     """
     length = ("max_steps", "num_epochs") if options.lr_schedule == "constant" else ()
     return (*RESUMABLE_OPTIONS, *others, *length)
 
 
 def check_run(options: RunOptions) -> None:
-    """UserError for an option of any run that cannot be right."""
+    """Raise UserError for an invalid value of an option that all runs have."""
     require(
         options,
         {
@@ -185,8 +187,8 @@ def check_run(options: RunOptions) -> None:
 
 
 def require(options: Any, rules: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise UserError for the first option whose value is not right: name -> (is it right, what to
-    give).
+    """Raise UserError for the first invalid option. `rules` maps an option's name to whether its
+    value is valid, and to the valid values in words.
     """
     for name, (is_right, remedy) in rules.items():
         if not is_right:

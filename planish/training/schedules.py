@@ -1,6 +1,4 @@
-"""Learning rates over the steps of a run: each is a function of the fraction of the run that is
-done.
-"""
+"""Learning rate schedules: functions of the finished fraction of a run."""
 
 import math
 from collections.abc import Callable
@@ -10,14 +8,16 @@ SCHEDULES: dict[str, Callable[[float], float]] = {
     "linear": lambda done: 1.0 - done,
     "cosine": lambda done: 0.5 * (1.0 + math.cos(math.pi * done)),
 }
-"""Factors for the fraction done, 0 at the first step. They reach 0 only after the last step."""
+"""Factors of the learning rate, given the finished fraction of the run (0 at the first step).
+"linear" and "cosine" reach 0 only after the last step.
+"""
 
 
 def learning_rate_at(
     step: int, steps: int, base: float, schedule: str, warmup_steps: int = 0
 ) -> float:
-    """The rate of step `step` (from 0) of `steps`. It rises linearly to `base` over the first
-    `warmup_steps`.
+    """Return the learning rate of `step` (counted from 0) of `steps`. It rises linearly to `base`
+    over the first `warmup_steps` steps.
     """
     if step < warmup_steps:
         return base * (step + 1) / (warmup_steps + 1)

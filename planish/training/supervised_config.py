@@ -1,5 +1,6 @@
-"""The options of supervised training. Names and defaults are those of the public cookbooks; what is
-added is marked by its doc.
+"""The options of supervised training, and the checks that reject wrong ones.
+
+Options that the public cookbooks have too keep the cookbooks' names and defaults.
 """
 
 import math
@@ -36,7 +37,7 @@ class Config(RunOptions):
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option. It runs before anything is loaded."""
     check_run(config)
     require(
         config,

@@ -1,4 +1,4 @@
-"""Lengths that the models of a run can hold, so that no batch in the middle of it is refused."""
+"""Limit `max_length` to the context windows of a run's models, so that no batch is rejected later."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -15,12 +15,12 @@ C = TypeVar("C", bound=Config)
 async def within_context(
     config: C, service_client: ServiceClient, readers: Sequence[tuple[str, int]] = ()
 ) -> C:
-    """`config` with its data set's `max_length` lowered to what the models' contexts hold, which is
-    then said.
+    """Return `config` with its data set's `max_length` lowered to the smallest context window.
 
-    `readers`: base models that read each example besides the one that is trained, and how many
-    tokens more than `max_length` each needs. A builder of another kind than chats keeps its
-    lengths, as do models of which the service does not say the context.
+    A message is printed if `max_length` changes. `readers` are other base models that read each
+    example, such as a teacher, with the number of tokens that each needs beyond `max_length`. A
+    builder that is not a ChatDatasetBuilder is returned unchanged. Models whose context window the
+    service does not report are ignored.
     """
     builder = config.dataset_builder
     if not isinstance(builder, ChatDatasetBuilder):
@@ -29,7 +29,7 @@ async def within_context(
     held = []
     for name, more in ((config.model_name, 0), *readers):
         context = (await service_client.get_server_capabilities_async()).context_of(name)
-        if context is None:  # of a model that is named by its directory, known once it is loaded
+        if context is None:  # a model named by its directory; its context is known once loaded
             await service_client.create_sampling_client_async(base_model=name)
             context = (await service_client.get_server_capabilities_async()).context_of(name)
         if context is not None:

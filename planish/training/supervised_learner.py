@@ -1,14 +1,16 @@
-"""The steps of a supervised run: a batch, its gradient, an update, again. The next batch is
-submitted before the results of the one before are there.
+"""The steps of a supervised run: for each batch, compute its gradient and update the weights.
 
-Up to `submit_ahead` steps are submitted before the oldest one is waited for. The engine works
-through them in order, so results are the same at any number. An update is submitted only once at
-most `submit_ahead` - 1 earlier steps are unfinished (by default none). So no update is queued
-behind a step that may fail, and the steps before the failure can be saved. Before an evaluation or
-a checkpoint everything submitted is waited for and logged. What is measured or saved after `done`
-steps has seen the batches 0 .. done - 1, each once, and nothing of the next batch.
+The next batch is submitted before the results of the previous batch arrive. Up to `submit_ahead`
+steps stay unfinished while the next step is prepared. The engine executes them in order, so the
+results do not depend on `submit_ahead`.
 
-Batch and learning rate of a step are functions of its number alone.
+An optimizer step waits until at most `submit_ahead` - 1 earlier steps are unfinished (by default,
+none). So by default no update is queued behind a step that may fail, and the steps before a failure
+can be saved. Before an evaluation or a checkpoint, all submitted steps are awaited and logged. So
+weights that are evaluated or saved after `done` steps were trained exactly once on each of the
+batches 0 .. done - 1.
+
+The batch and the learning rate of a step depend only on the step's number.
 """
 
 import asyncio
@@ -31,18 +33,19 @@ from planish.types import AdamParams
 
 @dataclass(frozen=True)
 class EvalSchedule:
-    """Evaluators that run every so many steps; 0 = never."""
+    """Evaluators that run every `every` steps; 0 = never."""
 
     every: int
     evaluators: Sequence[Evaluator]
 
     def is_due(self, step: int, *, is_first_or_last: bool) -> bool:
+        """Return whether the evaluators run before `step`."""
         return self.every > 0 and (is_first_or_last or step % self.every == 0)
 
 
 @dataclass(frozen=True)
 class PendingStep:
-    """A submitted step. Without data there is neither gradient nor update."""
+    """A submitted step. With an empty batch, `gradient` and `update` are None."""
 
     step: int
     batch: Batch
@@ -52,8 +55,8 @@ class PendingStep:
     spans: Spans
 
     async def is_applied(self) -> bool:
-        """Wait for the update, and return whether the weights have it, as far as is known. A
-        UserError says that they do not.
+        """Wait for the update, and return whether the weights contain it. A UserError means that it
+        was rejected. After any other error the weights may have changed, so return True.
         """
         try:
             if self.update is not None:
@@ -75,14 +78,14 @@ class SupervisedLearner:
     pending: deque[PendingStep] = field(default_factory=deque)
     """Steps whose results have not arrived, the oldest first."""
     weights_ahead_of_record: bool = False
-    """The weights may have more updates than the logged and the pending steps: a step is just
-    becoming pending, or is just being logged.
+    """Whether the weights may contain a step that is neither logged nor in `pending`. This is so
+    while a step's update is being submitted, and while its row is being logged.
     """
 
     def __post_init__(self) -> None:
         self.training_client = self.loop.training_client
         self.epoch: int | None = None
-        """The epoch that the data set is in."""
+        """The current epoch of the data set."""
         self.last_row = time.perf_counter()
 
     async def run_steps(self) -> None:
@@ -106,8 +109,8 @@ class SupervisedLearner:
             self.log_step(loop.steps, {"progress": 1.0, **evals}, spans)
 
     async def settle_after_error(self) -> bool:
-        """Log the steps that were applied. Return False if an update behind the step that failed
-        was applied as well.
+        """Log the steps that were applied. Return False if an update after the failed step was
+        applied as well.
         """
         if self.weights_ahead_of_record:
             return False
@@ -119,7 +122,7 @@ class SupervisedLearner:
         return True
 
     async def submit_step(self, step: int) -> None:
-        """Evaluate if it is time, and submit the step."""
+        """Run the evaluators that are due, and submit the step."""
         spans = Spans(self.loop.trace)
         evals = await self.evaluate(step, spans)
         with spans.measure("render"):
@@ -140,6 +143,7 @@ class SupervisedLearner:
         self.weights_ahead_of_record = False
 
     def batch_of(self, step: int) -> Batch:
+        """Return the batch of `step`. It may be empty."""
         epoch, index = divmod(step, len(self.dataset))
         if epoch != self.epoch:
             self.dataset.set_epoch(epoch)
@@ -167,7 +171,9 @@ class SupervisedLearner:
             self.loop.done, self.weights_ahead_of_record = step + 1, False
 
     async def evaluate(self, step: int, spans: Spans) -> Metrics:
-        """What is due before `step`; after the last step, everything."""
+        """Return the metrics of the evaluators that are due before `step`. After the last step, all
+        evaluators are due.
+        """
         is_first_or_last = self.loop.is_first_or_last(step)
         evaluators = [
             evaluator
@@ -191,8 +197,8 @@ class SupervisedLearner:
         return await self.loop.evaluate(step, evaluators, spans, evaluate_one)
 
     def log_step(self, step: int, metrics: Metrics, spans: Spans) -> None:
-        """Write the row of a step. Its time/total is the time since the row before, because several
-        steps are submitted at once.
+        """Write the row of a step. Several steps run at once, so time/total is the time in seconds
+        since the previous row.
         """
         now = time.perf_counter()
         seconds, self.last_row = now - self.last_row, now
@@ -202,9 +208,11 @@ class SupervisedLearner:
         self.loop.log_step(step, metrics, spans, times)
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
+        """Return the epoch, which each checkpoint's row contains."""
         return {"epoch": self.loop.done // len(self.dataset)}
 
     def adam(self, step: int) -> AdamParams:
+        """Return the optimizer's parameters for `step`."""
         config = self.config
         return AdamParams(
             learning_rate=self.loop.learning_rate(step),
@@ -217,7 +225,7 @@ class SupervisedLearner:
 
 
 async def results(pending: PendingStep) -> Metrics:
-    """The metrics of gradient and update, once they have arrived."""
+    """Wait for a step's gradient and update, and return their metrics."""
     if pending.gradient is None:
         return {}
     metrics = await pending.gradient.metrics()
@@ -226,6 +234,7 @@ async def results(pending: PendingStep) -> Metrics:
 
 
 def counts(batch: Batch) -> Metrics:
+    """Return how many sequences and tokens a batch has, and how many were truncated or left out."""
     return {
         "num_sequences": len(batch),
         "num_tokens": sum(datum.model_input.length for datum in batch),

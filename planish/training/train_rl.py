@@ -1,4 +1,4 @@
-"""Starts an RL run. Its steps are taken by planish/training/rl_learner.py."""
+"""Start an RL run. Its steps are taken by planish/training/rl_learner.py."""
 
 import asyncio
 from pathlib import Path
@@ -26,7 +26,7 @@ from planish.training.run_options import instead, may_change
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
 
     After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
@@ -41,8 +41,8 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 async def train(
     config: Config, service_client: ServiceClient, shaping: AdvantageShaping | None = None
 ) -> Path:
-    """A run whose advantages `shaping` changes. Without one, that is the KL penalty of the options,
-    if they ask for it.
+    """Train a run, and return its directory. `shaping` changes the advantages. If it is None, the
+    KL penalty of the options is used, if they have one.
     """
     train_set, test_set = checked_datasets(await config.dataset_builder())
     dataset = planned(train_set, config)
@@ -87,8 +87,8 @@ async def train(
 
 
 def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
-    """What a dataset builder gave: the data set to train on, and the one to test on or None.
-    UserError if it gave anything else.
+    """Return the result of a dataset builder: a training set, and a test set or None. UserError if
+    it is anything else.
     """
     if not isinstance(built, tuple) or len(built) != 2:
         raise UserError(
@@ -103,10 +103,10 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
 
 
 def planned(train_set: RLDataset, config: Config) -> RLDataset:
-    """The batches of all epochs, with as many groups as the options ask for.
+    """Return the batches of all epochs. Each has `groups_per_batch` groups, if that option is given.
 
-    The first epoch has the data set's own order and each further one an order of its own, however
-    many there are, so that a run can go on with more.
+    The first epoch has the data set's own order, and every later epoch is shuffled differently. The
+    order of an epoch does not depend on `num_epochs`, so a run can be extended by further epochs.
     """
     dataset = (
         train_set
@@ -121,8 +121,8 @@ def planned(train_set: RLDataset, config: Config) -> RLDataset:
 
 
 def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
-    """The test of the data set, if it has one, and those of the options; none if they are never
-    due.
+    """Return the test set's evaluator, if there is a test set, and those of the options. Empty if
+    `eval_every` is 0.
     """
     if config.eval_every == 0:
         return []
@@ -140,6 +140,7 @@ def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
 
 
 def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
+    """Return the evaluator that rolls out the test set, at `eval_temperature` if it is given."""
     temperature = config.temperature if config.eval_temperature is None else config.eval_temperature
     return RLTestSetEvaluator(
         test_set,
@@ -151,7 +152,7 @@ def test_evaluator(config: Config, test_set: RLDataset) -> RLTestSetEvaluator:
 
 
 async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty | None:
-    """The KL penalty that the options ask for."""
+    """Return the KL penalty of the options; None without a reference policy."""
     if config.kl_reference_config is None:
         return None
     reference = await policy_client(config.kl_reference_config, service_client, "kl_reference")
@@ -161,7 +162,9 @@ async def kl_penalty(config: Config, service_client: ServiceClient) -> KLPenalty
 async def policy_client(
     policy: KLReferenceConfig, service_client: ServiceClient, option: str
 ) -> Any:
-    """A sampling client of the policy that `option` names."""
+    """Return a sampling client of `policy`. UserError, which names `option`, if its checkpoint is
+    not found or belongs to another base model.
+    """
     if policy.load_checkpoint_path is None:
         return await service_client.create_sampling_client_async(base_model=policy.base_model)
     try:

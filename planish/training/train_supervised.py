@@ -1,4 +1,4 @@
-"""Starts a supervised run. Its steps are taken by planish/training/supervised_learner.py."""
+"""Start a supervised run. Its steps are taken by planish/training/supervised_learner.py."""
 
 import asyncio
 from collections.abc import Callable
@@ -28,7 +28,7 @@ CONSOLE_METRICS = {
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
 
     After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
@@ -45,6 +45,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 def cross_entropy(start: Start) -> Objective:
+    """Return the objective of plain supervised training."""
     return CrossEntropy(start.training_client.get_tokenizer())
 
 
@@ -54,8 +55,9 @@ async def train(
     objective_of: Callable[[Start], Objective],
     console_metrics: dict[str, str],
 ) -> Path:
-    """A run with the objective that `objective_of` makes at its start; `console_metrics` is a
-    step's line on the console.
+    """Train a run with the objective that `objective_of` returns. Return the run directory.
+
+    `console_metrics` maps the metrics on a step's console line to their format.
     """
     train_set, test_set = await asyncio.to_thread(config.dataset_builder)
 
@@ -77,6 +79,7 @@ async def train(
 
 
 def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
+    """Return the number of steps of the run. UserError if the data set has no batches."""
     if len(train_set) == 0:
         raise UserError(
             "dataset_builder gives no batches; give a data set with at least one, or a smaller batch_size"
@@ -88,7 +91,7 @@ def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
 def eval_schedules(
     config: Config, objective: Objective, test_set: SupervisedDataset | None
 ) -> list[EvalSchedule]:
-    """When the evaluators of the test set and of the options run."""
+    """Return the evaluators of the test set and of the options, with how often they run."""
     own = [objective.test(test_set)] if test_set is not None and config.eval_every else []
     return [
         EvalSchedule(config.eval_every, [*own, *(build() for build in config.evaluator_builders)]),
