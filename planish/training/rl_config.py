@@ -45,8 +45,8 @@ class AsyncConfig:
 
 @chz.chz
 class StreamMinibatchConfig:
-    """Options of streaming: gradients of finished groups are computed while the batch's other groups
-    are still being rolled out.
+    """Options of streaming. Gradients of finished groups are computed while the other groups of the
+    batch are still being rolled out.
     """
 
     num_minibatches: int = chz.field(doc="parts of a substep; each is one forward_backward")

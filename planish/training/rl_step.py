@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 def loss_config(config: Config) -> dict[str, float] | None:
-    """Return the options of the loss. The sampling temperature is added if it is not 1: rollouts are
+    """Return the options of the loss. A sampling temperature other than 1 is added: rollouts are
     on-policy only if the loss divides its logits by the same temperature.
     """
     given = dict(config.loss_fn_config or {})
@@ -106,8 +106,8 @@ class TrainingStep:
         return metrics | kl.kl_metrics("optim/kl_sample_train", self.data_D, outputs)
 
     async def has_moved_weights(self) -> bool:
-        """Wait for the optimizer steps, and return whether one was applied. A UserError means that a
-        step was rejected. After any other error the weights may have changed, so return True.
+        """Wait for the optimizer steps, and return whether one was applied. A UserError means that
+        a step was rejected. After any other error the weights may have changed, so return True.
         """
         for pending in self._updates:
             try:
@@ -139,8 +139,8 @@ class TrainingStep:
 
 
 def training_data(rollout: GroupRollout | None, config: Config) -> list[TrainingSequence]:
-    """Return the training sequences of a group. A dropped group has none, nor has a group with equal
-    rewards under `remove_constant_reward_groups`.
+    """Return the training sequences of a group. A dropped group has none. With
+    `remove_constant_reward_groups`, a group with equal rewards has none either.
     """
     if rollout is None:
         return []
@@ -199,7 +199,7 @@ def flat(data_P_D: Iterable[Sequence[TrainingSequence]]) -> list[TrainingSequenc
 
 
 def split(items: Sequence[T], parts: int) -> Iterator[Sequence[T]]:
-    """Yield `items` in at most `parts` contiguous pieces of nearly equal size, none of them empty."""
+    """Yield `items` in at most `parts` contiguous, non-empty pieces of nearly equal size."""
     parts = min(parts, len(items))
     for index in range(parts):
         yield items[index * len(items) // parts : (index + 1) * len(items) // parts]

@@ -1,4 +1,4 @@
-"""Limit `max_length` to the context windows of a run's models, so that no batch is rejected later."""
+"""Limit `max_length` to the context windows of a run's models, so that no batch is rejected."""
 
 from collections.abc import Sequence
 from typing import TypeVar

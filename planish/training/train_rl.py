@@ -103,7 +103,7 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
 
 
 def planned(train_set: RLDataset, config: Config) -> RLDataset:
-    """Return the batches of all epochs. Each has `groups_per_batch` groups, if that option is given.
+    """Return the batches of all epochs. `groups_per_batch` sets their size, if it is given.
 
     The first epoch has the data set's own order, and every later epoch is shuffled differently. The
     order of an epoch does not depend on `num_epochs`, so a run can be extended by further epochs.
