@@ -1,14 +1,13 @@
-"""Where a run begins, and what it leaves behind: a training client made, resumed or started from
-weights; checkpoints on the way.
+"""Start or resume a run's training client, and save the run's checkpoints.
 
 Kinds of checkpoints, all recorded in checkpoints.jsonl by the number of batches that were trained
 before them:
     periodic   state and weights for sampling, with a time to live
     rolling    state alone, short-lived; deleted when the next state of any kind is safe
     final      state and weights for sampling, which do not expire
-A run resumes at the last row that has a state, also when `max_steps` ended it early; so the same
-command with more steps goes on where the weights are. A state that has expired since, or whose
-files are damaged, is passed over for the one before.
+A run resumes at the last row that has a state. This includes runs that reached `max_steps`, so the
+same command with more steps extends the run. If the newest state has expired or its files are
+damaged, the run resumes from the newest earlier state that can be loaded.
 """
 
 import logging
@@ -36,26 +35,26 @@ from planish.tokenizer import ModelTokenizer
 logger = logging.getLogger(__name__)
 
 DATA_SIZE = "data_size"
-"""In the rows of checkpoints: how large the data set is."""
+"""The field of a checkpoint's row that holds the size of the data set."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """A training client and the checkpoint it was resumed from, if it was."""
+    """A training client, and the checkpoint that it was resumed from; None for a new run."""
 
     training_client: TrainingClient
     record: CheckpointRecord | None
     data_size: int
-    """Of the data set, as its checkpoints say; the order of a run's batches is a function of it."""
+    """The size of the data set. It determines the order of a run's batches."""
 
     @property
     def batch(self) -> int:
-        """The batch to go on with."""
+        """The index of the next batch to train on."""
         return self.record.batch if self.record else 0
 
     @property
     def was_finished(self) -> bool:
-        """The run had ended; it now goes on with more steps."""
+        """Whether the run had finished, and is now extended by more steps."""
         return self.record is not None and self.record.final is True
 
 
@@ -71,15 +70,17 @@ def start_training(
     lora_switches: Mapping[str, bool] | None = None,
     user_metadata: Mapping[str, str] | None = None,
 ) -> Start:
-    """A client resumed from the run's newest state that is left, or from given weights with a fresh
-    optimizer, or new.
+    """Start or resume a run.
 
-    `lora_switches` holds those of `train_mlp`, `train_attn` and `train_unembed` that were asked
-    for. Weights whose adapter has other parts are refused.
+    If the run's directory records states, the client resumes from the newest that can be loaded.
+    CheckpointError or DamagedFileError if none can. In a new run, `load_checkpoint_path` gives the
+    initial weights, with a new optimizer. Without that path, a new adapter is created.
 
-    Every checkpoint says in its metadata where the run's directory was (`log_path`), beside
-    `user_metadata`. Raises UserError when the run in the directory was trained on a data set of
-    another size.
+    `lora_switches` holds the explicitly given values of `train_mlp`, `train_attn` and
+    `train_unembed`. UserError if the weights at `load_checkpoint_path` have other values, or if the
+    run in the directory was trained on a data set of another size.
+
+    The metadata of every checkpoint contains `user_metadata` and the run's directory (`log_path`).
     """
     origin = {"log_path": short_path(run.path.absolute()), **(user_metadata or {})}
     metadata: dict[str, Any] = {"user_metadata": origin}
@@ -112,7 +113,7 @@ def start_training(
 def _check_switches(
     service_client: ServiceClient, path: str, given_as: str, lora_switches: Mapping[str, bool]
 ) -> None:
-    """UserError if the adapter of the checkpoint at `path` has other parts than were asked for."""
+    """Raise UserError if the checkpoint's adapter has other switches than `lora_switches`."""
     if not lora_switches:
         return
     info = service_client.create_rest_client().get_weights_info_by_tinker_path(path).result()
@@ -131,7 +132,9 @@ def _resumed(
     data_size: int,
     metadata: Mapping[str, Any],
 ) -> Start:
-    """A client of the first of `records` that can be loaded; the error of the first if none can."""
+    """Resume from the first of `records` that can be loaded. If none can, raise the error of the
+    first.
+    """
     errors: list[CheckpointError | DamagedFileError] = []
     for record in records:
         assert record.state_path is not None, "resume points have a state"
@@ -153,8 +156,8 @@ def _resumed(
 def choose_renderer(
     renderer_name: str | None, model_name: str, tokenizer: ModelTokenizer
 ) -> Renderer:
-    """The named renderer, or the one for the model's name, or the one that the model's own files
-    ask for.
+    """Return the named renderer. With None, choose it by the model's name. If that name is unknown,
+    choose it by the name of the tokenizer.
     """
     if renderer_name is not None:
         with as_user_errors("renderer_name"):
@@ -167,15 +170,17 @@ def choose_renderer(
 
 
 def origin_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[str, str]:
-    """What every checkpoint of a run says of where it comes from."""
+    """Return the metadata of a run's checkpoints that tell which recipe and renderer made them."""
     named = {"recipe_name": recipe_name, "renderer_name": renderer_name}
     return {name: value for name, value in named.items() if value is not None}
 
 
 @dataclass
 class RunCheckpoints:
-    """Saves the states of one run. `extra` of a row is the loop's own, such as counters, and comes
-    back at a resume.
+    """Saves the checkpoints of one run, and records each in checkpoints.jsonl.
+
+    `extra` holds fields of the training loop, such as counters. They are stored in the checkpoint's
+    row, and a resumed run reads them from `Start.record`.
     """
 
     training_client: TrainingClient
@@ -185,11 +190,11 @@ class RunCheckpoints:
     service_client: ServiceClient | None = None
     """Needed for rolling checkpoints, to delete them."""
     data_size: int | None = None
-    """Of the data set; None says nothing of it."""
+    """The size of the data set; None leaves it out of the rows."""
     saved: int = 0
-    """Batches that the newest state has seen."""
+    """The number of batches that the newest state was trained on."""
     _rolling: str | None = None
-    """The rolling state that is there."""
+    """The path of the current rolling state."""
 
     @classmethod
     def after(
@@ -200,7 +205,7 @@ class RunCheckpoints:
         rolling_ttl_seconds: int | None = None,
         service_client: ServiceClient | None = None,
     ) -> Self:
-        """Of a run that begins, or goes on, at `start`."""
+        """Return the RunCheckpoints of a run that begins or resumes at `start`."""
         checkpoints = cls(
             start.training_client,
             run,
@@ -217,8 +222,8 @@ class RunCheckpoints:
     def due(
         self, done: int, *, save_every: int, rolling_save_every: int
     ) -> Callable[[int, Mapping[str, Any]], CheckpointRecord] | None:
-        """How to save after `done` batches, one of the methods below; None if nothing is due then.
-        0 = never.
+        """Return the method that saves the checkpoint due after `done` batches, or None. The two
+        intervals are in batches; 0 means never.
         """
         if save_every and done % save_every == 0:
             return self.periodic
@@ -227,19 +232,19 @@ class RunCheckpoints:
         return None
 
     def periodic(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """A checkpoint from which the run resumes at `batch`, and weights that can be sampled from."""
+        """Save a state from which the run resumes at `batch`, and weights for sampling."""
         return self._save(
             f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=True
         )
 
     def state_only(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """A checkpoint from which the run resumes at `batch`."""
+        """Save a state from which the run resumes at `batch`."""
         return self._save(
             f"{batch:06d}", f"{batch:06d}", batch, self.ttl_seconds, extra or {}, with_sampler=False
         )
 
     def rolling(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """A short-lived state, from which the run resumes at `batch`."""
+        """Save a short-lived state, from which the run resumes at `batch`."""
         name = f"rolling-{batch:06d}"
         marked = {"rolling": True, **(extra or {})}
         record = self._save(name, name, batch, self.rolling_ttl_seconds, marked, with_sampler=False)
@@ -247,7 +252,7 @@ class RunCheckpoints:
         return record
 
     def final(self, batch: int, extra: Mapping[str, Any] | None = None) -> CheckpointRecord:
-        """The last state and weights, which do not expire."""
+        """Save the last state and weights, which do not expire."""
         return self._save(
             "final", f"final-{batch:06d}", batch, None, extra or {}, with_sampler=True, final=True
         )
@@ -290,15 +295,16 @@ class RunCheckpoints:
                 self.service_client.create_rest_client().delete_checkpoint_from_tinker_path(
                     path
                 ).result()
-            except PlanishError as error:  # it has expired, or will
+            except PlanishError as error:  # harmless: the state has expired, or will
                 logger.info("%s was not deleted: %s", path, error)
 
 
 @contextmanager
 def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iterator[StopRequest]:
-    """For a loop without asyncio. Within the block the first Ctrl-C or SIGTERM ends the loop at its
-    next check. The steps that `display` counts as done are saved, and the exception that ends the
-    program is raised.
+    """Save the run if Ctrl-C or SIGTERM stops a loop that does not use asyncio.
+
+    Within the block, the first signal ends the loop at its next check. The steps that `display`
+    counts as done are saved. Then KeyboardInterrupt or Terminated is raised.
     """
     with StopRequest(display.say) as stop:
         try:

@@ -1,10 +1,9 @@
-"""What a person sees while a run goes on: a bar for the run, a bar for each stage that is under
-way, a line for each step.
+"""The progress display of a run: a bar for the run, a bar for each open stage, a line per step.
 
-On a terminal the bars redraw in place, below the lines. Elsewhere (a file, a pipe) there are lines
-only: one for each finished step, and while a step takes long, one every `interval` seconds that
-says what is under way. Several stages may be open at once, from any thread or task: in an
-asynchronous run one step is sampled while another is trained on.
+On a terminal, the bars redraw in place below the lines. If the output is a file or a pipe, only
+lines are printed: one for each finished step. During long steps, a line with the open stages is
+printed every `interval` seconds. Several stages may be open at once, from any thread or task. For
+example, an asynchronous run samples one step while it trains on another.
 """
 
 import threading
@@ -26,8 +25,8 @@ from planish.processes.background import BackgroundThread
 
 
 class Stage:
-    """A part of the work that is under way, made by `StepDisplay.begin`; closed at the end of its
-    `with` block.
+    """One part of the work with a progress bar, such as sampling. `StepDisplay.begin` opens a
+    stage, and the end of its `with` block closes it.
     """
 
     def __init__(
@@ -51,21 +50,22 @@ class Stage:
         self.close()
 
     def advance(self, parts: int = 1) -> None:
-        """So many more of the stage's parts are done."""
+        """Count `parts` more parts of the stage as done."""
         self._update(parts=parts)
 
     def sampled(self, tokens: int) -> None:
-        """So many more tokens were sampled; shown as a rate."""
+        """Count `tokens` more sampled tokens. They are shown as a rate in tokens per second."""
         self._update(tokens=tokens)
 
     def close(self) -> None:
+        """Remove the stage from the display. Idempotent."""
         with self._lock:
             if self.is_open:
                 self.is_open = False
                 self._progress.remove_task(self._task)
 
     def status(self) -> str:
-        """Such as "sampling 83/128, 412 tokens/s, 31 s"."""
+        """Return the stage as text, such as "sampling 83/128, 412 tokens/s, 31 s"."""
         seconds = self._clock() - self._began
         named = f"{self.name} {self._count()}".rstrip()
         return ", ".join([named, *self._rate(), f"{seconds:.0f} s"])
@@ -87,6 +87,8 @@ class Stage:
 
 
 class StepDisplay:
+    """Shows the progress of a run on a console. It is a context manager."""
+
     def __init__(
         self,
         steps: int,
@@ -97,8 +99,8 @@ class StepDisplay:
         interval: float = 30.0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`interval`: seconds without a line after which one says what is under way, where there is
-        no terminal.
+        """`interval`: without a terminal, the open stages are printed after this many seconds
+        without a line.
         """
         self.console = console or Console(highlight=False)
         self.steps = steps
@@ -114,7 +116,7 @@ class StepDisplay:
             TimeRemainingColumn(),
             console=self.console,
             transient=True,
-            # a step may take minutes, and what is left is told from several
+            # A step may take minutes, and the remaining time is estimated from several steps.
             speed_estimate_period=3600.0,
         )
         self._run = self._progress.add_task(
@@ -143,43 +145,42 @@ class StepDisplay:
             self._reporter.join()
 
     def begin(self, name: str, total: int | None = None) -> Stage:
-        """Say that a stage is under way, until it is closed; `total` parts of it, if they can be
-        counted.
-        """
+        """Open a stage. `total` is the number of its parts; None if they cannot be counted."""
         self._open = [stage for stage in self._open if stage.is_open]
         stage = Stage(self._progress, name, total, self._clock)
         self._open.append(stage)
         return stage
 
     def sampling(self, step: int, trajectories: int) -> Stage:
-        """The rollouts of a step; each part is a trajectory."""
+        """Open the stage of a step's rollouts. Each part is a trajectory."""
         return self.begin(f"sampling, step {step}", trajectories)
 
     def training(self, step: int, minibatches: int | None = None) -> Stage:
-        """Gradients and updates of a step; each part is a minibatch."""
+        """Open the stage of a step's gradients and updates. Each part is a minibatch."""
         return self.begin(f"training, step {step}", minibatches)
 
     def evaluation(self, name: str, trajectories: int | None = None) -> Stage:
-        """The evaluator `name`; None where it has no trajectories that could be counted."""
+        """Open the stage of the evaluator `name`. Each part is a trajectory; None if they cannot be
+        counted.
+        """
         return self.begin(f"evaluating {name}", trajectories)
 
     def saving(self, step: int) -> Stage:
-        """The checkpoint after `step` steps."""
+        """Open the stage of the checkpoint after `step` steps."""
         return self.begin(f"saving, step {step}")
 
     def stage(self, name: str, total: int | None = None) -> None:
-        """Say what the step is doing now, where it does one thing after the other; ends what it was
-        doing.
-        """
+        """Close the current stage and open the next one, in a step whose stages run in sequence."""
         self._end_current()
         self._current = self.begin(name, total)
 
     def advance(self) -> None:
-        """One more part of the stage that `stage` began is done."""
+        """Count one more part as done, in the stage that `stage` opened."""
         assert self._current is not None, "advance() without stage()"
         self._current.advance()
 
     def step_done(self, line: str | None = None) -> None:
+        """Count one more step as done, and print `line` if it is given."""
         self._end_current()
         self.done += 1
         self._last_line = self._clock()
@@ -188,11 +189,12 @@ class StepDisplay:
             self.say(line)
 
     def say(self, line: str) -> None:
+        """Print a line above the bars."""
         self._last_line = self._clock()
         self.console.print(line, soft_wrap=True, markup=False)
 
     def status(self) -> str:
-        """What is under way, as one line; "" if nothing is."""
+        """Return the open stages as one line; "" if no stage is open."""
         stages = [stage.status() for stage in list(self._open) if stage.is_open]
         return (
             " | ".join([f"{self.done} of {self.steps} {self._unit} done", *stages])
@@ -214,6 +216,6 @@ class StepDisplay:
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float], shown: Mapping[str, str]) -> str:
-    """One step as text; `shown` maps metric names to how they are written, such as "reward {:.3f}"."""
+    """Return one step as text. `shown` maps names of metrics to formats such as "reward {:.3f}"."""
     parts = [form.format(metrics[name]) for name, form in shown.items() if name in metrics]
     return " | ".join([f"step {step:{len(str(steps))}d}/{steps}", *parts])

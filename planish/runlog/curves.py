@@ -1,9 +1,9 @@
-"""What is drawn of runs: which metrics, over which steps, in which panels.
+"""The data of plots: which metrics of which runs are drawn, in which panels.
 
-A run is a directory with metrics.jsonl, or such a file. Files of other programs are welcome: rows
-may lack a metric or a step, repeat a step (the later row counts), or hold what is no finite number;
-runs may differ in length and in what they measure. A panel shows one quantity, for every run that
-has it.
+A run is a directory with metrics.jsonl, or such a file. Files of other programs can be read too.
+Rows may lack a metric or a step, and may contain values that are not finite numbers. If a step
+occurs twice, the later row counts. Runs may differ in length and in their metrics. A panel shows
+one quantity, for every run that has it.
 """
 
 import fnmatch
@@ -24,24 +24,26 @@ Points = Mapping[float, float]
 
 @dataclass(frozen=True)
 class Run:
+    """The metrics of one run."""
+
     name: str
     path: Path
     points: Mapping[str, Points]
-    """By metric."""
+    """Maps each metric's name to its values."""
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One quantity. Patterns are metric names in which * is any text; of a run, the first that it
-    has is drawn.
+    """A plot of one quantity. `patterns` are metric names in which * matches any text. Of each run,
+    the metrics of the first matching pattern are drawn.
     """
 
     title: str
     patterns: tuple[str, ...]
     draw_all: bool = False
-    """Draw all patterns that a run has."""
+    """Whether to draw the metrics of all matching patterns instead."""
     dull: float | None = None
-    """The panel is left out where no value differs from this one."""
+    """The panel is left out if all of its values equal this one."""
 
     def keys_of(self, run: Run) -> list[str]:
         """The metrics of a run that this panel shows."""
@@ -50,6 +52,7 @@ class Panel:
         return list(dict.fromkeys(key for keys in chosen for key in keys))
 
     def has_news(self, run: Run) -> bool:
+        """Return whether the run has a value for this panel that differs from `dull`."""
         return any(
             value != self.dull for key in self.keys_of(run) for value in run.points[key].values()
         )
@@ -71,30 +74,35 @@ PANELS = (
     Panel("pairs told apart", ("accuracy", "test/accuracy"), draw_all=True),
     Panel("margin of rewards", ("margin", "test/margin"), draw_all=True),
 )
-"""What is drawn by default, where a run has it."""
+"""The default panels. Each is drawn if a run has its metrics."""
 
 
 @dataclass(frozen=True)
 class Curve:
+    """One metric of one run: values `y` at steps `x`."""
+
     run: Run
     key: str
     run_index: int
-    """The place of the run among all: its color."""
+    """The index of the run, which determines the color."""
     key_index: int
-    """The place of the metric in its panel: its line style."""
+    """The index of the metric in its panel, which determines the line style."""
     x: list[float]
     y: list[float]
     smooth: list[float] | None
+    """The running mean of `y`; None without smoothing."""
 
 
 @dataclass(frozen=True)
 class DrawnPanel:
+    """A panel with the curves of all runs."""
+
     title: str
     curves: list[Curve]
 
     @property
     def keys(self) -> list[str]:
-        """Its metrics, in the order of their line styles."""
+        """The metrics of the panel, in the order of their line styles."""
         return [
             curve.key
             for curve in sorted({c.key: c for c in self.curves}.values(), key=lambda c: c.key_index)
@@ -102,7 +110,7 @@ class DrawnPanel:
 
     @property
     def is_logarithmic(self) -> bool:
-        """Distances between policies go over many powers of ten."""
+        """Whether the y axis is logarithmic: only for KL values that span a factor of over 100."""
         values = [value for curve in self.curves for value in curve.y]
         return (
             all("kl" in curve.key for curve in self.curves)
@@ -112,7 +120,9 @@ class DrawnPanel:
 
 
 def read_runs(paths: Sequence[Path]) -> list[Run]:
-    """The runs at `paths`, named by as much of their paths as tells them apart."""
+    """Read the runs at `paths`. Each run's name is the shortest end of its path that is unique.
+    UserError if a path has no metrics.
+    """
     files = [_metrics_file(path) for path in paths]
     runs = []
     for name, file in zip(
@@ -128,9 +138,8 @@ def read_runs(paths: Sequence[Path]) -> list[Run]:
 def read_series(run: str | Path, metric: str) -> dict[float, float]:
     """Return the values of a metric by step, from a run directory or its metrics.jsonl.
 
-    Steps whose row lacks the metric are left out, such as the final evaluation's for a metric of
-    training. So the series has no gaps, and the last value is the newest one. Raises UserError if
-    no row has the metric.
+    Steps whose row lacks the metric are left out. For example, the row of the final evaluation has
+    no training metrics. So the last value is the newest one. UserError if no row has the metric.
     """
     points = read_runs([Path(run).expanduser()])[0].points
     if metric not in points:
@@ -140,7 +149,7 @@ def read_series(run: str | Path, metric: str) -> dict[float, float]:
 
 
 def points_of(rows: Iterable[Row]) -> dict[str, Points]:
-    """Values by metric and step. Rows without a step, such as closing summaries, are left out."""
+    """Return the values by metric and step. Rows without a step, such as summaries, are ignored."""
     found: dict[str, dict[float, float]] = {}
     for row in rows:
         step = row.get("step", row.get("progress/batch"))
@@ -154,8 +163,9 @@ def points_of(rows: Iterable[Row]) -> dict[str, Points]:
 def drawn_panels(
     runs: Sequence[Run], metrics: Sequence[str] | None, smooth: int
 ) -> list[DrawnPanel]:
-    """Panels with their curves. `metrics`: patterns, a panel each; None: those of `PANELS` that
-    some run has.
+    """Return the panels with their curves. `metrics` are patterns, one for each panel. With None,
+    the panels are those of `PANELS` that some run has. `smooth` is a number of steps; see
+    `smoothed`.
     """
     return [
         DrawnPanel(
@@ -167,7 +177,7 @@ def drawn_panels(
 
 
 def smoothed(points: Points, window: int) -> list[float]:
-    """At each step the mean of the values of the last `window` steps, itself included."""
+    """Return for each step the mean over the last `window` steps, which include that step."""
     items = list(points.items())
     means, first = [], 0
     for last, (step, _) in enumerate(items):
@@ -215,7 +225,7 @@ def _metrics_file(path: Path) -> Path:
 
 
 def _short_names(directories: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as make them differ."""
+    """Return the last parts of the paths, as many parts as make the names differ."""
     for count in range(1, max(len(directory.parts) for directory in directories) + 1):
         names = ["/".join(directory.parts[-count:]) for directory in directories]
         if len(set(names)) == len(set(directories)):

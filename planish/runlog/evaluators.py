@@ -1,5 +1,5 @@
-"""Measurements of a policy between training steps. Each answers metrics by name; the loop puts the
-names into the step's row.
+"""Evaluators measure a policy between training steps. Each returns metrics by name, and the loop
+adds them to the step's row.
 """
 
 from abc import ABC, abstractmethod
@@ -13,31 +13,38 @@ from planish.processes.interruption import only_errors
 
 
 class SamplingClientEvaluator(ABC):
-    """Measures what a sampling client answers."""
+    """Measures a policy through a sampling client."""
 
     @abstractmethod
-    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]: ...
+    async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
+        """Return metrics by name."""
+        ...
 
 
 class TrainingClientEvaluator(ABC):
-    """Measures with a training client, such as its loss on held-out data. It must not train."""
+    """Measures through a training client, for example the loss on held-out data. It must not
+    train.
+    """
 
     @abstractmethod
-    async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]: ...
+    async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]:
+        """Return metrics by name."""
+        ...
 
 
 Evaluator = SamplingClientEvaluator | TrainingClientEvaluator
 
 
 def evaluator_name(evaluator: Evaluator) -> str:
-    """Its attribute `name`, if it has one; otherwise that of its class."""
+    """Return the evaluator's attribute `name`, or the name of its class if it has none."""
     return getattr(evaluator, "name", type(evaluator).__name__)
 
 
 @contextmanager
 def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
-    """Errors that leave the block say which evaluator was asked, and when; so does a cancellation
-    that nobody asked for.
+    """Add a note with the evaluator and the step to any error raised in the block.
+
+    SystemExit, and a CancelledError without a cancellation of this task, become RuntimeError.
     """
     try:
         with only_errors():
@@ -50,7 +57,7 @@ def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
 def add_metrics(
     metrics: dict[str, float], found: Mapping[str, float], evaluator: Evaluator
 ) -> None:
-    """Put what `evaluator` gave beside what others did; UserError for a name that is taken."""
+    """Add the metrics `found` by `evaluator` to `metrics`. UserError for a name already in use."""
     if (twice := next((name for name in ["step", *metrics] if name in found), None)) is not None:
         owner = "the row's own" if twice == "step" else "that of another evaluator"
         raise UserError(
@@ -61,8 +68,9 @@ def add_metrics(
 
 
 def checked_metrics(given: Any, source: str) -> dict[str, int | float]:
-    """What `source` gave, as Python's own numbers. UserError unless it is numbers by name; NaN and
-    infinity are numbers too.
+    """Return the metrics as a dict of Python numbers. NaN and infinity count as numbers.
+
+    UserError, which names `source`, unless `given` maps names to numbers.
     """
     if not isinstance(given, Mapping):
         raise UserError(f"{source} gave {given!r} as metrics; give a mapping of names to numbers")
@@ -74,11 +82,11 @@ def _number(name: Any, value: Any, source: str) -> int | float:
         raise UserError(f"{source} gave a metric with the name {name!r}; give a text")
     if type(value) in (int, float):
         return value
-    if isinstance(value, str | bytes):  # float() would read them
+    if isinstance(value, str | bytes):  # float() would parse a text such as "1.5"
         raise UserError(
             f"{source} gave the metric {name}={value!r}; give a number, and text as a log"
         )
     try:
-        return float(value)  # of another library, such as NumPy
+        return float(value)  # a scalar of another library, such as NumPy
     except (TypeError, ValueError):
         raise UserError(f"{source} gave the metric {name}={value!r}; give a number") from None

@@ -1,8 +1,8 @@
-"""Services that keep and show metrics: W&B, Trackio, TensorBoard. Each is an extra, loaded when it
-is asked for.
+"""Services that store and show metrics: W&B, Trackio, TensorBoard. Each is an optional dependency,
+imported only when it is used.
 
-A service is opened for a run that may have been there before, and says from which step on it is to
-be told, if it knows.
+A service may already have steps of the run, from an earlier process. If it knows how many, its
+`next_step` is the first step that it lacks.
 """
 
 import importlib
@@ -16,46 +16,54 @@ from typing import Any, ClassVar
 
 DEFAULT_PROJECT = "planish"
 FINISH_SECONDS = 120
-"""The longest that the end of a run waits for an upload."""
+"""The maximum time that the end of a run waits for an upload, in seconds."""
 
 
 @dataclass(frozen=True)
 class CopiedRun:
-    """What a service has to know of a run."""
+    """The properties of a run that a service needs."""
 
     directory: Path
     config: Mapping[str, Any]
     project: str | None
-    """None: "planish", or at W&B what WANDB_PROJECT says."""
+    """None means "planish". At W&B, the variable WANDB_PROJECT takes precedence over that."""
     name: str
     run_id: str
-    """The same in every process of the run, and in no other run."""
+    """A unique id, which stays the same when the run is resumed."""
     first_step: int
-    """The first step that it may be told by this process; later ones that an earlier process told
-    are done again.
+    """The first step that this process may log. Steps from there on that an earlier process logged
+    are trained again.
     """
 
 
 class Service(ABC):
+    """One run at a service that stores metrics."""
+
     remedy: ClassVar[str]
-    """What to do when it does not start."""
+    """What the user can do if the service does not start."""
     next_step: int | None = None
-    """The first step that it was not told; None: it does not know, the caller's own count holds."""
+    """The first step that the service lacks. None if it does not know; the caller's count is used
+    then.
+    """
 
     @abstractmethod
     def __init__(self, run: CopiedRun) -> None:
-        """Open the run, new or old."""
+        """Open a new run, or continue one that the service has."""
 
     @abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of one step."""
+        ...
 
     @abstractmethod
-    def close(self, failed: bool) -> None: ...
+    def close(self, failed: bool) -> None:
+        """Finish the run at the service. `failed`: the run ended with an error."""
+        ...
 
 
 class TensorBoard(Service):
-    """Event files in DIRECTORY/tensorboard; `tensorboard --logdir DIRECTORY` shows them. Steps can
-    be taken back.
+    """Event files in DIRECTORY/tensorboard. `tensorboard --logdir DIRECTORY` shows them. When a run
+    is resumed, the steps that it repeats are removed.
     """
 
     remedy = "See that log_path can be written to."
@@ -81,8 +89,8 @@ class TensorBoard(Service):
 class Wandb(Service):
     """A run at W&B, or with WANDB_MODE=offline in DIRECTORY/wandb for `wandb sync`.
 
-    Offline, W&B keeps the last steps in memory: a kill that gives no time to finish loses them
-    there.
+    Offline, W&B keeps the last steps in memory. If the process is killed with SIGKILL, its offline
+    files lack those steps.
     """
 
     remedy = "Log in with `wandb login` or set WANDB_API_KEY; WANDB_MODE=offline keeps the metrics in log_path/wandb."
@@ -104,7 +112,7 @@ class Wandb(Service):
             self.next_step = self._run.step
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step, commit=True)  # now, not when the next step comes
+        self._run.log(dict(metrics), step=step, commit=True)  # send now, not with the next step
 
     def close(self, failed: bool) -> None:
         self._run.finish(exit_code=int(failed))
@@ -119,7 +127,7 @@ class Trackio(Service):
 
     def __init__(self, run: CopiedRun) -> None:
         trackio: Any = importlib.import_module("trackio")
-        # Trackio finds a run by its name, so the name holds the id.
+        # Trackio finds a run by its name, so the name contains the id.
         name = f"{run.name}-{run.run_id}"
         self._run = trackio.init(
             run.project or DEFAULT_PROJECT,

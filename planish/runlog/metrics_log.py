@@ -1,16 +1,17 @@
-"""Where the metrics of a run go, step by step.
+"""The logs that receive the metrics of each step.
 
 The run directory's metrics.jsonl is the record: if it cannot be written, the run ends. A console
 shows each step as a table or a line. W&B, Trackio and TensorBoard are copies of the record
 (planish/runlog/metric_services.py):
 
-* A copy that cannot be opened is an error at the start. One that fails later is named once, loudly,
-  and left out; the run goes on, and the copy catches up with the record when the run is resumed.
-* A resumed run continues the same run there, and no step is in a copy twice. TensorBoard takes back
-  the steps that are done again; W&B and Trackio cannot, and keep them as they were first.
+* If a copy cannot be opened, the run does not start. If a copy fails later, one warning names it,
+  and the run continues without it. When the run is resumed, the copy gets the steps it missed.
+* A resumed run continues the same run at the service, and no step is logged there twice.
+  TensorBoard replaces the steps that are trained again. W&B and Trackio cannot do that, so they
+  keep the first values of those steps.
 
-metric_logs.json in the run directory holds, for each copy, the run's id there and the first step
-that it was not told.
+metric_logs.json in the run directory holds, for each copy, the run's id at the service and the
+first step that the service lacks.
 """
 
 import importlib.metadata
@@ -36,19 +37,20 @@ Metrics = Mapping[str, float | int]
 
 
 class MetricLog(ABC):
-    """Takes the metrics of each step."""
+    """A destination for the metrics of each step."""
 
     @abstractmethod
-    def log(self, step: int, metrics: Metrics) -> None: ...
+    def log(self, step: int, metrics: Metrics) -> None:
+        """Write the metrics of one step."""
+        ...
 
     def close(self, *, failed: bool = False) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Bring to its place what was logged; nothing is logged after it. `failed`: the run ended
-        by an error.
+        """Finish writing. Nothing may be logged afterwards. `failed`: the run ended with an error.
         """
 
 
 class JsonlLog(MetricLog):
-    """metrics.jsonl of a run directory, which stays its owner's to close."""
+    """Writes metrics.jsonl of a run directory. It does not close the run directory."""
 
     def __init__(self, run: RunDirectory) -> None:
         self.run = run
@@ -58,7 +60,7 @@ class JsonlLog(MetricLog):
 
 
 class TableLog(MetricLog):
-    """All metrics of a step as a table."""
+    """Prints all metrics of a step as a table."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console
@@ -69,7 +71,7 @@ class TableLog(MetricLog):
 
 
 class LineLog(MetricLog):
-    """A few metrics of a step on a line; `shown` maps their names to how they are written, such as
+    """Prints a few metrics of a step on one line. `shown` maps their names to formats such as
     "reward {:.3f}".
     """
 
@@ -85,13 +87,13 @@ class LineLog(MetricLog):
 
 
 class MetricLogs(MetricLog):
-    """Several logs as one; a context manager that closes them."""
+    """Writes to several logs. It is a context manager that closes them."""
 
     def __init__(
         self, own: Sequence[MetricLog], copies: Mapping[str, MetricLog], warn: Callable[[str], None]
     ) -> None:
-        """What `own` raises is raised. What one of the named `copies` raises is told to `warn`, and
-        the copy is left out.
+        """Errors of the logs in `own` are raised. If one of the `copies` raises, `warn` is called,
+        and the copy is not used any more.
         """
         self._own = own
         self._copies = dict(copies)
@@ -104,8 +106,8 @@ class MetricLogs(MetricLog):
         self.close(failed=kind is not None)
 
     def log(self, step: int, metrics: Metrics) -> None:
-        """A number that JSON does not have is not worth the run: it is told to `warn`, and left
-        out.
+        """Write the metrics of one step to all logs. JSON has no NaN or infinity, so such a value
+        is left out and reported through `warn`; it does not end the run.
         """
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in [name for name in metrics if name not in finite]:
@@ -115,7 +117,7 @@ class MetricLogs(MetricLog):
         for name, copy in list(self._copies.items()):
             try:
                 copy.log(step, finite)
-            except Exception as error:  # whatever a service raises, it is not worth the run
+            except Exception as error:  # services raise errors of any kind; none may end the run
                 del self._copies[name]
                 self._warn(
                     f"{name} failed at step {step} and gets nothing more from this process: {_text(error)}. "
@@ -136,25 +138,28 @@ class MetricLogs(MetricLog):
 
 
 class Memory:
-    """metric_logs.json of a run directory."""
+    """Reads and writes metric_logs.json of a run directory."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._entries: dict[str, Row] = json.loads(path.read_text()) if path.exists() else {}
 
     def run_id(self, name: str) -> str | None:
+        """Return the run's id at the service `name`; None if it was not used yet."""
         return self._entries.get(name, {}).get("id")
 
     def next_step(self, name: str) -> int:
+        """Return the first step that the service `name` lacks."""
         return self._entries.get(name, {}).get("next_step", 0)
 
     def keep(self, name: str, run_id: str, next_step: int) -> None:
+        """Store the id and the first step that the service `name` lacks."""
         self._entries[name] = {"id": run_id, "next_step": next_step}
         write_whole(self._path, json.dumps(self._entries, indent=2) + "\n")
 
 
 class Copy(MetricLog):
-    """A service's copy of a run's record: told each step once, over all processes of the run."""
+    """A service's copy of a run's metrics. Each step is sent once, also if the run is resumed."""
 
     def __init__(
         self,
@@ -165,7 +170,7 @@ class Copy(MetricLog):
         told: int,
         warn: Callable[[str], None],
     ) -> None:
-        """`told`: the first step that the service does not have."""
+        """`told`: the first step that the service lacks."""
         self._name = name
         self._service = service
         self._run_id = run_id
@@ -191,8 +196,8 @@ class Copy(MetricLog):
 
 
 def require_loggers(loggers: Sequence[str]) -> None:
-    """UserError for a name that is none, or whose package is not installed; to be called before any
-    work.
+    """Raise UserError for an unknown or repeated name, or if a package is not installed. Call this
+    before any work is done.
     """
     for name in loggers:
         if name not in SERVICES:
@@ -200,7 +205,7 @@ def require_loggers(loggers: Sequence[str]) -> None:
                 f"loggers: there is no {name!r}; give any of {', '.join(sorted(SERVICES))}"
             )
         try:
-            # a directory ./wandb, as W&B itself makes, would pass for the module
+            # W&B creates a directory ./wandb, which an import would accept as a module.
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError as error:
             raise UserError(
@@ -220,12 +225,12 @@ def open_metric_logs(
     project: str | None = None,
     name: str | None = None,
 ) -> MetricLogs:
-    """Everything that the metrics of a run of `steps` steps go to. Call it after `run.resume_at`.
+    """Open all logs of a run of `steps` steps. Call it after `run.resume_at`.
 
-    `loggers`: of "wandb", "trackio" and "tensorboard". The console shows tables, or with `shown` a
-    line a step (see LineLog). `project` and `name` are those at W&B and Trackio; by default
-    "planish" and the name of the run directory. Raises UserError when one of the loggers is not
-    there or cannot be opened.
+    `loggers` are any of "wandb", "trackio" and "tensorboard". The console shows tables, or with
+    `shown` one line per step (see LineLog). `project` and `name` are used at W&B and Trackio. They
+    default to "planish" and the name of the run directory. UserError if a logger is not installed
+    or cannot be opened.
     """
     require_loggers(loggers)
     console = console or Console(highlight=False)
@@ -257,7 +262,7 @@ def open_metric_logs(
 def _open_copy(
     logger: str, run: CopiedRun, memory: Memory, rows: Sequence[Row], warn: Callable[[str], None]
 ) -> Copy:
-    """The copy, told all of the record that it does not have."""
+    """Open a copy, and send it the recorded steps that it lacks."""
     try:
         service = SERVICES[logger](run)
         told = memory.next_step(logger) if service.next_step is None else service.next_step
@@ -265,7 +270,7 @@ def _open_copy(
         for row in rows:
             if row["step"] >= told:
                 copy.log(row["step"], {key: value for key, value in row.items() if key != "step"})
-    except Exception as error:  # of a library that is not ours: network, login, a disk, a setting
+    except Exception as error:  # the service's library may raise anything: network, login, disk
         raise UserError(
             f"loggers: {logger} could not be started: {_text(error)}. {SERVICES[logger].remedy}"
         ) from error

@@ -1,8 +1,8 @@
 """The metrics of one step as a table for a terminal: rewards first, then environments, tests,
 optimizer, and time last.
 
-Compact: as many metrics to a line as the width holds, and of a span that ran several times its
-total only; metrics.jsonl has the rest.
+The table is compact: each line holds as many metrics as fit. Of a span that ran several times, only
+the total time is shown; metrics.jsonl has the other values.
 """
 
 import re
@@ -17,7 +17,7 @@ VALUE_WIDTH = 9
 SECTION_WIDTH = 12
 FIRST = ("reward", "env", "test", "optim", "kl")
 LAST = ("progress", "tokens", "time")
-"""Families of metrics at the top and at the end; others are between, by name."""
+"""The families of metrics that come first and last. The others are between, in order of names."""
 _ENVIRONMENT = re.compile(r"((?:[^/]+/)?env/[^/]+)/(.+)")
 _SPAN_DETAIL = re.compile(r"time/.+:(count|mean|max)")
 
@@ -29,7 +29,7 @@ class _Section:
 
 
 def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: int) -> Table:
-    """The metrics of a step in at most `width` columns; names that are too long end in an ellipsis."""
+    """Return a table of at most `width` columns. Names that are too long end in an ellipsis."""
     sections: dict[_Section, list[tuple[str, float]]] = {}
     for key, value in metrics.items():
         if not _SPAN_DETAIL.fullmatch(key):
@@ -63,8 +63,8 @@ def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: in
 
 
 def number(value: float) -> str:
-    """At most nine characters: whole numbers below a hundred million are whole, others have four
-    digits.
+    """Format a number in at most nine characters. Whole numbers below 1e8 keep all their digits;
+    others are rounded to three or four significant digits.
     """
     if float(value).is_integer() and abs(value) < 1e8:
         whole = f"{int(value):,}"
@@ -74,8 +74,8 @@ def number(value: float) -> str:
 
 
 def _place(key: str) -> tuple[_Section, str]:
-    """Section of a metric and its name there: "env/all/correct" is "correct" in the section
-    env/all.
+    """Return a metric's section and its name there: "env/all/correct" is "correct" in the section
+    "env/all".
     """
     if key.endswith("reward/total"):
         return _section("reward", "reward"), key.removesuffix("/reward/total")

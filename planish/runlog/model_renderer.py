@@ -1,12 +1,12 @@
-"""The renderer of a model, made once in each process.
+"""A cache of renderers by model name, one for each process.
 
-A renderer holds a tokenizer, which is megabytes. Builders of groups therefore carry names, which
-pickle as a few bytes, and ask here when they make their environments, in this process or in another
-one.
+A renderer contains a tokenizer of several megabytes. Group builders are pickled, so they carry
+names instead. They get the renderer from this cache when they make their environments, in this
+process or in a worker.
 
-The name of a model may be known to the service alone, such as a server with models of its own. So a
-run asks the service first (`learn_renderer`). A process that no run prepared finds the model as an
-engine would (planish/model/sources.py).
+A server may have models whose names only it knows. So a run first gets the tokenizer from the
+service (`learn_renderer`). Other processes resolve the name as an engine does
+(planish/model/sources.py).
 """
 
 from planish import ServiceClient
@@ -19,7 +19,7 @@ _RENDERERS: dict[tuple[str, str | None], Renderer] = {}
 
 
 def model_renderer(model_name: str, renderer_name: str | None = None) -> Renderer:
-    """The named renderer, or the one that the model is known for, over the model's tokenizer."""
+    """Return the named renderer, or the model's default one, with the model's tokenizer."""
     if (model_name, renderer_name) not in _RENDERERS:
         return _keep(model_name, renderer_name, load_tokenizer(resolve_model(model_name)))
     return _RENDERERS[model_name, renderer_name]
@@ -28,8 +28,9 @@ def model_renderer(model_name: str, renderer_name: str | None = None) -> Rendere
 def learn_renderer(
     service_client: ServiceClient, model_name: str, renderer_name: str | None = None
 ) -> Renderer:
-    """The same, with the tokenizer that the service has for the name. From now on `model_renderer`
-    gives this one.
+    """Return the named renderer, or the model's default one, with the service's tokenizer.
+
+    Later calls of `model_renderer` in this process return this renderer.
     """
     tokenizer = service_client.create_sampling_client(base_model=model_name).get_tokenizer()
     return _keep(model_name, renderer_name, tokenizer)

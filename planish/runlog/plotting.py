@@ -1,7 +1,7 @@
-"""Curves of one or several runs, as a picture (PNG) and as a page to explore (HTML, works offline).
+"""Curves of one or several runs, as a picture (PNG) and as an interactive page (HTML).
 
-What is drawn is chosen in planish/runlog/curves.py. Both show the same panels: a color for each run, a
-line style for each metric.
+The page works offline. planish/runlog/curves.py chooses the metrics. Picture and page show the same
+panels, with a color for each run and a line style for each metric.
 """
 
 import colorsys
@@ -26,12 +26,12 @@ def plot_runs(
     metrics: Sequence[str] | None = None,
     smooth: int = 1,
 ) -> tuple[Path, Path]:
-    """Write curves.png and curves.html into `out` (none: the run, or for several runs here);
-    returns their paths.
+    """Write curves.png and curves.html into the directory `out`, and return their paths.
 
-    `metrics`: names or patterns such as "test/*", a panel each; none: what is usual, where a run
-    has it. `smooth`: draw the mean over so many steps over the values. Raises UserError for a path
-    that holds no run, and for what no run has.
+    If `out` is None, the files go to the run's directory, or for several runs to the working
+    directory. `metrics` are names or patterns such as "test/*", one for each panel. With None, the
+    default panels are drawn (`curves.PANELS`). With `smooth` > 1, the mean over the last `smooth`
+    steps is drawn as well. UserError for a path without a run, or a metric that no run has.
     """
     if not paths:
         raise UserError("there is no run to plot; give the log_path of at least one")
@@ -57,8 +57,8 @@ def plot_runs(
 def draw_curve(
     path: str | Path, rows: Iterable[Row], names: Sequence[str] = ("reward/total",), *, title: str
 ) -> bool:
-    """Write a PNG of the metrics `names` over the steps; rows without a metric are gaps. False if
-    no row has any.
+    """Write a PNG of the metrics `names` over the steps. Rows without a metric are skipped. Return
+    False, without a file, if no row has any of the metrics.
     """
     points = points_of(rows)
     found = {name: points[name] for name in names if name in points}
@@ -122,7 +122,7 @@ def _picture(panels: Sequence[DrawnPanel], runs: Sequence[Run]) -> bytes:
 
 
 def _draw(axes: Any, curve: Curve, color: str) -> Any:
-    """Draw it; returns the line that stands for its run in the legend."""
+    """Draw a curve, and return the line that represents its run in the legend."""
     style = {"color": color, "linestyle": _PNG_DASHES[curve.key_index % 4]}
     marker = "o" if len(curve.x) <= 40 else ""
     if curve.smooth is None:
@@ -151,15 +151,15 @@ def _finish(axes: Any, panel: DrawnPanel) -> None:
 
 
 def _label(text: str) -> str:
-    """Text as it is: no formula between dollar signs, and not hidden, as labels that begin with an
-    underscore are.
+    """Escape a text for matplotlib, which reads text between dollar signs as a formula and hides
+    labels that begin with an underscore.
     """
     shown = text.replace("$", r"\$")
     return f" {shown}" if shown.startswith("_") else shown
 
 
 def _figure(width: float, height: float) -> Any:
-    # seconds to load, and only for pictures
+    # matplotlib takes seconds to import, and only pictures need it.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -175,7 +175,7 @@ def _png(figure: Any) -> bytes:
 
 
 def _page(panels: Sequence[DrawnPanel], runs: Sequence[Run]) -> str:
-    from plotly.subplots import make_subplots  # a second to load, and only for pages
+    from plotly.subplots import make_subplots  # takes a second to import; only pages need it
 
     rows, columns = _grid(len(panels))
     titles = [_page_title(panel) for panel in panels]
@@ -229,7 +229,7 @@ def _page_title(panel: DrawnPanel) -> str:
 
 
 def _traces(curve: Curve, color: str, in_legend: bool) -> list[Mapping[str, Any]]:
-    """What plotly's scatter takes: the values, and where they are smoothed, their mean over them."""
+    """Return arguments of plotly's scatter: for the values, and with smoothing for the means."""
     name = html.escape(curve.run.name)
     shared = {
         "x": curve.x,

@@ -1,4 +1,4 @@
-"""Which code made a run: the commit it was on and how the files differed from it."""
+"""Which code made a run: its git commit, and how the files differed from that commit."""
 
 import os
 import shutil
@@ -11,16 +11,15 @@ NOT_TRACKED = "not in a git repository"
 NO_GIT = "git is not installed: nothing is known of the code"
 NOT_KNOWN = "git diff HEAD failed: what differed is not known"
 MOST_BYTES = 1 << 20
-"""Of the names of untracked files, and of the diff, of each repository."""
+"""The maximum size of each repository's diff and of its list of untracked files, in bytes."""
 _SECONDS = 30
 
 
 def code_diff(paths: Iterable[Path]) -> str:
-    """For each git repository that holds one of `paths`: its root, its commit, and what was changed
-    since.
+    """Describe each git repository that contains one of `paths`: its root, commit and diff.
 
-    Files that git does not track are named, not shown. What is longer than `MOST_BYTES` is cut, and
-    says so.
+    Untracked files are listed without their contents. Output longer than `MOST_BYTES` is truncated
+    and ends with a note.
     """
     if shutil.which("git") is None:
         return f"{NO_GIT}\n"
@@ -40,8 +39,8 @@ def _describe(root: Path) -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """What git prints; None when there is no repository or no such commit, or it takes too long."""
-    with tempfile.TemporaryFile() as printed:  # not a pipe: it may be more than memory holds
+    """Return git's output. None if git takes too long or fails, for example without a repository."""
+    with tempfile.TemporaryFile() as printed:  # not a pipe: the output may not fit in memory
         command = ["git", "-C", str(directory), *arguments]
         try:
             done = subprocess.run(

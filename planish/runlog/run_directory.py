@@ -1,24 +1,23 @@
-"""The directory of one training run, and how it survives being killed.
+"""The directory of one training run, which stays consistent if the process is killed.
 
-    config.json         the options of the run, written whole
-    metrics.jsonl       one object a training step, "step" first, flushed as each is made
-    checkpoints.jsonl   one object a checkpoint; the last one with "state_path" is where a run
-                        resumes
-    code.diff           the commit of the code and what differed from it
-    timing_spans.jsonl  one object a training step: when each part of it ran
-    trace_events.jsonl  the same as Chrome trace events, if asked for (planish/runlog/spans.py)
-    metric_logs.json    how far W&B, Trackio and TensorBoard have been told, where they are
+    config.json         the options of the run
+    metrics.jsonl       one object per training step, "step" first, flushed after each step
+    checkpoints.jsonl   one object per checkpoint; a run resumes at the last one with "state_path"
+    code.diff           the commit of the code and the uncommitted changes
+    timing_spans.jsonl  one object per training step: when each part of it ran
+    trace_events.jsonl  the same as Chrome trace events, if enabled (planish/runlog/spans.py)
+    metric_logs.json    which steps W&B, Trackio and TensorBoard have
                         (planish/runlog/metrics_log.py)
-    reference.json      the policy that preference training measures against
-                        (planish/preference/dpo.py)
+    reference.json      the reference policy of preference training (planish/preference/dpo.py)
     preference_model.json
-                        how to make the preference model that was trained (planish/preference/model_files.py)
+                        how to load the trained preference model (planish/preference/model_files.py)
     *.png               curves
 
-Invariants: a file is whole or absent (`write_whole`), an appended row is whole or cut off at the
-next start. Everything up to a checkpoint's row is on disk before that row is, so dropping the rows
-of later steps (`resume_at`) and doing those steps again leaves each step in metrics.jsonl exactly
-once. One process holds a run at a time, and only with the options that the run began with.
+Invariants: `write_whole` replaces a file atomically. If a crash leaves a partial row at the end of
+a JSONL file, the next start removes it. The rows of all steps before a checkpoint are on disk
+before the checkpoint's row. On resume, `resume_at` drops the rows of later steps, and those steps
+are trained again. So metrics.jsonl contains each step exactly once. Only one process can use a run
+at a time. A run can be resumed only with the options that it began with.
 """
 
 import json
@@ -58,20 +57,24 @@ class CheckpointRecord:
 
     name: str
     batch: int
-    """Batches that were trained before this checkpoint: the index of the one to go on with."""
+    """The number of batches trained before this checkpoint. It is the index of the next batch."""
     state_path: str | None = None
-    """Weights and optimizer state."""
+    """The path of weights and optimizer state, from which training can resume."""
     sampler_path: str | None = None
-    """Weights only."""
+    """The path of weights for sampling."""
     final: bool | None = None
+    """True for the checkpoint at the end of a run."""
     extra: Mapping[str, Any] = field(default_factory=dict)
+    """Further fields of the row, such as the training loop's counters."""
 
     def row(self) -> Row:
+        """Return the record as a JSON object."""
         known = {name: getattr(self, name) for name in _RECORD_FIELDS}
         return {name: value for name, value in {**known, **self.extra}.items() if value is not None}
 
     @classmethod
     def from_row(cls, row: Row) -> Self:
+        """Return the record of a JSON object. Unknown fields become `extra`."""
         known = {
             "name": "",
             "batch": 0,
@@ -87,15 +90,17 @@ _RECORD_FIELDS = ("name", "batch", "state_path", "sampler_path", "final")
 
 
 class RunDirectory:
-    """One run's files, held by this process until `close` (or the end of the `with` block)."""
+    """The files of one run. This process has a lock on them until `close` or the end of the `with`
+    block.
+    """
 
     def __init__(
         self, path: str | Path, config: Mapping[str, Any], *, may_change: Collection[str] = ()
     ) -> None:
-        """Make the directory, or go on with the run that is in it.
+        """Create the directory, or open it to resume the run in it.
 
-        Raises UserError when another process holds it, or when the run in it had other options than
-        `config` (those in `may_change` aside).
+        UserError if another process uses it, or if the run in it has options that differ from
+        `config` and are not in `may_change`.
         """
         if not str(path):
             raise UserError("log_path is empty; give the run a directory")
@@ -118,28 +123,30 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
+        """Close the files, and release the lock."""
         self._metrics.close()
         self._checkpoints.close()
         self._spans.close()
         self._lock.release()
 
     def resume_points(self) -> list[CheckpointRecord]:
-        """The checkpoints that have optimizer state, newest first."""
+        """Return the checkpoints that have optimizer state, newest first."""
         return resume_points(self.path)
 
     def resume_at(self, batch: int) -> None:
-        """Drop the rows of steps from `batch` on, and of checkpoints behind it: those steps will be
-        done again.
+        """Drop the rows of steps from `batch` on, which will be trained again, and the rows of
+        checkpoints after `batch`.
         """
         for file in (self._metrics, self._spans):
             file.keep(lambda row: row["step"] < batch)
         self._checkpoints.keep(lambda row: row.get("batch", 0) <= batch)
 
     def metrics(self) -> list[Row]:
+        """Return the rows of metrics.jsonl."""
         return read_rows(self.path / METRICS)
 
     def log(self, step: int, metrics: Mapping[str, float | int]) -> None:
-        """Append one row and flush it. Numbers only, all finite."""
+        """Append one row of metrics and flush it. ValueError unless all values are finite."""
         for name, value in metrics.items():
             if not math.isfinite(value):
                 raise ValueError(
@@ -148,12 +155,12 @@ class RunDirectory:
         self._metrics.append({"step": step, **plain_values(metrics)})
 
     def log_spans(self, step: int, spans: Sequence[Mapping[str, float | str]]) -> None:
-        """Append when each part of a step ran."""
+        """Append one row to timing_spans.jsonl, with the times at which each part of a step ran."""
         self._spans.append({"step": step, "spans": list(spans)})
 
     def log_checkpoint(self, record: CheckpointRecord) -> None:
-        """Append a checkpoint that is already on disk; all metrics so far are made durable before
-        it.
+        """Append the row of a checkpoint that is already on disk. All metrics so far are synced to
+        disk before the row is written.
         """
         self._metrics.sync()
         self._checkpoints.append(record.row())
@@ -166,7 +173,7 @@ class RunDirectory:
             raise UserError(
                 f"log_path={self.path} holds files of a run but no {CONFIG}; give another log_path"
             )
-        if has_rows:  # without any, options may still be corrected
+        if has_rows:  # before the first row, the user may still correct options
             found, given = (
                 _options(values, {"log_path", *may_change})
                 for values in (read_object(path), config)
@@ -192,8 +199,8 @@ def _has_bytes(path: Path) -> bool:
 
 
 def _options(config: Row, ignored: Collection[str]) -> Row:
-    """The options by dotted names, without those that are `ignored`. Classes and functions have
-    the names that they have today, so that a run of an older planish can be resumed.
+    """Return the options by dotted names, without those in `ignored`. Former names of classes and
+    functions are replaced by present ones, so that a run of an older planish can be resumed.
     """
     kept = {name: value for name, value in config.items() if name not in ignored}
     return {
@@ -213,18 +220,19 @@ def _dotted(values: Row, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def checkpoint_records(path: str | Path) -> list[CheckpointRecord]:
-    """The checkpoints that the run directory `path` records, newest first."""
+    """Return the checkpoints that the run directory `path` records, newest first."""
     return [CheckpointRecord.from_row(row) for row in reversed(read_rows(Path(path) / CHECKPOINTS))]
 
 
 def resume_points(path: str | Path) -> list[CheckpointRecord]:
-    """Those with optimizer state."""
+    """Return the checkpoints of the run directory `path` with optimizer state, newest first."""
     return [record for record in checkpoint_records(path) if record.state_path]
 
 
 def checkpoint_of(path: str) -> str:
-    """`path` itself, or the newest state of the run directory that it names. UserError if it is
-    neither, CheckpointError if the run has none.
+    """Return the newest state if `path` is a run directory, or `path` itself if it is a checkpoint.
+
+    UserError if it is neither. CheckpointError if the run has no state.
     """
     found = _newest(path, "state", lambda record: record.state_path)
     if found == path:
@@ -239,7 +247,7 @@ def checkpoint_of(path: str) -> str:
 
 
 def weights_of(path: str) -> str:
-    """`path` itself, or what the run directory that it names saved last that can be sampled from.
+    """Return the newest weights or state if `path` is a run directory, otherwise `path` itself.
     CheckpointError if the run has none.
     """
     return _newest(path, "weights", lambda record: record.sampler_path or record.state_path)
@@ -258,7 +266,7 @@ def _newest(path: str, what: str, path_in: Callable[[CheckpointRecord], str | No
 
 
 def remove_run(path: str | Path) -> None:
-    """Remove the files of a run, and nothing else that may be in its directory."""
+    """Remove the files of a run, and no other files of its directory."""
     for name in (
         METRICS,
         CHECKPOINTS,

@@ -1,6 +1,6 @@
-"""How long the parts of a step take, and when they ran: spans with a name, from any task or thread.
+"""Time measurements of the parts of a step: named spans, from any task or thread.
 
-    spans = Spans()                       # one for each step, made as it begins
+    spans = Spans()                       # one for each step, created when the step begins
     with spans.measure("sampling"): ...
     spans.metrics()                       # time/sampling, time/total, ...
     run.log_spans(step, spans.rows())     # timing_spans.jsonl
@@ -30,7 +30,7 @@ from planish.runlog.run_directory import TRACE
 
 @dataclass(slots=True)
 class Span:
-    """Seconds of the clock of its `Spans`."""
+    """A named interval. `start` and `end` are in seconds of the clock of its `Spans`."""
 
     name: str
     start: float
@@ -48,12 +48,12 @@ class Spans:
         self._lanes = trace.lanes if trace is not None else None
         self._started = clock()
         self.done: list[Span] = []
-        """In the order of their ends."""
+        """The finished spans, in the order in which they ended."""
 
     @contextmanager
     def measure(self, name: str) -> Iterator[None]:
-        """Time the block as a span, also when it raises. Blocks may nest, and run in many tasks at
-        once.
+        """Measure the block as a span, even if it raises. Blocks may nest, and may run in many
+        tasks at once.
         """
         assert name != "total", "time/total is the whole step"
         lane = self._lanes.enter() if self._lanes is not None else 0
@@ -66,11 +66,11 @@ class Spans:
                 self._lanes.leave()
 
     def metrics(self) -> dict[str, float]:
-        """Seconds: time/NAME, or time/NAME:total, :count, :mean, :max of a span that ran several
-        times.
+        """Return time/NAME in seconds. For a span that ran several times, return time/NAME:total,
+        :count, :mean and :max instead.
 
-        time/total is the time since this object was made. Spans of tasks that ran at once add up to
-        more than it.
+        time/total is the time since this object was created. The spans of concurrent tasks may sum
+        to more than that.
         """
         by_name: dict[str, list[float]] = {}
         for span in self.done:
@@ -87,8 +87,8 @@ class Spans:
         return {**metrics, "time/total": self._clock() - self._started}
 
     def rows(self) -> list[dict[str, float | str]]:
-        """For timing_spans.jsonl, by their beginnings; wall_start and wall_end are seconds since
-        the first span began.
+        """Return the spans for timing_spans.jsonl, in the order in which they began. wall_start and
+        wall_end are seconds since the first span began.
         """
         spans = sorted(self.done, key=lambda span: span.start)
         first = spans[0].start if spans else 0.0
@@ -111,7 +111,7 @@ class _Held:
 
 @dataclass
 class _Lanes:
-    """A lane for each task or thread that has a span open; the lowest that is free."""
+    """Assigns each task or thread with an open span to the lowest free lane of the trace."""
 
     _held: dict[int, _Held] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
@@ -139,7 +139,7 @@ class _Lanes:
 
 
 def _worker() -> int:
-    """What tells the running task, or thread, from others that are alive."""
+    """Return an id that is unique among live tasks and threads."""
     try:
         task = asyncio.current_task()
     except RuntimeError:
@@ -148,14 +148,15 @@ def _worker() -> int:
 
 
 class TraceFile:
-    """trace_events.jsonl of a run directory: one Chrome trace event a line; a context manager.
+    """trace_events.jsonl of a run directory, with one Chrome trace event per line.
 
-    Times are microseconds since 1970, so that the processes of a resumed run follow each other.
+    It is a context manager. Times are microseconds since 1970, so the events of a resumed run
+    follow those of the first process.
     """
 
     def __init__(self, directory: Path, first_step: int) -> None:
-        """Events of steps from `first_step` on, left by an earlier process, are dropped: those
-        steps are done again.
+        """Open the file. Events of steps from `first_step` on, from an earlier process, are
+        dropped, because those steps are trained again.
         """
         self._rows = RowFile(directory / TRACE)
         self._rows.keep(lambda row: row["args"]["step"] < first_step)
@@ -173,6 +174,7 @@ class TraceFile:
         self._rows.append(*(self._event(step, span) for span in spans.done))
 
     def close(self) -> None:
+        """Close the file."""
         self._rows.close()
 
     def _event(self, step: int, span: Span) -> Row:
@@ -182,11 +184,10 @@ class TraceFile:
 
 
 def write_trace(run: str | Path, out: str | Path | None = None) -> Path:
-    """Turn the trace_events.jsonl of a run into a file that Perfetto and chrome://tracing load;
-    returns its path.
+    """Convert a run's trace_events.jsonl to a file for Perfetto or chrome://tracing.
 
-    `out`: the file; none: trace.json in the run directory. Raises UserError if the run was not
-    traced.
+    `out` is the file; None means trace.json in the run directory. Return its path. UserError if the
+    run was not traced.
     """
     directory = Path(run).expanduser()
     if not directory.is_dir():

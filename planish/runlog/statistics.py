@@ -1,9 +1,9 @@
-"""The mean of one value a question, prompt or pair, and how far it is to be trusted:
+"""The mean of N values, one per question, prompt or pair, and its standard error:
 
     stderr = sqrt( sum_i (x_i - mean)^2 / (N (N - 1)) )
 
-Where a value is itself estimated from several answers, the error covers their luck too: questions
-are drawn, and answers within them.
+A value may itself be the mean over several sampled answers. The standard error then covers both
+sources of variance: which questions were chosen, and which answers were sampled.
 """
 
 import math
@@ -13,13 +13,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mean:
+    """A mean and its standard error."""
+
     value: float
     stderr: float | None
-    """None with fewer than two values, which say nothing of their spread."""
+    """None with fewer than two values, because they have no spread."""
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Mean":
-        """Of at least one."""
+        """Return the mean of at least one value."""
         count = len(values)
         mean = math.fsum(values) / count
         if count < 2:
@@ -30,5 +32,5 @@ class Mean:
         )
 
     def named(self, name: str) -> dict[str, float]:
-        """As metrics: NAME, and NAME_stderr where it is known."""
+        """Return the metrics NAME and, if the standard error is known, NAME_stderr."""
         return {name: self.value} | ({} if self.stderr is None else {f"{name}_stderr": self.stderr})
