@@ -1,18 +1,18 @@
-"""A model behind an OpenAI-compatible endpoint as a policy over messages: a judge, an opponent, a
-teacher.
+"""A model behind an OpenAI-compatible endpoint as a policy over messages, for example a judge, an
+opponent or a teacher.
 
     judge = ChatEndpoint("http://127.0.0.1:8000/v1", "Qwen/Qwen3-8B", api_key_env="JUDGE_KEY")
 
-One request a call, POST BASE_URL/chat/completions, by the HTTP library that planish has anyway.
-OpenAI's own client would bring the retries along, but it reads base URL, organisation and project
-from the environment where they are not given, and what a judge is shown would then depend on it;
-here the only variable that is read is the one that the options name, and the key is never an
-option, since options are written into run directories.
+Each call sends one request, POST BASE_URL/chat/completions, with the HTTP library that planish
+already depends on. OpenAI's client is not used, because it reads the base URL, organisation and
+project from the environment if they are not given. A run would then depend on variables that its
+options do not record. Here the only such variable is the one named by `api_key_env`. The key itself
+is not an option, because options are written to run directories.
 
-What may go better at another time is asked again after a while that grows: no connection, no answer
-in time, a broken answer, 408, 409, 425, 429 and most of 5xx. Anything else says that the request is
-wrong, and is raised at once. Options are plain data, so an endpoint pickles; connections are opened
-with the first call and closed with the last one under way.
+Temporary failures are retried with growing delays: connection errors, timeouts, malformed answers,
+and the statuses 408, 409, 425, 429 and most of 5xx. Any other status means that the request is
+wrong, and is raised at once. The fields are plain data, so an endpoint can be pickled. Its
+connections are opened by the first call, and closed when no call is in progress.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ if TYPE_CHECKING:
 LATER = (408, 409, 425, 429)
 NEVER = (501, 505)
 FIRST_DELAY, LONGEST_DELAY, LONGEST_WISH = 0.5, 30.0, 120.0
-"""Seconds between attempts: at first, at most, and at most if the endpoint asks for it
-(Retry-After).
+"""Seconds between attempts: the first delay, the longest delay, and the longest delay accepted from
+the endpoint's Retry-After header.
 """
 CONNECT_SECONDS = 10.0
 SHOWN_CHARACTERS = 500
-"""Of an endpoint's answer, in an error."""
+"""How many characters of an endpoint's answer an error message contains."""
 
 
 class EndpointError(PlanishError, ConnectionError):
-    """The endpoint gave no usable answer, in as many attempts as there are; another time it may."""
+    """All attempts failed for temporary reasons, so a later call may succeed."""
 
 
 class _NoAnswerError(Exception):
-    """This attempt failed; the next may not. `wish`: seconds that the endpoint wants to be left
-    alone.
+    """One attempt failed for a temporary reason. `wish` is the delay in seconds that the endpoint
+    asks for.
     """
 
     def __init__(self, reason: str, wish: float = 0.0) -> None:
@@ -61,7 +61,7 @@ class _NoAnswerError(Exception):
 
 @dataclass
 class _Connections:
-    """Those of one event loop, and how many calls need them."""
+    """The connections of one event loop, and the number of calls that use them."""
 
     client: AsyncClient
     places: asyncio.Semaphore
@@ -70,33 +70,33 @@ class _Connections:
 
 @dataclass(frozen=True)
 class ChatEndpoint(MessageCompleter):
-    """`max_concurrent` bounds the requests of this process that are under way; others wait."""
+    """A chat model at an endpoint. Each event loop has at most `max_concurrent` requests in
+    progress; further calls wait.
+    """
 
     base_url: str
-    """Up to and with the version: https://api.openai.com/v1, http://127.0.0.1:8000/v1."""
+    """The URL including the version: https://api.openai.com/v1, http://127.0.0.1:8000/v1."""
     model: str
     api_key_env: str | None = None
     """Name of the environment variable that holds the key; None = no key is sent."""
     max_tokens: int | None = 512
-    """None leaves it out: the endpoint's own limit."""
+    """None omits it from the request, so the endpoint's own limit applies."""
     temperature: float | None = 0.0
-    """None leaves it out: some models take no other than their own."""
+    """None omits it from the request, because some models accept only their default."""
     timeout_seconds: float = 120.0
-    """For one attempt, from the connection to the last byte."""
+    """The time limit of one attempt, from the connection to the last byte."""
     max_retries: int = 5
     max_concurrent: int = 16
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as {"reasoning_effort": "low"}. They win over those
-    above; None leaves a field out.
+    """Further fields of the request, such as {"reasoning_effort": "low"}. They override
+    `max_tokens` and `temperature`. A value of None omits the field.
     """
     _opened: dict[asyncio.AbstractEventLoop, _Connections] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        """UserError for an option that cannot be right; the key is looked up, so a missing one is
-        noticed before any work.
-        """
+        """Raise UserError for an invalid option, and for a missing key, before any work is done."""
         if not _is_url(self.base_url):
             raise UserError(
                 f"base_url={self.base_url!r}: give a URL such as http://127.0.0.1:8000/v1"
@@ -121,12 +121,12 @@ class ChatEndpoint(MessageCompleter):
         return {**self.__dict__, "_opened": {}}
 
     def __deepcopy__(self, memo: object) -> ChatEndpoint:
-        """Itself: nothing of it changes, and its connections are shared."""
+        """Return the endpoint itself: its options are immutable, and copies share connections."""
         return self
 
     async def __call__(self, messages: Sequence[Message]) -> Message:
-        """The model's answer; EndpointError after the last attempt, UserError for a request that
-        the endpoint refuses.
+        """Return the model's answer. EndpointError if the last attempt fails. UserError if the
+        endpoint rejects the request.
         """
         options = {"max_tokens": self.max_tokens, "temperature": self.temperature, **self.extra}
         sent = {name: value for name, value in options.items() if value is not None}
@@ -144,13 +144,13 @@ class ChatEndpoint(MessageCompleter):
                     raise EndpointError(
                         f"{self._url} gave no answer in {attempt + 1} attempts, at last: {error}"
                     ) from error
-                # Many calls wait for one endpoint: each at a moment of its own.
+                # Random jitter: otherwise many waiting calls would retry at the same moment.
                 await asyncio.sleep(max(error.wish, delay) * random.uniform(1.0, 1.5))
                 delay = min(2 * delay, LONGEST_DELAY)
         raise AssertionError("the last attempt answers or raises")
 
     async def _ask(self, client: AsyncClient, body: Mapping[str, Any]) -> Message:
-        import httpx2  # a tenth of a second, which only those pay who have an endpoint
+        import httpx2  # imported late: it takes a tenth of a second, and few runs use an endpoint
 
         try:
             async with asyncio.timeout(self.timeout_seconds):
@@ -174,7 +174,7 @@ class ChatEndpoint(MessageCompleter):
 
     @asynccontextmanager
     async def _connections(self) -> AsyncIterator[_Connections]:
-        """Shared by the calls under way in this event loop."""
+        """Yield the connections that all calls of this event loop share."""
         loop, opened = asyncio.get_running_loop(), self._opened
         if loop not in opened:
             opened[loop] = _Connections(self._client(), asyncio.Semaphore(self.max_concurrent))
@@ -191,7 +191,7 @@ class ChatEndpoint(MessageCompleter):
     def _client(self) -> AsyncClient:
         import httpx2
 
-        # A proxy of the environment is for the world outside.
+        # Proxy variables of the environment are ignored for an endpoint on this machine.
         host = urlsplit(self.base_url).hostname or ""
         is_here = host in ("localhost", "::1") or host.startswith("127.")
         return httpx2.AsyncClient(
@@ -219,7 +219,7 @@ class ChatEndpoint(MessageCompleter):
 def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
-    except ValueError:  # half of an IPv6 address
+    except ValueError:  # urlsplit raises it for an incomplete IPv6 address
         return False
     return parts.scheme in ("http", "https") and bool(parts.hostname)
 
@@ -237,7 +237,7 @@ def _message(response: Response) -> Message:
 
 
 def _retry_after(response: Response) -> float:
-    """Seconds that the endpoint asks for."""
+    """Return the delay in seconds that the endpoint asks for; 0 if it asks for none."""
     try:
         return min(LONGEST_WISH, max(0.0, float(response.headers.get("retry-after", "0"))))
     except ValueError:

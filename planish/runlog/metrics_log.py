@@ -45,8 +45,7 @@ class MetricLog(ABC):
         ...
 
     def close(self, *, failed: bool = False) -> None:  # noqa: B027  (nothing to do is the usual case)
-        """Finish writing. Nothing may be logged afterwards. `failed`: the run ended with an error.
-        """
+        """Finish writing; call `log` no more. `failed`: the run ended with an error."""
 
 
 class JsonlLog(MetricLog):

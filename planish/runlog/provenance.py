@@ -39,7 +39,7 @@ def _describe(root: Path) -> str:
 
 
 def _git(directory: Path, *arguments: str) -> str | None:
-    """Return git's output. None if git takes too long or fails, for example without a repository."""
+    """Return git's output. None if git takes too long or fails, e.g. without a repository."""
     with tempfile.TemporaryFile() as printed:  # not a pipe: the output may not fit in memory
         command = ["git", "-C", str(directory), *arguments]
         try:

@@ -1,4 +1,4 @@
-"""Rows of published chat data as conversations, whatever their columns are called.
+"""Convert rows of published chat data to conversations. These columns are known:
 
 messages               a list of {"role", "content"}: no_robots, tulu3, smoltalk and most others
 conversations          a list of {"from", "value"}, as ShareGPT has it
@@ -25,7 +25,7 @@ FORMS = '"messages", "conversations", or "prompt" and "completion"'
 
 
 def conversation_of(row: Row, where: str) -> Conversation:
-    """The messages of a row; UserError, which says `where` it is, for a row of another form."""
+    """Return the messages of a row. UserError, which names `where`, for a row of another form."""
     if "messages" in row:
         return _messages(row["messages"], f'{where}, "messages"')
     if "conversations" in row:
@@ -47,8 +47,8 @@ def _is_conversation(row: Row) -> bool:
 
 
 def is_worked_solution(row: Row) -> bool:
-    """Whether the row is a question with its answer; one that has a conversation too is that
-    conversation.
+    """Return whether the row is a question with its answer. A row that also has the columns of a
+    conversation counts as a conversation.
     """
     return "question" in row and "answer" in row and not _is_conversation(row)
 
@@ -59,7 +59,7 @@ def _messages(value: Any, where: str, wanted: str = LIST) -> Conversation:
     for part in value:
         if not isinstance(part, Mapping):
             raise UserError(f"{where}: holds a {type(part).__name__}; each message is an object")
-    # Tables have every key in every row, those that are not meant as null.
+    # In a table, every row has every key; a key that a message lacks is null.
     return [
         {key: entry for key, entry in part.items() if entry is not None or key == "content"}
         for part in value
@@ -67,8 +67,8 @@ def _messages(value: Any, where: str, wanted: str = LIST) -> Conversation:
 
 
 def messages_of(value: Any, role: str, where: str) -> Conversation:
-    """A text as one message of `role`, or a list of messages; UserError, which says `where` it is,
-    for anything else.
+    """Return a text as one message of `role`, and a list of messages as it is. UserError, which
+    names `where`, for anything else.
     """
     if isinstance(value, str):
         return [{"role": role, "content": value}]

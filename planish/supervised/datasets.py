@@ -1,9 +1,9 @@
-"""Data sets of rows, and the builders that find the rows.
+"""Data sets of rows, and the builders that open them.
 
-Each epoch shows each row once, in an order that is a function of (shuffle_seed, epoch); the rows
-that do not fill a batch are others each time. With shuffle_seed 0, epoch e has the order of
-`datasets.Dataset.shuffle(0).shuffle(e)`, in which published runs see their data. Rows are rendered
-when their batch is asked for: what is held is what was read.
+An epoch goes through the rows in an order that depends only on (shuffle_seed, epoch). In training,
+rows that do not fill the last batch are dropped, and each epoch drops other rows. With shuffle_seed
+0, epoch e has the order of `datasets.Dataset.shuffle(0).shuffle(e)`, as in published runs. Rows are
+rendered when their batch is requested, so memory holds only the unrendered rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,11 +21,11 @@ from planish.supervised.rendering import rendering_of
 from planish.supervised.types import Batch, ChatDatasetBuilder, SupervisedDataset
 
 ReadRow = Callable[[Row, str], Conversation]
-"""A row as a conversation; the text says where the row is, for errors."""
+"""Converts a row to a conversation. The text names the row in errors."""
 
 
 class RowDataset(SupervisedDataset):
-    """Batches of `batch_size` rows, each row made into datums by `data_of`."""
+    """Batches of `batch_size` rows. `data_of` converts each row to datums."""
 
     def __init__(
         self,
@@ -36,8 +36,8 @@ class RowDataset(SupervisedDataset):
         shuffle_seed: int | None = None,
         drop_last: bool = True,
     ) -> None:
-        """`shuffle_seed` None: the rows' own order in every epoch. UserError if there is no whole
-        batch.
+        """With `shuffle_seed` None, every epoch has the rows' own order. With `drop_last`, rows
+        that do not fill a batch are dropped. UserError if no batch is left then.
         """
         if batch_size < 1:
             raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
@@ -79,7 +79,7 @@ class RowDataset(SupervisedDataset):
 
 @dataclass(frozen=True)
 class Rows(Sequence[Row]):
-    """Some rows of a table, which is left where it is."""
+    """The rows of a table at `indices`, without a copy of the data."""
 
     table: Sequence[Row]
     indices: Sequence[int]
@@ -99,15 +99,17 @@ class Rows(Sequence[Row]):
 
 @dataclass(frozen=True)
 class RowSplits:
+    """Rows to train on, and rows to evaluate on."""
+
     train: Sequence[Row]
     test: Sequence[Row]
 
 
 def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) -> RowSplits:
-    """Rows to train on, and the first `test_size` of the test split (None = all of it).
+    """Return rows to train on, and the first `test_size` rows of the test split (None = all).
 
-    Without a test split, `test_size` rows are drawn and held out of training; None is then none at
-    all.
+    If the data set has no test split, `test_size` randomly chosen rows are held out of training.
+    With None, nothing is held out then.
     """
     if test_size is not None and test_size < 0:
         raise UserError(f"test_size={test_size}: give a whole number, 0 for no tests")
@@ -133,8 +135,8 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
 
 
 def placed(rows: Sequence[Row], where: str) -> Iterator[tuple[str, Row]]:
-    """Each row behind its place, for messages. Rows that were drawn out of a table keep their
-    numbers in it.
+    """Yield each row after its location, such as "dataset=x, train row 3". Rows selected from a
+    table have their row numbers in that table.
     """
     numbers = rows.indices if isinstance(rows, Rows) else range(len(rows))
     return ((f"{where} row {number + 1}", row) for number, row in zip(numbers, rows, strict=True))
@@ -147,8 +149,8 @@ def check_rows(
     train_on_what: TrainOnWhat,
     where: str,
 ) -> None:
-    """UserError for the first row that cannot be trained on, before any of them is: tokens are not
-    made for it.
+    """Raise UserError for the first row that cannot be trained on. This does not tokenise the rows,
+    so it is fast enough to run before training.
     """
     for place, row in placed(rows, where):
         conversation = read_row(row, place)
@@ -160,7 +162,7 @@ def check_rows(
 
 @chz.chz
 class FromRowsBuilder(ChatDatasetBuilder):
-    """Conversations of a hub name, a local directory or one file (planish/datasets/rows.py)."""
+    """Conversations from a hub name, a local directory or one file (planish/datasets/rows.py)."""
 
     dataset: str = chz.field(doc="hub name, local directory or JSONL file")
     test_size: int | None = chz.field(
@@ -198,7 +200,7 @@ class FromRowsBuilder(ChatDatasetBuilder):
 
 @chz.chz
 class FromConversationFileBuilder(ChatDatasetBuilder):
-    """Conversations of one JSONL file; see `FromRowsBuilder`."""
+    """Conversations from one JSONL file; see `FromRowsBuilder`."""
 
     file_path: str
     test_size: int = chz.field(default=0, doc="conversations held out of training")

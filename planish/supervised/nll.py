@@ -1,13 +1,13 @@
-"""How well a model predicts texts: nats a token and bits a byte, in training steps and on held-out
-data.
+"""How well a model predicts texts: nats per token and bits per byte, in training steps and on
+held-out data.
 
     nll = -sum(weight * logprob) / sum(weight)
     bpb = nats of the learned tokens that are text / (ln 2 * UTF-8 bytes of that text)
 
-With weights that sum to 1 in each datum, nll is the mean over datums of their nats a token;
-otherwise it is the mean over tokens. bpb takes no account of weights or of how a tokenizer cuts the
-text, so it can be compared between models. Special tokens, such as the mark that ends a message,
-are no text.
+If the weights of each datum sum to 1, every datum counts equally in nll. If all weights are 1,
+every token counts equally. bpb ignores the sizes of weights and does not depend on the tokenizer,
+so it can be compared between models. Special tokens, such as the mark that ends a message, do not
+count as text.
 """
 
 import math
@@ -24,16 +24,16 @@ from planish.tokenizer import ModelTokenizer
 from planish.types import Datum, ForwardBackwardOutput
 
 DATUMS_PER_CALL = 64
-"""Of an evaluator, so that one request does not grow with the test set."""
+"""The maximum number of datums in an evaluator's request. Larger test sets need more requests."""
 
 
 @dataclass
 class Tally:
-    """The sums behind both measures, over any number of calls."""
+    """The sums from which nll and bpb are computed, over any number of calls."""
 
     tokenizer: ModelTokenizer
     nats: float = 0.0
-    """Weighted."""
+    """The weighted sum of negative logprobs."""
     weight: float = 0.0
     text_nats: float = 0.0
     text_bytes: int = 0
@@ -45,8 +45,8 @@ class Tally:
         self.special = frozenset(marked | set(self.tokenizer.all_special_ids))
 
     def add(self, data: Sequence[Datum], output: ForwardBackwardOutput) -> Self:
-        """Count datums with "target_tokens" (N) or (N, K) and "weights" alike; those of (N, K) have
-        no text.
+        """Add datums with "target_tokens" of shape (N) or (N, K) and "weights" of the same shape.
+        Only targets of shape (N) count for bpb.
         """
         for datum, tensors in zip(data, output.loss_fn_outputs, strict=True):
             weights = datum.loss_fn_inputs["weights"].to_numpy()
@@ -74,7 +74,7 @@ class Tally:
                 self.text_bytes += len(text.encode())
 
     def metrics(self, nll: str, bpb: str) -> dict[str, float]:
-        """By the names given; a measure of nothing is left out."""
+        """Return the measures under the given names. A measure without data is left out."""
         found = {}
         if self.weight:
             found[nll] = self.nats / self.weight
@@ -84,7 +84,7 @@ class Tally:
 
 
 def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
-    """All datums of a test set, rendered now; UserError if there are none."""
+    """Render a test set, and return all of its datums. UserError if there are none."""
     dataset.set_epoch(0)
     data = [datum for index in range(len(dataset)) for datum in dataset.get_batch(index)]
     if not data:
@@ -96,7 +96,7 @@ def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
 
 
 class NLLEvaluator(TrainingClientEvaluator):
-    """NAME/nll and NAME/bpb of held-out datums."""
+    """Measures NAME/nll and NAME/bpb of held-out datums."""
 
     def __init__(self, data: Sequence[Datum], name: str = "test") -> None:
         self.data = data
@@ -104,8 +104,8 @@ class NLLEvaluator(TrainingClientEvaluator):
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
-        """Of all batches of the data set's first epoch, rendered now. UserError if they hold
-        nothing.
+        """Return an evaluator of the data set's first epoch, which is rendered now. UserError if it
+        has no datums.
         """
         return cls(held_out_data(dataset), name)
 

@@ -1,8 +1,7 @@
-"""What a supervised loop minimises: how the gradient of a batch is asked for, and what is said of
-it.
+"""The objectives of supervised training: the loss that is minimised, and its metrics.
 
-The loop itself knows neither the loss nor the metrics. Another objective is another class with
-these two methods.
+The training loop depends on neither. To train with another loss, write a class with the two methods
+of `Objective`.
 """
 
 from collections.abc import Sequence
@@ -20,28 +19,30 @@ Metrics = dict[str, float]
 
 
 class Gradient(Protocol):
-    """A gradient that was asked for."""
+    """A submitted gradient computation."""
 
     async def metrics(self) -> Metrics:
-        """Wait until it is there; what the trainer and the objective say of it."""
+        """Wait for the gradient, and return the metrics of the trainer and the objective."""
         ...
 
 
 class Objective(Protocol):
+    """A loss for supervised training, with its evaluation."""
+
     async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
-        """Ask for the gradient of a batch; it is not waited for here, since the step before may be
-        under way.
+        """Submit the gradient computation of a batch, and return without waiting for its result.
+        The previous step may still be running.
         """
         ...
 
     def test(self, test_set: SupervisedDataset) -> Evaluator:
-        """What is measured on held-out data."""
+        """Return the evaluator of this objective on held-out data."""
         ...
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Minus the logprob of each target, times its weight, summed."""
+    """The cross-entropy loss: the sum over targets of -weight * logprob."""
 
     tokenizer: ModelTokenizer
 
@@ -57,6 +58,8 @@ class CrossEntropy:
 
 @dataclass(frozen=True)
 class CrossEntropyGradient:
+    """The submitted cross-entropy gradient of a batch."""
+
     tokenizer: ModelTokenizer
     data: Sequence[Datum]
     pending: Any

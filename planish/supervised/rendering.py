@@ -1,11 +1,11 @@
-"""A conversation as datums, with one policy for what is too long.
+"""Convert a conversation to datums, and truncate those that are too long.
 
-What lies beyond `max_length` positions is cut off. A datum of which nothing that is learned would
-be left is left out. Both are counted, and the counts are in the metrics of the step; nothing is
-refused in the middle of a run.
+Positions beyond `max_length` are cut off. A datum that would then contain no learned token is left
+out. The metrics of the step contain how many datums were truncated and how many were left out. So
+no conversation is rejected in the middle of a run.
 
-Where a format strips reasoning from history, each answer is trained after the prompt that it is
-sampled from, so a conversation of several turns gives several datums.
+Some formats strip reasoning from earlier turns. Then each answer is trained after the prompt that
+it would be sampled from, so a conversation of several turns becomes several datums.
 """
 
 from functools import partial
@@ -24,7 +24,9 @@ def conversation_to_data(
     train_on_what: TrainOnWhat | str = TrainOnWhat.ALL_ASSISTANT_MESSAGES,
     reduction: Reduction = "mean",
 ) -> Batch:
-    """The datums of one conversation. Reductions: `planish.renderers.datum_from_weights`."""
+    """Return the datums of one conversation. `planish.renderers.datum_from_weights` describes
+    `reduction`.
+    """
     batch = Batch()
     for tokens, weights in renderer.build_supervised_examples(messages, train_on_what):
         kept = tokens.length if max_length is None else max_length + 1
@@ -37,7 +39,7 @@ def conversation_to_data(
 
 
 def rendering_of(config: ChatDatasetBuilderCommonConfig, renderer: Renderer) -> Any:
-    """`conversation_to_data` by the options of a builder: a function of the messages alone."""
+    """Return `conversation_to_data` with the options of a builder. It takes only the messages."""
     return partial(
         conversation_to_data,
         renderer=renderer,

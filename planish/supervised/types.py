@@ -1,9 +1,8 @@
-"""The nouns of supervised training: batches of datums, data sets of batches, and the options that
-make them.
+"""The types of supervised training: batches of datums, data sets of batches, and their builders.
 
-Names are those of the public cookbooks. A data set answers batches by their index within an epoch;
-`set_epoch` chooses the epoch, and both together determine the batch, in every process, so that a
-run can be resumed at any of them.
+Names are those of the public cookbooks. `set_epoch` selects an epoch of a data set, and `get_batch`
+returns a batch by its index in that epoch. Epoch and index determine the batch in every process, so
+a run can be resumed at any batch.
 """
 
 from abc import ABC, abstractmethod
@@ -19,13 +18,13 @@ from planish.types import Datum
 
 
 class Batch(list[Datum]):
-    """The datums of a batch, and what became of conversations that were too long."""
+    """The datums of a batch, with counts of datums that were too long."""
 
     def __init__(
         self, data: Iterable[Datum] = (), *, truncated: int = 0, left_out: int = 0
     ) -> None:
-        """`truncated`: datums whose end was cut off. `left_out`: those of which nothing that is
-        learned would be left.
+        """`truncated`: the number of datums whose end was cut off. `left_out`: the number of datums
+        left out because truncation would remove every learned token.
         """
         super().__init__(data)
         self.truncated = truncated
@@ -33,6 +32,7 @@ class Batch(list[Datum]):
 
     @classmethod
     def joined(cls, parts: Iterable["Batch"]) -> Self:
+        """Return one batch with all datums and the summed counts."""
         parts = list(parts)
         return cls(
             (datum for part in parts for datum in part),
@@ -42,45 +42,47 @@ class Batch(list[Datum]):
 
     @classmethod
     def of(cls, data: Sequence[Datum]) -> "Batch":
-        """A batch as it is, or a plain list of a data set that has no notion of length."""
+        """Return a Batch unchanged. Convert a plain list, as some data sets return, to a Batch."""
         return data if isinstance(data, Batch) else cls(data)
 
 
 class SupervisedDataset(ABC):
-    """Batches of one epoch after the other."""
+    """A data set that returns batches by epoch and index."""
 
     @abstractmethod
     def get_batch(self, index: int) -> Sequence[Datum]:
-        """Batch `index` of the current epoch. It may be empty; then the step changes nothing."""
+        """Return batch `index` of the current epoch. A step with an empty batch trains nothing."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Batches an epoch."""
+        """Return the number of batches per epoch."""
 
     def data_size(self) -> int:
-        """Examples, or batches if it does not say: a run goes on only with as many as it began
-        with.
+        """Return the number of examples; by default, of batches. A run can be resumed only with a
+        data set of the same size.
         """
         return len(self)
 
     def set_epoch(self, seed: int = 0) -> None:  # noqa: B027  (the same order each time is a choice too)
-        """Go to the epoch of that number; called before its first batch, also when a run is resumed
-        within it.
+        """Select epoch number `seed`. This is called before the epoch's first batch is requested,
+        and when a run is resumed in the middle of the epoch.
         """
 
 
 class SupervisedDatasetBuilder(ABC):
-    """The options of a data set; calling it gives the one for training and, if there is one, that
-    for tests.
+    """The options of a data set. Calling the builder returns the training set, and the test set or
+    None.
     """
 
     @abstractmethod
-    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]: ...
+    def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        """Return the training set, and the test set or None."""
+        ...
 
 
 @chz.chz
 class ChatDatasetBuilderCommonConfig:
-    """How conversations become datums, and datums batches."""
+    """Options of the conversion of conversations to datums, and of the batch size."""
 
     model_name_for_tokenizer: str
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
@@ -97,14 +99,13 @@ class ChatDatasetBuilderCommonConfig:
 
 @chz.chz
 class ChatDatasetBuilder(SupervisedDatasetBuilder):
-    """A builder of conversations; `SupervisedDatasetBuilder` with the renderer that its options
-    name.
-    """
+    """A builder of a data set of conversations, with the renderer that its options name."""
 
     common_config: ChatDatasetBuilderCommonConfig
 
     @property
     def renderer(self) -> Renderer:
+        """The renderer of the options; by default, the model's own."""
         return model_renderer(
             self.common_config.model_name_for_tokenizer, self.common_config.renderer_name
         )

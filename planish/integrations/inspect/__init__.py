@@ -1,1 +1,1 @@
-"""Inspect: models of planish for its tasks, and its tasks for runs of planish."""
+"""Use planish's models in Inspect's tasks, and Inspect's tasks as evaluators of planish's runs."""

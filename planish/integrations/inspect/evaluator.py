@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""A task of Inspect as a test between training steps."""
+"""Run Inspect's tasks as evaluations between training steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,8 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class InspectEvaluator(SamplingClientEvaluator):
-    """Answers eval/TASK/SCORER/METRIC of each of the tasks, and eval/TASK/num_examples and
-    .../num_errors.
+    """Measures eval/TASK/SCORER/METRIC, eval/TASK/num_examples and eval/TASK/num_errors of each of
+    the tasks.
     """
 
     def __init__(
@@ -35,9 +35,8 @@ class InspectEvaluator(SamplingClientEvaluator):
         log_dir: str | None = None,
         max_connections: int = MAX_CONNECTIONS,
     ) -> None:
-        """`tasks`, `limit` and `log_dir` as Inspect's `eval_async` takes them; `config` overrides
-        what the tasks say of generation. `renderer`: None is the one that the base model is known
-        for.
+        """`tasks`, `limit` and `log_dir` are passed to Inspect's `eval_async`. `config` overrides
+        the tasks' own generation options. With `renderer` None, the base model's default is used.
         """
         self.name = name
         self.tasks = tasks
@@ -56,7 +55,7 @@ class InspectEvaluator(SamplingClientEvaluator):
         opened = OpenedModel(base_model, sampling_client, renderer, self.context_window)
         logs = await eval_async(
             self.tasks,
-            # the registry names it in logs
+            # Only models made by `provider` have a name in Inspect's registry, and so in its logs.
             model=Model(provider(base_model, model=opened), self.config),
             limit=self.limit,
             log_dir=self.log_dir,
@@ -67,7 +66,9 @@ class InspectEvaluator(SamplingClientEvaluator):
 
 
 def metrics_of(log: EvalLog) -> dict[str, float]:
-    """PlanishError if the task as a whole came to no end; samples that failed are counted."""
+    """Return the metrics of a task. Failed samples are counted in num_errors. PlanishError if the
+    task as a whole failed.
+    """
     if log.status != "success" or log.results is None:
         reason = log.error.message if log.error else "none of its samples could be scored"
         raise PlanishError(

@@ -1,5 +1,5 @@
 # pyright: reportMissingImports=false
-"""Messages of Inspect as messages of a renderer, and sampled sequences as Inspect's choices."""
+"""Convert Inspect's messages to a renderer's form, and sampled sequences to Inspect's choices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +21,9 @@ from planish.types import SampledSequence
 
 
 def renderer_messages(messages: Sequence[ChatMessage]) -> list[Message]:
-    """UnsupportedError for what is no text: pictures, sound, documents, calls of tools."""
+    """Return the messages in the renderer's form. UnsupportedError for content other than text:
+    images, audio, documents and tool calls.
+    """
     return [_message(message) for message in messages]
 
 
@@ -55,7 +57,9 @@ def choice(
     was_bounded_by_context: bool,
     with_logprobs: bool,
 ) -> ChatCompletionChoice:
-    """`stop`: the strings of the request, which Inspect leaves out of the text."""
+    """Return a sampled sequence as Inspect's choice. `stop` are the stop strings of the request.
+    Inspect expects text without them, so the text ends before the first one.
+    """
     message, _ = renderer.parse_response(sequence.tokens)
     cut_off = "model_length" if was_bounded_by_context else "max_tokens"
     return ChatCompletionChoice(
@@ -84,7 +88,7 @@ def _before(text: str, stop: Sequence[str]) -> str:
 
 
 def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
-    """Of each token, the end mark included."""
+    """Return the logprob of each sampled token, including the token that ends the message."""
     tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
     drawn = zip(sequence.tokens, sequence.logprobs, tops, strict=True)
     return [

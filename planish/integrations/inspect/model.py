@@ -1,12 +1,12 @@
 # pyright: reportMissingImports=false
-"""planish as a provider of models for Inspect (https://inspect.aisi.org.uk):
+"""A model provider for Inspect (https://inspect.aisi.org.uk):
 
     inspect eval task.py --model planish/HuggingFaceTB/SmolLM2-135M-Instruct
     inspect eval task.py --model planish/tinker://RUN/sampler_weights/NAME -M renderer=chatml -M data_dir=DIR
     inspect eval task.py --model planish/Qwen/Qwen3-8B --model-base-url http://gpu:8000
 
-Messages go through the model's renderer, so a task sees the prompts that training sees. Text only,
-and no tools: a task that needs more is refused at its first request.
+The model's renderer converts messages to tokens, so evaluation uses the same prompts as training.
+Only text is supported. A task with tools or other content is rejected at its first request.
 """
 
 import asyncio
@@ -22,13 +22,15 @@ from planish.integrations.inspect.messages import choice, renderer_messages
 from planish.integrations.inspect.options import check_options, sampling_params
 
 MAX_TOKENS = 2048
-"""Of an answer where the task does not say, as Inspect's own providers have it; less where the
-context has no room.
+"""The length limit of an answer if the task gives none. Inspect's own providers use the same value.
+The limit is lower if the context window has less room.
 """
 MAX_CONNECTIONS = 64
 
 
 class PlanishAPI(ModelAPI):
+    """Inspect's interface to a model of planish, in this process or on a server."""
+
     def __init__(
         self,
         model_name: str,
@@ -40,8 +42,8 @@ class PlanishAPI(ModelAPI):
         data_dir: str | None = None,
         model: OpenedModel | None = None,
     ) -> None:
-        """`renderer` and `data_dir` as `-M` arguments. `model` is used instead of opening one, and
-        not closed.
+        """`renderer` and `data_dir` are set by `-M` arguments. If `model` is given, it is used
+        instead of opening one, and stays open.
         """
         super().__init__(model_name, base_url, api_key, ["PLANISH_API_KEY"], config)
         self._service: ServiceClient | None = None
@@ -59,6 +61,9 @@ class PlanishAPI(ModelAPI):
         tool_choice: ToolChoice,
         config: GenerateConfig,
     ) -> ModelOutput:
+        """Sample the answers to a conversation. UnsupportedError for options, tools or content that
+        planish does not support.
+        """
         check_options(config)
         if tools and tool_choice != "none":
             raise UnsupportedError(
@@ -104,8 +109,8 @@ class PlanishAPI(ModelAPI):
         )
 
     def _stop(self, strings: list[str]) -> list[str] | list[int]:
-        """The format's own stops and the task's. The sampler takes tokens or strings, so a token is
-        then told as its text.
+        """Return the stops of the format and of the task. The sampler takes either tokens or
+        strings, so with the task's strings, the format's stop tokens are decoded to text.
         """
         own = self.model.renderer.get_stop_sequences()
         if not strings:

@@ -1,12 +1,11 @@
 # pyright: reportMissingImports=false
-"""Inspect's options of generation: what planish takes, what it refuses, what it says that it
-ignores.
+"""Inspect's generation options: which planish supports, ignores with a warning, or rejects.
 
-An option that changes what is drawn is never ignored: an evaluation would report numbers of other
-settings than it asked for. Those that Inspect documents as hints for some providers (reasoning,
-verbosity, caching of prompts) are named in one warning each, as its own providers do. Some are
-Inspect's own business, before or after a request. All others, those of later versions of Inspect
-too, are refused.
+An option that changes what is sampled is never ignored. Otherwise an evaluation would report
+numbers for other settings than it requested. Some options are hints that only some providers use
+(reasoning, verbosity, prompt caching). Each of them causes one warning, as in Inspect's own
+providers. Other options are handled by Inspect itself, before or after a request. All remaining
+options, including those of later versions of Inspect, are rejected.
 """
 
 from logging import getLogger
@@ -58,8 +57,8 @@ _warned: set[str] = set()
 
 
 def check_options(config: GenerateConfig) -> None:
-    """UnsupportedError for what would be drawn otherwise than asked; a warning, once, for a hint
-    that is not taken.
+    """Raise UnsupportedError for options that planish does not support. Log one warning per process
+    for each hint that is ignored.
     """
     given = {
         name
@@ -80,6 +79,7 @@ def check_options(config: GenerateConfig) -> None:
 def sampling_params(
     config: GenerateConfig, max_tokens: int, stop: list[str] | list[int]
 ) -> SamplingParams:
+    """Return planish's sampling parameters for Inspect's options."""
     return SamplingParams(
         max_tokens=max_tokens,
         seed=config.seed,
