@@ -1,8 +1,9 @@
-"""Data sets whose groups know their teachers.
+"""Data sets whose groups name their teachers.
 
-A batch holds one batch of each part, so every step hears every teacher. There are as many batches
-as the shortest part has; more epochs begin all parts again. Tests are those of the parts, one after
-the other; tags tell them apart.
+A data set has several parts, each with its own teacher. A batch consists of one batch of each part,
+so every step learns from every teacher. An epoch has as many batches as the shortest part, and the
+next epoch restarts all parts. The test set concatenates the test sets of the parts. The tags of
+groups separate the parts in metrics.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDataset
 
 @chz.chz
 class DistillationDatasetConfig:
-    """A data set and who teaches it."""
+    """One part: a data set and its teacher."""
 
     dataset_builder: RLDatasetBuilder
     teacher_config: TeacherConfig
@@ -26,16 +27,17 @@ class DistillationDatasetConfig:
 
 
 def teacher_name(index: int) -> str:
-    """Of the part with that index, in metrics and in groups."""
+    """Return the name of the teacher of part `index`, as used in metrics and in groups."""
     return f"dataset_{index}"
 
 
 @dataclass(frozen=True)
 class TaughtGroup(EnvGroupBuilder):
-    """A group as it is, and its teacher."""
+    """A group with the name of its teacher. All else is passed on to `inner`."""
 
     inner: EnvGroupBuilder
     name: str
+    """The name of the teacher."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "plays_together", self.inner.plays_together)
@@ -55,11 +57,14 @@ class TaughtGroup(EnvGroupBuilder):
         return self.inner.logging_tags()
 
     def teacher(self) -> str:
+        """Return the name of the teacher."""
         return self.name
 
 
 @dataclass(frozen=True)
 class TaughtDataset(RLDataset):
+    """A data set whose batches join one batch of each part."""
+
     parts: Sequence[RLDataset]
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
@@ -75,6 +80,8 @@ class TaughtDataset(RLDataset):
 
 @chz.chz
 class DistillationDatasetBuilder(RLDatasetBuilder):
+    """Builds the data sets of all parts. UserError if `parts` is empty."""
+
     parts: Sequence[DistillationDatasetConfig]
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:

@@ -3,14 +3,16 @@ conversations.
 
     loss = -sum over learned tokens, and over the teacher's `topk` likeliest tokens there, of w p_teacher log p_student
 
-p_teacher is made to sum to 1 over the `topk` (planish/distillation/soft_targets.py). That is the
-forward KL of what is left of the teacher, up to a constant (Hinton et al. 2015; Agarwal et al.
-2023). The conversations may be anybody's; those that the teacher wrote itself are
-planish/distillation/sampling.py. A teacher that has gone through a batch is k times what one answer
-says, but the student is never corrected on what it writes itself: for that there is
+p_teacher is normalised to sum to 1 over the `topk` tokens (planish/distillation/soft_targets.py).
+Up to a constant, the loss is the forward KL divergence from this truncated distribution to the
+student (Hinton et al. 2015; Agarwal et al. 2023).
+
+The conversations may come from any source. planish/distillation/sampling.py writes conversations
+with the teacher's own answers. A distribution contains more information at each token than one
+written answer. But the student is never corrected on its own mistakes, as it is in
 planish/distillation/on_policy.py.
 
-The loop, its files and its resume are those of planish/supervised.
+The training loop, the run's files and resuming are those of supervised training.
 """
 
 from collections.abc import Sequence
@@ -37,14 +39,15 @@ from planish.training.train_supervised import CONSOLE_METRICS, train
 from planish.types import Datum, ModelInput, SamplingParams
 
 READ_BESIDES = 2
-"""Tokens of a teacher's request besides a datum's: the last target, and one that the request draws.
+"""The number of tokens that a request to the teacher has beyond a datum's positions: the last
+target, and one token that the request samples.
 """
 TEACHER_SHOWN = {"teacher_kl": "teacher kl {:.4f}", "test/teacher_kl": "test teacher kl {:.4f}"}
 
 
 @chz.chz
 class Config(supervised.Config):
-    """`dataset_builder` gives conversations, as for supervised training."""
+    """The options of a run. `dataset_builder` returns conversations, as in supervised training."""
 
     teacher_config: TeacherConfig
     topk: int = chz.field(
@@ -53,7 +56,7 @@ class Config(supervised.Config):
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
     """
     check(config)
@@ -78,15 +81,15 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option. It runs before anything is loaded."""
     supervised.check(config)
     if config.topk < 1:
         raise UserError(f"topk={config.topk}: give a whole number of at least 1, such as 20")
 
 
 async def require_topk(teacher: Any, topk: int) -> None:
-    """UserError if the teacher does not tell as many as its `topk` likeliest tokens: it is asked
-    once, before any work.
+    """Raise UserError if the teacher does not return the logprobs of `topk` tokens per position.
+    This sends one short request before any training.
     """
     try:
         await teacher.sample_async(
@@ -101,11 +104,11 @@ async def require_topk(teacher: Any, topk: int) -> None:
 
 @dataclass(frozen=True)
 class SoftCrossEntropy:
-    """The objective of a supervised loop: cross entropy with the teacher's distributions."""
+    """The objective whose loss is the cross entropy to the teacher's distributions."""
 
     tokenizer: ModelTokenizer
     teacher: Any
-    """A sampling client."""
+    """A sampling client of the teacher."""
     topk: int
 
     async def submit(
@@ -122,6 +125,8 @@ class SoftCrossEntropy:
 
 @dataclass(frozen=True)
 class SoftGradient:
+    """The submitted gradient of a batch, with the teacher's distributions."""
+
     soft: SoftData
     gradient: Gradient
 
@@ -131,8 +136,8 @@ class SoftGradient:
 
 
 class SoftEvaluator(TrainingClientEvaluator):
-    """NAME/nll, the cross entropy with the teacher's distributions on held-out conversations, and
-    NAME/teacher_kl.
+    """Measures held-out conversations: NAME/nll, which is the cross entropy to the teacher's
+    distributions, and NAME/teacher_kl, NAME/teacher_entropy and NAME/teacher_topk_mass.
     """
 
     def __init__(self, data: Sequence[Datum], teacher: Any, topk: int, name: str = "test") -> None:

@@ -1,17 +1,16 @@
-"""On-policy distillation: the student samples, and the teacher says of each token how likely it
-finds it.
+"""On-policy distillation: the student samples, and the teacher scores each sampled token.
 
     d            = log p_student(token) - log p_teacher(token)
-    advantage   += -kl_penalty_coef * d            of each sampled token that is trained on
+    advantage   += -kl_penalty_coef * d            for each sampled token that is trained on
 
-In expectation that is the gradient of the reverse KL at every position that the student comes to,
-so the student learns where it errs itself and keeps to what the teacher would do there (Agarwal et
-al. 2023, GKD; Gu et al. 2023, MiniLLM; Lu et al. 2025, "On-Policy Distillation"). The term is a
-number for each token and is not compared within a group. With `advantage` "none", the default, it
-is all that is learned; another one adds the environments' rewards.
+In expectation, this term is the gradient of the reverse KL divergence at every position that the
+student reaches. So the student learns from its own mistakes what the teacher would do (Agarwal et
+al. 2023, GKD; Gu et al. 2023, MiniLLM; Lu et al. 2025, "On-Policy Distillation"). Each token has
+its own term, which is not compared within a group. With `advantage` "none", the default, nothing
+else is learned. Any other value adds the environments' rewards.
 
-The loop, its files and its resume are those of planish/rl. Left out: teachers with another
-tokenizer.
+The training loop, the run's files and resuming are those of RL runs. Teachers with another
+tokenizer are not supported.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +34,7 @@ from planish.training.train_rl import train
 
 @chz.chz
 class Config(rl.Config):
-    """Options of a run; each part of `dataset_builder` names its teacher."""
+    """The options of a run. Each part of `dataset_builder` names its teacher."""
 
     dataset_builder: DistillationDatasetBuilder
     advantage: str = chz.field(
@@ -48,7 +47,7 @@ class Config(rl.Config):
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
+    """Train in this process, on a server (`base_url`), or with the given service client. Return the
     run directory.
     """
     check(config)
@@ -78,7 +77,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an invalid option. It runs before anything is loaded."""
     rl.check_all_but_reference(config)
     if not config.dataset_builder.parts:
         raise UserError(
@@ -108,10 +107,10 @@ def check(config: Config) -> None:
 
 @dataclass(frozen=True)
 class TeacherKL:
-    """Adds to the advantages how much likelier the teacher of each group finds its tokens."""
+    """Adds -coefficient * d to the advantage of each trained token. Each group has its teacher."""
 
     teachers: Mapping[str, Any]
-    """Sampling clients by name."""
+    """The sampling clients of the teachers, by name."""
     coefficient: float
     discount: float
     span: ClassVar[str] = "teacher_logprobs"

@@ -1,8 +1,8 @@
-"""Prompts without rewards: the student answers them, and a teacher speaks of the answers.
+"""Prompts without rewards: the student answers them, and a teacher scores the answers.
 
-A prompt is a conversation that waits for the assistant. Rows may have "prompt" (a text or
-messages), "question", or a whole conversation ("messages", "conversations"), whose last answer is
-left off.
+A prompt is a conversation whose next message is the assistant's. A row has "prompt" (a text or
+messages), "question", or a whole conversation ("messages", "conversations"). The last answer of a
+whole conversation is removed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ from planish.supervised.conversations import Conversation, conversation_of
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
-    """The messages of a row up to the answer that is to come; UserError, which says `where` it is,
-    for another form.
+    """Return the messages of a row up to the answer. UserError, which names `where`, for a row of
+    another form.
     """
     if "question" in row and "messages" not in row:
         row = {"prompt": row["question"]}
@@ -55,8 +55,8 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
 def load_prompts(
     dataset: str, renderer: Renderer, prefix: Sequence[Mapping[str, Any]] = ()
 ) -> list[Conversation]:
-    """The prompts of a hub name, a directory or a file; UserError for one that the chat format
-    cannot say after `prefix`.
+    """Return the prompts of a hub name, a directory or a file. UserError for a prompt that the chat
+    format cannot express after `prefix`.
     """
     prompts = []
     for number, row in enumerate(open_rows(dataset, "train"), start=1):
@@ -67,7 +67,7 @@ def load_prompts(
 
 
 def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, where: str) -> None:
-    """UserError if the renderer's format has no form for the messages: tokens are not made for it."""
+    """Raise UserError if the renderer's format cannot express the messages, without tokenising."""
     try:
         read_messages(messages, renderer.format.abilities, renderer.name)
     except ValueError as error:
@@ -76,7 +76,7 @@ def check_prompt(messages: Sequence[Mapping[str, Any]], renderer: Renderer, wher
 
 @dataclass
 class PromptOnlyEnv(Env):
-    """One prompt, one answer, reward 0."""
+    """An episode with one prompt, one answer and reward 0."""
 
     renderer: Renderer
     messages: Conversation
@@ -97,7 +97,7 @@ class PromptOnlyEnv(Env):
 
 @dataclass(frozen=True)
 class PromptGroup(EnvGroupBuilder):
-    """`size` answers to one prompt; names, which pickle, in the place of a renderer."""
+    """`size` answers to one prompt. It holds names instead of a renderer, so that it pickles."""
 
     messages: Conversation
     size: int
@@ -118,7 +118,7 @@ class PromptGroup(EnvGroupBuilder):
 
 @chz.chz
 class PromptOnlyDatasetBuilder(RLDatasetBuilder):
-    """Prompts of rows. There is nothing to test them by, so there are no tests."""
+    """Builds a training set of prompts. There is no test set, because prompts have no rewards."""
 
     dataset: str = chz.field(doc="hub name, local directory or file; its train split")
     model_name: str

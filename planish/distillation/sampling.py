@@ -1,19 +1,16 @@
-"""Conversations that a teacher wrote, kept in a file: what off-policy and prompt distillation learn
-from.
+"""Sample a teacher's answers to prompts into a file, for off-policy and prompt distillation.
 
-    PATH         a row a conversation: {"index": number of its prompt, "messages": [...]}
-    PATH.json    what the file was made from, how many prompts are done, and how many answers were
-                 left out
+    PATH         one conversation per row: {"index": number of its prompt, "messages": [...]}
+    PATH.json    the options of the file, how many prompts are done, and how many were left out
 
-The teacher may be shown more than is kept: `prefix`, such as long instructions or worked examples,
-stands in front of each prompt when it is answered and is not in the rows. So what is learned from
-the file is to answer as if it was there: context distillation (Askell et al. 2021; Snell et al.
-2022).
+The teacher may get more messages than the rows contain: `prefix`, such as long instructions or
+worked examples, precedes each prompt. A student that is trained on the rows learns to answer as if
+the prefix were there (context distillation: Askell et al. 2021; Snell et al. 2022).
 
-Answers that were cut off have no end to learn and are left out, as are prompts that leave the
-context no room for an answer; both are counted. Draws are a function of (seed, index). A process
-that is killed goes on after the last prompts that are recorded as done; a file that was made from
-anything else is not gone on with.
+Answers that the length limit cut off are left out, because their end cannot be learned. Prompts
+that leave no room for an answer in the context window are left out too. Both are counted. Each
+answer's random numbers depend only on (seed, index). After a crash, sampling resumes after the last
+prompts recorded as done. A file that was made with other options is rejected.
 """
 
 import json
@@ -49,7 +46,7 @@ class TeacherSampler:
     context_window: int | None = None
 
     async def answer(self, index: int, messages: Conversation) -> Row | None:
-        """The row of a prompt; None if its answer is left out."""
+        """Return the row of a prompt; None if it is left out."""
         prompt = self.renderer.build_generation_prompt([*self.prefix, *messages])
         if self.context_window is not None and prompt.length >= self.context_window:
             return None
@@ -64,13 +61,15 @@ class TeacherSampler:
 
 @dataclass
 class SampledFile:
-    """The rows at `path`, as far as they are done."""
+    """The file of sampled conversations, with the record of how many prompts are done."""
 
     path: Path
     origin: Mapping[str, Any]
-    """What they are made from, as JSON has it."""
+    """The options that the rows depend on, as JSON values."""
     done: int = 0
+    """The number of prompts that are done, including those left out."""
     left_out: int = 0
+    """The number of prompts without a row."""
     _record: Path = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,8 +85,8 @@ class SampledFile:
             self._write_record()
 
     def _go_on(self, record: Row) -> None:
-        """Take over what is recorded, and drop rows behind it: a process was killed between the
-        two.
+        """Continue from the record, and drop rows of prompts that it does not count as done. A
+        process that is killed after writing rows and before the record leaves such rows.
         """
         try:
             found, self.done, self.left_out = record["origin"], record["done"], record["left_out"]
@@ -114,8 +113,8 @@ class SampledFile:
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def add(self, answers: Sequence[Row | None], file: RowFile) -> None:
-        """Keep the answers to the next prompts; first the rows, on disk, then that they are there.
-        `file` is that at `path`.
+        """Append the answers to the next prompts to `file`, which is open at `path`. The rows are
+        synced to disk before the record counts them as done.
         """
         rows = [row for row in answers if row is not None]
         file.append(*rows)
@@ -135,8 +134,10 @@ async def sample_conversations(
     path: str | Path,
     origin: Mapping[str, Any],
 ) -> SampledFile:
-    """Have all prompts answered that are not yet, `PROMPTS_AT_ONCE` at a time, and keep the answers
-    at `path`.
+    """Sample answers to all prompts that are not done yet, and write them to `path`.
+
+    `PROMPTS_AT_ONCE` prompts are answered concurrently, and then recorded as done. UserError if the
+    file was made with another `origin`, or if no prompt has a complete answer.
     """
     kept = SampledFile(Path(path).expanduser(), origin)
     chunks = range(kept.done, len(prompts), PROMPTS_AT_ONCE)
@@ -163,7 +164,7 @@ async def sample_conversations(
 async def answers_to(
     sampler: TeacherSampler, prompts: Sequence[Conversation], indices: Iterable[int], stage: Stage
 ) -> list[Row | None]:
-    """Rows by index, None for what is left out; all asked for at once."""
+    """Sample the answers concurrently. Return one row per index, or None if it is left out."""
 
     async def answer(index: int) -> Row | None:
         row = await sampler.answer(index, prompts[index])

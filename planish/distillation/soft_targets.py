@@ -1,14 +1,14 @@
-"""Datums whose targets are a teacher's distribution over its k likeliest tokens, in the place of
-the one token that was written.
+"""Soft targets: a teacher's distribution over its K likeliest tokens at each position, instead of
+one target token.
 
 Legend: D datums, N positions of a datum, K candidates.
 
     p_j = exp(log p_teacher(j)) / sum over the K candidates         loss = -sum over positions and
         candidates of w p_j log p_student(j)
 
-With K the whole vocabulary that is the cross entropy between teacher and student, w the weight of
-the position. The tail that a smaller K cuts off is given to the candidates, in proportion; what
-they held before is the `mass`.
+w is the weight of the position. If K is the size of the vocabulary, the loss is the cross entropy
+between teacher and student. A smaller K cuts off the tail of the distribution, and the candidates'
+probabilities are scaled to sum to 1. `mass` is their sum before scaling.
 """
 
 from collections.abc import Sequence
@@ -23,19 +23,21 @@ from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 @dataclass(frozen=True)
 class SoftData:
-    """Datums with targets and weights (N, K), and what is known of the teacher's distributions;
-    sums are weighted by position.
+    """Datums with targets and weights of shape (N, K), and statistics of the teacher's
+    distributions. `nats` and `mass` are sums over positions, weighted by w.
     """
 
     data: list[Datum]
     weight: float
+    """The sum of w over positions."""
     nats: float
-    """Entropy of the distributions after they were cut off and made to sum to 1."""
+    """The entropy of the scaled distributions, in nats."""
     mass: float
-    """What the candidates had of the teacher's whole distribution."""
+    """The teacher's total probability of the candidates."""
 
     @classmethod
     def joined(cls, parts: Sequence[Self]) -> Self:
+        """Return all datums with the summed statistics."""
         data = [datum for part in parts for datum in part.data]
         return cls(
             data,
@@ -43,7 +45,11 @@ class SoftData:
         )
 
     def metrics(self, cross_entropy: float | None, prefix: str = "") -> dict[str, float]:
-        """`cross_entropy`: nats a unit of weight; None where there was nothing to learn."""
+        """Return teacher_kl, teacher_entropy (in nats) and teacher_topk_mass, per unit of weight.
+
+        `cross_entropy` is the loss per unit of weight. With None, nothing was learned, and there
+        are no metrics.
+        """
         if cross_entropy is None:
             return {}
         entropy = self.nats / self.weight
@@ -55,7 +61,7 @@ class SoftData:
 
 
 async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> SoftData:
-    """The datums with the teacher's distributions; all requests in flight at once."""
+    """Return the datums with the teacher's distributions as targets; all requests run at once."""
 
     async def soft(datum: Datum) -> SoftData:
         weights_N = datum.loss_fn_inputs["weights"].to_numpy()
@@ -76,8 +82,10 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
 
 
 def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:
-    """`datum` has targets and weights (N); entry i of `top` is about token i of the whole sequence,
-    of N + 1 tokens.
+    """Return one datum with the teacher's distributions as targets.
+
+    `datum` has targets and weights of shape (N). Row i of `top` has the K likeliest tokens at
+    position i of the whole sequence of N + 1 tokens.
     """
     targets_N = datum.loss_fn_inputs["target_tokens"].to_numpy()
     weights_N = datum.loss_fn_inputs["weights"].to_numpy()

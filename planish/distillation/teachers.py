@@ -1,7 +1,7 @@
-"""The policies that teach.
+"""The teachers of distillation.
 
-A teacher is a base model or a checkpoint, held by a sampling client. It speaks of the student's
-token ids, so both must have one vocabulary; that is looked at before anything is trained.
+A teacher is a base model or a checkpoint, used through a sampling client. It scores the student's
+token ids, so both must have the same vocabulary. This is checked before training.
 """
 
 import asyncio
@@ -19,12 +19,12 @@ from planish.training.train_rl import policy_client
 
 @chz.chz
 class TeacherConfig(KLReferenceConfig):
-    """Whose probabilities are learned."""
+    """The model whose token probabilities the student learns."""
 
 
 def pinned(teacher: TeacherConfig) -> TeacherConfig:
-    """The same with a checkpoint in the place of a run directory, whose newest one may be another
-    when a run is resumed.
+    """Return the config with a run directory replaced by its newest checkpoint. The directory may
+    have a newer checkpoint when the student's run is resumed, and the teacher must not change.
     """
     if teacher.load_checkpoint_path is None:
         return teacher
@@ -34,8 +34,8 @@ def pinned(teacher: TeacherConfig) -> TeacherConfig:
 async def teacher_client(
     teacher: TeacherConfig, service_client: ServiceClient, student_model: str, option: str
 ) -> Any:
-    """A sampling client of the teacher; UserError, which names `option`, if its tokens are not the
-    student's.
+    """Return a sampling client of the teacher. UserError, which names `option`, if the vocabulary
+    is not the student's.
     """
     client = await policy_client(teacher, service_client, option)
     await require_one_vocabulary(student_model, teacher.base_model, service_client, option)
@@ -45,8 +45,8 @@ async def teacher_client(
 async def require_one_vocabulary(
     trained: str, other: str, service_client: ServiceClient, option: str
 ) -> None:
-    """UserError, which names `option`, unless the base model `other` has the tokens of the one that
-    is `trained`.
+    """Raise UserError, which names `option`, unless the base models `trained` and `other` have the
+    same vocabulary.
     """
     if other == trained:
         return
@@ -64,7 +64,7 @@ async def require_one_vocabulary(
 
 
 def vocabulary_difference(first: Mapping[str, int], second: Mapping[str, int]) -> str | None:
-    """The token with the lowest id that is not the same in both, in words; None if there is none."""
+    """Describe the differing token with the lowest id. None if the vocabularies are equal."""
     differing = first.items() ^ second.items()
     if not differing:
         return None

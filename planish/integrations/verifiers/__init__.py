@@ -1,1 +1,1 @@
-"""Environments of the verifiers library, as environments of planish."""
+"""Use environments of the verifiers library as environments of planish."""

@@ -1,4 +1,4 @@
-"""The data of an environment of verifiers, as batches of groups."""
+"""Data sets of groups from the data of a verifiers environment."""
 
 import json
 import random
@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 @chz.chz
 class VerifiersDatasetBuilder(RLDatasetBuilder):
-    """The environment `env_id`, an installed package or any module with a function
+    """Trains on the environment `env_id`: an installed package, or any module with a function
     `load_environment`.
     """
 
@@ -83,7 +83,9 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
 
 
 def read_env_args(text: str) -> str:
-    """The JSON object in one form, by which an environment is known; UserError if it is none."""
+    """Return the JSON object with sorted keys, which is the cache key of a loaded environment.
+    UserError if `text` is not a JSON object.
+    """
     try:
         arguments = json.loads(text)
     except ValueError as error:

@@ -1,16 +1,16 @@
-"""Environments of the verifiers library as environments of planish:
-https://github.com/PrimeIntellect-ai/verifiers.
+"""Run environments of the verifiers library (https://github.com/PrimeIntellect-ai/verifiers) as
+environments of planish.
 
-There an environment drives: it asks a model and goes on with the answer. Here the loop drives. So a
-rollout of verifiers runs in a task of its own, and its model is a seat at which `VerifiersEnv`
-waits: the prompt that the rollout asks comes out as the observation, the action goes in as the
-answer. What holds for every environment of planish holds for these: seeds, retries, reports, tests,
-other processes.
+In verifiers, the environment calls the model. In planish, the training loop calls the environment.
+To bridge the two, each verifiers rollout runs as an asyncio task with a proxy model (`Seat`). When
+the rollout requests a completion, `VerifiersEnv` returns the prompt as its observation. The sampled
+action then becomes the completion. So seeds, retries, reports, evaluations and worker processes
+work as in any other environment.
 
-Tokens are the truth: a next prompt begins with the tokens that were sampled, not with the text that
-they made (planish/rl/environments/conversation.py); only if an environment rewrites its history is a prompt
-rendered anew. Rewards and metrics are the rubric's, of the whole group at once. Rewards that an
-environment gives to single turns have no place in that and are not used.
+The next prompt contains the exact tokens that were sampled, not a new tokenisation of their text
+(planish/rl/environments/conversation.py). Only if an environment rewrites its history is the prompt
+rendered anew. The environment's rubric computes rewards and metrics for a whole group at once.
+Rewards that an environment assigns to single turns are ignored.
 """
 
 import asyncio
@@ -44,32 +44,32 @@ _STOPS = {
     "prompt_too_long": StopReason.CONTEXT_OVERFLOW,
     "max_total_completion_tokens_reached": StopReason.MAX_SAMPLED_TOKENS,
 }
-"""verifiers' stop conditions that are limits. An end by any other is the environment's own:
-completed.
-"""
+"""The stop conditions of verifiers that are limits. With any other, the episode is completed."""
 
 
 @dataclass
 class Played:
-    """An answer of the policy that the environment has taken."""
+    """The policy's latest answer, as the environment received it."""
 
     told: list[Message]
-    """The conversation up to it, and it, as the environment knows it."""
+    """The conversation including the answer, in the environment's form."""
     answer: Message
+    """The answer in the renderer's form."""
     action: Action
+    """The sampled tokens of the answer."""
     tools: Sequence[Any]
 
 
 class Seat:
-    """The place of the model in one rollout of verifiers. One question at a time; others wait for
-    their turn.
+    """The proxy model of one verifiers rollout. It handles one request at a time; concurrent
+    requests wait.
     """
 
     def __init__(self, renderer: Renderer, max_prompt_tokens: int | None) -> None:
         self.asked: asyncio.Queue[list[int]] = asyncio.Queue()
-        """Prompts, as tokens."""
+        """The prompts that the policy has to answer, as tokens."""
         self.messages: list[Message] = []
-        """Of the newest prompt."""
+        """The messages of the newest prompt."""
         self._renderer = renderer
         self._max_prompt_tokens = max_prompt_tokens
         self._turn = asyncio.Lock()
@@ -78,7 +78,9 @@ class Seat:
         self._played: Played | None = None
 
     async def ask(self, asked: Asked) -> Told:
-        """Called by the rollout."""
+        """Return the policy's answer to a request of the rollout. PromptTooLong if the prompt has
+        more than `max_prompt_tokens` tokens.
+        """
         async with self._turn:
             told = [read_message(message) for message in asked.messages]
             tools = [read_tool(tool) for tool in asked.tools]
@@ -99,7 +101,9 @@ class Seat:
             return Told(fields, action, len(conversation.tokens), is_cut_off)
 
     def answer(self, action: Action, is_cut_off: bool) -> bool:
-        """Called by the policy's side: whether the rollout was still waiting for it."""
+        """Give the policy's action to the waiting rollout. Return False if the rollout no longer
+        waits for it.
+        """
         assert self._action is not None
         if self._action.done():
             return False
@@ -107,8 +111,8 @@ class Seat:
         return True
 
     def _gone_on(self, told: list[Message], tools: Sequence[Any]) -> Conversation:
-        """The conversation with what is new appended; a new one where it is not the old one gone
-        on.
+        """Return the conversation of the next prompt. If `told` continues the previous conversation
+        with the same tools, append the new messages to it. Otherwise render a new conversation.
         """
         played, conversation = self._played, self._conversation
         if played is not None and conversation is not None and tools == played.tools:
@@ -124,7 +128,7 @@ class Seat:
 
 
 def _as_told(fields: Mapping[str, Any]) -> Message:
-    """What `read_message` makes of an answer that comes back."""
+    """Return the message that `read_message` returns for this answer in a later request."""
     message: dict[str, Any] = {"role": "assistant", "content": fields["content"]}
     if fields["reasoning_content"]:
         text = [{"type": "text", "text": fields["content"]}] if fields["content"] else []
@@ -142,7 +146,7 @@ def _as_told(fields: Mapping[str, Any]) -> Message:
 
 
 class VerifiersEnv(Env):
-    """One rollout of an environment of verifiers on one row of its data."""
+    """One rollout of a verifiers environment on one row of its data."""
 
     def __init__(
         self,
@@ -151,12 +155,12 @@ class VerifiersEnv(Env):
         renderer: Renderer,
         max_prompt_tokens: int | None = None,
     ) -> None:
-        """`environment`: a verifiers.Environment, which many rollouts may share.
-        `max_prompt_tokens`: a longer prompt ends the rollout.
+        """`environment` is a verifiers.Environment, which many rollouts may share. A prompt with
+        more than `max_prompt_tokens` tokens ends the rollout.
         """
         self.environment = environment
         self.state: Any = None
-        """verifiers' state, when the rollout is over."""
+        """The final state of verifiers; None until the rollout has ended."""
         self._row = row
         self._renderer = renderer
         self._seat = Seat(renderer, max_prompt_tokens)
@@ -200,14 +204,14 @@ class VerifiersEnv(Env):
         )
 
     async def close(self) -> None:
-        """End a rollout that is still under way; it cleans up after itself."""
+        """Cancel the rollout if it is still running, and wait until it has cleaned up."""
         if self._rollout is not None:
             self._rollout.cancel()
             await asyncio.gather(self._rollout, return_exceptions=True)
 
     async def _next_prompt(self) -> list[int] | None:
-        """The tokens of the next prompt; None when the rollout is over. Its errors are raised as
-        they are.
+        """Return the tokens of the next prompt; None if the rollout has ended. If it failed, raise
+        its error.
         """
         assert self._rollout is not None
         asking = asyncio.ensure_future(self._seat.asked.get())
@@ -220,7 +224,7 @@ class VerifiersEnv(Env):
         self.state = self._rollout.result()
         error = self.state.get("error")
         if error is not None:
-            # verifiers puts what a model raises into a ModelError.
+            # verifiers wraps errors of the model in a ModelError.
             raise error.__cause__ if isinstance(error.__cause__, PlanishError) else error
         return None
 
@@ -236,12 +240,12 @@ class VerifiersEnv(Env):
 
 @dataclass(frozen=True)
 class VerifiersGroup(EnvGroupBuilder):
-    """`num_envs` rollouts of one row. It pickles if its two functions do: give functools.partial,
-    not a lambda.
+    """`num_envs` rollouts of one row. It can be pickled only if `load` and `make_renderer` can: use
+    functools.partial instead of a lambda.
     """
 
     load: Callable[[], Any]
-    """The verifiers.Environment; called in the process that plays."""
+    """Returns the verifiers.Environment. It is called in the process that runs the rollouts."""
     make_renderer: Callable[[], Renderer]
     row: Mapping[str, Any]
     num_envs: int
@@ -265,7 +269,9 @@ class VerifiersGroup(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
-        """What the rubric says of the group. A rollout in which the policy was not asked gets 0."""
+        """Return the rubric's reward and metrics of each rollout. A rollout that ended without a
+        request to the policy gets reward 0.
+        """
         states = [
             env.state
             for env in env_group

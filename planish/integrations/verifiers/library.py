@@ -1,8 +1,7 @@
-"""The verifiers library (extra `planish[verifiers]`), loaded when it is first needed: its import
-takes seconds.
+"""Interface to the verifiers library (extra `planish[verifiers]`).
 
-Written against verifiers 0.3: `Environment`, its rubrics, and the `Client` through which an
-environment asks a model.
+The library is imported on first use, because its import takes seconds. This module uses verifiers
+0.3: `Environment`, its rubrics, and the `Client` through which an environment calls a model.
 """
 
 import functools
@@ -27,33 +26,38 @@ MODEL = "planish"
 
 @dataclass(frozen=True)
 class Asked:
-    """What an environment asks the policy."""
+    """A request of an environment to the policy."""
 
     messages: Any
-    """verifiers' messages."""
+    """The conversation, as objects of verifiers."""
     tools: Any
 
 
 @dataclass(frozen=True)
 class Told:
-    """What the policy answers."""
+    """The policy's answer to a request."""
 
     fields: Mapping[str, Any]
-    """Of an assistant message."""
+    """The fields of verifiers' assistant message."""
     tokens: list[int]
+    """The sampled tokens."""
     prompt_tokens: int
+    """The length of the prompt."""
     is_cut_off: bool
+    """Whether the length limit ended the answer."""
 
 
 class PromptTooLong(Exception):
-    """There is no room for an answer."""
+    """The prompt has more tokens than `max_prompt_tokens`."""
 
 
 Ask = Callable[[Asked], Awaitable[Told]]
 
 
 def require_verifiers() -> None:
-    """UserError, with the remedy, unless the library is there in a version that is known here."""
+    """Raise UserError if verifiers is not installed, and UnsupportedError for a version other than
+    0.3.
+    """
     try:
         found = version("verifiers")
     except PackageNotFoundError:
@@ -66,11 +70,13 @@ def require_verifiers() -> None:
 
 @functools.lru_cache(maxsize=8)
 def load_environment(env_id: str, env_args: str) -> Any:
-    """verifiers.load_environment(env_id, **env_args), with `env_args` as JSON; once in each
-    process. UserError if it cannot be.
+    """Return verifiers.load_environment(env_id, **env_args). `env_args` is a JSON object.
+
+    Each process loads an environment once. Call this in the main thread. UserError if the
+    environment cannot be loaded.
     """
     require_verifiers()
-    verifiers = importlib.import_module("verifiers")  # a second or more
+    verifiers = importlib.import_module("verifiers")  # takes a second or more
     if threading.current_thread() is not threading.main_thread():
         raise UserError(
             "an environment of verifiers sets up signals, so it must be loaded in the main thread"
@@ -78,7 +84,7 @@ def load_environment(env_id: str, env_args: str) -> Any:
     with _own_signals():
         try:
             environment = verifiers.load_environment(env_id, **json.loads(env_args))
-        except Exception as error:  # whatever the module of the environment raises
+        except Exception as error:  # the environment's module may raise anything
             raise UserError(
                 f"env_id={env_id}: {error}; install the environment's package (prime env install), or have its module, with a "
                 "function load_environment, where Python finds it"
@@ -88,7 +94,7 @@ def load_environment(env_id: str, env_args: str) -> Any:
 
 
 def check_environment(environment: Any, name: str) -> None:
-    """UnsupportedError for what is no environment that can be played."""
+    """Raise UnsupportedError unless `environment` is a verifiers.Environment with chat messages."""
     verifiers = importlib.import_module("verifiers")
     if not isinstance(environment, verifiers.Environment):
         kind = f"{type(environment).__module__}.{type(environment).__qualname__}"
@@ -103,8 +109,8 @@ def check_environment(environment: Any, name: str) -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Environments put handlers of their own on Ctrl-C and SIGTERM, which would take these from the
-    run.
+    """Restore the handlers of Ctrl-C and SIGTERM after the block. Environments replace them when
+    they are loaded, and the run's own handlers would be lost.
     """
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -151,7 +157,7 @@ def _client_type() -> type:
                 raise errors.OverlongPromptError from error
 
         async def raise_from_native_response(self, response: Told) -> None:
-            """An answer without text is one: an environment may reward silence."""
+            """Accept every answer, even an empty one, because an environment may reward silence."""
 
         async def from_native_response(self, response: Told) -> Any:
             calls = response.fields["tool_calls"]
@@ -178,11 +184,11 @@ def _client_type() -> type:
             )
 
         async def close(self) -> None:
-            """There is nothing to close."""
+            """Do nothing: the policy has no connection to close."""
 
     return PolicyClient
 
 
 def policy_client(ask: Ask) -> Any:
-    """A client of verifiers by which an environment asks the policy."""
+    """Return a verifiers.Client through which an environment calls the policy."""
     return _client_type()(ask)

@@ -1,8 +1,8 @@
-"""Messages of the verifiers library as those of planish's renderers, and answers of the policy the
-other way.
+"""Convert messages of the verifiers library to those of planish's renderers, and the policy's
+answers back.
 
-verifiers' messages are pydantic objects with the fields of OpenAI's API; what is read of them here
-are attributes, so this module does not need the library.
+Messages of verifiers are pydantic objects with the fields of OpenAI's API. This module only reads
+their attributes, so it does not import verifiers.
 """
 
 import json
@@ -14,7 +14,7 @@ from planish.renderers import Message, Renderer, ToolSpec
 
 
 def read_message(given: Any) -> Message:
-    """One message. UnsupportedError for content that is no text."""
+    """Convert a message of verifiers. UnsupportedError for content other than text."""
     role = "user" if given.role == "text" else given.role
     message: dict[str, Any] = {"role": role, "content": _text(given.content)}
     if role == "assistant":
@@ -38,6 +38,7 @@ def read_message(given: Any) -> Message:
 
 
 def read_tool(given: Any) -> ToolSpec:
+    """Convert a tool of verifiers."""
     return cast(
         ToolSpec,
         {
@@ -51,7 +52,7 @@ def read_tool(given: Any) -> ToolSpec:
 def offered(
     renderer: Renderer, messages: Sequence[Message], tools: Sequence[ToolSpec]
 ) -> list[Message]:
-    """The conversation with the tools in front of it, as the renderer's format offers them."""
+    """Return the conversation, preceded by the tools in the form that the renderer defines."""
     if not tools:
         return list(messages)
     has_system = bool(messages) and messages[0]["role"] == "system"
@@ -61,9 +62,9 @@ def offered(
 
 
 def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
-    """An answer of the policy, as a renderer read it: the fields of verifiers' assistant message.
+    """Convert a parsed answer of the policy to the fields of verifiers' assistant message.
 
-    Calls that cannot be read are text, so that the environment sees what was written.
+    Tool calls that cannot be parsed are appended to the text, so that the environment sees them.
     """
     content = message["content"]
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -88,8 +89,8 @@ def answer_fields(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_sampling(arguments: Mapping[str, Any]) -> None:
-    """UnsupportedError for what an environment asks of the sampler: temperature, length and seeds
-    are the run's.
+    """Raise UnsupportedError if an environment sets sampling arguments. The options of the run
+    determine temperature, length and seeds.
     """
     asked = {
         name: value
