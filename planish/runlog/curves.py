@@ -139,7 +139,7 @@ def read_series(run: str | Path, metric: str) -> dict[float, float]:
     """Return the values of a metric by step, from a run directory or its metrics.jsonl.
 
     Steps whose row lacks the metric are left out. For example, the row of the final evaluation has
-    no training metrics. So the last value is the newest one. UserError if no row has the metric.
+    no training metrics. So the series has no gaps. UserError if no row has the metric.
     """
     points = read_runs([Path(run).expanduser()])[0].points
     if metric not in points:

@@ -1,4 +1,4 @@
-"""The steps of an RL run: sample a batch of groups, train on it, again.
+"""The steps of an RL run: each step samples a batch of groups and trains on it.
 
 Legend: P groups of a batch, G trajectories of a group.
 
@@ -76,7 +76,7 @@ class RLLearner:
         self.counters = Counters.of(self.loop.start.record)
 
     async def run_steps(self) -> None:
-        """Take all steps, and evaluate the final weights in a row of their own."""
+        """Take all steps, evaluate the final weights, and log their metrics in a separate row."""
         strategy = strategy_from(self.config.rollout_error_tolerance)
         async with (
             RolloutPool.opened(self.config.rollout_processes) as pool,
@@ -242,7 +242,7 @@ class RLLearner:
         return evaluator.metrics(rollouts)
 
     async def final_eval(self, runner: GroupRolloutRunner) -> None:
-        """Evaluate the weights that the run ends with, in a row of their own."""
+        """Evaluate the final weights, and log the metrics in a separate row."""
         if not self.evaluators:
             return
         steps, spans = self.loop.steps, Spans(self.loop.trace)
@@ -267,7 +267,7 @@ class RLLearner:
         )
 
     def name_first_page(self, step: int) -> None:
-        """Say on the console where the rollouts can be read, once."""
+        """Print the path of the first page of rollouts, once per process."""
         if not self.has_named_page and self.config.num_groups_to_log:
             self.has_named_page = True
             page = self.files.path("train", step)

@@ -2,11 +2,11 @@
 
 A learner takes the steps: `planish.training.rl_learner` by reinforcement learning,
 `planish.training.supervised_learner` on datums. The loop does what every run needs: it resumes,
-evaluates, saves checkpoints, logs rows, and ends well after a signal or an error.
+evaluates, saves checkpoints, logs rows, and leaves a run that can resume after a signal or error.
 
 A run resumes at the beginning of a step. The metrics row and the files of a step are written before
-its checkpoint is recorded. At a start, rows of steps after the newest checkpoint are dropped,
-because those steps are done again.
+its checkpoint is recorded. When a run starts or resumes, the rows of steps after the newest
+checkpoint are dropped, because those steps are trained again.
 """
 
 import asyncio

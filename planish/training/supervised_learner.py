@@ -89,7 +89,7 @@ class SupervisedLearner:
         self.last_row = time.perf_counter()
 
     async def run_steps(self) -> None:
-        """Take all steps, and evaluate the final weights in a row of their own."""
+        """Take all steps, evaluate the final weights, and log their metrics in a separate row."""
         loop = self.loop
         for step in range(loop.done, loop.steps):
             if loop.interruption.is_asked:
