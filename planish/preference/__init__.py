@@ -1,1 +1,1 @@
-"""Learning from comparisons: what people, or programs, prefer."""
+"""Learning from comparisons: which of two answers a person, a model or a program prefers."""

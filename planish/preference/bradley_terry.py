@@ -1,14 +1,15 @@
-"""A preference model that gives each answer a number (Bradley and Terry 1952; Ouyang et al. 2022
-for language models).
+"""A preference model that gives each answer a score (Bradley and Terry 1952; Ouyang et al. 2022 for
+language models).
 
     score(answer)   = log p("Yes") - log p("No") after the answer and a fixed question about it
     P(B is better)  = sigmoid(score(B) - score(A)),  preference = 2 P - 1
     loss            = mean over pairs of -log sigmoid(score(chosen) - score(rejected))
 
-The difference of two logprobs at one position is the difference of two logits: a linear function of
-the last hidden state, without bounds, exact also where the model is sure. So no head has to be
-added to the model, a new adapter already knows what the words mean, and a checkpoint is an ordinary
-one. Ties say nothing about an order and are left out of training.
+The difference of two logprobs at one position equals the difference of their logits. So a score is
+an unbounded linear function of the last hidden state, and stays exact where the model is confident.
+The model needs no extra head, and its checkpoint is an ordinary one. A fresh adapter starts from
+what the base model knows about the words Yes and No. Ties carry no order, so training leaves them
+out.
 """
 
 import math
@@ -30,16 +31,20 @@ from planish.types import Datum
 
 QUESTION = "Is this a good answer? Say Yes or No."
 WEIGHTS = (1.0, -1.0)
-"""Of the logprobs of Yes and No in a score."""
+"""The weights of the logprobs of Yes and No in a score."""
 MEASURES = ("bradley_terry_loss", "accuracy", "score_margin")
+"""The metrics that `bradley_terry_loss` computes."""
 
 
 def score_conversation(prompt: Messages, answer: Messages, question: str) -> list[Any]:
-    """What Yes or No is the answer to."""
+    """Return prompt, answer and question as a conversation that the model answers with Yes
+    or No.
+    """
     return [*prompt, *answer, {"role": "user", "content": question}]
 
 
 def score_choice(renderer: Renderer) -> Choice:
+    """Return the choice between Yes and No in the format of `renderer`."""
     return Choice.between(("Yes", "No"), renderer)
 
 
@@ -49,8 +54,10 @@ def comparison_to_score_data(
     question: str = QUESTION,
     max_length: int | None = None,
 ) -> Batch:
-    """Chosen and rejected; none, and left_out = 1, if one of them has more tokens than
-    `max_length`. No ties.
+    """Return the datums of the chosen and the rejected answer, in this order.
+
+    If one of them has more than `max_length` tokens, the batch is empty with left_out = 1. The
+    comparison must not be a tie.
     """
     assert labeled.ranked is not None
     prompt = labeled.comparison.prompt_conversation
@@ -66,7 +73,10 @@ def comparison_to_score_data(
 def bradley_terry_loss(
     data: Sequence[Datum], logprobs_D: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Metrics]:
-    """A custom loss of chosen and rejected alternately; the loss and its measures."""
+    """Return the Bradley-Terry loss, averaged over pairs, and its metrics.
+
+    `data` alternates between chosen and rejected answers. Use it as a custom loss.
+    """
     scores_D = torch.stack(
         [
             (datum.loss_fn_inputs["weights"].to_torch() * each).sum()
@@ -83,21 +93,25 @@ def bradley_terry_loss(
 
 @dataclass(frozen=True)
 class BradleyTerry:
-    """The part of a supervised objective that is learned from."""
+    """The training half of a supervised objective: it submits the Bradley-Terry loss."""
 
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "BradleyTerryGradient":
+        """Submit a gradient on `data`, which alternates between chosen and rejected answers."""
         pending = await training_client.forward_backward_custom_async(data, bradley_terry_loss)
         return BradleyTerryGradient(len(pairs_of(data)), pending)
 
 
 @dataclass(frozen=True)
 class BradleyTerryGradient:
+    """A submitted gradient whose metrics can be awaited."""
+
     num_pairs: int
     pending: Any
 
     async def metrics(self) -> Metrics:
+        """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
         output = await self.pending
         found = {name: output.metrics[name] for name in MEASURES}
         served = {
@@ -108,31 +122,35 @@ class BradleyTerryGradient:
 
 @dataclass(frozen=True)
 class BradleyTerryPreferenceModel:
-    """Two requests a comparison, one a score. Swapping the answers changes the sign and nothing
-    else.
+    """A preference model that scores each answer with one request, so two requests per comparison.
+
+    Swapping the answers changes only the sign of the preference.
     """
 
     sampling_client: SamplingClient
     choice: Choice
-    """`score_choice` of the renderer that it was trained with."""
+    """`score_choice` of the renderer that the model was trained with."""
     question: str = QUESTION
     temperature: float = 1.0
-    """By which differences of scores are divided: fitted on comparisons that were not trained on.
+    """Score differences are divided by this temperature, which is fitted on held-out comparisons.
     """
 
     async def __call__(self, comparison: Comparison) -> float:
         return self.preference_between(*await self._scores(comparison))
 
     def preference_between(self, score_a: float, score_b: float) -> float:
+        """Return the preference, from -1 (A is better) to 1 (B is better), for two scores."""
         return math.tanh((score_b - score_a) / (2 * self.temperature))
 
     async def log_odds(self, comparison: Comparison) -> float:
-        """Of B over A, before the temperature."""
+        """Return log(P(B is better) / P(A is better)) before the temperature is applied."""
         a, b = await self._scores(comparison)
         return b - a
 
     async def score(self, prompt: Messages, answer: Messages) -> float:
-        """Of one answer. Only differences between answers to one prompt were learned."""
+        """Return the score of one answer, which is comparable only to scores for the same
+        prompt.
+        """
         yes, no = await self.choice.logprobs(
             self.sampling_client, score_conversation(prompt, answer, self.question)
         )

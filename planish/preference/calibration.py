@@ -1,22 +1,27 @@
-"""Temperature scaling (Guo et al. 2017): one number that makes a preference model as sure as it is
-right.
+"""Temperature scaling (Guo et al. 2017): fit the one number that calibrates a preference model's
+confidence.
 
-Log-odds are divided by the temperature that minimises the log loss on comparisons that were not
-trained on. So that a few pairs which all are judged rightly do not ask for endless confidence, the
-target is Platt's (1999): N pairs say (N + 1) / (N + 2), not 1.
+Log-odds are divided by the temperature that minimises the log loss on held-out comparisons. If the
+model judges all of a few pairs correctly, the best fit would be infinite confidence. Platt's (1999)
+target prevents this: N pairs aim at a probability of (N + 1) / (N + 2) instead of 1.
 """
 
 import math
 from collections.abc import Sequence
 
 HOTTEST = 1e3
-"""Where log-odds say nothing, or the opposite of what is right: every preference is close to 0."""
+"""The largest temperature. It is fitted if log-odds are uninformative or mostly wrong, and brings
+every preference close to 0.
+"""
 COLDEST = 1e-3
+"""The smallest temperature."""
 
 
 def fit_temperature(chosen_log_odds: Sequence[float], pairs: int | None = None) -> float:
-    """`chosen_log_odds`: of each preferred answer over the other one. `pairs`: how many comparisons
-    they are, if some are in both orders; 1.0 without any.
+    """Return the temperature that minimises the log loss; 1.0 if there are no comparisons.
+
+    `chosen_log_odds` are the log-odds of the preferred answer over the other one. `pairs` is the
+    number of distinct comparisons, if `chosen_log_odds` holds both orders of some.
     """
     count = len(chosen_log_odds) if pairs is None else pairs
     if not count:
@@ -24,7 +29,7 @@ def fit_temperature(chosen_log_odds: Sequence[float], pairs: int | None = None) 
     target = (count + 1) / (count + 2)
 
     def slope(sharpness: float) -> float:
-        """Of the log loss, which is convex in 1 / temperature."""
+        """Return the derivative of the log loss, which is convex in sharpness = 1 / temperature."""
         return sum((_sigmoid(sharpness * x) - target) * x for x in chosen_log_odds)
 
     low, high = math.log(1 / HOTTEST), math.log(1 / COLDEST)

@@ -1,12 +1,12 @@
-"""A preference model that reads both answers: the comparison is a conversation, and the label is
-the assistant's answer to it.
+"""A preference model that reads both answers: the comparison is a conversation, and the assistant
+answers it with a label.
 
     prompt . system "==== Completion A ====" . A . system "==== Completion B ====" . B . system "==== Preference ====" -> A, B or Tie
 
-The form is that of the public cookbooks, which sample the label. Here the probabilities of the
-three labels are read off, so a preference is an expectation, with no noise of sampling, and can be
-calibrated. Learned is the label's token alone. What is too long is left out of training whole, and
-counted: an example that is cut has no label.
+The public cookbooks use the same format and sample the label. Here the probabilities of the three
+labels are computed instead. So a preference is an expectation without sampling noise, and can be
+calibrated. Only the label's token is trained on. Comparisons that are too long are left out of
+training whole and counted, because a truncated one would have no label.
 """
 
 import math
@@ -23,10 +23,11 @@ from planish.supervised.types import Batch
 from planish.types import Datum
 
 LABELS: tuple[Label, ...] = get_args(Label)
+"""The labels, in the order of weights and logprobs."""
 
 
 def comparison_conversation(comparison: Comparison) -> list[Any]:
-    """What the label is the answer to."""
+    """Return the conversation that the model answers with a label."""
     return [
         *comparison.prompt_conversation,
         {"role": "system", "content": "==== Completion A ===="},
@@ -38,14 +39,16 @@ def comparison_conversation(comparison: Comparison) -> list[Any]:
 
 
 def label_choice(renderer: Renderer) -> Choice:
+    """Return the choice between A, B and Tie in the format of `renderer`."""
     return Choice.between(LABELS, renderer)
 
 
 def comparison_to_datum(
     labeled: LabeledComparison, choice: Choice, max_length: int | None = None
 ) -> Batch:
-    """One example for cross entropy, with weight 1 on the label; none, and left_out = 1, if it has
-    more tokens than `max_length`.
+    """Return one datum for cross entropy, with weight 1 on the label's token.
+
+    If it has more than `max_length` tokens, the batch is empty with left_out = 1.
     """
     weights = [float(label == labeled.label) for label in LABELS]
     datum = choice.datum(comparison_conversation(labeled.comparison), weights)
@@ -56,11 +59,14 @@ def comparison_to_datum(
 
 @dataclass(frozen=True)
 class LabelCrossEntropy:
-    """Minus the logprob of each label, summed."""
+    """The training half of a supervised objective: minus the label logprobs, summed over
+    comparisons.
+    """
 
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "LabelGradient":
+        """Submit a gradient on datums of `comparison_to_datum`."""
         return LabelGradient(
             data, await training_client.forward_backward_async(data, "cross_entropy")
         )
@@ -68,10 +74,15 @@ class LabelCrossEntropy:
 
 @dataclass(frozen=True)
 class LabelGradient:
+    """A submitted gradient whose metrics can be awaited."""
+
     data: Sequence[Datum]
     pending: Any
 
     async def metrics(self) -> Metrics:
+        """Return mean NLL in nats and accuracy over labels, and the trainer's metrics as
+        optim/NAME.
+        """
         output = await self.pending
         weights = [datum.loss_fn_inputs["weights"].to_numpy()[-1] for datum in self.data]
         logprobs = [tensors["logprobs"].to_numpy()[-1] for tensors in output.loss_fn_outputs]
@@ -87,7 +98,7 @@ class LabelGradient:
 
 
 def expected_preference(label_logprobs: Sequence[float], temperature: float = 1.0) -> float:
-    """P(B) - P(A), of probabilities of A, B and Tie that sum to 1."""
+    """Return P(B) - P(A), where the probabilities of A, B and Tie are normalised to sum to 1."""
     peak = max(label_logprobs)
     a, b, tie = (math.exp((logprob - peak) / temperature) for logprob in label_logprobs)
     return (b - a) / (a + b + tie)
@@ -95,15 +106,16 @@ def expected_preference(label_logprobs: Sequence[float], temperature: float = 1.
 
 @dataclass(frozen=True)
 class ChatPreferenceModel:
-    """One request a comparison. The places of the answers may have a say;
-    `preference_models.BothOrders` takes it away.
+    """A preference model that judges a comparison with one request.
+
+    The order of the answers may influence it; `preference_models.BothOrders` removes that bias.
     """
 
     sampling_client: SamplingClient
     choice: Choice
-    """`label_choice` of the renderer that it was trained with."""
+    """`label_choice` of the renderer that the model was trained with."""
     temperature: float = 1.0
-    """Of the probabilities: fitted on comparisons that were not trained on
+    """Label logprobs are divided by this temperature, which is fitted on held-out comparisons
     (planish/preference/calibration.py).
     """
 
@@ -111,7 +123,9 @@ class ChatPreferenceModel:
         return expected_preference(await self._label_logprobs(comparison), self.temperature)
 
     async def log_odds(self, comparison: Comparison) -> float:
-        """Of B over A, as the answers are given and before the temperature."""
+        """Return log(P(B) / P(A)) for the answers in the given order, before the temperature is
+        applied.
+        """
         a, b, _ = await self._label_logprobs(comparison)
         return b - a
 

@@ -1,9 +1,9 @@
-"""A conversation that ends with one of a few fixed answers: what a model makes of it is the
-logprobs of their first tokens.
+"""Conversations whose last message is one of a few fixed answers. A model's choice is read off as
+the logprobs of the answers.
 
-An answer is told from the others by one token, the first in which they differ, so one request gives
-the probability of every answer, and one position is learned. What a format puts in front of an
-answer (an empty thinking block, for instance) belongs to the prompt.
+The answers share their leading tokens and differ in one deciding token. So one request gives the
+probability of every answer, and training needs one position only. Tokens that a chat format puts in
+front of an answer (an empty thinking block, for instance) belong to the prompt.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,20 +19,25 @@ from planish.types import Datum, ModelInput, SamplingParams, TensorData
 
 Conversation = Sequence[Mapping[str, Any]]
 PROBE: Conversation = ({"role": "user", "content": "?"},)
+"""A conversation used to find the deciding tokens of a format."""
 
 
 @dataclass(frozen=True)
 class Choice:
+    """A set of fixed answers in one chat format, with the token that identifies each answer."""
+
     renderer: Renderer
     answers: tuple[str, ...]
     tokens: tuple[int, ...]
-    """By which each answer is told from the others."""
+    """The deciding token of each answer."""
     lead: int
-    """Tokens that the model writes before that one, whatever the answer."""
+    """The number of tokens that the model writes before the deciding one, whichever the answer."""
 
     @classmethod
     def between(cls, answers: Sequence[str], renderer: Renderer) -> Self:
-        """UserError if two answers of this format differ only after their first tokens."""
+        """Make a choice between `answers`; UserError if their first differing token is not unique
+        to each.
+        """
         written = [_written(renderer, PROBE, answer) for answer in answers]
         columns = zip(*(each.output for each in written), strict=False)
         lead = next(place for place, column in enumerate(columns) if len(set(column)) > 1)
@@ -45,12 +50,12 @@ class Choice:
         return cls(renderer, tuple(answers), tokens, lead)
 
     def check(self, conversation: Conversation) -> None:
-        """ValueError for a conversation that the format cannot write; no tokens are made."""
+        """ValueError for a conversation that the format cannot express. Nothing is tokenized."""
         answered = [*conversation, {"role": "assistant", "content": self.answers[0]}]
         self.renderer.check_supervised_examples(answered, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
 
     def prompt(self, conversation: Conversation) -> list[int]:
-        """All tokens before the one that decides."""
+        """Return all tokens before the deciding one."""
         written = _written(self.renderer, conversation, self.answers[0])
         assert written.output[self.lead] == self.tokens[0], (
             "an answer has the same tokens after every conversation"
@@ -58,11 +63,11 @@ class Choice:
         return written.before + written.output[: self.lead]
 
     def datum(self, conversation: Conversation, weights: Sequence[float]) -> Datum:
-        """The conversation with `weights` on the logprobs of the answers, at the one position where
-        they are given.
+        """Return a datum whose loss weights the logprobs of the K answers at the deciding position.
 
-        Its targets are (N, K): at each position but the last K times the token that follows, with
-        weight 0.
+        `target_tokens` and `weights` have the shape (N, K) for N tokens of the prompt. Row N - 1
+        holds the deciding tokens and `weights`. Every other row repeats the next token with weight
+        0.
         """
         prompt, count = self.prompt(conversation), len(self.tokens)
         targets = np.repeat(np.array([*prompt[1:], 0], dtype=np.int64)[:, None], count, axis=1)
@@ -78,8 +83,9 @@ class Choice:
     async def logprobs(
         self, sampling_client: SamplingClient, conversation: Conversation
     ) -> list[float]:
-        """Of each answer, at temperature 1, by one request. They are no distribution: a model may
-        say something else.
+        """Return the logprob of each answer's deciding token at temperature 1, with one request.
+
+        Their probabilities need not sum to 1, because the model may say something else.
         """
         prompt = self.prompt(conversation)
         asked = np.full((len(prompt), len(self.tokens)), -1, dtype=np.int64)
@@ -98,7 +104,7 @@ class Choice:
 class _Written:
     before: list[int]
     output: list[int]
-    """What the model writes."""
+    """The tokens that the model writes."""
 
 
 def _written(renderer: Renderer, conversation: Conversation, answer: str) -> _Written:

@@ -1,16 +1,18 @@
-"""How often a policy's answers to held-out prompts are preferred to those of a reference: fixed
-texts, or another policy's.
+"""Evaluate a policy by its win rate: how often a judge prefers its answers to held-out prompts to
+those of a reference. The reference is a set of fixed texts or another policy.
 
-    win(prompt) = (r(A, B) - r(B, A) + 2) / 4      A: the reference's answer, B: the policy's; r:
-        the judge, -1 to 1
-    win(prompt) = (r(A, B) + 1) / 2                with both_ways=False: half as many questions, and
-        a judge's taste for a side counts
+    win(prompt) = (r(A, B) - r(B, A) + 2) / 4    where A is the reference's answer, B the policy's,
+                                                 and r the judge's preference, from -1 to 1
+    win(prompt) = (r(A, B) + 1) / 2              with both_ways=False: half as many requests, but
+                                                 the judge's position bias remains
 
-So 0 = lost, 1 = won, and the mean over prompts is the win rate. A policy against itself has 0.5
-within the standard error: its draws and the reference's are independent, each a function of (seed,
-prompt) alone, so all policies of a run are measured with the same luck and against the same
-answers. Several judges may be asked about the same answers; where one that was learned and one that
-is known disagree, the policy has found the faults of the first.
+A win is 1, a loss is 0, and the win rate is the mean over prompts. A policy compared with itself
+scores 0.5 within the standard error, because policy and reference sample independently. Each
+sampling seed depends only on (seed, prompt number). So all policies of a run are measured with the
+same seeds and against the same reference answers.
+
+Several judges may compare the same answers. If a learned judge and a known rule disagree, the
+policy exploits flaws of the learned judge.
 """
 
 from abc import ABC, abstractmethod
@@ -36,17 +38,19 @@ from planish.runlog.run_directory import checkpoint_of
 from planish.runlog.statistics import Mean
 
 POLICY, REFERENCE = 0, 1
-"""Places of the draws."""
+"""The `place` of policy and reference in the derivation of sampling seeds."""
 
 
 @dataclass(frozen=True)
 class SampledAnswer(Answer):
+    """A policy's answer with its length in tokens."""
+
     num_tokens: int
 
 
 @dataclass(frozen=True)
 class Answering:
-    """How policies answer in a test."""
+    """How policies sample their answers in an evaluation."""
 
     renderer: Renderer
     max_tokens: int
@@ -56,7 +60,10 @@ class Answering:
     async def __call__(
         self, sampling_client: SamplingClient, prompts: Sequence[Messages], place: int
     ) -> list[SampledAnswer]:
-        """One answer to each prompt, all sampled at once."""
+        """Sample one answer to each prompt, all concurrently.
+
+        `place` is POLICY or REFERENCE and keeps the seeds of the two apart.
+        """
         policy = TinkerTokenCompleter(sampling_client, self.max_tokens, self.temperature)
 
         async def one(number: int, prompt: Messages) -> SampledAnswer:
@@ -71,24 +78,25 @@ class Answering:
 
 
 class Reference(ABC):
-    """Whose answers the policy's are compared with."""
+    """The answers that a policy's answers are compared with."""
 
     @abstractmethod
     async def completions(
         self, prompts: Sequence[Messages], answering: Answering
     ) -> Sequence[Messages]:
-        """One for each prompt; the same ones at every call."""
+        """Return one answer for each prompt, and the same answers on every call."""
 
 
 @dataclass(frozen=True)
 class FixedReference(Reference):
-    """Answers that are there already, in the order of the prompts."""
+    """Reference answers that are given, in the order of the prompts."""
 
     given: Sequence[Messages]
 
     async def completions(
         self, prompts: Sequence[Messages], answering: Answering
     ) -> Sequence[Messages]:
+        """Return the given answers; UserError if their number is not that of the prompts."""
         if len(self.given) != len(prompts):
             raise UserError(
                 f"there are {len(prompts)} prompts and {len(self.given)} reference completions; give one for each"
@@ -98,17 +106,18 @@ class FixedReference(Reference):
 
 @dataclass
 class PolicyReference(Reference):
-    """Another policy's answers, sampled when they are first asked for."""
+    """Answers of another policy, sampled on first use and kept."""
 
     service_client: ServiceClient
     base_model: str
     checkpoint_path: str | None = None
-    """A checkpoint, or a run directory; None = the base model itself."""
+    """A checkpoint or a run directory; None for the base model."""
     _sampled: Sequence[Messages] | None = field(default=None, init=False, repr=False)
 
     async def completions(
         self, prompts: Sequence[Messages], answering: Answering
     ) -> Sequence[Messages]:
+        """Return the policy's answers, which are sampled at the first call."""
         if self._sampled is None:
             answers = await answering(await self._client(), prompts, REFERENCE)
             self._sampled = [answer.completion for answer in answers]
@@ -126,19 +135,21 @@ class PolicyReference(Reference):
 
 @dataclass(frozen=True)
 class WinRate:
+    """The wins of an evaluation, one number for each prompt."""
+
     wins: Sequence[float]
-    """Of each comparison, from 0 to 1; at least one."""
+    """One number from 0 to 1 for each comparison; not empty."""
 
     @property
     def mean(self) -> Mean:
-        """Over prompts."""
+        """The mean over prompts, with its standard error."""
         return Mean.of(self.wins)
 
 
 async def win_rate(
     judge: PreferenceModel, comparisons: Sequence[Comparison], *, both_ways: bool = True
 ) -> WinRate:
-    """How often B wins."""
+    """Return how often answer B wins; with `both_ways`, each comparison is also judged swapped."""
     if not both_ways:
         return WinRate([(r + 1) / 2 for r in await judged(judge, comparisons)])
     asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
@@ -154,16 +165,17 @@ async def win_rate(
 
 @dataclass(frozen=True)
 class Contest:
-    """What a test looked at, and how it went."""
+    """The answers of an evaluation and its win rates."""
 
     comparisons: Sequence[Comparison]
-    """A: the reference's answer, B: the policy's."""
+    """In each comparison, A is the reference's answer and B is the policy's."""
     answers: Sequence[SampledAnswer]
-    """The policy's."""
+    """The policy's answers, one for each prompt."""
     win_rates: Mapping[str, WinRate]
-    """By judge."""
+    """The win rate by the name of the judge."""
 
     def metrics(self, name: str) -> dict[str, float]:
+        """Return the metrics of `ComparisonEvaluator`, with `name` as their prefix."""
         count = len(self.answers)
         found = {
             f"{name}/format": sum(answer.is_whole for answer in self.answers) / count,
@@ -177,8 +189,10 @@ class Contest:
 
 
 class ComparisonEvaluator(SamplingClientEvaluator):
-    """NAME/win_rate/JUDGE and NAME/win_rate_stderr/JUDGE against the reference; NAME/format and
-    NAME/ac_tokens_per_turn.
+    """An evaluator that compares a policy with a reference.
+
+    Its metrics are NAME/win_rate/JUDGE, NAME/win_rate_stderr/JUDGE, NAME/format (the fraction of
+    answers that ended properly) and NAME/ac_tokens_per_turn (mean tokens per answer).
     """
 
     def __init__(
@@ -208,6 +222,7 @@ class ComparisonEvaluator(SamplingClientEvaluator):
         return (await self.play(sampling_client)).metrics(self.name)
 
     async def play(self, sampling_client: SamplingClient) -> Contest:
+        """Sample the policy's answers and let every judge compare them with the reference."""
         completions = await self.reference.completions(self.prompts, self.answering)
         answers = await self.answering(sampling_client, self.prompts, POLICY)
         comparisons = [
@@ -223,7 +238,10 @@ class ComparisonEvaluator(SamplingClientEvaluator):
 
 @chz.chz
 class ComparisonEvaluatorBuilder:
-    """The options of a `ComparisonEvaluator` against a policy, for `evaluator_builders` of a run."""
+    """The options of a `ComparisonEvaluator` whose reference is a policy.
+
+    Give it to a run as one of its `evaluator_builders`.
+    """
 
     prompt_builder: PromptBuilder = chz.field(doc="its held-out prompts are answered")
     judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(

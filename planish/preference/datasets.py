@@ -1,10 +1,10 @@
-"""Comparisons as pairs of datums: the preferred answer and the other one, each behind the same
-prompt.
+"""Comparisons as pairs of datums: the same prompt with the preferred answer, and with the other
+one.
 
-A batch holds them alternately: chosen, rejected, chosen, rejected, ... What is learned of each is
-the answer, with weight 1 a token, so that the weighted sum of logprobs is the logprob of the
-answer. Ties say nothing and are left out when the data are read. Both answers are cut at
-`max_length`; a pair of which one answer would begin behind it is left out and counted.
+A batch alternates between them: chosen, rejected, chosen, rejected, ... Every token of an answer
+has weight 1, so the weighted sum of logprobs is the logprob of the answer. Ties are left out when
+the data are read. Both conversations are truncated at `max_length` tokens. If that leaves no token
+of an answer, the pair is left out and counted.
 """
 
 from abc import ABC, abstractmethod
@@ -30,17 +30,21 @@ from planish.types import Datum
 
 @dataclass(frozen=True)
 class Pair:
+    """The datums of one comparison."""
+
     chosen: Datum
     rejected: Datum
 
 
 def pairs_of(data: Sequence[Datum]) -> list[Pair]:
-    """The pairs of a batch that holds chosen and rejected alternately."""
+    """Return the pairs of a batch that alternates between chosen and rejected answers."""
     return [Pair(chosen, rejected) for chosen, rejected in zip(data[::2], data[1::2], strict=True)]
 
 
 def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, Any]]:
-    """The conversation in which the answer's own messages alone are learned."""
+    """Return the conversation, marked so that only the assistant messages of `answer` are trained
+    on.
+    """
     return [
         *({**message, "trainable": False} for message in prompt),
         *({**message, "trainable": message.get("role") == "assistant"} for message in answer),
@@ -50,7 +54,10 @@ def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, An
 def comparison_to_data(
     labeled: LabeledComparison, renderer: Renderer, max_length: int | None = None
 ) -> Batch:
-    """Chosen and rejected; UserError for a tie."""
+    """Return the datums of the chosen and the rejected answer; UserError for a tie.
+
+    The batch is empty, with left_out = 1, if `max_length` leaves nothing of one of the answers.
+    """
     if labeled.ranked is None:
         raise UserError("a tie has no preferred answer; leave it out")
     sides = [
@@ -69,18 +76,19 @@ def comparison_to_data(
 
 
 class ComparisonBuilder(ABC):
-    """The options of comparisons; calling it gives those for training and those for tests, which
-    may be none.
-    """
+    """The options of a dataset of comparisons."""
 
     @abstractmethod
-    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]: ...
+    def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        """Return the comparisons for training and those for evaluation; the latter may be empty."""
+        ...
 
 
 @chz.chz
 class ComparisonBuilderFromRows(ComparisonBuilder):
-    """Comparisons of a hub name, a directory, or one file; forms:
-    `planish.preference.types.read_comparison`.
+    """Comparisons from a hub dataset, a directory, or one file.
+
+    `planish.preference.types.read_comparison` lists the supported formats of rows.
     """
 
     dataset: str
@@ -98,7 +106,7 @@ class ComparisonBuilderFromRows(ComparisonBuilder):
 
 @chz.chz
 class ComparisonBuilderFromJsonl(ComparisonBuilder):
-    """Comparisons of one or two JSONL files."""
+    """Comparisons from one or two JSONL files."""
 
     train_path: str
     test_path: str | None = None
@@ -142,8 +150,9 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
 def check_comparisons(
     comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
 ) -> None:
-    """UserError for the first one of which an answer cannot be trained on: tokens are not made for
-    it.
+    """UserError for the first comparison with an answer that cannot be trained on.
+
+    The check does not tokenize anything.
     """
     for number, labeled in enumerate(comparisons, start=1):
         for answer in labeled.ranked or ():
@@ -155,11 +164,12 @@ def check_comparisons(
 
 
 def without_ties(comparisons: Sequence[LabeledComparison]) -> list[LabeledComparison]:
+    """Return the comparisons that have a preferred answer."""
     return [labeled for labeled in comparisons if labeled.ranked is not None]
 
 
 def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
-    """The loss is of whole answers: what is learned and how much it weighs is no choice here."""
+    """UserError unless `train_on_what` is the default: losses on pairs always use whole answers."""
     if config.train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES:
         raise UserError(
             f"train_on_what={config.train_on_what.value}: pairs are learned by their answers; leave it out"

@@ -1,13 +1,13 @@
-"""Direct preference optimization (Rafailov et al. 2023) and its kin: the policy as its own reward
-model.
+"""Direct preference optimization (Rafailov et al. 2023) and related losses: the policy is its own
+reward model.
 
     reward(answer) = beta * (log p(answer) - log p_reference(answer))
     loss           = mean over pairs of -log sigmoid(reward(chosen) - reward(rejected))
 
-IPO and SimPO have other costs, SimPO another reward (planish/preference/losses.py). The reference,
-where there is one, is a model or a checkpoint that is named when the run begins; it is written down
-(reference.json), and a run that is resumed takes that one, never the weights it resumes with. The
-loop, its files and its resume are those of planish/supervised.
+IPO has another cost; SimPO has another cost and another reward (planish/preference/losses.py). The
+reference is a base model or a checkpoint, chosen when the run begins and recorded in
+reference.json. A resumed run uses the recorded reference, not the weights that it resumes from. The
+training loop, its files and its resume are those of planish/supervised.
 """
 
 import json
@@ -49,15 +49,20 @@ CONSOLE_METRICS = {
     "time/total": "{:.1f} s",
 }
 LOSSES = ("dpo", "ipo", "simpo")
+"""The values of `loss`."""
 BETA = {"dpo": 0.1, "ipo": 0.1, "simpo": 2.0}
+"""The default of `dpo_beta` by loss, from the papers."""
 SIMPO_GAMMA = 1.0
-"""The defaults: those of the papers."""
+"""The default of `simpo_gamma`, from the paper."""
 MEASURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
+"""The metrics of `pair_loss`."""
 
 
 @chz.chz
 class Config(supervised.Config):
-    """`dataset_builder` gives pairs (planish/preference/datasets.py)."""
+    """The options of a supervised run on pairs; `dataset_builder` gives the pairs
+    (planish/preference/datasets.py).
+    """
 
     learning_rate: float = 1e-5
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}")
@@ -81,8 +86,9 @@ class Config(supervised.Config):
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train, in this process, on a server (`base_url`) or with a given service client; returns the
-    run directory.
+    """Train on preference pairs, and return the run directory.
+
+    The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
     check(config)
     return await with_service_client(_run, config, service_client)
@@ -98,7 +104,8 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
         )
         base_model = await reference_base_model(config, service_client)
         await require_one_vocabulary(config.model_name, base_model, service_client, option)
-        # with the last target
+        # The reference scores the datum's tokens and its last target, so its context is one token
+        # longer.
         config = await within_context(config, service_client, [(base_model, 1)])
     else:
         config = await within_context(config, service_client)
@@ -118,6 +125,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 def pair_loss_of(config: Config) -> PairLoss:
+    """Return the loss that the options ask for."""
     beta = BETA[config.loss] if config.dpo_beta is None else config.dpo_beta
     match config.loss:
         case "dpo":
@@ -131,7 +139,7 @@ def pair_loss_of(config: Config) -> PairLoss:
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """UserError for an invalid option, before anything is loaded."""
     supervised.check(config)
     beta, gamma = config.dpo_beta, config.simpo_gamma
     rules = {
@@ -147,7 +155,7 @@ def check(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """UserError for options that the loss would not read."""
+    """UserError for options that the chosen loss does not use."""
     if config.label_smoothing and config.loss != "dpo":
         raise UserError(
             f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out"
@@ -168,6 +176,7 @@ def _check_unused(config: Config) -> None:
 
 
 async def reference_base_model(config: Config, service_client: ServiceClient) -> str:
+    """Return the name of the reference's base model."""
     if config.reference_checkpoint_path is None:
         return config.reference_model_name or config.model_name
     path = checkpoint_of(config.reference_checkpoint_path)
@@ -176,11 +185,11 @@ async def reference_base_model(config: Config, service_client: ServiceClient) ->
 
 
 def reference_client(config: Config, service_client: ServiceClient, start: Start) -> Any:
-    """A sampling client of the reference: that of the run's beginning, whatever was saved or
-    trained since.
+    """Return a sampling client of the run's reference, and record the reference when the run
+    begins.
 
-    A run that was killed before its first checkpoint begins once more, and its options may have
-    been corrected.
+    A run without a checkpoint starts over and records the reference again, because its options may
+    have been corrected since.
     """
     path = Path(config.log_path).expanduser() / REFERENCE
     if start.record is None or not path.exists():
@@ -197,17 +206,20 @@ def reference_client(config: Config, service_client: ServiceClient, start: Start
 
 @dataclass(frozen=True)
 class PairObjective:
-    """The objective of a supervised loop whose batches hold chosen and rejected alternately."""
+    """The objective of a supervised loop whose batches alternate between chosen and rejected
+    answers.
+    """
 
     name: str
-    """Of the loss, in the metrics: NAME_loss."""
+    """The name of the loss: its metric is NAME_loss."""
     loss: PairLoss
     reference: Any | None
-    """A sampling client; None for a loss that needs none."""
+    """A sampling client of the reference; None for a loss that needs none."""
 
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "PairGradient":
+        """Score the batch with the reference, then submit a gradient."""
         reference_D = await self.reference_logprobs(data)
 
         def custom_loss(
@@ -219,6 +231,7 @@ class PairObjective:
         return PairGradient(len(pairs_of(data)), (f"{self.name}_loss", *MEASURES), pending)
 
     async def reference_logprobs(self, data: Sequence[Datum]) -> list[float] | None:
+        """Return the reference's logprob of each answer in nats; None without a reference."""
         return None if self.reference is None else await reference_logprobs(self.reference, data)
 
     def measured(
@@ -227,22 +240,26 @@ class PairObjective:
         logprobs_D: Sequence[torch.Tensor],
         reference_D: Sequence[float] | None,
     ) -> tuple[torch.Tensor, Metrics]:
-        """The loss, and all that is said of a batch by the names of the metrics."""
+        """Return the loss, and all metrics of the batch by name."""
         loss, measured = pair_loss(self.loss, data, logprobs_D, reference_D)
         return loss, {f"{self.name}_loss": float(loss.detach()), **measured}
 
     def test(self, test_set: SupervisedDataset) -> "PairEvaluator":
+        """Return the evaluator of held-out pairs."""
         return PairEvaluator(held_out_data(test_set), self)
 
 
 @dataclass(frozen=True)
 class PairGradient:
+    """A submitted gradient whose metrics can be awaited."""
+
     num_pairs: int
     measures: Sequence[str]
-    """The metrics of the custom loss; the others are the trainer's."""
+    """The metrics of the custom loss. All other metrics are the trainer's."""
     pending: Any
 
     async def metrics(self) -> Metrics:
+        """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
         output = await self.pending
         found = {name: output.metrics[name] for name in self.measures}
         served = {
@@ -254,8 +271,9 @@ class PairGradient:
 
 
 class PairEvaluator(TrainingClientEvaluator):
-    """Of held-out pairs, all that is said of a batch, as NAME/...; and NAME/nll of their chosen
-    answers.
+    """An evaluator on held-out pairs: every metric of a training batch as NAME/..., and NAME/nll.
+
+    NAME/nll is the mean NLL per token of the chosen answers, in nats.
     """
 
     def __init__(self, data: Sequence[Datum], objective: PairObjective, name: str = "test") -> None:
@@ -294,9 +312,10 @@ def pair_loss(
     logprobs_D: Sequence[torch.Tensor],
     reference_D: Sequence[float] | None,
 ) -> tuple[torch.Tensor, Metrics]:
-    """The loss of interleaved pairs, meaned over pairs, and its measures.
+    """Return the loss, averaged over pairs, and its metrics.
 
-    `logprobs_D` are the policy's by target, `reference_D` the reference's of whole answers.
+    `data` alternates between chosen and rejected answers. `logprobs_D` are the policy's logprobs of
+    each target. `reference_D` are the reference's logprobs of whole answers.
     """
     answers_D = torch.stack(
         [answer_logprob(datum, each) for datum, each in zip(data, logprobs_D, strict=True)]
@@ -318,23 +337,25 @@ def dpo_loss(
     reference_D: Sequence[float],
     beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """`pair_loss` of DPO, with the loss itself among the measures, as a custom loss returns it."""
+    """Return the DPO loss and its metrics, which include the loss, in the form of a custom loss."""
     loss, measured = pair_loss(DPOLoss(beta), data, logprobs_D, reference_D)
     return loss, {"dpo_loss": float(loss.detach()), **measured}
 
 
 def answer_logprob(datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:
-    """The sum over the targets that have a weight."""
+    """Return the sum of `logprobs` over the targets that have a weight."""
     return (datum.loss_fn_inputs["weights"].to_torch() * logprobs).sum()
 
 
 def answer_tokens(datum: Datum) -> float:
-    """The number of targets that are learned: each weighs 1."""
+    """Return the number of targets that are trained on: each has weight 1."""
     return float(datum.loss_fn_inputs["weights"].to_numpy().sum())
 
 
 async def reference_logprobs(reference: Any, data: Sequence[Datum]) -> list[float]:
-    """The reference's logprob of each datum's answer; all requests in flight at once."""
+    """Return the reference's logprob of each datum's answer, with all requests in flight
+    concurrently.
+    """
     return await at_once(_reference_logprob(reference, datum) for datum in data)
 
 

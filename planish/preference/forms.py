@@ -1,9 +1,9 @@
-"""The two kinds of preference models behind one face: how a comparison becomes data, what is
-minimised, and what judges.
+"""A common interface to the two kinds of preference models: their training data, their loss, and
+the model that judges.
 
-chat             both answers in one conversation, the label is its answer
-                 (planish/preference/chat_preferences.py)
-bradley_terry    a score for each answer (planish/preference/bradley_terry.py)
+    chat             both answers in one conversation, which the model answers with a label
+                     (planish/preference/chat_preferences.py)
+    bradley_terry    a score for each answer (planish/preference/bradley_terry.py)
 """
 
 from dataclasses import dataclass
@@ -36,29 +36,41 @@ Kind = Literal["chat", "bradley_terry"]
 
 
 class Form(Protocol):
+    """A kind of preference model in one chat format."""
+
     @property
     def minds_order(self) -> bool:
-        """Whether the places of the answers may have a say, so that a fair test asks both orders."""
+        """Whether the order of the answers can influence the model.
+
+        If so, a fair evaluation asks about both orders.
+        """
         ...
 
     @property
     def learned(self) -> LabelCrossEntropy | BradleyTerry:
-        """What is minimised."""
+        """The loss to minimise."""
         ...
 
     def check(self, labeled: LabeledComparison) -> None:
-        """ValueError for a comparison that the format cannot write; no tokens are made."""
+        """ValueError for a comparison that the format cannot express. Nothing is tokenized."""
         ...
 
     def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:
-        """What is learned of a comparison; nothing, and left_out = 1, of one that is too long."""
+        """Return the datums of a comparison.
+
+        The batch is empty, with left_out = 1, if the comparison is longer than `max_length` tokens.
+        """
         ...
 
-    def model(self, sampling_client: SamplingClient, temperature: float = 1.0) -> LogOddsModel: ...
+    def model(self, sampling_client: SamplingClient, temperature: float = 1.0) -> LogOddsModel:
+        """Return the preference model that runs on `sampling_client`."""
+        ...
 
 
 @dataclass(frozen=True)
 class ChatForm:
+    """The form of preference models that read both answers and write a label."""
+
     choice: Choice
     minds_order = True
     learned = LabelCrossEntropy()
@@ -77,6 +89,8 @@ class ChatForm:
 
 @dataclass(frozen=True)
 class BradleyTerryForm:
+    """The form of preference models that score each answer; `question` asks about the answer."""
+
     choice: Choice
     question: str = QUESTION
     minds_order = False
@@ -99,7 +113,10 @@ class BradleyTerryForm:
 
 
 def form_of(kind: str, renderer: Renderer, question: str = QUESTION) -> Form:
-    """UserError for another kind. `question` is asked of bradley_terry alone."""
+    """Return the form of a kind, "chat" or "bradley_terry"; UserError for any other.
+
+    Only bradley_terry uses `question`.
+    """
     if kind == "chat":
         return ChatForm(label_choice(renderer))
     if kind == "bradley_terry":

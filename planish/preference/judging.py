@@ -1,6 +1,4 @@
-"""Asking a preference model about many comparisons at once, and not believing everything that it
-says.
-"""
+"""Ask a preference model about many comparisons concurrently, and validate its replies."""
 
 import math
 from collections.abc import Sequence
@@ -12,16 +10,17 @@ from planish.preference.types import Comparison, Messages
 from planish.processes.interruption import at_once
 
 ROUNDING = 1e-6
+"""How far a preference may exceed 1 in absolute value by rounding."""
 
 
 async def judged(
     preference_model: PreferenceModel, comparisons: Sequence[Comparison]
 ) -> list[float]:
-    """The preference of each comparison, in order; all are asked at once, and the first error ends
-    the others.
+    """Return the preference of each comparison, in order; the first error cancels the other
+    requests.
 
-    A model that scores answers reads each answer to a prompt once, in however many comparisons it
-    is.
+    A model that scores answers reads each distinct answer to a prompt once, even if several
+    comparisons contain it.
     """
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
@@ -54,8 +53,9 @@ def _key(comparison: Comparison, answer: Messages) -> str:
 
 
 def checked_preference(given: Any, preference_model: PreferenceModel) -> float:
-    """A preference as Python's own number from -1 to 1; UserError, which names the model, for
-    anything else.
+    """Return `given` as a float from -1 to 1.
+
+    UserError, which names the model, for anything else.
     """
     name = getattr(preference_model, "__qualname__", type(preference_model).__qualname__)
     wanted = "give a number from -1 (A is better) to 1 (B is better)"

@@ -1,20 +1,22 @@
-"""How well a preference model judges comparisons that it was not trained on. Ties are left out:
-there is no right answer to them.
+"""Metrics of a preference model on held-out comparisons. Ties are left out, because they have no
+right answer.
 
-P is the probability that the model gives to the answer which people prefer, (1 + preference) / 2
-with the sign of the label.
+P is the probability that the model assigns to the answer that people prefer: (1 + preference) / 2
+if B is preferred, (1 - preference) / 2 if A is.
 
     accuracy          mean of P > 1/2; 1/2 for P = 1/2
-    log_loss          mean of -log P, P at least 1e-6 (a model that samples its label may say 0)
+    log_loss          mean of -log P, with P clamped to at least 1e-6, because a model that samples
+                      its label may assign 0
     brier             mean of (1 - P)^2
     ece               expected calibration error: |mean of max(P, 1 - P) - accuracy| in ten bins of
                       max(P, 1 - P), weighted by size
-    position_bias     mean over comparisons of (preference + preference of the swap) / 2: above 0,
-                      the second place is favoured
-    order_agreement   comparisons whose two orders name the same answer
+    position_bias     mean over comparisons of (preference + preference of the swap) / 2; above 0,
+                      the model favours the second position
+    order_agreement   fraction of comparisons in which both orders favour the same answer
 
-A model that minds the order of the answers is asked in both; then P is one of 2 N, and its
-position_bias is measured. Any preference model can be measured, also one that was never trained.
+If the order of the answers can influence the model, both orders of the N comparisons are judged.
+The means are then over 2 N values of P, and position_bias is measured. These metrics apply to any
+preference model, trained or not.
 """
 
 import math
@@ -30,23 +32,25 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.statistics import Mean
 
 SMALLEST = 1e-6
+"""The smallest probability in log_loss."""
 BINS = 10
+"""The number of bins of ece."""
 SIGN: dict[Label, int] = {"A": -1, "B": 1, "Tie": 0}
 
 
 @dataclass(frozen=True)
 class Judgment:
-    """What a model says of one comparison."""
+    """A model's preferences for one comparison."""
 
     sign: int
-    """Of the label: 1 = B."""
+    """The label as a number: 1 for B, -1 for A."""
     preference: float
     swapped: float | None = None
-    """Its preference for the swap, if it was asked."""
+    """The model's preference for the swapped comparison; None if it was not asked."""
 
     @property
     def probabilities(self) -> list[float]:
-        """Of the preferred answer, in each order."""
+        """The probability of the preferred answer, for each order that was asked."""
         found = [(1 + self.sign * self.preference) / 2]
         return found if self.swapped is None else [*found, (1 - self.sign * self.swapped) / 2]
 
@@ -54,7 +58,10 @@ class Judgment:
 async def judge(
     model: PreferenceModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
 ) -> list[Judgment]:
-    """All at once, and the first error ends the others; ties are left out."""
+    """Return the model's judgments of the comparisons that are not ties.
+
+    All requests run concurrently, and the first error cancels the others.
+    """
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     as_given = [labeled.comparison for labeled in ranked]
     swaps = [comparison.swap() for comparison in as_given] if both_orders else []
@@ -72,8 +79,9 @@ async def judge(
 async def log_odds_of_chosen(
     model: LogOddsModel, comparisons: Sequence[LabeledComparison], *, both_orders: bool
 ) -> list[float]:
-    """Of each preferred answer over the other one, before any temperature; of both orders one after
-    the other.
+    """Return the log-odds of each preferred answer over the other one, before any temperature.
+
+    With `both_orders`, the values of the swapped comparisons follow those of the given ones.
     """
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
@@ -82,8 +90,9 @@ async def log_odds_of_chosen(
 
 
 def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
-    """By the names above, with num_pairs and, of more than one, accuracy_stderr, the standard error
-    over comparisons; {} of none.
+    """Return the metrics listed above and num_pairs; {} if there are no judgments.
+
+    With more than one pair, accuracy_stderr is the standard error over comparisons.
     """
     if not judgments:
         return {}
@@ -104,7 +113,9 @@ def measures(judgments: Sequence[Judgment]) -> dict[str, float]:
 
 
 def expected_calibration_error(chosen: Sequence[float]) -> float:
-    """Of the probabilities given to preferred answers; bins of equal width from 1/2 to 1."""
+    """Return the ece for the probabilities of preferred answers, with equally wide bins from 1/2 to
+    1.
+    """
     held: list[list[float]] = [[] for _ in range(BINS)]
     for p in chosen:
         sure = max(p, 1 - p)
@@ -119,7 +130,11 @@ def expected_calibration_error(chosen: Sequence[float]) -> float:
 
 
 class HeldOutPreferences(SamplingClientEvaluator):
-    """NAME/accuracy and the others, of the model that `model_of` makes of the weights as they are."""
+    """An evaluator of a preference model during training: NAME/accuracy and the other metrics
+    above.
+
+    `model_of` makes the preference model from a sampling client of the current weights.
+    """
 
     def __init__(
         self,
@@ -130,7 +145,9 @@ class HeldOutPreferences(SamplingClientEvaluator):
         left_out: int = 0,
         name: str = "test",
     ) -> None:
-        """`left_out`: how many could not be judged, to be told."""
+        """`left_out` is the number of comparisons that were too long; it is reported as
+        num_left_out.
+        """
         self.comparisons = comparisons
         self.model_of = model_of
         self.both_orders = both_orders

@@ -1,19 +1,23 @@
-"""What a pair of answers costs: leaves that know neither a model nor a loop.
+"""Losses on pairs of answers. They depend on neither a model nor a training loop.
 
-Each loss is two things: a reward of an answer, computed from its logprob, and a cost of the margin
-between the rewards of the chosen and the rejected answer. Shapes: _A answers, _P pairs.
+Each loss has two parts. A reward is computed from the logprob of an answer. A cost is computed from
+the margin: the reward of the chosen answer minus that of the rejected one. Shape suffixes: _A
+answers, _P pairs.
 
     dpo     reward = beta * (log p - log p_reference)    cost = -log sigmoid(margin)
             Rafailov et al. 2023, eq. 7
-    ipo     the same                                     cost = ((margin - 1/2) / beta)^2       Azar
-            et al. 2023, eq. 17
-    simpo   reward = beta * log p / tokens               cost = -log sigmoid(margin - gamma)    Meng
-            et al. 2024, eq. 6
+    ipo     the same reward                              cost = ((margin - 1/2) / beta)^2
+            Azar et al. 2023, eq. 17
+    simpo   reward = beta * log p / tokens               cost = -log sigmoid(margin - gamma)
+            Meng et al. 2024, eq. 6
 
-log p is that of the whole answer, its end mark included. IPO is often written with h, the
-difference of the log ratios, as (h - 1 / (2 beta))^2, and beta as tau; h is margin / beta. A label
-that is wrong with probability `label_smoothing` costs DPO -(1 - label_smoothing) log
-sigmoid(margin) - label_smoothing log sigmoid(-margin) (conservative DPO, Mitchell 2023).
+log p is the logprob of the whole answer, including its end-of-message token. IPO is often written
+as (h - 1 / (2 beta))^2, or with tau for beta, where h is the difference of the log ratios. Here h =
+margin / beta.
+
+Conservative DPO (Mitchell 2023) assumes that a label is wrong with probability `label_smoothing`:
+
+    cost = -(1 - label_smoothing) log sigmoid(margin) - label_smoothing log sigmoid(-margin)
 """
 
 from __future__ import annotations
@@ -29,29 +33,37 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Answers:
-    """What the losses know of answers."""
+    """The inputs of the losses."""
 
     logprobs_A: Tensor
-    """Of whole answers, by the policy."""
+    """The policy's logprob of each whole answer, in nats."""
     reference_A: Tensor | None
-    """The same by the reference; None for a loss that needs none."""
+    """The reference model's logprobs; None for a loss without a reference."""
     tokens_A: Tensor
+    """The number of tokens of each answer."""
 
 
 class PairLoss(Protocol):
+    """A loss on pairs of answers."""
+
     needs_reference: ClassVar[bool]
 
     def rewards(self, answers: Answers) -> Tensor:
-        """One for each answer."""
+        """Return the reward of each answer, shape (A,)."""
         ...
 
     def costs(self, margins_P: Tensor) -> Tensor:
-        """One for each pair, of the chosen answer's reward minus the rejected one's."""
+        """Return the cost of each pair, shape (P,).
+
+        `margins_P` are the rewards of the chosen answers minus those of the rejected ones.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class DPOLoss:
+    """Direct preference optimization, with optional label smoothing."""
+
     needs_reference: ClassVar[bool] = True
     beta: float
     label_smoothing: float = 0.0
@@ -66,7 +78,10 @@ class DPOLoss:
 
 @dataclass(frozen=True)
 class IPOLoss:
-    """Its cost is least at a margin of 1/2, so pairs that are told apart already are left alone."""
+    """Identity preference optimization.
+
+    The cost is minimal at a margin of 1/2, so pairs that reach it are not pushed further apart.
+    """
 
     needs_reference: ClassVar[bool] = True
     beta: float
@@ -80,14 +95,15 @@ class IPOLoss:
 
 @dataclass(frozen=True)
 class SimPOLoss:
-    """The reward is the mean logprob of a token, so a long answer is not worth less for its length,
-    and no reference is asked.
+    """Simple preference optimization, which uses no reference model.
+
+    The reward is beta times the mean logprob per token, so long answers are not penalised.
     """
 
     needs_reference: ClassVar[bool] = False
     beta: float
     gamma: float
-    """The margin that is aimed at."""
+    """The target margin."""
 
     def rewards(self, answers: Answers) -> Tensor:
         return self.beta * answers.logprobs_A / answers.tokens_A
@@ -97,8 +113,9 @@ class SimPOLoss:
 
 
 def implicit_rewards(answers: Answers, beta: float) -> Tensor:
-    """That of which the policy is the best one at a price of beta for each nat of KL from the
-    reference.
+    """Return beta times the log ratio of policy and reference, shape (A,).
+
+    Under this reward the policy is optimal for a KL penalty of beta per nat from the reference.
     """
     assert answers.reference_A is not None
     return beta * (answers.logprobs_A - answers.reference_A)

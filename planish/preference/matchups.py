@@ -1,10 +1,11 @@
-"""Which answers of a group meet each other, and how each of them did.
+"""Which answers of a group are compared with each other, and how each of them scored.
 
-Legend: G answers of a group.
+Shape suffix: _G answers of a group.
 
-Every answer meets every other one of its chunk, so a group of 16 in chunks of 4 has 24 pairs rather
-than 120. Chunks are as equal as can be, and none has less than two answers: all answers have about
-as many matchups, so their rewards are about as noisy.
+A group is split into chunks, and every answer meets every other one of its chunk. So 16 answers in
+chunks of 4 make 24 pairs instead of 120. Chunks are as equal in size as possible, with at least two
+answers each. Then all answers have about the same number of matchups, and their rewards are equally
+noisy.
 """
 
 from collections.abc import Sequence
@@ -16,17 +17,21 @@ from planish.errors import UserError
 
 
 class TournamentPattern(StrEnum):
+    """How often each pair of a chunk is compared, and in which order."""
+
     ALL_PAIRS_BOTH_WAYS = "all_pairs_both_ways"
-    """Each pair meets twice, each answer once as A and once as B: what a judge feels for a side
-    cancels out.
+    """Each pair is compared twice, with its answers swapped, so that a judge's position bias
+    cancels.
     """
     ALL_PAIRS_ONE_WAY = "all_pairs_one_way"
-    """Each pair meets once, at half of the cost. Sides alternate, so that no answer is always A."""
+    """Each pair is compared once, at half the cost. Positions alternate, so that no answer is
+    always A.
+    """
 
 
 @dataclass(frozen=True)
 class Matchup:
-    """Two answers by their numbers in the group, which take the places A and B of a comparison."""
+    """Two answers, as indices into the group, for positions A and B of a comparison."""
 
     a: int
     b: int
@@ -34,22 +39,24 @@ class Matchup:
 
 @dataclass(frozen=True)
 class Result:
+    """A matchup and the judge's preference."""
+
     matchup: Matchup
     preference: float
-    """From -1, A is better, to 1, B is better."""
+    """A number from -1 (A is better) to 1 (B is better)."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """How one answer did."""
+    """The total score of one answer."""
 
     matchups: int
     balance: float
-    """Wins minus losses; what is between the two counts in part."""
+    """Wins minus losses; a preference between -1 and 1 counts in part."""
 
     @property
     def win_minus_loss(self) -> float:
-        """From -1 to 1; 0 of an answer that met no other."""
+        """The balance per matchup, from -1 to 1; 0 for an answer without matchups."""
         return self.balance / self.matchups if self.matchups else 0.0
 
 
@@ -58,8 +65,9 @@ def matchups_of(
     pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS,
     matchup_group_size: int = 4,
 ) -> list[Matchup]:
-    """Of `num_answers` answers in chunks of at most `matchup_group_size`, or of one more where one
-    answer would be left over.
+    """Return the matchups of `num_answers` answers in chunks of about `matchup_group_size`.
+
+    A chunk has at most `matchup_group_size` answers, or one more if one answer would be left over.
     """
     pairs = [
         pair
@@ -72,7 +80,10 @@ def matchups_of(
 
 
 def chunks_of(num_answers: int, matchup_group_size: int) -> list[range]:
-    """Contiguous and as equal as can be; a single answer is a chunk without matchups."""
+    """Split the indices of the answers into contiguous chunks that are as equal as possible.
+
+    A single answer is a chunk without matchups.
+    """
     require_chunks(matchup_group_size)
     count = max(1, min(-(-num_answers // matchup_group_size), num_answers // 2))
     return [
@@ -82,6 +93,7 @@ def chunks_of(num_answers: int, matchup_group_size: int) -> list[range]:
 
 
 def require_chunks(matchup_group_size: int) -> None:
+    """UserError for a chunk size below 2."""
     if matchup_group_size < 2:
         raise UserError(
             f"matchup_group_size={matchup_group_size}: give at least 2: answers are compared with each other"
@@ -89,7 +101,7 @@ def require_chunks(matchup_group_size: int) -> None:
 
 
 def standings(num_answers: int, results: Sequence[Result]) -> list[Standing]:
-    """Of each answer, in order."""
+    """Return the standing of each answer, in the order of the group."""
     met_G = [0] * num_answers
     balance_G = [0.0] * num_answers
     for result in results:

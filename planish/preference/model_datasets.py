@@ -1,8 +1,8 @@
-"""Comparisons as what a preference model learns from, batch by batch.
+"""Comparisons as training batches of a preference model.
 
-Of the chat form, each comparison is shown in an order that is drawn: rows of "chosen" and
-"rejected" would else teach that the first answer is the better one. Ties are learned by the chat
-form, as the label Tie; Bradley-Terry leaves them out. Tests hold none.
+For the chat form, each comparison is shown in a random order. Otherwise rows of "chosen" and
+"rejected" would teach the model that the first answer is always better. The chat form learns ties
+as the label Tie, and Bradley-Terry leaves them out. Evaluation sets hold no ties.
 """
 
 import random
@@ -21,15 +21,15 @@ from planish.supervised.types import Batch, ChatDatasetBuilder
 
 
 class ComparisonDataset(RowDataset):
-    """Batches of comparisons, with the comparisons themselves."""
+    """Batches of comparisons that also expose the comparisons themselves as `rows`."""
 
     rows: Sequence[LabeledComparison]
 
 
 @chz.chz
 class PreferenceDatasetBuilder(ChatDatasetBuilder):
-    """Batches of `common_config.batch_size` comparisons as a preference model of `kind` learns
-    them.
+    """Batches of `common_config.batch_size` comparisons, as datums for a preference model of
+    `kind`.
     """
 
     comparison_builder: ComparisonBuilder
@@ -61,10 +61,14 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
 
     @property
     def form(self) -> Form:
+        """The form of `kind` in the chat format of the builder's renderer."""
         return form_of(self.kind, self.renderer, self.question)
 
     def splits(self) -> PreferenceSplits:
-        """UserError for a comparison that the model's format cannot write."""
+        """Return the comparisons for training, calibration and evaluation.
+
+        UserError for a comparison that the model's format cannot express.
+        """
         require_answers_alone(self.common_config)
         train, test = self.comparison_builder()
         form = self.form
@@ -81,6 +85,7 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
 
 
 def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str) -> None:
+    """UserError for the first comparison that the format cannot express."""
     for number, labeled in enumerate(comparisons, start=1):
         try:
             form.check(labeled)
@@ -89,6 +94,6 @@ def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str)
 
 
 def in_drawn_order(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
-    """Each as it is or swapped, by a draw."""
+    """Return the comparisons, each of them swapped with probability 1/2; `seed` decides which."""
     generator = random.Random(f"order:{seed}")
     return [labeled.swap() if generator.random() < 0.5 else labeled for labeled in comparisons]

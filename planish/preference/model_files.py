@@ -1,7 +1,8 @@
-"""A trained preference model as a file of its run directory, preference_model.json, and back.
+"""Save a trained preference model as preference_model.json in its run directory, and load it again.
 
-It says all that is needed to judge as in training: the kind, the base model, the checkpoint, the
-format, the question, the temperature. What was measured on held-out comparisons stands beside it.
+The file holds all that the model needs to judge as it did in training: kind, base model,
+checkpoint, chat format, question and temperature. It also holds the metrics on held-out
+comparisons.
 """
 
 import json
@@ -24,7 +25,7 @@ from planish.runlog.run_directory import PREFERENCE_MODEL
 
 @chz.chz
 class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
-    """A chat-rendered or Bradley-Terry model by its parts."""
+    """The options of a trained preference model, chat or Bradley-Terry."""
 
     kind: Kind
     model_name: str = chz.field(doc="base model")
@@ -52,7 +53,7 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
 
 @chz.chz
 class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
-    """The model that a run of planish/preference/model_training.py left behind."""
+    """The preference model that a run of planish/preference/model_training.py has produced."""
 
     path: str = chz.field(doc="the run's directory")
     base_url: str | None = chz.field(
@@ -65,7 +66,7 @@ class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
 
 @dataclass(frozen=True)
 class Description:
-    """What preference_model.json holds."""
+    """The content of preference_model.json."""
 
     kind: Kind
     model_name: str
@@ -75,10 +76,13 @@ class Description:
     temperature: float
     calibration_pairs: int
     test: Mapping[str, float] = field(default_factory=dict)
-    """Measures of held-out comparisons, after calibration (planish/preference/judgments.py)."""
+    """The metrics on held-out comparisons after calibration (planish/preference/judgments.py)."""
 
     @classmethod
     def read(cls, run: str | Path) -> Self:
+        """Read the file of a run; UserError if it is missing, DamagedFileError if it cannot be
+        read.
+        """
         path = Path(run).expanduser() / PREFERENCE_MODEL
         if not path.is_file():
             raise UserError(
@@ -92,11 +96,13 @@ class Description:
             ) from error
 
     def write(self, run: str | Path) -> None:
+        """Write the file into the directory of a run."""
         write_whole(
             Path(run).expanduser() / PREFERENCE_MODEL, json.dumps(asdict(self), indent=2) + "\n"
         )
 
     def builder(self, base_url: str | None = None) -> TrainedPreferenceModelBuilder:
+        """Return the options that make this model."""
         return TrainedPreferenceModelBuilder(
             kind=self.kind,
             model_name=self.model_name,

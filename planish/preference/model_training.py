@@ -1,12 +1,11 @@
-"""Training of a preference model: supervised training on comparisons, then calibration, then a test
-of what comes out.
+"""Train a preference model: supervised training on comparisons, then calibration, then evaluation.
 
-Three sets of comparisons share no prompt: training, calibration, test. While it trains, held-out
-comparisons are judged by the very model that users get, without a temperature. At the end the
-temperature is fitted on the calibration set, the calibrated model judges the test set, and
-preference_model.json says how to make it (planish/preference/model_files.py). Loop, files and
-resume are those of planish/supervised; a run that is stopped between training and calibration
-calibrates when it is started again.
+The three sets of comparisons (training, calibration, evaluation) share no prompt. Evaluations
+during training use the model without a temperature. After training, the temperature is fitted on
+the calibration set, and the calibrated model judges the evaluation set. The result is saved as
+preference_model.json (planish/preference/model_files.py). The training loop, its files and its
+resume are those of planish/supervised. A run that stopped between training and calibration
+calibrates when it is resumed.
 """
 
 from collections.abc import Sequence
@@ -45,11 +44,14 @@ CONSOLE_METRICS = {
 
 
 READ_BESIDES = 2
-"""Tokens of a judge's request besides a datum's: an answer, and one that the request draws."""
+"""How many tokens a judge's request has beyond the datum: an answer token, and one that is sampled.
+"""
 
 
 @chz.chz
 class Config(supervised.Config):
+    """The options of a supervised run whose dataset holds comparisons."""
+
     dataset_builder: PreferenceDatasetBuilder
 
 
@@ -61,16 +63,19 @@ class PreferenceObjective:
     max_length: int | None
 
     async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> Gradient:
+        """Submit a gradient on one batch."""
         return await self.form.learned.submit(training_client, data)
 
     def test(self, test_set: SupervisedDataset) -> HeldOutPreferences:
+        """Return the evaluator of held-out comparisons."""
         assert isinstance(test_set, ComparisonDataset)
         return held_out(self.form, test_set.rows, self.max_length)
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:
-    """Train and calibrate, in this process, on a server (`base_url`) or with a given service
-    client; returns the run directory.
+    """Train and calibrate a preference model, and return the run directory.
+
+    The run uses `service_client` if given, else the server at `base_url`, else this process.
     """
     check(config)
     return await with_service_client(_run, config, service_client)
@@ -102,7 +107,7 @@ async def _run(config: Config, service_client: ServiceClient) -> Path:
 
 
 async def calibrate(config: Config, service_client: ServiceClient, model_path: str) -> Description:
-    """Fit the temperature of a trained model, and test it with that."""
+    """Fit the temperature of a trained model and evaluate the calibrated model."""
     builder = config.dataset_builder
     form, splits = builder.form, builder.splits()
     sampling_client = await service_client.create_sampling_client_async(model_path=model_path)
@@ -132,6 +137,7 @@ def held_out(
     max_length: int | None,
     temperature: float = 1.0,
 ) -> HeldOutPreferences:
+    """Return an evaluator on the comparisons that fit into `max_length` tokens."""
     kept = fitting(form, comparisons, max_length)
 
     def model_of(sampling_client: SamplingClient) -> LogOddsModel:
@@ -145,11 +151,12 @@ def held_out(
 def fitting(
     form: Form, comparisons: Sequence[LabeledComparison], max_length: int | None
 ) -> list[LabeledComparison]:
-    """Those that are not longer than what is trained on."""
+    """Return the comparisons that fit into `max_length` tokens."""
     return [labeled for labeled in comparisons if form.data_of(labeled, max_length)]
 
 
 def described(description: Description) -> str:
+    """Return a one-line summary of temperature and metrics."""
     calibrated = f"temperature {description.temperature:.3g}, fitted on {description.calibration_pairs} pairs"
     test = description.test
     if not test:

@@ -1,15 +1,18 @@
-"""Answers that are rewarded for being preferred: those of a group are compared with each other.
+"""Environments whose answers are rewarded for being preferred over the other answers of their
+group.
 
     reward = (wins - losses) / matchups + (format - 1)
 
-`format` is 1 for an answer that ended properly: one that was cut off costs as much as a lost
-tournament. Who meets whom is in planish/preference/matchups.py; who wins is said by a preference
-model, which sees the text of an answer as a reader would, without reasoning and tool calls. The
-rewards of a group sum to its formats' part, whatever the policy learns, so progress shows against
-others: planish/preference/comparison_evaluator.py.
+`format` is 1 for an answer that ended properly and 0 otherwise, so a truncated answer loses as much
+as by a lost tournament. planish/preference/matchups.py decides which answers are compared. A
+preference model decides which one wins. It sees the text of an answer as a reader would, without
+reasoning and tool calls.
 
-Matchups are judged at once. An error of the judge is one of the group's grading: the strategy of
-the run decides what becomes of it.
+The wins and losses of a group always sum to 0, so its mean reward does not show progress. To
+measure progress, compare with another policy (planish/preference/comparison_evaluator.py).
+
+All matchups are judged concurrently. An error of the judge is an error of the group's grading,
+which the error strategy of the run handles.
 """
 
 import asyncio
@@ -54,29 +57,32 @@ from planish.runlog.model_renderer import model_renderer
 logger = logging.getLogger(__name__)
 
 FORMAT_COEF = 1.0
+"""The weight of the format term in the reward."""
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a policy wrote to a prompt."""
+    """A policy's answer to a prompt."""
 
     text: str
     is_whole: bool
-    """It ended properly."""
+    """Whether the answer ended properly."""
 
     @property
     def completion(self) -> Messages:
+        """The answer as a conversation of one assistant message."""
         return [{"role": "assistant", "content": self.text}]
 
 
 def read_answer(renderer: Renderer, tokens: Sequence[int]) -> Answer:
+    """Parse sampled tokens into an answer."""
     message, termination = renderer.parse_response(list(tokens))
     return Answer(get_text_content(message), termination.is_clean)
 
 
 @dataclass
 class PreferenceEnv(Env):
-    """One answer to a prompt; its reward comes when all of the group are there."""
+    """An environment of one answer to a prompt. The reward is computed with the whole group."""
 
     prompt: Messages
     renderer: Renderer
@@ -97,7 +103,10 @@ class PreferenceEnv(Env):
 
 @dataclass(frozen=True)
 class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
-    """`num_envs` answers to one prompt. It pickles if the preference model does."""
+    """A group of `num_envs` answers to one prompt.
+
+    It can be pickled if its preference model can.
+    """
 
     convo_prefix: Messages
     policy_model_name: str
@@ -116,6 +125,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
+        """Let the preference model compare the answers; return a reward and metrics for each."""
         answers_G = [
             read_answer(self._renderer, trajectory.transitions[-1].ac.tokens)
             for trajectory in trajectory_group
@@ -149,7 +159,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
 
 
 def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
-    """The reward of an answer, and what it is made of."""
+    """Return the reward of an answer and its components."""
     form = float(answer.is_whole)
     reward = standing.win_minus_loss + FORMAT_COEF * (form - 1.0)
     return reward, {"win_minus_loss": standing.win_minus_loss, "format": form}
@@ -158,6 +168,7 @@ def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
 def require_tournament(
     group_size: int, matchup_group_size: int, *, name: str = "group_size"
 ) -> None:
+    """UserError for groups or chunks of fewer than two answers."""
     if group_size < 2:
         raise UserError(
             f"{name}={group_size}: give at least 2: answers are compared within their group"

@@ -1,10 +1,8 @@
-"""What says which of two answers is better: a function of a comparison, and the options that make
-one.
+"""The interface of preference models: a function of a comparison, and the options that make one.
 
-Whatever judges (a model that was trained on comparisons, a judge behind an API, a rule) is behind
-this one signature. Names and sign are those of the public cookbooks. A model that knows the order
-of the answers may say one thing of a comparison and another thing of its swap; whoever needs to be
-fair asks both.
+A trained model, a judge behind an API and a fixed rule all have this one signature. Names and sign
+are those of the public cookbooks. The order of the answers can influence a model that reads both. A
+caller that needs to be fair asks about both orders.
 """
 
 from abc import ABC, abstractmethod
@@ -17,14 +15,17 @@ from planish.processes.interruption import at_once
 
 
 class PreferenceModel(Protocol):
-    """Any coroutine function of a comparison is one."""
+    """A coroutine function that judges a comparison. No base class is needed."""
 
     async def __call__(self, comparison: Comparison) -> float:
-        """From -1 to 1: +1 = completion B is better, -1 = completion A is, 0 = neither."""
+        """Return a preference from -1 to 1: 1 if completion B is better, -1 if A is, 0 if neither
+        is.
+        """
         ...
 
 
 async def asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
+    """Return the model's preference. This turns any awaitable into a coroutine."""
     return await preference_model(comparison)
 
 
@@ -32,14 +33,14 @@ class LogOddsModel(PreferenceModel, Protocol):
     """A preference model that can be calibrated (planish/preference/calibration.py)."""
 
     async def log_odds(self, comparison: Comparison) -> float:
-        """Of B over A, before any temperature."""
+        """Return log(P(B is better) / P(A is better)) before any temperature."""
         ...
 
 
 @dataclass(frozen=True)
 class BothOrders:
-    """The mean of what a model says of a comparison and of its swap, so that the places of the
-    answers have no say.
+    """A preference model that averages the preferences for both orders, which removes position
+    bias.
     """
 
     model: PreferenceModel
@@ -53,24 +54,26 @@ class BothOrders:
 
 @runtime_checkable
 class ScoringPreferenceModel(PreferenceModel, Protocol):
-    """A preference model that gives each answer a number of its own, so that of many comparisons
-    each answer is read once (planish/preference/judging.py).
+    """A preference model that scores each answer on its own.
+
+    An answer that occurs in many comparisons is then read once (planish/preference/judging.py).
     """
 
     async def score(self, prompt: Messages, answer: Messages) -> float: ...
 
     def preference_between(self, score_a: float, score_b: float) -> float:
-        """What it says of a comparison of answers with these scores."""
+        """Return the preference for a comparison of answers with these scores."""
         ...
 
 
 class PreferenceModelBuilder(ABC):
-    """The options of a preference model, which are plain data: they are written down and sent to
+    """The options of a preference model. They are plain data, so they can be logged and sent to
     other processes.
     """
 
     @abstractmethod
     def __call__(self, service_client: ServiceClient | None = None) -> PreferenceModel:
-        """With the weights on `service_client`, so that a run holds one engine; without one, the
-        model opens its own.
+        """Make the model on `service_client`, so that the run needs only one engine.
+
+        Without a service client, the model opens one of its own.
         """

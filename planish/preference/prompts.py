@@ -1,5 +1,5 @@
-"""Prompts alone, for training that needs no answers of others: read from rows of any chat or
-comparison data.
+"""Prompts without answers, for training on the policy's own samples. They are read from the rows of
+any chat or comparison dataset.
 """
 
 from abc import ABC, abstractmethod
@@ -19,15 +19,15 @@ from planish.supervised.datasets import placed, row_splits
 
 @dataclass(frozen=True)
 class Prompts:
-    """Conversations that end where an answer is to begin."""
+    """Conversations that end where the assistant's answer begins."""
 
     train: Sequence[Messages]
     test: Sequence[Messages]
-    """Held out; perhaps none."""
+    """Held-out prompts; may be empty."""
 
 
 class PromptBuilder(ABC):
-    """The options of prompts; plain data."""
+    """The options of a set of prompts, as plain data."""
 
     @abstractmethod
     def __call__(self) -> Prompts: ...
@@ -35,9 +35,7 @@ class PromptBuilder(ABC):
 
 @chz.chz
 class PromptsOfComparisons(PromptBuilder):
-    """Those that the answers of comparison data were written to; a prompt of several comparisons
-    comes once.
-    """
+    """The distinct prompts of a comparison dataset."""
 
     comparison_builder: ComparisonBuilder
 
@@ -51,7 +49,9 @@ class PromptsOfComparisons(PromptBuilder):
 
 @chz.chz
 class PromptsFromRows(PromptBuilder):
-    """Of a hub name, a directory, or one file; forms of rows: `read_prompt`."""
+    """Prompts from a hub dataset, a directory, or one file; `read_prompt` lists the formats of
+    rows.
+    """
 
     dataset: str
     test_size: int | None = chz.field(
@@ -72,10 +72,10 @@ class PromptsFromRows(PromptBuilder):
 
 
 def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
-    """The prompt of a row; UserError, which says `where` it is, for a row without one.
+    """Return the prompt of a row; UserError, which names the row by `where`, if it has none.
 
-    Rows of comparisons (planish/preference/types.py), {"prompt"} alone, or rows of chats
-    (planish/supervised/conversations.py), whose last answer is left out.
+    A row may be a comparison (planish/preference/types.py), a {"prompt"} alone, or a chat
+    (planish/supervised/conversations.py), whose last answer is dropped.
     """
     if "comparison" in row or ("chosen" in row and "rejected" in row):
         return read_comparison(row, where).comparison.prompt_conversation
@@ -93,8 +93,9 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
 def checked_prompts(
     prompts: Sequence[Messages], renderer: Renderer, split: str, most: int | None
 ) -> list[Messages]:
-    """Those of at most `most` tokens (None: all); UserError for the first one that the chat format
-    cannot express.
+    """Return the prompts of at most `most` tokens; None keeps all.
+
+    UserError for the first prompt that the chat format cannot express.
     """
     kept = []
     for number, prompt in enumerate(prompts, start=1):

@@ -1,8 +1,8 @@
-"""Comparisons to train on, to calibrate on and to test on, no two of which have a prompt in common.
+"""Splits of comparisons for training, calibration and evaluation that share no prompt.
 
-A data set of comparisons often holds several answers to one prompt. Rows that are held out one by
-one would then be judged by a model that has seen their prompts; so what shares a prompt with
-held-out comparisons is left out of training, and counted.
+A comparison dataset often holds several answers to one prompt. If rows were held out one by one,
+the model would be evaluated on prompts that it has trained on. So training leaves out, and counts,
+all comparisons that share a prompt with a held-out one.
 """
 
 import json
@@ -16,11 +16,13 @@ from planish.preference.types import LabeledComparison
 
 @dataclass(frozen=True)
 class PreferenceSplits:
+    """The three sets of comparisons."""
+
     train: Sequence[LabeledComparison]
     calibration: Sequence[LabeledComparison]
     test: Sequence[LabeledComparison]
     left_out: int = 0
-    """Of those to train on, since their prompt is held out."""
+    """How many training comparisons were dropped because their prompt is held out."""
 
 
 def split_by_prompt(
@@ -29,8 +31,10 @@ def split_by_prompt(
     calibration_size: int,
     seed: int,
 ) -> PreferenceSplits:
-    """Hold `calibration_size` comparisons out of `train`, drawn by `seed`; and what shares a prompt
-    with held-out ones.
+    """Hold `calibration_size` random comparisons out of `train`; `seed` decides which.
+
+    Training comparisons that share a prompt with a held-out one are dropped. UserError if none is
+    left.
     """
     tested = {prompt_of(labeled) for labeled in test}
     free = [labeled for labeled in train if prompt_of(labeled) not in tested]
@@ -49,7 +53,7 @@ def split_by_prompt(
 
 
 def prompt_of(labeled: LabeledComparison) -> str:
-    """A text that is equal for equal prompts."""
+    """Return a text that is equal for equal prompts."""
     return json.dumps(
         [dict(message) for message in labeled.comparison.prompt_conversation], sort_keys=True
     )

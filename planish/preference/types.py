@@ -1,5 +1,5 @@
-"""Two answers to one prompt, and which of them is preferred. Names are those of the public
-cookbooks.
+"""Two answers to one prompt, and a label that says which is preferred. Names are those of the
+public cookbooks.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,28 +15,33 @@ Label = Literal["A", "B", "Tie"]
 
 @dataclass(frozen=True)
 class Comparison:
+    """A prompt and two answers to it, each as messages."""
+
     prompt_conversation: Messages
     completion_A: Messages
     completion_B: Messages
 
     def swap(self) -> Self:
-        """The same with the answers in the other order."""
+        """Return the comparison with A and B exchanged."""
         return replace(self, completion_A=self.completion_B, completion_B=self.completion_A)
 
 
 @dataclass(frozen=True)
 class LabeledComparison:
+    """A comparison and its label."""
+
     comparison: Comparison
     label: Label
     """The preferred answer."""
 
     def swap(self) -> Self:
+        """Return the comparison with answers and label exchanged."""
         swapped: dict[Label, Label] = {"A": "B", "B": "A", "Tie": "Tie"}
         return replace(self, comparison=self.comparison.swap(), label=swapped[self.label])
 
     @property
     def ranked(self) -> tuple[Messages, Messages] | None:
-        """(preferred answer, other answer); None of a tie."""
+        """(preferred answer, other answer); None for a tie."""
         first, second = self.comparison.completion_A, self.comparison.completion_B
         ranks: dict[Label, tuple[Messages, Messages] | None] = {
             "A": (first, second),
@@ -47,11 +52,11 @@ class LabeledComparison:
 
 
 def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
-    """A row of comparison data; UserError, which says `where` it is, for another form.
+    """Read a row of comparison data; UserError, which names the row by `where`, for other formats.
 
-    Either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}, or
-    {"prompt", "chosen", "rejected"}, each a text or a list of messages; without "prompt", chosen
-    and rejected are conversations that differ in the last message.
+    A row is either {"comparison": {"prompt_conversation", "completion_A", "completion_B"}, "label"}
+    or {"prompt", "chosen", "rejected"}, each a text or a list of messages. Without "prompt", chosen
+    and rejected are whole conversations that differ only in the last message.
     """
     if "comparison" in row:
         return _labeled(row, where)
@@ -93,5 +98,7 @@ def _labeled(row: Mapping[str, Any], where: str) -> LabeledComparison:
 
 
 def _is_whole(messages: Messages) -> bool:
-    """A conversation with its prompt, as some data sets repeat it in each answer."""
+    """Return whether the messages include their prompt, as in datasets that repeat it in each
+    answer.
+    """
     return len(messages) > 1 and messages[0].get("role") != "assistant"
