@@ -1,4 +1,4 @@
-"""How good a model is at a task: questions, answers, and numbers with their errors."""
+"""Measure how good a model is at a task: questions, answers, and metrics with standard errors."""
 
 from planish.evaluation.estimates import pass_at_k
 from planish.evaluation.evaluate import Results, evaluate

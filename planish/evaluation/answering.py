@@ -1,4 +1,4 @@
-"""One question put to a model: by drawn answers, or by scoring its choices."""
+"""Ask a model one question: sample answers, or score the given choices."""
 
 from dataclasses import dataclass
 from string import ascii_uppercase as LETTERS
@@ -22,21 +22,24 @@ from planish.types import ModelInput, SamplingParams
 
 @dataclass(frozen=True)
 class Asked:
-    """A question as tokens."""
+    """A question with its tokens."""
 
     question: Question
     prompt: ModelInput
     messages: tuple[list[int], ...] = ()
-    """For each choice, the tokens of the assistant's message that says it, after the prompt."""
+    """The tokens of the assistant message after the prompt, for each choice."""
 
 
 def ask(question: Question, renderer: Renderer) -> Asked:
+    """Render a question whose answers are sampled."""
     return Asked(question, renderer.build_generation_prompt(question.messages))
 
 
 def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
-    """With each choice as training would have it, end mark included: so a choice is not likelier
-    for being the beginning of another.
+    """Render a question with each of its choices as the assistant's message.
+
+    Each message includes its end-of-message token, as in training. Without that token, a choice
+    that is a prefix of another one would always be likelier.
     """
     prompt = renderer.build_generation_prompt(question.messages)
     messages = []
@@ -49,8 +52,10 @@ def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
 
 @dataclass(frozen=True)
 class Answerer:
-    """What all questions of an evaluation are put to. `context_window`: tokens of a prompt and its
-    answer together.
+    """Asks a model the questions of an evaluation.
+
+    `context_window` is the maximum number of tokens of a prompt and its answer together; None is no
+    limit.
     """
 
     sampling_client: SamplingClient
@@ -60,6 +65,10 @@ class Answerer:
     async def draw(
         self, asked: Asked, task: SampledTask, sampling: Sampling
     ) -> list[SampledAnswer]:
+        """Sample the answers to a question and grade them.
+
+        A prompt that leaves no room for an answer gives answers with an error.
+        """
         prompt, question = asked.prompt, asked.question
         room = sampling.max_tokens
         if self.context_window is not None:
@@ -89,6 +98,10 @@ class Answerer:
         return answers
 
     async def choose(self, asked: Asked) -> ChosenAnswer:
+        """Score each choice of a question by the logprob of its message.
+
+        If the longest choice exceeds the context window, the answer has an error and no scores.
+        """
         question, prompt = asked.question, asked.prompt
         longest = prompt.length + max(map(len, asked.messages))
         if self.context_window is not None and longest > self.context_window:

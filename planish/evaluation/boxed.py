@@ -1,8 +1,7 @@
-r"""Mathematics with the answer in \boxed{}: GSM8K, and rows in the form of MATH-500.
+r"""Mathematical questions with the answer in \boxed{}: GSM8K, and rows in the format of MATH-500.
 
-Questions are put as in the tests of recipes (a worked question in front, what to box behind), and
-judged by the same grader, so a number from a training run and one from `planish eval` measure the
-same.
+Prompts and grader are those of the recipes' evaluations: a worked example first, and the question
+with instructions for the box. So scores of a training run and of `planish eval` are comparable.
 """
 
 from collections.abc import Mapping
@@ -17,11 +16,17 @@ from planish.evaluation.types import Question, Verdict
 
 
 def gsm8k_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    """Return the question of a GSM8K row; UserError, which names the row by `where`, for other
+    formats.
+    """
     problem = read_problem(row, where)
     return _question(number, problem.question, problem.answer, QUESTION_SUFFIX)
 
 
 def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    """Return the question of a MATH row; UserError, which names the row by `where`, if it has no
+    answer.
+    """
     known = math_answer(row, where)
     if not known:
         raise UserError(
@@ -31,6 +36,7 @@ def math_question(row: Mapping[str, Any], where: str, number: int) -> Question:
 
 
 async def grade_boxed(question: Question, text: str) -> Verdict:
+    """Grade the last box of `text`; the verdict has an error if its content cannot be compared."""
     try:
         grade = await process_grader().grade(text, question.reference)
     except UnjudgedAnswerError as error:

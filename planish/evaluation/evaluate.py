@@ -1,11 +1,17 @@
-"""The evaluation itself: questions in, answers kept as they come, numbers out.
+"""Run an evaluation: ask the questions, save each answer when it is complete, compute the metrics.
 
-Invariants: everything is read, checked and rendered before the first token is drawn. Draws are a
-function of (seed, question, sample), so neither `concurrency` nor a kill in between changes an
-answer (where sampling is deterministic, see docs/architecture.md). Questions are begun in order,
-`concurrency` at a time, so that batches are full; the answers to one share its prompt. An error
-that is not the question's own, such as a server that is gone, ends the evaluation, and what is
-answered is kept.
+Invariants:
+
+All questions are read, checked and rendered before the first token is sampled.
+
+Answers depend only on (seed, question, sample). So neither `concurrency` nor an interruption
+changes them, where sampling is deterministic (docs/architecture.md).
+
+Questions start in order, `concurrency` at a time, so that batches are full. The answers to one
+question share its prompt.
+
+An error that does not belong to one question, such as a lost server, ends the evaluation. The
+answers so far are kept.
 """
 
 import asyncio
@@ -29,19 +35,21 @@ from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.console import Stage, StepDisplay
 
 CONCURRENCY = 64
+"""The default number of questions in flight."""
 VERSIONS = ("planish", "torch", "transformers", "math-verify")
+"""The packages whose versions are saved with the results."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """As in results.json."""
+    """The content of results.json."""
 
     task: Mapping[str, Any]
     model: Mapping[str, Any]
     settings: Mapping[str, Any]
     versions: Mapping[str, str]
     metrics: Mapping[str, float]
-    """Defined in docs/evaluation.md."""
+    """The metrics by name; docs/evaluation.md defines them."""
 
 
 async def evaluate(
@@ -58,15 +66,23 @@ async def evaluate(
     weights: str | None = None,
     display: StepDisplay | None = None,
 ) -> Results:
-    """Put the task's questions to a model.
+    """Evaluate a model on a task and return the results.
 
-    `sampling` and `k`, the k of pass@k, are for tasks whose answers are drawn (None: Sampling() and
-    1). `renderer`: None is the one that the base model is known for. `context_window`: with it, an
-    answer gets no more tokens than its prompt leaves room for, and a prompt that leaves none is an
-    error of that question; without, it ends the evaluation. `out`: a directory to keep the answers
-    in, and to go on from. `model_name`: how the files name the model; None: its checkpoint, or its
-    base model. `weights`: what tells its weights from others of that name, so that answers of those
-    are not gone on with; `open_model` finds it.
+    `sampling` and `k`, the values of k in pass@k, apply to tasks with sampled answers. Their
+    defaults are Sampling() and 1.
+
+    `renderer` is the chat format; None selects the one known for the base model.
+
+    `context_window` limits the tokens of a prompt and its answer together. A prompt that leaves no
+    room for an answer is then an error of that question only. Without `context_window`, such a
+    prompt ends the evaluation.
+
+    `out` is a directory in which answers are saved; an evaluation that is in it is resumed.
+
+    `model_name` is the model's name in the files; by default its checkpoint or its base model.
+
+    `weights` identifies the weights behind that name, so that an evaluation of other weights is not
+    resumed by mistake. `open_model` computes it.
     """
     draws, sizes = checked_draws(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(
@@ -126,7 +142,7 @@ async def evaluate(
 
 
 class _Progress:
-    """Keeps the answers to a question, in memory and on disk, and shows that they are there."""
+    """Saves the answers to each question in memory and on disk, and updates the display."""
 
     def __init__(
         self,
@@ -170,7 +186,10 @@ async def _answer_all(
 def checked_draws(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
-    """What is drawn, and the k of pass@k; UserError if that cannot be done for this task."""
+    """Return the sampling options and the values of k; UserError if the task cannot use them.
+
+    Both are empty for a task that scores choices.
+    """
     if concurrency < 1:
         raise UserError(f"concurrency={concurrency}: give a whole number of at least 1")
     if not task.questions:

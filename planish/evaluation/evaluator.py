@@ -1,4 +1,4 @@
-"""A task as a test between training steps."""
+"""Run a task as an evaluation between training steps."""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,8 +11,9 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class TaskEvaluator(SamplingClientEvaluator):
-    """Answers eval/TASK/score, .../num_correct, .../num_examples, .../num_errors and the task's
-    other metrics.
+    """An evaluator whose metrics are those of the task, as eval/TASK/NAME.
+
+    Among them are score, num_correct, num_examples and num_errors.
     """
 
     def __init__(
@@ -25,7 +26,10 @@ class TaskEvaluator(SamplingClientEvaluator):
         context_window: int | None = None,
         concurrency: int = CONCURRENCY,
     ) -> None:
-        """As `evaluate`. Draws are a function of the seed, so two policies are given the same luck."""
+        """The arguments are those of `evaluate`.
+
+        The sampling seeds are the same for every policy, so policies are compared with equal luck.
+        """
         self.name = task.name
         self.task = task
         self.sampling = sampling

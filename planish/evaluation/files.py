@@ -1,14 +1,16 @@
-"""The directory of an evaluation, and how it survives being killed.
+"""The directory of an evaluation, which can be resumed after a crash.
 
     config.json     what was asked of which model, and how; written first
-    samples.jsonl   a row for each answer, appended as questions are answered
+    samples.jsonl   one row for each answer, appended as questions are answered
     results.json    settings, versions and metrics; written when all questions are answered
 
-Invariants: the answers of one question are appended at once; a question of which a kill left only
-some is asked again. As draws are a function of the seed and the question's number, what is asked
-again gives the same answers. A directory belongs to one evaluation: other questions, another model,
-other weights under its name or other draws are refused. `limit` and `k` may change, for they select
-from what is there.
+Invariants: all answers to a question are appended at once. If a crash left only some of them, the
+question is asked again. Answers depend only on the seed and the question's number, so the new
+answers equal the lost ones.
+
+A directory belongs to one evaluation. It is rejected for other questions, another model, other
+weights under the same name, or other sampling options. `limit` and `k` may change, because they
+only select from the saved answers.
 """
 
 import json
@@ -28,15 +30,16 @@ SAMPLES = "samples.jsonl"
 RESULTS = "results.json"
 
 Answers = Sequence[SampledAnswer] | Sequence[ChosenAnswer]
-"""Of one question."""
+"""All answers to one question."""
 
 
 class EvaluationDirectory:
-    """One evaluation's files, held by this process until the end of the `with` block."""
+    """The files of one evaluation, locked by this process until the `with` block ends."""
 
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
-        """Make the directory, or go on with the evaluation in it. UserError if that is another one,
-        or another process is at it.
+        """Create the directory, or resume the evaluation in it.
+
+        UserError if it holds another evaluation, or if another process uses it.
         """
         self.path = Path(path).expanduser()
         self._lock = hold_directory(self.path, "out", "there")
@@ -60,8 +63,9 @@ class EvaluationDirectory:
         self._lock.release()
 
     def answers(self, task: Task, samples: int) -> dict[int, Answers]:
-        """What is answered already, by the number of the question; questions with fewer than
-        `samples` answers are dropped.
+        """Return the saved answers by the number of the question.
+
+        Questions with fewer than `samples` answers are removed from the file.
         """
         rows = read_rows(self.path / SAMPLES)
         try:
@@ -85,10 +89,11 @@ class EvaluationDirectory:
             ) from error
 
     def append(self, answers: Answers) -> None:
-        """All answers of one question."""
+        """Save all answers to one question."""
         self._rows.append(*(asdict(answer) for answer in answers))
 
     def write_results(self, results: Mapping[str, Any]) -> None:
+        """Flush the answers to disk and write results.json."""
         self._rows.sync()
         write_whole(self.path / RESULTS, json.dumps(results, indent=2, ensure_ascii=False) + "\n")
 

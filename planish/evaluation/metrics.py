@@ -1,7 +1,7 @@
-"""What is counted over the answers of an evaluation. docs/evaluation.md defines each key.
+"""The metrics of an evaluation. docs/evaluation.md defines each key.
 
-The unit of every error is the problem (see planish/runlog/statistics.py). Answers that could not be judged or
-asked for are wrong, and counted.
+Every standard error is over problems (see planish/runlog/statistics.py). An answer that could not
+be graded, or a question that could not be asked, counts as wrong and adds to num_errors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ Metrics = dict[str, float]
 
 
 def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int]) -> Metrics:
-    """Of the answers to each problem, equally many to each."""
+    """Return the metrics of sampled answers. Every problem must have equally many answers."""
     answers = [answer for problem in problems for answer in problem]
     count = len(answers)
     correct = [sum(answer.reward > 0 for answer in problem) for problem in problems]
@@ -42,6 +42,7 @@ def sampled_metrics(problems: Sequence[Sequence[SampledAnswer]], k: Sequence[int
 
 
 def choice_metrics(answers: Sequence[ChosenAnswer]) -> Metrics:
+    """Return the metrics of answers that were chosen by their logprobs."""
     normalized = Mean.of([answer.reward_length_normalized for answer in answers])
     return (
         Mean.of([answer.reward for answer in answers]).named("score")
@@ -55,13 +56,14 @@ def choice_metrics(answers: Sequence[ChosenAnswer]) -> Metrics:
 
 
 def metrics_of(problems: Sequence[Sequence[Any]], k: Sequence[int]) -> Metrics:
-    """Of problems of either kind, at least one."""
+    """Return the metrics of answers of either kind; there must be at least one problem."""
     if isinstance(problems[0][0], ChosenAnswer):
         return choice_metrics([answer for [answer] in problems])
     return sampled_metrics(cast(Sequence[Sequence[SampledAnswer]], problems), k)
 
 
 def check_k(k: Sequence[int], samples: int) -> None:
+    """UserError unless the values of k are distinct and from 1 to `samples`."""
     wrong = [size for size in k if not 1 <= size <= samples]
     if wrong or len(set(k)) < len(k):
         raise UserError(
@@ -70,5 +72,5 @@ def check_k(k: Sequence[int], samples: int) -> None:
 
 
 def named(task: str, metrics: Mapping[str, float]) -> Metrics:
-    """As a training loop logs them: eval/TASK/score, ..."""
+    """Return the metrics under their names in a training log: eval/TASK/score, ..."""
     return {f"eval/{task}/{name}": value for name, value in metrics.items()}

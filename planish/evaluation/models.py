@@ -1,4 +1,4 @@
-"""A model by one name: a base model, a checkpoint, or the directory of a training run."""
+"""Open a model by one name: a base model, a checkpoint, or the directory of a training run."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,23 +17,28 @@ SCHEMES = ("tinker://", "planish://")
 
 @dataclass(frozen=True)
 class OpenedModel:
+    """A model that is ready to be evaluated."""
+
     name: str
-    """A checkpoint's path, or the base model's name."""
+    """The path of a checkpoint, or the name of the base model."""
     sampling_client: SamplingClient
     renderer: Renderer
     context_window: int | None
-    """Tokens; None where the service does not say."""
+    """The maximum number of tokens; None if the service does not report it."""
     weights: str | None = None
-    """What tells them from others that had, or will have, this name; None where nobody knows, as of
-    a server's base model.
+    """Identifies the weights among all that ever have this name.
+
+    None if they cannot be identified, as for the base model of a server.
     """
 
 
 def open_model(
     service_client: ServiceClient, name: str, renderer_name: str | None = None
 ) -> OpenedModel:
-    """The renderer is the named one, else the one that a checkpoint says it was trained with, else
-    the base model's.
+    """Open a model by name.
+
+    The chat format is `renderer_name` if given, else the one that the checkpoint was trained with,
+    else the base model's own.
     """
     resolved = weights_of(name)
     is_checkpoint = resolved.startswith(SCHEMES)
@@ -53,21 +58,23 @@ def open_model(
 
 
 def _checkpoint(service_client: ServiceClient, path: str) -> Checkpoint | None:
-    """As its run's list has it; None if there is none to be read."""
+    """Return the checkpoint as its run lists it; None if the list cannot be read."""
     try:
         parsed = CheckpointPath.parse(path)
         listed = (
             service_client.create_rest_client().list_checkpoints(parsed.run_id).result().checkpoints
         )
     except (PlanishError, ValueError):
-        # weights of another place, which are sampled from and not listed
+        # These weights were saved elsewhere: they can be sampled from, but their run is not listed
+        # here.
         return None
     return next((one for one in listed if one.checkpoint_id == parsed.checkpoint_id), None)
 
 
 def _fingerprint(directory: Path) -> str | None:
-    """Of a base model's files; None if the directory has only a tokenizer, as that of a server's
-    model.
+    """Return the fingerprint of a base model's files.
+
+    None if the directory holds only a tokenizer, as for the model of a server.
     """
     try:
         return weights_fingerprint(directory)

@@ -1,13 +1,15 @@
-"""Questions with choices: rows of "question", "choices" (two or more texts) and "answer" (a letter,
-or an index from 0).
+"""Multiple-choice questions: rows of "question", "choices" (two or more texts) and "answer" (a
+letter, or an index from 0).
 
-Two ways to answer, which are two tasks:
+There are two tasks for them:
 
-    multiple_choice            the choices are listed with letters; the letter is read from the
-                               answer that was drawn
-    multiple_choice_logprobs   the choices are not shown; each is scored as the assistant's message
+    multiple_choice            the choices are listed with letters, and the letter is read from
+                               the sampled answer
+    multiple_choice_logprobs   the choices are not shown, and each is scored as the assistant's
+                               message
 
-Reading a letter never guesses: a text in which none is plainly given has no answer, and is wrong.
+The letter is never guessed. If a text does not clearly state a letter, it counts as no answer and
+is wrong.
 """
 
 import re
@@ -22,7 +24,9 @@ from planish.evaluation.types import Question, Verdict
 
 ASK_FOR_LETTER = 'Answer with the letter of the right choice. End with "Answer: " and that letter.'
 NO_WORD = r"(?![A-Za-z0-9'])(?!(?<=[AI]) [a-z])"
-"""Behind a letter that is not the article, the pronoun, or the beginning of a word."""
+"""Must follow a letter, so that the letter is not an article, a pronoun or the beginning of
+a word.
+"""
 STATED = re.compile(r"(?i:\banswer)\W{0,3}?(?:(?i:is\b)|[:=])\W{0,4}(?:boxed\{)?([A-Z])" + NO_WORD)
 LISTED = re.compile(r"^[^\S\n]*\(?([A-Z])[).:]", re.MULTILINE)
 LEADING = re.compile(r"\s*\(?([A-Z])(?:[).:]|\s*(?:\n|\Z))")
@@ -30,6 +34,7 @@ ALONE = re.compile(r"\W*([A-Za-z])\W*")
 
 
 def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    """Return a question that lists the choices with letters; UserError for an invalid row."""
     question, choices, reference = _read(row, where)
     listed = "\n".join(
         f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)
@@ -39,19 +44,23 @@ def lettered_question(row: Mapping[str, Any], where: str, number: int) -> Questi
 
 
 def open_question(row: Mapping[str, Any], where: str, number: int) -> Question:
+    """Return a question that does not show its choices; UserError for an invalid row."""
     question, choices, reference = _read(row, where)
     asked: Any = {"role": "user", "content": question}
     return Question(number, (asked,), reference, choices)
 
 
 async def grade_letter(question: Question, text: str) -> Verdict:
+    """Grade the letter that `text` gives."""
     letter = letter_of(text, len(question.choices))
     return Verdict(letter == question.reference, letter)
 
 
 def letter_of(text: str, choices: int) -> str | None:
-    """The letter that a text gives: boxed, stated as the answer (the last statement counts), in
-    front, or alone.
+    """Return the letter that a text gives; None if it does not clearly give one.
+
+    The letter may be boxed, stated as the answer (the last statement counts), at the start, or
+    alone.
     """
     boxed = extract_boxed(text)
     stated = STATED.findall(text)
@@ -60,7 +69,7 @@ def letter_of(text: str, choices: int) -> str | None:
         found = only[1].upper()
     elif stated:
         found = stated[-1]
-    elif front and len(set(LISTED.findall(text))) <= 1:  # otherwise it repeats the list
+    elif front and len(set(LISTED.findall(text))) <= 1:  # otherwise the text repeats the list
         found = front[1]
     else:
         found = alone[1].upper() if alone else ""

@@ -1,5 +1,5 @@
-"""Tasks by name. All rows of a task are read and checked before anything is sampled; what is wrong
-is named by its line.
+"""Tasks by name. All rows of a task are read and checked before anything is sampled. Errors name
+the file and line of the row.
 """
 
 import hashlib
@@ -18,14 +18,16 @@ from planish.evaluation.types import ChoiceTask, Question, SampledTask, Task, Ve
 
 @dataclass(frozen=True)
 class TaskKind:
+    """How the rows of a task are read and its answers graded."""
+
     form: str
-    """Of a row."""
+    """The fields of a row, for error messages."""
     published: str | None
-    """The hub's name of its data; None: there is none, and the data have to be named."""
+    """The hub name of the data; None if the user has to name the data."""
     read: Callable[[Mapping[str, Any], str, int], Question]
-    """A row, its place for messages, and its number."""
+    """Makes a question of a row, its place for error messages, and its number."""
     grade: Callable[[Question, str], Awaitable[Verdict]] | None
-    """None: choices are compared by their logprobs."""
+    """Grades an answer; None for tasks that compare the logprobs of choices."""
 
 
 TASKS: dict[str, TaskKind] = {
@@ -48,10 +50,10 @@ TASKS: dict[str, TaskKind] = {
 def load_task(
     name: str, data: str | Path | None = None, *, limit: int | None = None, title: str | None = None
 ) -> Task:
-    """The questions of a task: all of `data`, or the first `limit`.
+    """Load the questions of a task: all of `data`, or the first `limit`.
 
-    `data`: a JSONL or parquet file, a directory with a test split, or a name of the hub; None is
-    the published test set. `title` is the task's name in metrics and files, if it is not `name`.
+    `data` is a JSONL or parquet file, a directory with a test split, or a hub name; None is the
+    published test set. `title` replaces `name` as the task's name in metrics and files.
     """
     kind = TASKS.get(name)
     if kind is None:

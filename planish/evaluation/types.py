@@ -1,4 +1,4 @@
-"""What is asked, how it is answered, and what is kept of an answer."""
+"""The types of an evaluation: questions, tasks, sampling options and answers."""
 
 import math
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,42 +11,46 @@ from planish.renderers import Message
 
 @dataclass(frozen=True)
 class Question:
+    """One question of a task."""
+
     number: int
-    """From 1, in the order of the data; by it a question is known in files, and its draws are
-    seeded.
+    """The position in the data, from 1. It identifies the question in files and determines its
+    seeds.
     """
     messages: tuple[Message, ...]
     reference: str
-    """The right answer; for multiple choice its letter."""
+    """The correct answer; for multiple choice, its letter."""
     choices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Verdict:
+    """The grade of one answer."""
+
     correct: bool
     extracted: str | None
     """The final answer that was found in the text; None if there is none."""
     error: str | None = None
-    """Why nobody can say whether it is right; it then counts as wrong."""
+    """Why the answer could not be graded, in which case it counts as wrong; None if it could."""
 
 
 @dataclass(frozen=True)
 class SampledTask:
-    """Questions that are answered in the model's own words."""
+    """Questions whose answers are sampled and graded."""
 
     name: str
     source: str
-    """Where the questions come from."""
+    """The file, directory or hub name that the questions come from."""
     digest: str
-    """Of all questions of the source, so that two evaluations can be known to ask the same."""
+    """SHA-256 of all questions of the source, to check that two evaluations ask the same."""
     questions: Sequence[Question]
     grade: Callable[[Question, str], Awaitable[Verdict]]
-    """Given the text of the model's message."""
+    """Grades the text of the model's message."""
 
 
 @dataclass(frozen=True)
 class ChoiceTask:
-    """Questions that are answered by the choice that the model finds likeliest: nothing is drawn."""
+    """Questions whose choices are compared by their logprobs; nothing is sampled."""
 
     name: str
     source: str
@@ -59,13 +63,13 @@ Task = SampledTask | ChoiceTask
 
 @dataclass(frozen=True)
 class Sampling:
-    """How answers are drawn."""
+    """How answers are sampled."""
 
     samples: int = 1
-    """Answers to each question. They share its prompt, which is computed once."""
+    """The number of answers to each question. They share one prefill of the prompt."""
     max_tokens: int = 512
     temperature: float = 0.0
-    """0 = greedy."""
+    """The sampling temperature; 0 is greedy."""
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -84,19 +88,19 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SampledAnswer:
-    """A row of samples.jsonl for a SampledTask."""
+    """One row of samples.jsonl for a SampledTask."""
 
     question: int
     sample: int
-    """From 0, of the question's answers."""
+    """The number of the answer among those to its question, from 0."""
     prompt: str
     answer: str
-    """All that the model wrote, marks of its format included."""
+    """The decoded tokens of the answer, including control tokens."""
     tokens: list[int]
     stop_reason: Literal["stop", "length"] | None
-    """None: there was no room for an answer."""
+    """Why sampling ended; None if the prompt left no room for an answer."""
     reward: float
-    """1 for right."""
+    """1 if the answer is correct, else 0."""
     extracted: str | None
     reference: str
     error: str | None = None
@@ -104,30 +108,36 @@ class SampledAnswer:
 
 @dataclass(frozen=True)
 class ScoredChoice:
+    """One choice of a question with its logprob."""
+
     letter: str
     text: str
     logprob: float
-    """Sum over the tokens of the message that says this, its end mark included."""
+    """The sum over the tokens of the assistant's message, including its end-of-message token, in
+    nats.
+    """
     num_tokens: int
 
     @property
     def mean_logprob(self) -> float:
+        """The logprob per token."""
         return self.logprob / self.num_tokens
 
 
 @dataclass(frozen=True)
 class ChosenAnswer:
-    """A row of samples.jsonl for a ChoiceTask."""
+    """One row of samples.jsonl for a ChoiceTask."""
 
     question: int
     prompt: str
     choices: list[ScoredChoice]
     answer: str | None
-    """The letter of the largest sum; the first of equal ones. None: the choices do not fit the
-    context.
+    """The letter of the choice with the largest logprob, the first one in a tie.
+
+    None if the choices do not fit into the context window.
     """
     answer_length_normalized: str | None
-    """The letter of the largest mean over tokens."""
+    """The letter of the choice with the largest logprob per token."""
     reward: float
     reward_length_normalized: float
     reference: str

@@ -1,3 +1,3 @@
-"""Checkpoints for the rest of the field: PEFT adapters and merged Hugging Face models, each with a
+"""Export checkpoints for other programs: PEFT adapters and merged Hugging Face models, each with a
 model card.
 """

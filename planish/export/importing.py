@@ -1,11 +1,12 @@
-"""Adapters of other programs as checkpoints: what PEFT, TRL, Unsloth or a hosted service saved
-becomes a training checkpoint with a fresh optimizer.
+"""Import adapters of other programs (PEFT, TRL, Unsloth, hosted services) as training checkpoints
+with a fresh optimizer.
 
-planish's adapters have one rank, the factor 32 / rank, and matrices for whole groups of linears
-(attention, MLP, head). An adapter of another shape is rewritten so that each product B A keeps its
-value: the factor goes into B, a smaller rank is filled up with zeros, and a linear that the adapter
-leaves alone gets zeros in both matrices. Zeros in A and B have no gradient, so training goes on
-with what was trained before. What a sum of such products cannot give is refused by name.
+planish's adapters have one rank, the scaling factor 32 / rank, and matrices for all linear layers
+of a group (attention, MLP, head). An imported adapter is rewritten so that each update B A keeps
+its value: the scaling factor goes into B, a smaller rank is padded with zeros, and layers without
+an adapter get A = B = 0. If A and B are both zero, so are their gradients. So training continues
+with exactly the layers that were trained before. Adapters that are not plain LoRA are rejected by
+name.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ from planish.model.weights import load_weights, weights_fingerprint
 from planish.types import CheckpointPath, LoraConfig
 
 MAX_RANK = 256
+"""The maximum rank of an adapter."""
 _PICKLES = ("adapter_model.bin", "adapter_model.pt")
 _PREFIXES = ("base_model.model.", "")
 _HEADS = ("model.unembed_tokens", "unembed_tokens", "model.lm_head")
-"""Other names of lm_head in adapters of hosted services."""
+"""Names of lm_head in the adapters of hosted services."""
 _PARTS = {".lora_A.weight": 0, ".lora_B.weight": 1, ".lora_A.default.weight": 0}
 _PARTS |= {".lora_B.default.weight": 1}
 _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -51,22 +53,24 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "arrow_config": ((None,), "several adapters would be mixed"),
     "megatron_config": ((None,), "its layers are split"),
 }
-"""Fields of adapter_config.json: the values that mean a plain sum, and why others are refused."""
+"""Fields of adapter_config.json: the values of a plain LoRA adapter, and why any other is
+rejected.
+"""
 _CHANGED_BASE = ("pissa", "olora", "corda", "loftq", "eva_residual", "lora_ga")
-"""Initialisations that also change the base weights."""
+"""Values of init_lora_weights that also change the base weights."""
 
 
 @dataclass(frozen=True)
 class ImportedAdapter:
-    """What became of an adapter."""
+    """The result of an import."""
 
     path: CheckpointPath
     base_model: str
     lora: LoraConfig
     linears: int
-    """How many linears the adapter changes."""
+    """The number of linear layers that the adapter changes."""
     notes: tuple[str, ...]
-    """What its user has to know."""
+    """Sentences that tell the user what the import changed or ignored."""
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,13 @@ def import_adapter(
     name: str = "imported",
     overwrite: bool = False,
 ) -> ImportedAdapter:
-    """Make the adapter in `directory` the checkpoint tinker://RUN_ID/weights/NAME of `store`.
+    """Save the adapter in `directory` as the checkpoint tinker://RUN_ID/weights/NAME of `store`.
 
-    `base_model` is the name of the model that it was trained on; None is the one that
-    adapter_config.json names. `run_id` is by default made from the directory's name.
-    CheckpointError: it does not fit the base model; UnsupportedError: a plain LoRA adapter cannot
-    do the same; DamagedFileError: a file is not what it should be.
+    `base_model` is the model that the adapter was trained on; by default the one that
+    adapter_config.json names. `run_id` is by default derived from the directory's name.
+
+    CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not plain
+    LoRA; DamagedFileError if a file is damaged.
     """
     config = _config(directory)
     base_model = base_model or config.get("base_model_name_or_path")
@@ -159,7 +164,7 @@ def _config(directory: Path) -> dict[str, Any]:
 
 
 def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tuple[Tensor, Tensor]]:
-    """A and B by the linear's name, float32."""
+    """Return A and B in float32 by the name of the linear layer."""
     try:
         tensors = load_file(directory / ADAPTER)
     except (SafetensorError, OSError) as error:
@@ -191,8 +196,9 @@ def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tupl
 
 
 def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) -> bool:
-    """Whether PEFT saved a weight of the base model along, as it does with a head or an embedding
-    that has an adapter.
+    """Return whether a tensor is a weight of the base model that PEFT saved too.
+
+    PEFT does this for a head or an embedding with an adapter.
     """
     short = name.removeprefix(_PREFIXES[0]).replace(".base_layer.", ".")
     if short not in ("lm_head.weight", "model.embed_tokens.weight"):
@@ -203,7 +209,7 @@ def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) 
 
 
 def _named(tensor: str) -> tuple[str, int | None]:
-    """The linear of a tensor, and which of its matrices it is; None for neither."""
+    """Return the linear layer of a tensor and 0 for A, 1 for B, None for any other tensor."""
     for suffix, part in _PARTS.items():
         if tensor.endswith(suffix):
             linear = tensor.removesuffix(suffix)
@@ -214,13 +220,15 @@ def _named(tensor: str) -> tuple[str, int | None]:
 
 
 def _factor(config: Mapping[str, Any], linear: str, rank: int) -> float:
-    """What the product of the matrices is multiplied by."""
+    """Return the scaling factor of B A for one linear layer."""
     alpha = _of_pattern(config.get("alpha_pattern"), linear, config["lora_alpha"])
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
 def _of_pattern(pattern: Mapping[str, float] | None, linear: str, default: float) -> float:
-    """PEFT's lookup: a key is a regular expression that matches the end of the linear's name."""
+    """Return the value for a layer as PEFT looks it up: keys are regular expressions for the name's
+    end.
+    """
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", linear):
             return value
@@ -244,7 +252,7 @@ def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
 def _master(
     layout: LoraLayout, linears: Mapping[str, _Linear], base_model: str, directory: Path
 ) -> Tensor:
-    """The flat vector of the adapter."""
+    """Return the adapter as one flat float32 vector in the order of `layout`."""
     shapes = {entry.target: entry for entry in layout.entries if entry.is_b}
     for name, linear in linears.items():
         entry = shapes.get(name)

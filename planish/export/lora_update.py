@@ -1,10 +1,9 @@
-"""An adapter as its files say: for each linear the matrices A and B, whose product times a factor
-is added to the weight.
+"""Read an adapter from its files: the matrices A and B of each linear layer. Their matmul B A,
+times a scaling factor, is added to the weight.
 
-Read from a directory in PEFT's layout, which is what checkpoints of planish are too; where
-planish.json is among the files, they are compared with its SHA-256. What other tools may ask for in
-such a directory and a plain sum cannot give (DoRA, trained biases, whole modules) is refused by
-name.
+The directory has PEFT's layout, which planish's own checkpoints use too. If it has a planish.json,
+the files are verified against the SHA-256 in it. Features beyond a plain LoRA update (DoRA, trained
+biases, whole modules) are rejected by name.
 """
 
 import hashlib
@@ -31,6 +30,7 @@ from planish.model.config import ModelConfig, read_json
 from planish.model.weights import expected_shapes
 
 HEAD = "lm_head"
+"""The name of the output head."""
 _PREFIX = "base_model.model."
 _PARTS = (".lora_A.weight", ".lora_B.weight")
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
@@ -45,12 +45,14 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "trainable_token_indices": ([], {}, None),
     "target_parameters": ([], None),
 }
-"""Fields of adapter_config.json, and the values of each under which the adapter is a plain sum."""
+"""Fields of adapter_config.json with their values for a plain LoRA adapter; any other is
+rejected.
+"""
 
 
 @dataclass(frozen=True)
 class Matrices:
-    """Of one linear: A [rank, in] and B [out, rank], float32."""
+    """The matrices of one linear layer: A [rank, in] and B [out, rank], float32."""
 
     a: Tensor
     b: Tensor
@@ -58,19 +60,23 @@ class Matrices:
 
 @dataclass(frozen=True)
 class LoraUpdate:
+    """The content of an adapter directory."""
+
     config: Mapping[str, Any]
-    """adapter_config.json"""
+    """The content of adapter_config.json."""
     linears: Mapping[str, Matrices]
-    """By the linear's name, such as "model.layers.0.self_attn.q_proj", or "lm_head"."""
+    """The matrices by the layer's name, such as "model.layers.0.self_attn.q_proj" or "lm_head"."""
     manifest: Manifest | None
-    """None for an adapter that planish did not make."""
+    """The content of planish.json; None for an adapter that planish did not save."""
 
     @property
     def rank(self) -> int:
+        """The LoRA rank."""
         return int(self.config["r"])
 
     @property
     def alpha(self) -> float:
+        """The LoRA alpha."""
         return float(self.config["lora_alpha"])
 
     @property
@@ -80,7 +86,7 @@ class LoraUpdate:
 
     @property
     def base_model(self) -> str | None:
-        """The name of the base model as the files say it."""
+        """The name of the base model according to the files."""
         return (
             self.manifest.base_model
             if self.manifest
@@ -89,10 +95,13 @@ class LoraUpdate:
 
     @property
     def trains_head(self) -> bool:
+        """Whether the adapter changes the output head."""
         return HEAD in self.linears
 
     def check_fits(self, model: ModelConfig, name: str) -> None:
-        """CheckpointError unless every linear of the adapter is one of the model, in its shape."""
+        """CheckpointError unless the model has every linear layer of the adapter, in the same
+        shape.
+        """
         shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
         for linear, matrices in self.linears.items():
             found = (matrices.b.shape[0], matrices.a.shape[1])
@@ -104,8 +113,10 @@ class LoraUpdate:
 
 
 def read_update(directory: Path) -> LoraUpdate:
-    """The adapter in `directory`. CheckpointError: there is none; DamagedFileError,
-    UnsupportedError: it cannot be used.
+    """Read the adapter in `directory`.
+
+    CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError if it
+    is not a plain LoRA adapter.
     """
     for name in (ADAPTER, ADAPTER_CONFIG):
         if not (directory / name).is_file():

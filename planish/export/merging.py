@@ -1,11 +1,11 @@
-"""A base model with an adapter merged into it, as a Hugging Face directory.
+"""Merge an adapter into a base model, as a Hugging Face directory.
 
-The sum W + scaling * B A is made in float32 and rounded once, to the dtype of the files. Weights go
-from file to file: what is in memory is one shard and a block of rows of one matrix, whatever the
-size of the model. The names and their order are those of the base.
+The sum W + scaling * B A is computed in float32 and rounded once, to the dtype of the files.
+Weights are streamed from file to file. Whatever the size of the model, memory holds only one shard
+and a block of rows of one matrix. Tensors keep their names and order.
 
-An adapter on a tied head changes the head and not the embedding, so the two are no longer one
-matrix: the merged model has an lm_head of its own, and its config says so.
+If the base model ties head and embedding, an adapter on the head changes only the head. So the
+merged model gets an lm_head of its own, and its config.json unties the two.
 """
 
 import json
@@ -27,6 +27,7 @@ from planish.model.config import ModelConfig, read_json
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
 
 SHARD_BYTES = 4 << 30
+"""The default maximum size of a file."""
 _BLOCK_NUMBERS = 1 << 24
 _EMBEDDING = "model.embed_tokens.weight"
 _HEAD_WEIGHT = f"{HEAD}.weight"
@@ -34,31 +35,32 @@ _HEAD_WEIGHT = f"{HEAD}.weight"
 
 @dataclass
 class Rounding:
-    """What rounding the sums to the dtype of the files did to the update that was trained."""
+    """How much of the trained update was lost by rounding to the dtype of the files."""
 
     squared_update: float = 0.0
     squared_error: float = 0.0
 
     @property
     def share(self) -> float:
-        """Norm of the rounding errors / norm of the update, over all weights that the adapter
-        changes.
+        """The norm of the rounding errors divided by the norm of the update, over all weights that
+        the adapter changes.
         """
         return math.sqrt(self.squared_error / self.squared_update) if self.squared_update else 0.0
 
 
 @dataclass(frozen=True)
 class Source:
-    """A tensor of the merged model before it is made."""
+    """A tensor of the base model with the update to add to it."""
 
     name: str
     weight: Tensor
-    """As the base has it, memory-mapped."""
+    """The tensor of the base model, memory-mapped."""
     matrices: Matrices | None
     dtype: torch.dtype
 
     @property
     def size(self) -> int:
+        """The size of the merged tensor in bytes."""
         return self.weight.numel() * self.dtype.itemsize
 
 
@@ -71,8 +73,9 @@ def write_merged(
     dtype: torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> Rounding:
-    """Write weights, their index and config.json into `out`; `dtype` None keeps that of each tensor
-    of the base.
+    """Write weights, their index and config.json into `out`, and return the rounding error.
+
+    If `dtype` is None, each tensor keeps its dtype.
     """
     weights = load_weights(base, config)
     if config.tied_head and update.trains_head:
@@ -97,7 +100,7 @@ def write_merged(
 
 
 def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
-    """One tensor of the merged model. NonFiniteError if it does not fit its dtype."""
+    """Return one tensor of the merged model; NonFiniteError if it overflows float16."""
     if source.matrices is None:
         out = source.weight.to(source.dtype)
     else:
@@ -116,7 +119,10 @@ def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
 
 
 def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
-    """In order, each as full as it can be; a tensor larger than a shard has one of its own."""
+    """Split the tensors, in order, into shards that are as full as possible.
+
+    A tensor larger than `shard_bytes` has a shard to itself.
+    """
     shards: list[list[Source]] = []
     filled = 0
     for source in sources:
@@ -146,7 +152,7 @@ def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
 def _config(
     base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]
 ) -> dict[str, Any]:
-    """The base's config.json with what is different now."""
+    """Return the base model's config.json with the fields that a merge changes."""
     fields = read_json(base / "config.json")
     fields.pop("_name_or_path", None)
     dtypes = {source.dtype for source in sources}
@@ -167,7 +173,7 @@ def _save(tensors: Mapping[str, Tensor], path: Path) -> None:
             metadata={"format": "pt"},
         )
         give_usual_mode(path)
-    except SafetensorError as error:  # what safetensors makes of an OSError
+    except SafetensorError as error:  # safetensors raises this for an OSError
         raise StorageError(f"{path.name} could not be written ({error}); free space") from error
 
 

@@ -1,9 +1,7 @@
-"""README.md of an export: what it is, what it was made from and by what, how far to trust the
-numbers, and how to use it.
+"""Write the model card (README.md) of an export: its origin, its rounding error, and how to use it.
 
-The header is the hub's (YAML between dashes), so that a page there shows base model and licence.
-The licence is what the files of the base model say of themselves; where they say nothing, so does
-the card.
+The header is the hub's YAML metadata, so that the hub's page shows base model and licence. The
+licence is copied from the files of the base model. If they state none, neither does the card.
 """
 
 import json
@@ -35,33 +33,34 @@ class Base:
 
     name: str
     directory: Path | None
-    """None: its files are not on this machine, and were not needed."""
+    """The directory with its files; None if they are not on this machine and were not needed."""
     is_own: bool = True
     """Whether these are the weights that the adapter was trained on, as far as is known."""
 
     @property
     def is_on_hub(self) -> bool:
+        """Whether `hub_name` is a name of the hub."""
         return HUB_NAME.fullmatch(self.hub_name) is not None and not Path(self.hub_name).exists()
 
     @property
     def hub_name(self) -> str:
-        """The name under which the hub has the weights, if they lie in the hub's cache; otherwise
-        `name`.
-        """
+        """The model's name on the hub if its files are in the hub's cache; otherwise `name`."""
         found = _IN_CACHE.search(self.directory.absolute().as_posix()) if self.directory else None
         return "/".join(found.groups()) if found else self.name
 
     @property
     def was_converted(self) -> bool:
-        """From a GGUF file: the numbers are not those of the model on the hub, even if the name is."""
+        """Whether the weights were converted from a GGUF file. They then differ from those on the
+        hub, even under the same name.
+        """
         return (
             self.directory is not None
             and models_home().absolute() in self.directory.absolute().parents
         )
 
     def license(self) -> Mapping[str, str]:
-        """license, license_name and license_link as the README.md of the model has them; empty if
-        it has not.
+        """Return license, license_name and license_link from the README.md of the model, as far as
+        given.
         """
         if self.directory is None:
             return {}
@@ -79,6 +78,7 @@ class Base:
 def model_card(
     kind: Format, base: Base, update: LoraUpdate, origin: Origin, dtype: str, rounding: Rounding
 ) -> str:
+    """Return the text of the model card."""
     parts = [
         f"---\n{_header(kind, base)}\n---",
         f"# {_title(kind, base)}",
@@ -130,7 +130,7 @@ def _what(kind: Format, base: Base, update: LoraUpdate, dtype: str) -> str:
 
 
 def _public_name(base: Base) -> str:
-    """A path of somebody's machine is nobody's business but its last part."""
+    """Return a name fit to publish: the hub's name, or only the last part of a local path."""
     return base.hub_name if base.is_on_hub else Path(base.name).name
 
 

@@ -1,8 +1,9 @@
-"""Where an exported checkpoint comes from: the files to read, and what its run says of it.
+"""Find the checkpoint to export: its files, and what its run directory says about it.
 
-A checkpoint is named by its path (tinker://RUN/KIND/NAME), by the directory of the run that saved
-it, or by a directory with its files, as `planish checkpoints download` leaves it and as PEFT writes
-one. Only a run directory knows the options and the metrics of the run.
+A checkpoint is named in one of three ways: by its path (tinker://RUN/KIND/NAME), by the directory
+of the run that saved it, or by a directory with its files. Such a directory may come from `planish
+checkpoints download` or from PEFT. Only a run directory knows the options and the metrics of the
+run.
 """
 
 import json
@@ -27,41 +28,45 @@ from planish.runlog.run_directory import (
 )
 
 _PRIVATE = ("log_path", "base_url", "wandb_project", "wandb_name", "loggers")
-"""Options that say where a run was watched and kept, not what it did."""
+"""Options about where a run was logged. They are left out of model cards."""
 _ADDRESS = re.compile(r"(?!tinker:|planish:)\b[A-Za-z][\w+.-]*://\S+")
 _PATH = re.compile(r"(?<![^\s=,:;\"'(\[])(?:~|\.{1,2})?(?:/[^\s/,;\"')\]]+){2,}/?")
-"""Among other words, at least two parts; a slash and one word is more likely something else."""
+"""Matches paths of at least two parts inside a text; a slash before one word is rarely a path."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What a run directory says."""
+    """What a run directory says about a checkpoint."""
 
     config: Mapping[str, Any]
-    """For anybody to read: of paths the last part, and no addresses."""
+    """The options of the run, made fit to publish: paths are cut to their last part, addresses
+    removed.
+    """
     step: int | None
-    """The last step before the checkpoint; None if it was saved before the first."""
+    """The last step before the checkpoint; None if the metrics have no row for it."""
     metrics: Mapping[str, float]
-    """Of that step."""
+    """The metrics of that step."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """An adapter that is to be exported."""
+    """An adapter to export."""
 
     directory: Path
-    """With its files."""
+    """The directory that holds the adapter's files."""
     name: str | None = None
-    """tinker://..., where the files are those of a checkpoint that was named so."""
+    """The path tinker://... if the files are those of a named checkpoint; else None."""
     run: RunFacts | None = None
 
 
 @contextmanager
 def found_checkpoint(source: str, records: Records, run: Path | None = None) -> Iterator[Origin]:
-    """The files of `source`, for the time of the block; downloaded from `records` where it is a
-    path of a checkpoint.
+    """Yield the adapter that `source` names.
 
-    `run`: the directory of its run. CheckpointError if there is none; UserError for what names no
+    A checkpoint path is downloaded from `records`, and its files exist only within the block. `run`
+    is the directory of its run.
+
+    CheckpointError if the run does not record the checkpoint; UserError if `source` names no
     checkpoint.
     """
     path, directory = weights_of(source), Path(source).expanduser()
@@ -90,6 +95,7 @@ def _recorded(run: Path, path: str) -> CheckpointRecord:
 
 
 def run_facts(run: Path, record: CheckpointRecord) -> RunFacts:
+    """Read the options of a run, and the metrics of the last step before the checkpoint."""
     try:
         config = json.loads((run / CONFIG).read_text()) if (run / CONFIG).is_file() else {}
     except ValueError as error:
@@ -112,7 +118,7 @@ def _public(value: Any) -> Any:
             }
         case list():
             return [_public(part) for part in value]
-        # a name of a file may have blanks
+        # The text is one path, whose file name may contain spaces.
         case str() if value.startswith(("/", "~/")) and "\n" not in value:
             return PurePath(value).name or value
         case str():

@@ -1,4 +1,4 @@
-"""Weights out of planish, by the names that the public cookbooks have for it.
+"""Export functions under the names that the public cookbooks use.
 
     from planish.export import weights
 
@@ -7,7 +7,8 @@
     weights.build_hf_model(base_model="Qwen/Qwen3-8B", adapter_path=adapter, output_path="merged")
     weights.publish_to_hf_hub(model_path="merged", repo_id="me/model")
 
-What is written, and how exact it is: docs/export.md. From the command line: `planish export`.
+docs/export.md says what is written and how exact it is. The command line equivalent is `planish
+export`.
 """
 
 import os
@@ -33,8 +34,9 @@ def download(
     api_key: str | None = None,
     data_dir: PathLike | None = None,
 ) -> str:
-    """The files of a checkpoint, of a server or of this machine's own, in a directory that is new
-    or empty; returns it.
+    """Download the files of a checkpoint into a new or empty directory, and return that directory.
+
+    The checkpoint is one of the server at `base_url`, or of this machine's `data_dir`.
     """
     records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
     out = Path(output_dir).expanduser()
@@ -52,13 +54,14 @@ def build_hf_model(
     shard_bytes: int = SHARD_BYTES,
     models: Mapping[str, str] | None = None,
 ) -> str:
-    """Merge an adapter into its base model, as a directory for
-    `AutoModelForCausalLM.from_pretrained`; returns it.
+    """Merge an adapter into its base model and return the directory.
 
-    `base_model`: None is the one that the adapter names; another of the same architecture is taken
-    at your word. `dtype` is float32, bfloat16 or float16; None keeps that of the base.
-    `shard_bytes`: largest file, and what is in memory at a time. `models`: names as directories, as
-    in ServiceClient.
+    `AutoModelForCausalLM.from_pretrained` can load the result.
+
+    `base_model` is by default the one that the adapter names. Another one must have the same
+    architecture; its weights are not checked. `dtype` is float32, bfloat16 or float16; None keeps
+    that of the base model. `shard_bytes` limits the size of a file, and so the memory in use.
+    `models` maps names to directories, as in ServiceClient.
     """
     options = ExportOptions("merged", dtype, base_model, overwrite, shard_bytes)
     return _build(adapter_path, output_path, options, models)
@@ -73,8 +76,9 @@ def build_lora_adapter(
     overwrite: bool = False,
     models: Mapping[str, str] | None = None,
 ) -> str:
-    """An adapter as a directory for `PeftModel.from_pretrained`; returns it. Arguments as of
-    `build_hf_model`; dtype None is float32.
+    """Write an adapter that `PeftModel.from_pretrained` can load, and return its directory.
+
+    The arguments are those of `build_hf_model`; the default of `dtype` is float32.
     """
     return _build(
         adapter_path, output_path, ExportOptions("peft", dtype, base_model, overwrite), models
@@ -84,11 +88,10 @@ def build_lora_adapter(
 def publish_to_hf_hub(
     *, model_path: PathLike, repo_id: str, private: bool = True, token: str | None = None
 ) -> str:
-    """Upload an export to the hub, into a repository that is made if there is none; returns its
-    URL.
+    """Upload an export to a hub repository, which is created if necessary, and return its URL.
 
-    `token` as in huggingface_hub: None takes that of `hf auth login`, or HF_TOKEN. Files of the
-    repository that the export has not stay.
+    `token` is that of huggingface_hub: None uses the token of `hf auth login`, or HF_TOKEN. Other
+    files in the repository are kept.
     """
     directory = Path(model_path).expanduser()
     if not (directory / MARKER).is_file():

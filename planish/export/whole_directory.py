@@ -1,8 +1,9 @@
-"""A directory that is whole or absent.
+"""Write a directory atomically: it is either complete or absent.
 
-It is filled under another name beside its place, .NAME.partial, synced and renamed. A killed
-process leaves that name behind, which no program takes for a model, and which the next attempt
-clears and uses. A lock in it keeps two processes from filling one directory.
+The directory is filled next to its target under another name, .NAME.partial, then synced and
+renamed. A killed process leaves only that temporary directory. No program takes it for a model, and
+the next attempt clears and reuses it. A lock file prevents two processes from filling the same
+directory.
 """
 
 import os
@@ -20,11 +21,12 @@ _LOCK = ".lock"
 
 @contextmanager
 def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> Iterator[Path]:
-    """A directory to fill, which is `target` after the block, or is gone if the block fails.
+    """Yield a directory to fill, which is renamed to `target` at the end; it is removed on an
+    error.
 
-    `target` may be there already if it is empty, or, with `overwrite`, if it has a file `marker`,
-    by which it is known as one that was made here; it is replaced when the new one is whole.
-    UserError for any other; StorageError when the disk refuses.
+    `target` may exist if it is empty. With `overwrite` it may also be an earlier export, recognized
+    by its file `marker`. It is replaced only when the new directory is complete. UserError for any
+    other existing target; StorageError if writing fails.
     """
     target = target.expanduser().absolute()
     check_free(target, marker=marker, overwrite=overwrite)
@@ -55,7 +57,7 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
 
 
 def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
-    """UserError if `whole_directory` would refuse the target."""
+    """UserError if `whole_directory` would reject the target."""
     target = target.expanduser()
     if target.is_dir() and not target.is_symlink():
         if not any(target.iterdir()) or (overwrite and (target / marker).is_file()):

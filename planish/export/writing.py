@@ -1,4 +1,4 @@
-"""A checkpoint to a directory that other programs load."""
+"""Write a checkpoint into a directory that other programs can load."""
 
 import json
 from collections.abc import Mapping
@@ -25,24 +25,29 @@ from planish.model.sources import HUB_FILES, resolve_model
 from planish.model.weights import weights_fingerprint
 
 MARKER = "planish_export.json"
+"""The file that identifies an export and describes its origin."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""The supported dtypes by name."""
 FORMATS: tuple[Format, ...] = ("peft", "merged")
+"""The supported formats."""
 _NOT_COPIED = ("config.json", "model*", README)
 
 
 @dataclass(frozen=True)
 class ExportOptions:
+    """The options of an export."""
+
     format: Format = "peft"
     dtype: str | None = None
-    """One of DTYPES. None: of an adapter float32, as it was trained; of a merged model what each
-    tensor of the base has.
+    """One of DTYPES. By default an adapter is float32, as in training, and the tensors of a merged
+    model keep the dtypes of the base model.
     """
     base_model: str | None = None
-    """Another base model than the one that the checkpoint names; of the same architecture."""
+    """A base model to use instead of the one that the checkpoint names; same architecture."""
     overwrite: bool = False
-    """Replace an export that is there."""
+    """Whether to replace an existing export."""
     shard_bytes: int = SHARD_BYTES
-    """Of a merged model: largest file, and what is in memory at a time."""
+    """The maximum size of a file of a merged model, which also bounds the memory in use."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -57,26 +62,25 @@ class ExportOptions:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     directory: Path
     base: Base
     rounding: Rounding
-    """Of a merged model."""
+    """The rounding error of a merged model."""
 
 
 def check_target(target: Path, options: ExportOptions) -> None:
-    """UserError if an export cannot be put there; for what is slow, such as a download, to come
-    after it.
-    """
+    """UserError if `target` cannot be written. Call it before slow work such as a download."""
     check_free(target, marker=MARKER, overwrite=options.overwrite)
 
 
 def write_export(
     origin: Origin, target: Path, options: ExportOptions, models: Mapping[str, str] | None = None
 ) -> Exported:
-    """Write an export to `target`, whole or not at all. `models`: names of base models as
-    directories, as in ServiceClient.
+    """Write an export to `target`, completely or not at all.
+
+    `models` maps names of base models to directories, as in ServiceClient.
     """
     check_target(target, options)
     update = read_update(origin.directory)
@@ -96,11 +100,12 @@ def write_export(
 
 
 def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] | None) -> Base:
-    """The base model, compared with what the checkpoint says of it."""
+    """Return the base model after checking that it is the one the checkpoint was trained on."""
     name = options.base_model or update.base_model
     if not name:
         raise UserError("the adapter names no base model; give base_model, a name or a directory")
-    # The weights are needed to merge; an adapter is checked against them where they are at hand.
+    # A merge needs the weights. An adapter is checked against them only if they are on this
+    # machine.
     directory = (
         resolve_model(name, models) if options.format == "merged" else _at_hand(name, models)
     )
@@ -125,7 +130,7 @@ def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] 
 
 
 def _at_hand(name: str, models: Mapping[str, str] | None) -> Path | None:
-    """The directory of a base model that needs no network; None if there is none."""
+    """Return the directory of a base model if it is on this machine; None otherwise."""
     known = {entry.name for entry in list_models(models) if entry.cached}
     return (
         resolve_model(name, models) if name in known or Path(name).expanduser().exists() else None
