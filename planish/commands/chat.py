@@ -3,12 +3,12 @@
     planish chat                                          the embedded model
     planish chat --model tinker://.../sampler_weights/x   a checkpoint
     planish chat --model RUN                              the last checkpoint of a run directory
-    planish chat < questions.txt                          one line, one turn; only answers are
-        printed
+    planish chat < questions.txt                          each line is one turn; only the answers
+                                                          are printed
 
-A line is what the user says, or a command with a slash. At a terminal an error is told and the
-conversation goes on; of lines that come from a pipe the first that fails ends the program, with
-status 1. What is said never becomes a control token: renderers see to that.
+Each line is a user message or a command that begins with a slash. At a terminal, an error is
+printed and the conversation continues. With piped input, the first error ends the program with
+status 1. Renderers ensure that user text is never read as control tokens.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ _PROMPT = "> "
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish chat`."""
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
@@ -56,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Run `planish chat` until the input ends or a line says /quit."""
     draws = Draws(arguments.temperature, arguments.max_tokens, arguments.seed)
     with listening(
         arguments.model,
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class Screen:
-    """What is shown: answers on stdout, everything else on stderr."""
+    """Prints answers to stdout and everything else to stderr."""
 
     def __init__(self, at_terminal: bool) -> None:
         self.at_terminal = at_terminal
@@ -85,32 +87,39 @@ class Screen:
         self._notes = Console(stderr=True, highlight=False, soft_wrap=True)
 
     def show(self, piece: Piece) -> None:
-        """A part of an answer, as it comes. Reasoning is for people only."""
+        """Print a part of an answer. Reasoning is shown at a terminal only."""
         if piece.reasoning and self.at_terminal:
             self._answers.print(Text(harmless(piece.reasoning), style="dim"), end="")
         if piece.begins and piece.had_reasoning and self.at_terminal:
             self._answers.print()
         if piece.text:
-            # Past rich, which would read marks in it.
+            # Write the text directly, because rich would interpret brackets in it as markup.
             self._answers.file.write(harmless(piece.text) if self.at_terminal else piece.text)
         self._answers.file.flush()
 
     def end_answer(self) -> None:
+        """End the line of an answer."""
         self._answers.file.write("\n")
         self._answers.file.flush()
 
     def note(self, text: str) -> None:
+        """Print a note to stderr; an empty one prints nothing."""
         if text:
             self._notes.print(Text(text, style="dim"))
 
 
 def harmless(text: str) -> str:
-    """Without what a terminal takes for orders: a model may write escape sequences."""
+    """Return the text without terminal control characters, because a model may write escape
+    sequences.
+    """
     return "".join(c if c in "\n\t" or unicodedata.category(c) != "Cc" else "\ufffd" for c in text)
 
 
 def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None:
-    """Take lines until there are no more, or one says /quit."""
+    """Process lines until they end or one says /quit.
+
+    At a terminal an error is printed; otherwise it is raised.
+    """
     for line in lines:
         if not line.strip():
             continue
@@ -129,7 +138,7 @@ def converse(session: ChatSession, lines: Iterator[str], screen: Screen) -> None
 
 
 def _typed(screen: Screen) -> Iterator[str]:
-    with suppress(ImportError):  # some systems have none
+    with suppress(ImportError):  # some systems lack readline
         import readline  # noqa: F401  (its import gives input() a history)
     while True:
         try:

@@ -1,4 +1,4 @@
-"""A conversation that is held line by line: what was said, and the commands that change it."""
+"""A conversation that is held line by line: its messages, and the commands that change it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HELP = """\
 
 @dataclass
 class Draws:
-    """How answers are drawn."""
+    """The sampling options of a conversation."""
 
     temperature: float
     max_tokens: int
@@ -40,14 +40,14 @@ class Draws:
         self._drawn = 0
 
     def next_seed(self) -> int | None:
-        """Another for each answer, also for one to the same message."""
+        """Return a new seed for each answer, also for another answer to the same message."""
         self._drawn += 1
         return None if self.seed is None else derived_seed(self.seed, self._drawn)
 
 
 @dataclass(frozen=True)
 class Taken:
-    """What became of a line."""
+    """The result of a line."""
 
     note: str = ""
     is_answer: bool = False
@@ -59,20 +59,25 @@ class Ended:
 
 
 class ChatSession:
+    """A conversation that processes one line at a time."""
+
     def __init__(self, voice: Voice, draws: Draws, system: str | None = None) -> None:
         self.system = system
         self.turns: list[Mapping[str, Any]] = []
-        """User and assistant in turn."""
+        """The messages of user and assistant, alternating."""
         self._voice = voice
         self._draws = draws
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
+        """The conversation, with its system message if it has one."""
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
     def take(self, line: str, show: Show) -> Taken | Ended:
-        """Do what a line says. UserError: it cannot be done, and nothing has changed."""
+        """Send a line as a message, or run its command. On UserError the conversation is
+        unchanged.
+        """
         if not line.startswith("/"):
             return self._said(line, show)
         if line.startswith("//"):
@@ -162,12 +167,13 @@ class ChatSession:
 
 
 def check_temperature(temperature: float) -> None:
+    """UserError for a temperature that is negative or not finite."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature={temperature}: give 0 or more")
 
 
 def _note(answer: Answer) -> str:
-    """What is to be known of an answer beside its text."""
+    """Return what the user should know about an answer besides its text."""
     calls = [
         f"calls {call['function']['name']}({call['function']['arguments']})"
         for call in answer.reading.calls

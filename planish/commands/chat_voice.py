@@ -1,9 +1,9 @@
-"""Answers of a model, drawn token by token and shown as they come.
+"""Sample answers of a model and show them while they are sampled.
 
-An engine in this process tells each token when it is drawn. A server answers when the sample is
-whole, so nothing comes before the end then. What is shown cannot be taken back, so the text that is
-still open (half a character, the beginning of a mark) is held back, by the same reader that streams
-over the server's /v1 endpoints.
+An engine in this process reports each token as it is sampled. A server returns a sample only when
+it is complete, so its answers appear all at once. Text that was shown cannot be taken back. So text
+that may still change (half a character, the beginning of a control token) is held back. The parser
+that does this also streams answers for the server's /v1 endpoints.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ class Piece:
     text: str
     reasoning: str = ""
     begins: bool = False
-    """The first part that has text."""
+    """Whether this is the first part that has text."""
     had_reasoning: bool = False
+    """Whether reasoning was shown in this part or an earlier one."""
 
 
 Show = Callable[[Piece], None]
@@ -46,16 +47,18 @@ Show = Callable[[Piece], None]
 
 @dataclass(frozen=True)
 class Answer:
+    """A complete answer, or the part of it that was sampled before Ctrl-C."""
+
     message: Mapping[str, Any]
-    """As the renderer reads it; of what there was, where it was stopped."""
+    """The message as the renderer parses it."""
     reading: Reading
     num_tokens: int
     ended: str
-    """stop, length (max_tokens), or stopped (Ctrl-C)."""
+    """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
 
 
 class Voice:
-    """A sampler that speaks a chat format."""
+    """A sampler with a chat format."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class Voice:
         self.name = name
         self.renderer = renderer
         self.streams = streams
-        """Whether tokens are told as they are drawn."""
+        """Whether tokens are reported as they are sampled."""
         self._service = service
         self._sampler_id = sampler_id
         self._context = context
@@ -77,8 +80,9 @@ class Voice:
     def answer(
         self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show
     ) -> Answer:
-        """Draw the assistant's next message. Ctrl-C ends it where it is. UserError if there is no
-        room for one.
+        """Sample the assistant's next message; Ctrl-C stops it and keeps what was sampled.
+
+        UserError if the conversation leaves no room for an answer.
         """
         with as_user_errors("the conversation"):
             prompt = self.renderer.build_generation_prompt(messages)
@@ -120,7 +124,7 @@ class Voice:
 
 
 class _Written:
-    """What was shown of an answer."""
+    """Parses the tokens of an answer and shows its text."""
 
     def __init__(self, growing: Growing, show: Show) -> None:
         self.growing = growing
@@ -152,7 +156,9 @@ def listening(
     api_key: str | None,
     data_dir: Path | None,
 ) -> Iterator[Voice]:
-    """The voice of a base model, a checkpoint, or the newest checkpoint of a run directory."""
+    """Yield the sampler of a base model, a checkpoint, or the newest checkpoint of a run
+    directory.
+    """
     url = chosen_url(base_url, api_key, {"data_dir": data_dir})
     with as_user_errors("--base-url"):
         service = connect(url, api_key, {}) if url else start_engine(None, data_dir, {})
@@ -183,7 +189,7 @@ def _voice(service: Service, model: str, renderer_name: str | None, streams: boo
 
 
 def _context(service: Service, base: str) -> int | None:
-    """The most tokens that the model reads; None if nobody says."""
+    """Return the model's maximum number of tokens; None if it is unknown."""
     if (context := service.capabilities().context_of(base)) is not None:
         return context
     directory = service.tokenizer_directory(base)

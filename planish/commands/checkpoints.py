@@ -1,5 +1,5 @@
-"""`planish checkpoints`: list, show, delete, publish, keep for a time, download, import; of a server,
-or of this machine.
+"""`planish checkpoints`: list, show, delete, publish, expire, download and import the checkpoints
+of a server or of this machine.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _DURATION = re.compile(r"(\d{1,9})([smhd]?)")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish checkpoints`."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
 
     def action(name: str, text: str) -> argparse.ArgumentParser:
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Run the chosen action of `planish checkpoints`."""
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     match arguments.action:
         case "list":
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def duration(text: str) -> int | None:
-    """Seconds; None is for ever."""
+    """Return a duration in seconds; None for `never`."""
     if text == "never":
         return None
     found = _DURATION.fullmatch(text)
@@ -103,7 +105,7 @@ def duration(text: str) -> int | None:
 
 
 def _import(arguments: argparse.Namespace) -> None:
-    # Loaded here: it needs torch, which no other action does.
+    # Import this here, because it loads torch, which no other action needs.
     from planish.export.importing import import_adapter
 
     if chosen_url(arguments.base_url, arguments.api_key, {}):
@@ -186,7 +188,7 @@ def _download(records: Records, arguments: argparse.Namespace) -> None:
 
 
 def _done(arguments: argparse.Namespace, row: Row) -> None:
-    """What was changed, as a line."""
+    """Print what was changed."""
     if arguments.json:
         print(as_json(row))
     else:

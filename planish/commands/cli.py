@@ -1,24 +1,22 @@
-"""The command `planish`: models that can be loaded here, what came out of runs, and the server with
-what it keeps.
+"""The command `planish`: base models, the results of runs, and the server.
 
-planish models               what can be loaded as a base model, and from where
-planish doctor               what planish uses on this machine and why, and what needs attention
-planish models --fetch       get the embedded model now, rather than at its first use
-planish plot RUN [RUN ...]   curves of runs, as a picture and as a page
-planish play RECIPE          be the policy yourself, in an environment of a recipe
-planish rollouts RUN         what was said in a run: prompts, answers, rewards
-planish trace RUN            when each part of a traced run ran, for Perfetto
-planish eval TASK            a model or checkpoint on GSM8K, MATH-500 or questions of your own
-planish run SCRIPT           a script for the tinker SDK, unmodified, without a server
-planish serve                the engine as a server, for the tinker SDK and for clients of OpenAI's
-                             API
-planish runs                 training runs, of a server or of this machine
-planish checkpoints          checkpoints: list, show, delete, publish, keep for a time, download
-planish export CKPT DIR      a checkpoint as a PEFT adapter, or merged into its base model
-planish chat                 talk with a model or a checkpoint
+    planish models               list the base models that can be loaded, and from where
+    planish models --fetch       download and prepare the embedded model before its first use
+    planish doctor               show what planish uses on this machine and why
+    planish plot RUN [RUN ...]   draw the curves of runs, as a picture and as a page
+    planish play RECIPE          be the policy yourself, in an environment of a recipe
+    planish rollouts RUN         show prompts, answers and rewards of a run
+    planish trace RUN            write a timeline of a traced run for Perfetto
+    planish eval TASK            evaluate a model or checkpoint on GSM8K, MATH-500 or your questions
+    planish run SCRIPT           run an unmodified script for the tinker SDK, without a server
+    planish serve                serve the engine to the tinker SDK and to clients of OpenAI's API
+    planish runs                 list training runs of a server or of this machine
+    planish checkpoints          list, show, delete, publish, expire or download checkpoints
+    planish export CKPT DIR      write a PEFT adapter, or a merged model
+    planish chat                 talk with a model or a checkpoint
 
-A command's module is loaded when the command is named, by what the table below says: `planish
---help` need not wait for torch.
+The module of a command is imported only when that command is named. So `planish --help` does not
+wait for torch.
 """
 
 import argparse
@@ -37,8 +35,10 @@ from planish.errors import PlanishError
 
 @dataclass(frozen=True)
 class Command:
-    """A subcommand: a module with `add_arguments(parser)`, and `run(arguments)` that answers an
-    exit status or None.
+    """A subcommand.
+
+    Its module has `add_arguments(parser)` and `run(arguments)`, which returns an exit status or
+    None.
     """
 
     name: str
@@ -110,8 +110,10 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; 0 on success, 1 with a message on stderr when it could not be done, 130 when
-    Ctrl-C ended it.
+    """Run the command and return its exit status.
+
+    The status is 0 on success, 1 after an error with a message on stderr, 130 after Ctrl-C, and 141
+    if nothing reads stdout any more.
     """
     words = sys.argv[1:] if argv is None else list(argv)
     try:
@@ -122,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         if not _has_no_reader(sys.stdout.fileno()):
             raise
-        # for what Python still writes at its end
+        # Python flushes stdout at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
@@ -140,7 +142,7 @@ def _run(words: Sequence[str]) -> int:
 
 
 def _has_no_reader(pipe: int) -> bool:
-    """Whether whoever read it has gone, as `head` does."""
+    """Return whether the process that reads the pipe has exited, as `head` does."""
     poll = select.poll()
     poll.register(pipe, 0)
     return bool(poll.poll(0))
@@ -154,7 +156,7 @@ class _Version(argparse.Action):
 
 
 def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
-    """With the arguments of the command that is `named`; the others are there by name only."""
+    """Return the parser with all commands. Only the commands in `named` get their arguments."""
     parser = argparse.ArgumentParser(
         prog="planish", description="Reinforcement learning of language models, locally."
     )
@@ -174,12 +176,13 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
 
 
 def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
-    """The sentence of an error with options in place of arguments: what is called says
-    `max_tokens=0`, who typed it `--max-tokens 0`.
+    """Return an error message with command-line options in place of argument names.
+
+    Library errors say `max_tokens=0`; the user typed `--max-tokens 0`.
     """
     options = _options(parser)
-    # A single word is a word of the sentence too, unless it has a value; and within a path or a
-    # quotation nothing is an argument.
+    # An argument name without an underscore may be an ordinary word of the sentence, so it is
+    # replaced only with its value. Names within paths and quotations are never arguments.
     names = "|".join(rf"{name}(?:=|\b)" if "_" in name else f"{name}=" for name in options)
     return re.sub(
         rf"(?<![\w./'\"-])({names})",
@@ -189,7 +192,7 @@ def _as_typed(message: str, parser: argparse.ArgumentParser) -> str:
 
 
 def _options(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """By the names of their arguments."""
+    """Return the options of a parser by the names of their arguments."""
     found = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -16,10 +16,11 @@ from planish.engine.settings import EngineSettings
 from planish.server.options import ServeOptions
 
 _WIDTH = 100
-"""Of a line where no terminal sets one."""
+"""The width of a line if stdout is not a terminal."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish doctor`."""
     parser.add_argument(
         "--model",
         metavar="NAME",
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0 if nothing needs attention, else 1."""
+    """Print the report and return 0 if nothing needs attention, else 1."""
     with collected_warnings():  # the findings say the same
         settings = EngineSettings(device=arguments.device)
         report = examine(Questions(arguments.data_dir, arguments.model, settings))

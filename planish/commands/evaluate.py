@@ -1,4 +1,4 @@
-"""`planish eval`: a model or checkpoint on a task."""
+"""`planish eval`: evaluate a model or checkpoint on a task."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ from planish.renderers import FORMATS
 from planish.runlog.console import StepDisplay
 
 INTERRUPTED, TERMINATED = 130, 143
+"""The exit statuses after Ctrl-C and SIGTERM."""
 DRAWS = ("samples", "max_tokens", "temperature", "seed")
+"""The sampling options."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish eval`."""
     default = Sampling()
     parser.add_argument("task", metavar="TASK", choices=TASKS, help=", ".join(TASKS))
     parser.add_argument(
@@ -70,9 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    """Run the evaluation and print its metrics. Return the exit status."""
     task = load_task(arguments.task, arguments.data, limit=arguments.limit)
     sampling = _sampling(arguments)
-    checked_draws(task, sampling, arguments.k, arguments.concurrency)  # before a model is loaded
+    checked_draws(
+        task, sampling, arguments.k, arguments.concurrency
+    )  # Check the options before a model is loaded.
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
         with sigterm_like_control_c():
@@ -119,7 +125,7 @@ def _evaluate(
 
 
 def summary(results: Results) -> list[str]:
-    """Of results, a line each; what has a standard error with it."""
+    """Return one line for each metric, with its standard error if it has one."""
     model = f"{results.model['name']} ({results.model['renderer']})"
     lines = [
         f"{results.task['name']}, {results.task['num_questions']} questions of {results.task['source']}, {model}"
@@ -134,7 +140,10 @@ def summary(results: Results) -> list[str]:
 
 
 def _sampling(arguments: argparse.Namespace) -> Sampling | None:
-    """What was said of drawing; None if nothing was, since some tasks draw nothing."""
+    """Return the sampling options that were given.
+
+    None if none was given, because tasks that do not sample reject them.
+    """
     given = {name: value for name in DRAWS if (value := getattr(arguments, name)) is not None}
     return Sampling(**given) if given else None
 
@@ -149,7 +158,9 @@ def _numbers(text: str) -> list[int]:
 
 
 def _file_name(model: str) -> str:
-    """The last part of a base model's name; of a checkpoint, its run too."""
+    """Return a file name for a model: the last part of its name, and for a checkpoint its
+    run too.
+    """
     parts = model.rstrip("/").split("/")
     name = "-".join(parts[2:]) if "://" in model else parts[-1]
     if not name:

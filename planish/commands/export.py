@@ -1,5 +1,5 @@
-"""`planish export`: a checkpoint as a PEFT adapter, or merged into its base model, for other
-programs.
+"""`planish export`: write a checkpoint for other programs, as a PEFT adapter or merged into its
+base model.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from planish.export.writing import DTYPES, FORMATS, ExportOptions, check_target,
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish export`."""
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
@@ -55,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Write the export and list its files."""
     if arguments.shard_mib < 1:
         raise UserError(f"--shard-mib {arguments.shard_mib}: give a whole number of at least 1")
     options = ExportOptions(

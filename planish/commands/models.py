@@ -1,4 +1,4 @@
-"""`planish models`: what can be loaded as a base model here, and from where."""
+"""`planish models`: list the base models that can be loaded here, and from where."""
 
 import argparse
 
@@ -7,6 +7,7 @@ from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish models`."""
     parser.add_argument(
         "--fetch",
         metavar="NAME",
@@ -17,10 +18,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """List the base models, or prepare one with --fetch."""
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
-        from planish.model.kernels.cpp import cpu  # and torch, which a list does not wait for
+        from planish.model.kernels.cpp import cpu  # also imports torch, which a list does not need
 
-        cpu.loaded()  # compiled now rather than at the first sample
+        cpu.loaded()  # compile now rather than at the first sample
     else:
         print_models()

@@ -1,5 +1,5 @@
-"""`planish play`: be the policy yourself. An environment of a recipe asks in the terminal, a person
-(or standard input) answers, and the rewards are shown. Nothing is trained.
+"""`planish play`: be the policy yourself. An environment of a recipe shows its prompts in the
+terminal, and a person (or standard input) answers. Then the rewards are shown. Nothing is trained.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _BLOCK = '"""'
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish play`."""
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
@@ -58,6 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Run one episode of a recipe's environment."""
     if arguments.number < 0:
         raise UserError(f"number={arguments.number}: give a whole number of at least 0")
     console = Console(highlight=False)
@@ -80,12 +82,13 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Played(BaseException):
-    """Ends a script after the episode: there is no run for the rest of the script to look at."""
+    """Ends a script after the episode, because the rest of the script expects a finished run."""
 
 
 def _module(recipe: str) -> ModuleType:
-    """The module of a recipe: one of planish's, a dotted name, or a file. A script that trains is
-    played while it is loaded, and _Played is raised.
+    """Return the module of a recipe: one of planish's, a dotted name, or a file.
+
+    A script that trains runs its episode while it is loaded, and then raises _Played.
     """
     path = Path(recipe)
     try:
@@ -97,7 +100,7 @@ def _module(recipe: str) -> ModuleType:
             module = importlib.import_module(f"planish.recipes.{recipe}")
     except ModuleNotFoundError as error:
         if error.name not in (recipe, f"planish.recipes.{recipe}"):
-            raise  # of what the module imports
+            raise  # a module that the recipe imports is missing
         raise UserError(
             f"RECIPE {recipe}: there is no such recipe; give a name such as guess_number, a module, or a .py file"
         ) from error
@@ -120,7 +123,7 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # options are looked up by their module's name
+    sys.modules[path.stem] = module  # chz looks up options by the name of their module
     sys.path.insert(0, str(path.parent.absolute()))
     spec.loader.exec_module(module)
     return module
@@ -143,7 +146,7 @@ async def _play(config: Config, arguments: argparse.Namespace, console: Console)
 
 
 def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
-    """The group of this number, counted through the batches."""
+    """Return the group with this number, counted across batches."""
     left = number
     for index in range(len(data)):
         batch = data.get_batch(index)
@@ -154,7 +157,7 @@ def _builder(data: RLDataset, number: int) -> EnvGroupBuilder:
 
 
 class PersonAtTerminal(AnswersAsTokens):
-    """A policy that shows what is new in a prompt, and reads the answer from standard input."""
+    """A policy that prints the new part of each prompt and reads the answer from standard input."""
 
     def __init__(
         self, tokenizer: ModelTokenizer, max_tokens: int, console: Console, name: str = ""
@@ -166,7 +169,10 @@ class PersonAtTerminal(AnswersAsTokens):
         self._seen: list[int] = []
 
     def seeded(self, seed: int) -> PersonAtTerminal:
-        """The same person in another environment of the group, of which each is asked for one."""
+        """Return the same person as the policy of the group's next environment.
+
+        The rollout runner calls this once for each environment.
+        """
         self._players += 1
         name = f"environment {self._players}, " if self._players > 1 else ""
         assert self.max_tokens is not None
@@ -180,6 +186,7 @@ class PersonAtTerminal(AnswersAsTokens):
         return written
 
     def answer(self, model_input: ModelInput) -> Answer:
+        """Print the new part of the prompt and read an answer."""
         new, _ = new_tokens(self._seen, model_input)
         told = visible(self.tokenizer.decode(new))
         self._console.rule(Text(f"{self._name}{model_input.length} tokens", style="dim"))
@@ -188,8 +195,9 @@ class PersonAtTerminal(AnswersAsTokens):
 
 
 def read_answer(console: Console) -> Answer:
-    """Read an answer of one line, or of several between lines of three quotes. UserError where the
-    input ends.
+    """Read an answer of one line, or of several lines between lines of three quotes.
+
+    UserError if the input ends.
     """
     line = _line(console, "> ")
     was_cut_off = line == "/cut" or line.startswith("/cut ")

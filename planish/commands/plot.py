@@ -1,4 +1,4 @@
-"""`planish plot`: curves of runs, as a picture and as a page."""
+"""`planish plot`: draw the curves of runs, as a picture and as a page."""
 
 import argparse
 
@@ -6,6 +6,7 @@ from planish.runlog.plotting import plot_runs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish plot`."""
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", help="the log_path of a run, or its metrics.jsonl"
     )
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Draw the curves and print the paths of the files."""
     metrics = arguments.metrics.split(",") if arguments.metrics is not None else None
     for path in plot_runs(arguments.runs, arguments.out, metrics=metrics, smooth=arguments.smooth):
         print(path)

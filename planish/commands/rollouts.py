@@ -1,4 +1,4 @@
-"""`planish rollouts`: what was said in a run, in the terminal: prompts, answers, parts of the
+"""`planish rollouts`: show a run's trajectories in the terminal: prompts, answers, the parts of the
 reward, and how each trajectory ended.
 """
 
@@ -23,6 +23,7 @@ _SHOWN = 4
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish rollouts`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run (its log_path)")
     parser.add_argument(
         "--step", type=int, metavar="N", help="step to show (default: the last that was recorded)"
@@ -49,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Print the trajectories that match the options."""
     low, high = _range(arguments.reward)
     for name, least in (("best", 1), ("worst", 1), ("limit", 0)):
         given = getattr(arguments, name)
@@ -77,7 +79,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _file(run: Path, evaluation: str | None, step: int | None) -> Path:
-    """The texts of one iteration. UserError names the steps that there are."""
+    """Return the file with the trajectories of one step; UserError lists the steps that exist."""
     if not run.is_dir():
         raise UserError(f"RUN {run}: there is no such directory; give the log_path of a run")
     label = "train" if evaluation is None else split_label(f"eval/{evaluation}")
@@ -98,7 +100,7 @@ def _file(run: Path, evaluation: str | None, step: int | None) -> Path:
 
 
 def _in_short(steps: Sequence[int]) -> str:
-    """Steps as people write them: the first ones, and the last."""
+    """Return a short list of steps: all of them, or the first three and the last."""
     if len(steps) <= 6:
         return ", ".join(map(str, steps))
     return f"{', '.join(map(str, steps[:3]))}, ... {steps[-1]}"
@@ -118,7 +120,7 @@ def _range(given: str | None) -> tuple[float, float]:
 
 
 def _chosen(rows: Sequence[Row], arguments: argparse.Namespace) -> Sequence[Row]:
-    """The rows to show, in the order in which to show them."""
+    """Return the rows to show, in the order in which they are shown."""
     if arguments.best is not None:
         return sorted(rows, key=_reward, reverse=True)[: arguments.best]
     if arguments.worst is not None:
@@ -127,7 +129,9 @@ def _chosen(rows: Sequence[Row], arguments: argparse.Namespace) -> Sequence[Row]
 
 
 def _reward(row: Row) -> float:
-    """The total reward; below all others where it is not finite, which JSON holds as null."""
+    """Return the total reward. JSON stores a reward that is not finite as null; it sorts below all
+    others.
+    """
     return -inf if row["total_reward"] is None else row["total_reward"]
 
 
@@ -162,7 +166,7 @@ def _say(console: Console, heading: str, text: str, style: str = "") -> None:
 
 
 def _outcome(row: Row) -> str:
-    """Reward and its parts, the advantage, and how the trajectory ended."""
+    """Describe the reward and its parts, the advantage, and how the trajectory ended."""
     turns = row["turns"]
     parts = [
         *(_number(turn["reward"]) for turn in turns),

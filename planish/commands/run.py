@@ -1,8 +1,9 @@
-"""`planish run`: a script for the tinker SDK, unmodified, on an engine in its own process.
+"""`planish run`: run an unmodified script for the tinker SDK, with an engine in the script's
+process.
 
-The command replaces itself by Python running the script, with a directory on PYTHONPATH in which
-`tinker` is planish.tinker. So tracebacks, the exit status, `__main__` and Ctrl-C are those of
-`python SCRIPT`, and processes that the script starts import the same packages.
+The command replaces itself (execve) with Python running the script. A directory on PYTHONPATH makes
+`import tinker` load planish.tinker. So tracebacks, the exit status, `__main__` and Ctrl-C are those
+of `python SCRIPT`, and processes that the script starts import the same packages.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ _FLAGS = ("kv_cache_bytes", "prefix_cache_bytes", "max_batch", "micro_batch_toke
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of ServiceClient, then what `python` takes: SCRIPT or -m MODULE, and arguments."""
+    """Add the options of ServiceClient, then SCRIPT or -m MODULE with arguments, as for
+    `python`.
+    """
     parser.usage = "planish run [OPTIONS] (SCRIPT | -m MODULE) [ARGUMENTS]"
     parser.add_argument(
         "--model",
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> NoReturn:
-    """Become Python running the program."""
+    """Replace this process with Python running the program."""
     if not arguments.program:
         raise UserError("name a script, or a module after -m: planish run SCRIPT [ARGUMENTS]")
     program, *rest = arguments.program
@@ -95,7 +98,7 @@ def run(arguments: argparse.Namespace) -> NoReturn:
 
 
 def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of ServiceClient that were given. UserError names the option at fault."""
+    """Return the arguments of ServiceClient that were given; UserError names the invalid option."""
     if arguments.base_url and arguments.model:
         raise UserError(
             "--model is for an own engine, and --base-url names a server; leave one out"
@@ -111,10 +114,11 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str]:
-    """The environment in which `tinker` is planish.tinker, with `options` for each ServiceClient.
+    """Return the environment of the script: `tinker` is planish.tinker, with `options` as the
+    defaults of ServiceClient.
 
-    `tinker_cookbook` is the installed package, or one beside the program in `directory`; where
-    there is none, it is planish.cookbook.
+    `tinker_cookbook` is the installed package, or one next to the program in `directory`. If there
+    is neither, it is planish.cookbook.
     """
     paths = [str(SDK_DIRECTORY)]
     places = [str(directory), *sys.path]
@@ -124,7 +128,9 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
         paths.append(os.environ["PYTHONPATH"])
     package = str(Path(planish.__file__).parent.parent)
     if "site-packages" not in package and package not in paths[-1].split(os.pathsep):
-        paths.append(package)  # a checkout, found from the working directory
+        paths.append(
+            package
+        )  # planish runs from a checkout, which only the working directory makes importable
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
@@ -134,7 +140,7 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
 
 def _keep_tokenizer(name: str, directory: Path) -> None:
     """Put a tokenizer where `transformers` looks for it on a machine without a network."""
-    # Loaded here: the server brings torch, which this process does not need.
+    # Import this here, because the server loads torch, which this process does not need.
     from planish.server.serve import cache_tokenizer, hub_names
 
     for asked in hub_names(name):
@@ -142,7 +148,7 @@ def _keep_tokenizer(name: str, directory: Path) -> None:
 
 
 def _directory(program: str, is_module: bool) -> Path:
-    """The directory that Python puts before all others for this program."""
+    """Return the directory that Python puts first on its path for this program."""
     return Path.cwd() if is_module else Path(program).absolute().parent
 
 

@@ -1,4 +1,4 @@
-"""`planish runs`: training runs of a server, or of this machine."""
+"""`planish runs`: list the training runs of a server or of this machine."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ _SHOWN = 20
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish runs`."""
     add_source_arguments(parser)
     parser.add_argument(
         "run", metavar="RUN", nargs="?", help="tell of this run, rather than list all"
@@ -25,13 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_source_arguments(parser: argparse.ArgumentParser) -> None:
-    """Whose records are meant, and how they are printed."""
+    """Add the arguments that say where records are read from, and --json."""
     add_place_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
-    """A server and its key, or a directory of this machine, as `chosen_url` takes them."""
+    """Add the arguments of `chosen_url`: a server and its key, or a directory of this machine."""
     parser.add_argument(
         "--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine)"
     )
@@ -47,7 +48,7 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def limit_of(arguments: argparse.Namespace) -> int | None:
-    """The most rows; None: all."""
+    """Return the maximum number of rows; None for all."""
     if arguments.limit < 0:
         raise UserError(
             f"--limit {arguments.limit}: give a whole number of at least 0; 0 lists all"
@@ -56,6 +57,7 @@ def limit_of(arguments: argparse.Namespace) -> int | None:
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """List the training runs, or show one of them."""
     records = records_of(arguments.base_url, arguments.api_key, arguments.data_dir)
     if arguments.run is not None:
         check_run_id(arguments.run)
@@ -81,7 +83,9 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_run_id(run: str) -> None:
-    """UserError for what `eval`, `export` and `chat` take as a run: its directory."""
+    """UserError if `run` is a run directory, which `eval`, `export` and `chat` take, instead of an
+    id.
+    """
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id
         raise UserError(
@@ -95,7 +99,7 @@ def _tell(records: Records, run_id: str, as_object: bool) -> None:
 
 
 def _origin(row: Row, name: str) -> str:
-    """What a recipe noted of its run in the metadata of its checkpoints."""
+    """Return a value that a recipe recorded in the metadata of the run's checkpoints."""
     return (row.get("user_metadata") or {}).get(name, "-")
 
 

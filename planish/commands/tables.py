@@ -1,4 +1,4 @@
-"""Rows for people: tables on a terminal, sizes and times in few signs."""
+"""Format rows for people: tables on a terminal, short sizes and times."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from rich.text import Text
 
 Row = Mapping[str, Any]
 _WIDE = 10_000
-"""Where no terminal sets a width, a row is one line."""
+"""The width of a table that is not printed to a terminal, so that each row is one line."""
 Columns = Mapping[str, Callable[[Row], str]]
+"""For each column, its heading and a function that returns the cell of a row."""
 
 
 def print_table(rows: Sequence[Row], columns: Columns, nothing: str) -> None:
-    """A line a row; `nothing` if there is none."""
+    """Print one line for each row, or `nothing` if there are none."""
     if not rows:
         print(nothing)
         return
@@ -25,20 +26,21 @@ def print_table(rows: Sequence[Row], columns: Columns, nothing: str) -> None:
     for heading in columns:
         table.add_column(heading, overflow="fold")
     for row in rows:
-        # as text: `:train:` is an emoji of rich's
+        # rich would replace a string such as `:train:` with an emoji; it leaves Text unchanged.
         table.add_row(*(Text(cell(row)) for cell in columns.values()))
     console = Console()
     (console if console.is_terminal else Console(width=_WIDE)).print(table)
 
 
 def print_fields(row: Row) -> None:
-    """A line a field."""
+    """Print one line for each field."""
     width = max(len(name) for name in row)
     for name, value in row.items():
         print(f"{name:{width}}  {value}")
 
 
 def size(count: int | None) -> str:
+    """Return a number of bytes in binary units, such as 1.5 GiB; "-" for None."""
     if count is None:
         return "-"
     amount, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
@@ -52,7 +54,7 @@ def size(count: int | None) -> str:
 
 
 def time(text: str | None) -> str:
-    """ISO 8601 with a zone, in the zone of this machine."""
+    """Return an ISO 8601 time in this machine's time zone; "-" for None."""
     return (
         "-"
         if text is None
@@ -61,6 +63,9 @@ def time(text: str | None) -> str:
 
 
 def time_left(text: str | None, now: datetime | None = None) -> str:
+    """Return how long until an ISO 8601 time in its largest fitting unit, such as 3 h; "-" for
+    None.
+    """
     if text is None:
         return "-"
     seconds = int((datetime.fromisoformat(text) - (now or datetime.now(UTC))).total_seconds())

@@ -1,4 +1,4 @@
-"""`planish trace`: when each part of a traced run ran, for Perfetto."""
+"""`planish trace`: write a timeline of a traced run for Perfetto."""
 
 import argparse
 
@@ -6,9 +6,11 @@ from planish.runlog.spans import write_trace
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `planish trace`."""
     parser.add_argument("traced", metavar="RUN", help="the log_path of a run")
     parser.add_argument("--out", metavar="FILE", help="where to write (trace.json in the run)")
 
 
 def run(arguments: argparse.Namespace) -> None:
+    """Write the timeline and print its path."""
     print(f"{write_trace(arguments.traced, arguments.out)}: open it at https://ui.perfetto.dev")

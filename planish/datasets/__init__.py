@@ -1,3 +1,1 @@
-"""Questions with known answers: data sets of them, how they are put to a model, and whether an
-answer is right.
-"""
+"""Datasets of questions with known answers, their prompts, and the graders of the answers."""

@@ -1,12 +1,15 @@
-r"""Whether an answer in \boxed{} equals the known one.
+r"""Grade an answer in \boxed{}: check whether it equals the known answer.
 
-Two numbers are compared as numbers, in the forms that people write them (1,234 or 1\,234, 1.5e3,
-2 1/2, 72 cm^2). An answer that names several values is wrong: a policy could hedge. docs/evaluation.md
-has the table of forms. Any other answer goes to math-verify, in a sandboxed process that can be
-killed: an answer such as 9^{9^{9^{9}}} keeps a computer algebra system busy for ever, and neither an
-alarm nor a thread can stop it there. If an answer cannot be judged, because the library fails on it,
-takes too long, or the machine has no sandbox, GradingError is raised and counted. The caller decides
-what reward that means, and shows how often it happened.
+Two numbers are compared by value, in the forms in which people write them (1,234 or 1\,234, 1.5e3,
+2 1/2, 72 cm^2). An answer that names several values is wrong, because a policy could hedge.
+docs/evaluation.md has the table of forms.
+
+math-verify compares all other answers, in a sandboxed process that can be killed. An answer such as
+9^{9^{9^{9}}} would occupy a computer algebra system forever, and neither an alarm nor a thread can
+interrupt it there.
+
+GradingError is raised, and counted, if an answer cannot be graded: the library fails on it, it
+takes too long, or the machine has no sandbox. The caller decides which reward that means.
 """
 
 import logging
@@ -26,7 +29,7 @@ _DIGITS = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)"
 _NUMBER = re.compile(rf"{_DIGITS}(?:[eE][-+]?\d{{1,3}})?")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:(?:,|\{,\}|\\[ ,!]| )\d{3})+(?:\.\d+)?")
 _LONGEST = 1000
-"""Characters of a number. Python refuses to convert texts of more than 4300 digits."""
+"""The maximum number of characters of a number; Python rejects numbers of more than 4300 digits."""
 _SEPARATOR = re.compile(r",|\{,\}|\\[ ,!]| ")
 _POWER = re.compile(rf"({_DIGITS})\s*\\(?:times|cdot)\s*10\^(?:\{{([-+]?\d{{1,3}})\}}|(\d))")
 _MIXED = re.compile(r"([-+]?)(\d+)(?:\s+(\d+)/(\d+)|\s*\\[dt]?frac\{(\d+)\}\{(\d+)\})")
@@ -36,21 +39,23 @@ _UNIT = re.compile(
     r"hours?|days?|weeks?|months?|years?|dollars?|cents?|degrees?|percent|mph|km/h|m/s|units?|meters?|"
     r"metres?)(?:\^(?:[23]|\{[23]\}))?"
 )
-"""What may follow a number, a space apart."""
+"""A unit after a number, separated by a space."""
 _SEVERAL = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
-"""Signs between values. An answer may have one only where the known answer has it too."""
+"""Separators of several values. An answer may have one only if the known answer has the same
+one.
+"""
 _LITERAL = re.compile(r"\d+(?:\.\d+)?")
 _GROUPING = re.compile(r"(?<=\d)(?:,|\{,\}|\\[ ,!])(?=\d{3}(?!\d))")
 _UNSPOKEN = re.compile(
     r"(?<=[A-Za-z])_(?:\d|\{\w+\})|\\(?:text|mathrm|mbox|textrm)\{[^{}]*\}(?:\^(?:\d|\{\d\}))?"
 )
-"""Subscripts, and words such as units: their digits are no values."""
+"""Subscripts, and words such as units, whose digits are not values."""
 _SHORT_FRACTION = re.compile(r"\\[dt]?frac\s*(\d)\s*(\d)")
 _ARITHMETIC = re.compile(
     r"[-+*/^(!÷×·]|\\(?:[dt]?frac|[dt]?binom|sqrt|cdot|times|div|pi|log|ln|exp|sin|cos|tan)(?![A-Za-z])|"
     r"\}\s*[\[{]|\]\s*\{|(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])"
 )
-"""What makes one value of two numbers."""
+"""Operators that combine two numbers into one value."""
 _NEUTRAL = re.compile(r"[\s()\[\]{}]|\\(?:left|right|quad)(?![A-Za-z])|\\[ ,;:!]")
 _BRACKETS = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 BOX = r"\boxed{"
@@ -58,21 +63,26 @@ BRACE = re.compile(r"(?<!\\)[{}]")
 
 
 class GradingError(UnjudgedAnswerError):
-    """An answer could not be judged."""
+    """The answer could not be graded."""
 
 
 @dataclass(frozen=True)
 class Grade:
+    """The result of grading a response."""
+
     boxed: str | None
-    """What is in the last box; None if there is no closed box."""
+    """The content of the last box; None if there is no closed box."""
     correct: bool
 
 
 def extract_boxed(text: str) -> str | None:
-    r"""The content of the last \boxed{...} whose braces close; it may hold braces itself."""
+    r"""Return the content of the last \boxed{...} whose braces match; it may contain braces itself.
+
+    None if there is no such box.
+    """
     last: tuple[int, int] | None = None
     is_open: list[int] = []
-    """Where what stands in the braces begins, for each that is not closed yet."""
+    """The start of the content of each brace that is not closed yet."""
     for match in BRACE.finditer(text):
         if match[0] == "{":
             is_open.append(match.end())
@@ -84,7 +94,10 @@ def extract_boxed(text: str) -> str | None:
 
 
 class Grader:
-    """Compares answers; holds one process, started at the first answer that is not a plain number."""
+    """Compares answers.
+
+    It owns one process, started at the first answer that is not a plain number.
+    """
 
     def __init__(self, timeout_seconds: float = 5.0) -> None:
         self.timeout_seconds = timeout_seconds
@@ -100,11 +113,14 @@ class Grader:
         self.close()
 
     def grade(self, response: str, expected: str) -> Grade:
-        """Judge the last box of a response. GradingError if its content cannot be judged."""
+        """Grade the last box of a response; GradingError if its content cannot be graded."""
         boxed = extract_boxed(response)
         return Grade(boxed, boxed is not None and self.equal(boxed, expected))
 
     def equal(self, answer: str, expected: str) -> bool:
+        """Return whether an answer equals the expected one; GradingError if they cannot be
+        compared.
+        """
         given, known = _normal(answer), _normal(expected)
         if given == known:
             return True
@@ -112,13 +128,13 @@ class Grader:
             return False
         sides = [side.strip() for side in given.split("=")]
         if len(sides) > 1 and "=" not in known:
-            # `x = 72` names 72. In `2 + 70 = 72` both sides do, and in `73 = 72` they do not.
+            # `x = 72` names 72. In `2 + 70 = 72` both sides equal it; in `73 = 72` they do not.
             values = [side for side in sides if not _is_variable(side)]
             return bool(values) and all(self.equal(side, expected) for side in values)
         numbers = number_of(given), number_of(known)
         if numbers[0] is not None and numbers[1] is not None:
             return numbers[0] == numbers[1]
-        if numbers[0] is not None:  # math-verify does not read all of these forms
+        if numbers[0] is not None:  # math-verify does not parse all of these forms
             given = str(numbers[0])
         elif is_one_value(known) and not is_one_value(given):
             return False
@@ -127,7 +143,7 @@ class Grader:
         except SandboxUnavailableError as error:
             if numbers[1] is None:
                 raise
-            # The known answer is a number, so most answers need no process: go on without it.
+            # The known answer is a number, so most answers need no process: continue without it.
             self.failures += 1
             if not self._has_warned:
                 self._has_warned = True
@@ -148,20 +164,21 @@ class Grader:
         return bool(reply["equal"])
 
     def close(self) -> None:
+        """Stop the grading process."""
         self._process.close()
 
 
 def _normal(answer: str) -> str:
     text = answer.strip().strip("$").strip().removesuffix(".").strip()
-    while text.endswith("\\\\"):  # a line break behind the answer
+    while text.endswith("\\\\"):  # a line break after the answer
         text = text.removesuffix("\\\\").strip()
     return text.removeprefix("\\$").strip()
 
 
 def is_one_value(text: str) -> bool:
-    """Whether arithmetic connects all numbers of `text`, so that it names one value.
+    """Return whether arithmetic connects all numbers of `text`, so that it names one value.
 
-    `72|73` and `72 73` are not one value: math-verify may read the one number or the other.
+    `72|73` and `72 73` are not one value: math-verify might use either number.
     """
     text = _SHORT_FRACTION.sub(r"\1/\2", _UNSPOKEN.sub(" ", _GROUPING.sub("", text)))
     depth = 0
@@ -173,18 +190,18 @@ def is_one_value(text: str) -> bool:
 
 
 def _is_arithmetic(between: str) -> bool:
-    """Whether what stands between two numbers makes one value of them."""
+    """Return whether the text between two numbers combines them into one value."""
     left, operations = _ARITHMETIC.subn("", between)
     return operations > 0 and not _NEUTRAL.sub("", left)
 
 
 def _is_variable(side: str) -> bool:
-    """A name, such as x, x_1, f(x) or \\text{Area}."""
+    r"""Return whether a side of an equation is a name, such as x, x_1, f(x) or \text{Area}."""
     return re.fullmatch(r"\\?[A-Za-z]+(?:_\{?\w+\}?|\{[A-Za-z ]+\}|\([a-z]\))?", side) is not None
 
 
 def number_of(text: str) -> Fraction | None:
-    """The number that `text` is, with or without a unit; None if it is another expression."""
+    """Return the value of a number, with or without a unit; None for any other expression."""
     if not text.isascii() or len(text) > _LONGEST:
         return None
     unit = _UNIT.search(text)

@@ -1,18 +1,18 @@
-"""How answers of a model are compared, in the process that `grading.Grader` starts and kills when
-it hangs.
+"""The comparison of answers. `grading.Grader` runs this in a process that it kills if it hangs.
 
-A question has "answer" and "expected"; its answer says whether they are "equal".
+A request has "answer" and "expected"; the reply says whether they are "equal".
 """
 
 import logging
 from collections.abc import Callable
 
-# A power tower such as 9^{9^{9}} has to be ended from outside; the library's own alarm cannot
+# Only killing the process ends a power tower such as 9^{9^{9}}. The library's own alarm cannot
 # interrupt it.
 NO_ALARM = {"parsing_timeout": None, "raise_on_error": True}
 
 
 def start() -> Callable[[dict[str, str]], dict[str, bool]]:
+    """Import math-verify and return the function that handles a request."""
     logging.disable(logging.CRITICAL)
     from math_verify import parse, verify
 

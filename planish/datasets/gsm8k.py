@@ -1,8 +1,8 @@
-r"""Questions with known answers, in the form of GSM8K, and how they are put to a model.
+"""Questions with known answers in the format of GSM8K, and their prompts.
 
-Where a dataset is and how it is named: planish/datasets/rows.py. A row has a "question" and an
-"answer"; the final answer is what follows "####" if that mark is there, and the whole answer if
-not.
+planish/datasets/rows.py describes where a dataset may be and how it is named. A row has a
+"question" and an "answer". The final answer is the text after "####", or the whole answer if it has
+no such mark.
 """
 
 import re
@@ -27,8 +27,8 @@ SHOWN_EXAMPLE = (
         ),
     },
 )
-"""One worked question in front of every prompt: a model that was never told about the box sees what
-is wanted.
+"""A worked example that precedes every prompt, so that an untrained model sees how to use
+the box.
 """
 
 CALCULATOR_MARK = re.compile(r"<<[^<>]*>>")
@@ -38,6 +38,8 @@ Conversation = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Problem:
+    """A question with its answer."""
+
     question: str
     answer: str
     """The final answer alone, such as "72"."""
@@ -46,8 +48,9 @@ class Problem:
 
 
 def load_problems(dataset: str, split: str) -> list[Problem]:
-    """The problems of one split in the dataset's order; UserError when there are none or a row has
-    another form.
+    """Load the problems of one split in the dataset's order.
+
+    UserError if there are none, or if a row has another format.
     """
     rows = load_rows(dataset, split)
     return [
@@ -57,19 +60,19 @@ def load_problems(dataset: str, split: str) -> list[Problem]:
 
 
 def problem_prompt(problem: Problem) -> Conversation:
-    """The messages that ask for a problem's answer."""
+    """Return the messages that ask for a problem's answer."""
     return [*SHOWN_EXAMPLE, {"role": "user", "content": problem.question + QUESTION_SUFFIX}]
 
 
 def shown_example(suffix: str) -> Conversation:
-    """The worked question in front of every prompt, put in the words of `suffix`."""
+    """Return the worked example with `suffix` as the instruction after its question."""
     question, answer = SHOWN_EXAMPLE
     asked = question["content"].removesuffix(QUESTION_SUFFIX) + suffix
     return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer["content"]}]
 
 
 def read_problem(row: Mapping[str, Any], where: str) -> Problem:
-    """A row as a problem; `where` names it in errors."""
+    """Read a row as a problem; UserError, which names the row by `where`, for other formats."""
     question, answer = row.get("question"), row.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):
         raise UserError(

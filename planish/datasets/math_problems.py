@@ -1,18 +1,18 @@
-"""Collections of mathematical questions with known answers, each read from the form it is published
-in.
+r"""Collections of mathematical questions with known answers, each read in its published format.
 
-    gsm8k      question, answer ("... #### 72")                 openai/gsm8k, with a test split
-    math       problem, solution ("... \boxed{72} ...")         EleutherAI/hendrycks_math without
-               the 500 problems of
-               and perhaps answer                               HuggingFaceH4/MATH-500, which are
-                   the test
-    polaris    problem, answer, difficulty ("3/8")              POLARIS-Project/Polaris-Dataset-53K,
-               no test split
-    deepmath   question, final_answer, difficulty               zwhe99/DeepMath-103K, no test split
+    name       fields of a row                     hub dataset
+    gsm8k      question, answer ("... #### 72")    openai/gsm8k
+    math       problem, solution                   EleutherAI/hendrycks_math for training, without
+               ("... \boxed{72} ..."), and         the 500 problems of HuggingFaceH4/MATH-500,
+               perhaps answer                      which are the test split
+    polaris    problem, answer,                    POLARIS-Project/Polaris-Dataset-53K, which has
+               difficulty ("3/8")                  no test split
+    deepmath   question, final_answer,             zwhe99/DeepMath-103K, which has no test split
+               difficulty
 
-`dataset=` names another place with rows of the same form: a hub name, a directory with train and
-test files, or one file. Where there is no test split, test problems are held out of training, as
-many as are asked for.
+`dataset=` selects another source of rows in the same format: a hub name, a directory with train and
+test files, or one file. If there is no test split, `eval_problems` problems are held out of
+training.
 """
 
 import random
@@ -40,42 +40,45 @@ SUBJECTS = (
 )
 MATH_500 = "HuggingFaceH4/MATH-500"
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+?)[.$]*(?:\s|$)")
-"""\boxed 5, as a few published solutions write it."""
+"""Matches \boxed 5, without braces, as a few published solutions write it."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
 class Collection:
-    """Where questions come from and how they are put."""
+    """A published dataset, its format and its prompts."""
 
     name: str
     hub_name: str
     read: Callable[[Row, str], Problem | None]
-    """A row as a problem, None if it has no usable answer; UserError, with the second argument as
-    the place, if it has another form.
+    """Reads a row as a problem; None if it has no usable answer.
+
+    UserError, which names the row by the second argument, for other formats.
     """
     suffix: str
-    """What is said after a question."""
+    """The instruction after each question."""
     has_test_split: bool = True
-    """At `hub_name`."""
+    """Whether the dataset at `hub_name` has a test split."""
 
 
 @dataclass(frozen=True)
 class ProblemSplits:
+    """Problems for training and for evaluation."""
+
     train: Sequence[Problem]
     test: Sequence[Problem]
     notes: Sequence[str] = ()
-    """What a person should know of how these came about."""
+    """Sentences for the user, for example about rows that were left out."""
 
 
 def load_splits(
     collection: Collection, dataset: str | None, *, eval_problems: int | None, seed: int = 0
 ) -> ProblemSplits:
-    """Problems for training and for tests: all of a test split or the first `eval_problems` of it.
+    """Load the problems for training, and the first `eval_problems` of the test split (None: all).
 
-    Without a test split `eval_problems` are drawn by `seed` and held out of training; None is then
-    none at all.
+    If there is no test split, `eval_problems` random problems, chosen by `seed`, are held out of
+    training (None: none).
     """
     place = dataset or collection.hub_name
     rows = hendrycks_rows() if place == HENDRYCKS else load_rows(place, "train")
@@ -100,8 +103,10 @@ def load_splits(
 
 
 def has_test_split(collection: Collection, dataset: str | None) -> bool:
-    """Of the hub's own collection it is known; of a file or directory it is seen; another hub name
-    is expected to have one.
+    """Return whether a dataset has a test split.
+
+    For the collection's own hub name this is known. Files and directories are inspected. Any other
+    hub name is assumed to have one.
     """
     if dataset is None or dataset == collection.hub_name:
         return collection.has_test_split
@@ -112,7 +117,7 @@ def has_test_split(collection: Collection, dataset: str | None) -> bool:
 
 
 def hendrycks_rows() -> list[dict[str, Any]]:
-    """The problems of MATH, of both of its splits, that are not in MATH-500: 12,000."""
+    """Return the 12,000 problems in both splits of MATH that are not in MATH-500."""
     tested = {row["problem"] for row in load_rows(MATH_500, "test")}
     rows = [
         row
@@ -126,7 +131,9 @@ def hendrycks_rows() -> list[dict[str, Any]]:
 def read_rows(
     collection: Collection, rows: Sequence[Row], where: str
 ) -> tuple[list[Problem], list[str]]:
-    """The rows as problems, and a note if some have no usable answer; UserError if none has."""
+    """Read rows as problems, and return a note if some have no usable answer; UserError if none
+    has.
+    """
     read = [
         collection.read(row, f"{where} row {number}") for number, row in enumerate(rows, start=1)
     ]
@@ -142,27 +149,34 @@ def read_rows(
 
 
 def read_math(row: Row, where: str) -> Problem | None:
+    """Read a row of MATH."""
     question, solution = text_of(row, "problem", where), text_of(row, "solution", where)
     answer = math_answer(row, where)
     return Problem(question, answer, solution) if answer else None
 
 
 def math_answer(row: Row, where: str) -> str | None:
-    """The "answer", which may be boxed itself; without one, what "solution" has in its last box."""
+    """Return the field "answer", unboxed if necessary, or else the content of the last box of
+    "solution".
+    """
     answer = text_of(row, "answer", where) if row.get("answer") is not None else ""
     return boxed_answer(answer) or answer or boxed_answer(text_of(row, "solution", where))
 
 
 def read_polaris(row: Row, where: str) -> Problem | None:
+    """Read a row of Polaris."""
     return answered(text_of(row, "problem", where), text_of(row, "answer", where))
 
 
 def read_deepmath(row: Row, where: str) -> Problem | None:
+    """Read a row of DeepMath."""
     return answered(text_of(row, "question", where), text_of(row, "final_answer", where))
 
 
 def answered(question: str, answer: str) -> Problem | None:
-    """A problem without a worked solution."""
+    """Return a problem whose solution states only the answer; None if question or answer is
+    empty.
+    """
     return (
         Problem(question, answer, rf"The answer is \boxed{{{answer}}}")
         if question and answer
@@ -171,7 +185,7 @@ def answered(question: str, answer: str) -> Problem | None:
 
 
 def text_of(row: Row, name: str, where: str) -> str:
-    """A field as text without blanks around it: numbers are taken as they are written."""
+    """Return a field as text, stripped; numbers keep their notation. UserError for other types."""
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f'{where}: needs a text in "{name}"; the row has {sorted(row)}')
@@ -179,7 +193,9 @@ def text_of(row: Row, name: str, where: str) -> str:
 
 
 def boxed_answer(solution: str) -> str | None:
-    r"""What is in the last \boxed{...}, \fbox{...} or \boxed 5 of a solution."""
+    r"""Return the content of the last \boxed{...}, \fbox{...} or \boxed 5 of a solution; None
+    without one.
+    """
     boxed = extract_boxed(solution.replace(r"\fbox{", r"\boxed{"))
     if boxed is not None:
         return boxed
@@ -204,3 +220,4 @@ COLLECTIONS = {
         ),
     )
 }
+"""The known collections by name."""

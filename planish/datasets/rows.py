@@ -1,10 +1,14 @@
-"""Rows of a data set, wherever it is.
+"""Read the rows of a dataset from the hub or from files.
 
-A data set is named in one of three ways: a hub name ("openai/gsm8k", or "NAME:CONFIG"), a local
-directory with train and test files (train.jsonl, test.jsonl, or parquet), or one JSONL or parquet
-file, which is its own train split. A directory may have the layout of a data set on the hub: files
-in `data` or in a folder for each configuration, which "DIRECTORY:CONFIG" names. The hub's rows are
-read from disk as they are asked for; those of files are held in memory.
+A dataset is named in one of three ways:
+
+    hub name     "openai/gsm8k", or "NAME:CONFIG"
+    directory    with train and test files: train.jsonl, test.jsonl, or parquet
+    file         one JSONL or parquet file, which is the train split
+
+A directory may also have the layout of a hub dataset: files in `data`, or in one folder for each
+configuration, which "DIRECTORY:CONFIG" names. Rows of a hub dataset are read from disk on access;
+rows of files are held in memory.
 """
 
 import json
@@ -16,19 +20,19 @@ from typing import Any
 from planish.errors import UserError
 
 HUB_CONFIGS = {"openai/gsm8k": "main"}
+"""The default configurations of hub datasets that need one."""
 FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 Row = dict[str, Any]
 _log = logging.getLogger(__name__)
 _USUAL_CONFIGS = ("data", "main", "default", "plain_text")
+"""Folders that are read if no configuration is named, in this order."""
 _noted: set[str] = set()
-"""Data sets of which was said that a directory shadows the hub."""
+"""Datasets for which the warning about a directory with a hub name was logged."""
 
 
 def open_rows(dataset: str, split: str) -> Sequence[Row]:
-    """The rows of one split ("train" or "test") of a hub name, a directory or a file; UserError if
-    there are none.
-    """
+    """Return the rows of one split ("train" or "test"); UserError if there are none."""
     files = _files(dataset, split)
     if files is not None:
         rows = [row for file in files for _, row in _located_in(file)]
@@ -44,8 +48,9 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
 
 
 def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
-    """The same rows, each with its place for messages: file and line where there are lines,
-    otherwise its number.
+    """Return the rows of one split, each with its place for error messages.
+
+    The place is file and line where there are lines, otherwise the number of the row.
     """
     files = _files(dataset, split)
     if files is None:
@@ -58,18 +63,21 @@ def located_rows(dataset: str, split: str) -> list[tuple[str, Row]]:
 
 
 def load_rows(dataset: str, split: str) -> list[Row]:
-    """The same rows, all of them in memory."""
+    """Return the rows of one split as a list in memory."""
     return [dict(row) for row in open_rows(dataset, split)]
 
 
 def has_split(dataset: str, split: str) -> bool:
-    """Whether there is such a split. A single file has "train" alone; the hub is asked."""
+    """Return whether a dataset has a split.
+
+    A single file has only "train". For a hub name this asks the hub.
+    """
     path, config = _local(dataset)
     if path.is_dir():
         return bool(_found_files(path, split, config))
     if path.is_file() or _is_path(dataset):
         return split == "train"
-    from datasets import get_dataset_split_names  # seconds; not needed for local data
+    from datasets import get_dataset_split_names  # takes seconds; local data do not need it
 
     name, config = _hub_name(dataset)
     try:
@@ -79,12 +87,12 @@ def has_split(dataset: str, split: str) -> bool:
 
 
 def _is_path(dataset: str) -> bool:
-    """It can be no hub name, also where nothing of that name exists."""
+    """Return whether `dataset` must be a path, even if nothing exists there."""
     return Path(dataset).suffix in FILE_SUFFIXES or dataset.startswith((".", "/", "~"))
 
 
 def _local(dataset: str) -> tuple[Path, str | None]:
-    """The path that `dataset` would be, and the configuration behind its colon."""
+    """Return `dataset` as a path, and the configuration after its colon."""
     path = Path(dataset).expanduser()
     before, colon, config = dataset.rpartition(":")
     if colon and not path.exists() and Path(before).expanduser().is_dir():
@@ -93,7 +101,7 @@ def _local(dataset: str) -> tuple[Path, str | None]:
 
 
 def _files(dataset: str, split: str) -> Sequence[Path] | None:
-    """The files of a split; None if the data set is no file and no directory."""
+    """Return the files of a split; None if the dataset is not a file or directory."""
     path, config = _local(dataset)
     if path.is_dir():
         hides_hub = not _is_path(dataset) and "/" in dataset
@@ -130,7 +138,7 @@ def _split_files(
 
 
 def _found_files(directory: Path, split: str, config: str | None = None) -> Sequence[Path]:
-    """The files of a split, in the directory itself or in the folder of a configuration."""
+    """Return the files of a split, in the directory itself or in the folder of a configuration."""
     if config is not None:
         return _in_folder(directory / config, split)
     if found := _in_folder(directory, split):
@@ -152,7 +160,9 @@ def _found_files(directory: Path, split: str, config: str | None = None) -> Sequ
 
 
 def _in_folder(folder: Path, split: str) -> Sequence[Path]:
-    """train.jsonl, train-00000-of-00002.parquet, ...; or train/0000.parquet, as the hub converts."""
+    """Return files such as train.jsonl or train-00000-of-00002.parquet, or train/0000.parquet, the
+    layout of the hub's own conversions.
+    """
     for suffix in FILE_SUFFIXES:
         patterns = (f"{split}{suffix}", f"{split}-*{suffix}", f"{split}/*{suffix}")
         found = sorted({path for pattern in patterns for path in folder.glob(pattern)})
@@ -192,7 +202,7 @@ def _parse(line: str, where: str) -> Row:
 
 
 def _read_parquet(path: Path) -> list[Row]:
-    from pyarrow import ArrowException  # only where it is needed: the import takes most of a second
+    from pyarrow import ArrowException  # imported here, because this takes most of a second
     from pyarrow.parquet import read_table
 
     try:
@@ -204,13 +214,14 @@ def _read_parquet(path: Path) -> list[Row]:
 
 
 def _open_on_hub(dataset: str, split: str) -> Sequence[Row]:
-    from datasets import load_dataset  # seconds; not needed for local data
+    from datasets import load_dataset  # takes seconds; local data do not need it
 
     name, config = _hub_name(dataset)
     try:
         return load_dataset(name, config, split=split)  # type: ignore[return-value]
     except Exception as error:
-        # no network, no such dataset, no right to it: many types, which differ between releases
+        # No network, no such dataset or no permission: their many error types differ between
+        # releases.
         raise _no_answer(dataset, f"its {split} split", error) from error
 
 
@@ -228,7 +239,7 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
 
 
 def check_shuffle_seed(shuffle_seed: int | None) -> None:
-    """UserError for one that no generator of numpy takes."""
+    """UserError for a negative seed, which numpy's generators reject."""
     if shuffle_seed is not None and shuffle_seed < 0:
         raise UserError(
             f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling"

@@ -55,7 +55,9 @@ def ending(number: int) -> BaseException:
 
 
 class Interruption:
-    """A request to stop a run that uses asyncio, and waits that end when it comes."""
+    """A request to stop a run that uses asyncio. `guard` runs work that ends when the request
+    comes.
+    """
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -165,7 +167,9 @@ class StopRequest:
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
-        """In this block a signal raises Interrupted immediately. For work that may be dropped."""
+        """In this block a signal raises Interrupted immediately. Use it for work that may be
+        dropped.
+        """
         self._is_at_once = True
         try:
             self.check()
@@ -267,8 +271,8 @@ def _next_control_c_handler(before: Any) -> Handler:
     """Return the handler for a second Ctrl-C, where `before` is the handler from before the block.
 
     asyncio's handler is replaced by KeyboardInterrupt, because it would cancel the run, which then
-    waits until all rollouts have cleaned up. Handlers of others are kept: in a notebook, for
-    example, a KeyboardInterrupt in the event loop would end the kernel.
+    waits until all rollouts have cleaned up. Any other handler is kept: in a notebook, for example,
+    a KeyboardInterrupt in the event loop would end the kernel.
     """
     is_from_asyncio = isinstance(
         getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner
@@ -277,8 +281,10 @@ def _next_control_c_handler(before: Any) -> Handler:
 
 
 class _ControlC:
-    """Handles Ctrl-C in a block of the main thread: it calls the function of `asking` once, and
-    otherwise the handler `further`.
+    """Handles Ctrl-C in a block of the main thread.
+
+    The first signal calls the function of `asking`, if there is one. All other signals call
+    `further`.
     """
 
     def __init__(self, further: Handler = signal.default_int_handler) -> None:
@@ -305,8 +311,9 @@ class _ControlC:
             self._ask = None
 
     def ask(self, number: int) -> bool:
-        """Pass a signal to the `asking` block. Return False if there is no such block, or if it has
-        had a signal before.
+        """Pass a signal to the `asking` block.
+
+        Return False if there is no such block, or if the block has already received a signal.
         """
         ask, self._ask = self._ask, None
         if ask is None:
