@@ -167,7 +167,7 @@ class ChatSession:
 
 
 def check_temperature(temperature: float) -> None:
-    """UserError for a temperature that is negative or not finite."""
+    """Raise UserError for a temperature that is negative or not finite."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature={temperature}: give 0 or more")
 

@@ -82,7 +82,7 @@ class Voice:
     ) -> Answer:
         """Sample the assistant's next message; Ctrl-C stops it and keeps what was sampled.
 
-        UserError if the conversation leaves no room for an answer.
+        Raise UserError if the conversation leaves no room for an answer.
         """
         with as_user_errors("the conversation"):
             prompt = self.renderer.build_generation_prompt(messages)

@@ -76,9 +76,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the evaluation and print its metrics. Return the exit status."""
     task = load_task(arguments.task, arguments.data, limit=arguments.limit)
     sampling = _sampling(arguments)
-    checked_draws(
-        task, sampling, arguments.k, arguments.concurrency
-    )  # Check the options before a model is loaded.
+    # Check the options before a model is loaded.
+    checked_draws(task, sampling, arguments.k, arguments.concurrency)
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
         with sigterm_like_control_c():

@@ -82,7 +82,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 class _Played(BaseException):
-    """Ends a script after the episode, because the rest of the script expects a finished run."""
+    """Ends a script after the episode, because the rest of it would look for a finished run."""
 
 
 def _module(recipe: str) -> ModuleType:
@@ -123,7 +123,7 @@ def _from_file(path: Path) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # chz looks up options by the name of their module
+    sys.modules[path.stem] = module  # option classes are looked up by their module's name
     sys.path.insert(0, str(path.parent.absolute()))
     spec.loader.exec_module(module)
     return module
@@ -197,7 +197,7 @@ class PersonAtTerminal(AnswersAsTokens):
 def read_answer(console: Console) -> Answer:
     """Read an answer of one line, or of several lines between lines of three quotes.
 
-    UserError if the input ends.
+    Raise UserError if the input ends.
     """
     line = _line(console, "> ")
     was_cut_off = line == "/cut" or line.startswith("/cut ")

@@ -128,9 +128,8 @@ def environment_of(options: Mapping[str, Any], directory: Path) -> dict[str, str
         paths.append(os.environ["PYTHONPATH"])
     package = str(Path(planish.__file__).parent.parent)
     if "site-packages" not in package and package not in paths[-1].split(os.pathsep):
-        paths.append(
-            package
-        )  # planish runs from a checkout, which only the working directory makes importable
+        # planish runs from a checkout, which only the working directory makes importable.
+        paths.append(package)
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

@@ -83,8 +83,8 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def check_run_id(run: str) -> None:
-    """UserError if `run` is a run directory, which `eval`, `export` and `chat` take, instead of an
-    id.
+    """Raise UserError if `run` is a run directory, which `eval`, `export` and `chat` take, instead
+    of an id.
     """
     if (Path(run) / CHECKPOINTS).is_file():
         run_id = CheckpointPath.parse(weights_of(run)).run_id

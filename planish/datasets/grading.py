@@ -41,9 +41,7 @@ _UNIT = re.compile(
 )
 """A unit after a number, separated by a space."""
 _SEVERAL = (r"\\", "&", "#", ";", "$", " or ", " and ", r"\text{or}", r"\text{ or }")
-"""Separators of several values. An answer may have one only if the known answer has the same
-one.
-"""
+"""Separators of several values. An answer may have one only if the known answer has it too."""
 _LITERAL = re.compile(r"\d+(?:\.\d+)?")
 _GROUPING = re.compile(r"(?<=\d)(?:,|\{,\}|\\[ ,!])(?=\d{3}(?!\d))")
 _UNSPOKEN = re.compile(
@@ -113,13 +111,14 @@ class Grader:
         self.close()
 
     def grade(self, response: str, expected: str) -> Grade:
-        """Grade the last box of a response; GradingError if its content cannot be graded."""
+        """Grade the last box of a response. Raise GradingError if its content cannot be graded."""
         boxed = extract_boxed(response)
         return Grade(boxed, boxed is not None and self.equal(boxed, expected))
 
     def equal(self, answer: str, expected: str) -> bool:
-        """Return whether an answer equals the expected one; GradingError if they cannot be
-        compared.
+        """Return whether an answer equals the expected one.
+
+        Raise GradingError if the two cannot be compared.
         """
         given, known = _normal(answer), _normal(expected)
         if given == known:

@@ -50,7 +50,7 @@ class Problem:
 def load_problems(dataset: str, split: str) -> list[Problem]:
     """Load the problems of one split in the dataset's order.
 
-    UserError if there are none, or if a row has another format.
+    Raise UserError if there are none, or if a row has another format.
     """
     rows = load_rows(dataset, split)
     return [

@@ -40,7 +40,7 @@ SUBJECTS = (
 )
 MATH_500 = "HuggingFaceH4/MATH-500"
 BARE_BOX = re.compile(r"\\(?:boxed|fbox)\s+([^\s{$]+?)[.$]*(?:\s|$)")
-"""Matches \boxed 5, without braces, as a few published solutions write it."""
+r"""Matches \boxed 5, without braces, as a few published solutions write it."""
 
 Row = Mapping[str, Any]
 
@@ -54,7 +54,7 @@ class Collection:
     read: Callable[[Row, str], Problem | None]
     """Reads a row as a problem; None if it has no usable answer.
 
-    UserError, which names the row by the second argument, for other formats.
+    Raises UserError, which names the row by the second argument, for other formats.
     """
     suffix: str
     """The instruction after each question."""
@@ -185,7 +185,9 @@ def answered(question: str, answer: str) -> Problem | None:
 
 
 def text_of(row: Row, name: str, where: str) -> str:
-    """Return a field as text, stripped; numbers keep their notation. UserError for other types."""
+    """Return a field as text, stripped; numbers keep their notation. Raise UserError for other
+    types.
+    """
     value = row.get(name)
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise UserError(f'{where}: needs a text in "{name}"; the row has {sorted(row)}')

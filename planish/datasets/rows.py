@@ -239,7 +239,7 @@ def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
 
 
 def check_shuffle_seed(shuffle_seed: int | None) -> None:
-    """UserError for a negative seed, which numpy's generators reject."""
+    """Raise UserError for a negative seed, which numpy's generators reject."""
     if shuffle_seed is not None and shuffle_seed < 0:
         raise UserError(
             f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling"

@@ -54,8 +54,8 @@ def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
 class Answerer:
     """Asks a model the questions of an evaluation.
 
-    `context_window` is the maximum number of tokens of a prompt and its answer together; None is no
-    limit.
+    `context_window` is the maximum number of tokens of a prompt and its answer together; None for
+    no limit.
     """
 
     sampling_client: SamplingClient

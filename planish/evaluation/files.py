@@ -39,7 +39,7 @@ class EvaluationDirectory:
     def __init__(self, path: str | Path, config: Mapping[str, Any]) -> None:
         """Create the directory, or resume the evaluation in it.
 
-        UserError if it holds another evaluation, or if another process uses it.
+        Raise UserError if it holds another evaluation, or if another process uses it.
         """
         self.path = Path(path).expanduser()
         self._lock = hold_directory(self.path, "out", "there")

@@ -63,7 +63,7 @@ def metrics_of(problems: Sequence[Sequence[Any]], k: Sequence[int]) -> Metrics:
 
 
 def check_k(k: Sequence[int], samples: int) -> None:
-    """UserError unless the values of k are distinct and from 1 to `samples`."""
+    """Raise UserError unless the values of k are distinct and from 1 to `samples`."""
     wrong = [size for size in k if not 1 <= size <= samples]
     if wrong or len(set(k)) < len(k):
         raise UserError(

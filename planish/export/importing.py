@@ -95,8 +95,8 @@ def import_adapter(
     `base_model` is the model that the adapter was trained on; by default the one that
     adapter_config.json names. `run_id` is by default derived from the directory's name.
 
-    CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not plain
-    LoRA; DamagedFileError if a file is damaged.
+    Raise CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not
+    plain LoRA; DamagedFileError if a file is damaged.
     """
     config = _config(directory)
     base_model = base_model or config.get("base_model_name_or_path")

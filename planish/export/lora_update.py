@@ -99,7 +99,7 @@ class LoraUpdate:
         return HEAD in self.linears
 
     def check_fits(self, model: ModelConfig, name: str) -> None:
-        """CheckpointError unless the model has every linear layer of the adapter, in the same
+        """Raise CheckpointError unless the model has every linear layer of the adapter, in the same
         shape.
         """
         shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
@@ -115,8 +115,8 @@ class LoraUpdate:
 def read_update(directory: Path) -> LoraUpdate:
     """Read the adapter in `directory`.
 
-    CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError if it
-    is not a plain LoRA adapter.
+    Raise CheckpointError if there is none; DamagedFileError if a file is damaged; UnsupportedError
+    if it is not a plain LoRA adapter.
     """
     for name in (ADAPTER, ADAPTER_CONFIG):
         if not (directory / name).is_file():

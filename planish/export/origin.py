@@ -66,7 +66,7 @@ def found_checkpoint(source: str, records: Records, run: Path | None = None) -> 
     A checkpoint path is downloaded from `records`, and its files exist only within the block. `run`
     is the directory of its run.
 
-    CheckpointError if the run does not record the checkpoint; UserError if `source` names no
+    Raise CheckpointError if the run does not record the checkpoint; UserError if `source` names no
     checkpoint.
     """
     path, directory = weights_of(source), Path(source).expanduser()

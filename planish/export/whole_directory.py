@@ -25,8 +25,8 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
     error.
 
     `target` may exist if it is empty. With `overwrite` it may also be an earlier export, recognized
-    by its file `marker`. It is replaced only when the new directory is complete. UserError for any
-    other existing target; StorageError if writing fails.
+    by its file `marker`. It is replaced only when the new directory is complete. Raise UserError
+    for any other existing target; StorageError if writing fails.
     """
     target = target.expanduser().absolute()
     check_free(target, marker=marker, overwrite=overwrite)
@@ -57,7 +57,7 @@ def whole_directory(target: Path, *, marker: str, overwrite: bool = False) -> It
 
 
 def check_free(target: Path, *, marker: str, overwrite: bool) -> None:
-    """UserError if `whole_directory` would reject the target."""
+    """Raise UserError if `whole_directory` would reject the target."""
     target = target.expanduser()
     if target.is_dir() and not target.is_symlink():
         if not any(target.iterdir()) or (overwrite and (target / marker).is_file()):

@@ -71,7 +71,9 @@ class Exported:
 
 
 def check_target(target: Path, options: ExportOptions) -> None:
-    """UserError if `target` cannot be written. Call it before slow work such as a download."""
+    """Raise UserError if `target` cannot be written. Call it before slow work such as a
+    download.
+    """
     check_free(target, marker=MARKER, overwrite=options.overwrite)
 
 
@@ -100,7 +102,10 @@ def write_export(
 
 
 def _base(update: LoraUpdate, options: ExportOptions, models: Mapping[str, str] | None) -> Base:
-    """Return the base model after checking that it is the one the checkpoint was trained on."""
+    """Return the base model. Raise CheckpointError if the checkpoint was trained on another one.
+
+    With `options.base_model`, only the architecture has to be the same.
+    """
     name = options.base_model or update.base_model
     if not name:
         raise UserError("the adapter names no base model; give base_model, a name or a directory")

@@ -10,8 +10,8 @@ import math
 from collections.abc import Sequence
 
 HOTTEST = 1e3
-"""The largest temperature. It is fitted if log-odds are uninformative or mostly wrong, and brings
-every preference close to 0.
+"""The largest temperature, which brings every preference close to 0. It is fitted if log-odds are
+uninformative or mostly wrong.
 """
 COLDEST = 1e-3
 """The smallest temperature."""

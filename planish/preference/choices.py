@@ -35,8 +35,10 @@ class Choice:
 
     @classmethod
     def between(cls, answers: Sequence[str], renderer: Renderer) -> Self:
-        """Make a choice between `answers`; UserError if their first differing token is not unique
-        to each.
+        """Return the choice between `answers` in the format of `renderer`.
+
+        Raise UserError if two answers share the token at the first position where any answers
+        differ.
         """
         written = [_written(renderer, PROBE, answer) for answer in answers]
         columns = zip(*(each.output for each in written), strict=False)
@@ -50,7 +52,9 @@ class Choice:
         return cls(renderer, tuple(answers), tokens, lead)
 
     def check(self, conversation: Conversation) -> None:
-        """ValueError for a conversation that the format cannot express. Nothing is tokenized."""
+        """Raise ValueError for a conversation that the format cannot express. Nothing is
+        tokenized.
+        """
         answered = [*conversation, {"role": "assistant", "content": self.answers[0]}]
         self.renderer.check_supervised_examples(answered, TrainOnWhat.LAST_ASSISTANT_MESSAGE)
 

@@ -7,9 +7,9 @@ those of a reference. The reference is a set of fixed texts or another policy.
                                                  the judge's position bias remains
 
 A win is 1, a loss is 0, and the win rate is the mean over prompts. A policy compared with itself
-scores 0.5 within the standard error, because policy and reference sample independently. Each
-sampling seed depends only on (seed, prompt number). So all policies of a run are measured with the
-same seeds and against the same reference answers.
+scores 0.5 within the standard error, because policy and reference sample with independent seeds.
+Seeds depend only on the evaluation's seed and the prompt's number. So all policies of a run are
+measured with the same seeds and against the same reference answers.
 
 Several judges may compare the same answers. If a learned judge and a known rule disagree, the
 policy exploits flaws of the learned judge.

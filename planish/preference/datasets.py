@@ -150,7 +150,7 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
 def check_comparisons(
     comparisons: Sequence[LabeledComparison], renderer: Renderer, split: str
 ) -> None:
-    """UserError for the first comparison with an answer that cannot be trained on.
+    """Raise UserError for the first comparison with an answer that cannot be trained on.
 
     The check does not tokenize anything.
     """
@@ -169,7 +169,9 @@ def without_ties(comparisons: Sequence[LabeledComparison]) -> list[LabeledCompar
 
 
 def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
-    """UserError unless `train_on_what` is the default: losses on pairs always use whole answers."""
+    """Raise UserError unless `train_on_what` is the default: losses on pairs always use whole
+    answers.
+    """
     if config.train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES:
         raise UserError(
             f"train_on_what={config.train_on_what.value}: pairs are learned by their answers; leave it out"

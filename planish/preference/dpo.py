@@ -139,7 +139,7 @@ def pair_loss_of(config: Config) -> PairLoss:
 
 
 def check(config: Config) -> None:
-    """UserError for an invalid option, before anything is loaded."""
+    """Raise UserError for an invalid option, before anything is loaded."""
     supervised.check(config)
     beta, gamma = config.dpo_beta, config.simpo_gamma
     rules = {
@@ -155,7 +155,7 @@ def check(config: Config) -> None:
 
 
 def _check_unused(config: Config) -> None:
-    """UserError for options that the chosen loss does not use."""
+    """Raise UserError for options that the chosen loss does not use."""
     if config.label_smoothing and config.loss != "dpo":
         raise UserError(
             f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out"

@@ -52,7 +52,9 @@ class Form(Protocol):
         ...
 
     def check(self, labeled: LabeledComparison) -> None:
-        """ValueError for a comparison that the format cannot express. Nothing is tokenized."""
+        """Raise ValueError for a comparison that the format cannot express. Nothing is
+        tokenized.
+        """
         ...
 
     def data_of(self, labeled: LabeledComparison, max_length: int | None) -> Batch:

@@ -55,7 +55,7 @@ def _key(comparison: Comparison, answer: Messages) -> str:
 def checked_preference(given: Any, preference_model: PreferenceModel) -> float:
     """Return `given` as a float from -1 to 1.
 
-    UserError, which names the model, for anything else.
+    Raise UserError, which names the model, for anything else.
     """
     name = getattr(preference_model, "__qualname__", type(preference_model).__qualname__)
     wanted = "give a number from -1 (A is better) to 1 (B is better)"

@@ -93,7 +93,7 @@ def chunks_of(num_answers: int, matchup_group_size: int) -> list[range]:
 
 
 def require_chunks(matchup_group_size: int) -> None:
-    """UserError for a chunk size below 2."""
+    """Raise UserError for a chunk size below 2."""
     if matchup_group_size < 2:
         raise UserError(
             f"matchup_group_size={matchup_group_size}: give at least 2: answers are compared with each other"

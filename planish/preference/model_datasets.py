@@ -67,7 +67,7 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
     def splits(self) -> PreferenceSplits:
         """Return the comparisons for training, calibration and evaluation.
 
-        UserError for a comparison that the model's format cannot express.
+        Raise UserError for a comparison that the model's format cannot express.
         """
         require_answers_alone(self.common_config)
         train, test = self.comparison_builder()
@@ -85,7 +85,7 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
 
 
 def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str) -> None:
-    """UserError for the first comparison that the format cannot express."""
+    """Raise UserError for the first comparison that the format cannot express."""
     for number, labeled in enumerate(comparisons, start=1):
         try:
             form.check(labeled)

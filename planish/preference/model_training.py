@@ -44,8 +44,7 @@ CONSOLE_METRICS = {
 
 
 READ_BESIDES = 2
-"""How many tokens a judge's request has beyond the datum: an answer token, and one that is sampled.
-"""
+"""How many tokens a judge's request has beyond the datum: an answer token and a sampled token."""
 
 
 @chz.chz
@@ -82,7 +81,7 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 
 
 def check(config: Config) -> None:
-    """UserError for an option that cannot be right, before anything is loaded."""
+    """Raise UserError for an option that cannot be right, before anything is loaded."""
     supervised.check(config)
     size = config.dataset_builder.calibration_size
     if size < 0:

@@ -8,8 +8,9 @@ as by a lost tournament. planish/preference/matchups.py decides which answers ar
 preference model decides which one wins. It sees the text of an answer as a reader would, without
 reasoning and tool calls.
 
-The wins and losses of a group always sum to 0, so its mean reward does not show progress. To
-measure progress, compare with another policy (planish/preference/comparison_evaluator.py).
+The wins and losses of a group sum to 0, whatever the policy learns. So the mean reward shows only
+the format. To measure progress, compare with another policy
+(planish/preference/comparison_evaluator.py).
 
 All matchups are judged concurrently. An error of the judge is an error of the group's grading,
 which the error strategy of the run handles.
@@ -168,7 +169,7 @@ def graded(answer: Answer, standing: Standing) -> tuple[float, Metrics]:
 def require_tournament(
     group_size: int, matchup_group_size: int, *, name: str = "group_size"
 ) -> None:
-    """UserError for groups or chunks of fewer than two answers."""
+    """Raise UserError for groups or chunks of fewer than two answers."""
     if group_size < 2:
         raise UserError(
             f"{name}={group_size}: give at least 2: answers are compared within their group"
@@ -187,7 +188,10 @@ def _log_matchups(results: Sequence[Result]) -> None:
 
 @chz.chz
 class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
-    """Prompts, each a group of answers that are compared. There is no test set: see the module."""
+    """The options of a dataset of prompts, each with a group of answers that are compared.
+
+    It has no test set. To evaluate, use planish/preference/comparison_evaluator.py.
+    """
 
     prompt_builder: PromptBuilder
     preference_model_builder: PreferenceModelBuilder

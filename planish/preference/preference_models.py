@@ -59,7 +59,9 @@ class ScoringPreferenceModel(PreferenceModel, Protocol):
     An answer that occurs in many comparisons is then read once (planish/preference/judging.py).
     """
 
-    async def score(self, prompt: Messages, answer: Messages) -> float: ...
+    async def score(self, prompt: Messages, answer: Messages) -> float:
+        """Return the score of an answer; only scores for the same prompt are comparable."""
+        ...
 
     def preference_between(self, score_a: float, score_b: float) -> float:
         """Return the preference for a comparison of answers with these scores."""

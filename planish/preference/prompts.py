@@ -95,7 +95,7 @@ def checked_prompts(
 ) -> list[Messages]:
     """Return the prompts of at most `most` tokens; None keeps all.
 
-    UserError for the first prompt that the chat format cannot express.
+    Raise UserError for the first prompt that the chat format cannot express.
     """
     kept = []
     for number, prompt in enumerate(prompts, start=1):

@@ -33,8 +33,8 @@ def split_by_prompt(
 ) -> PreferenceSplits:
     """Hold `calibration_size` random comparisons out of `train`; `seed` decides which.
 
-    Training comparisons that share a prompt with a held-out one are dropped. UserError if none is
-    left.
+    Training comparisons that share a prompt with a held-out one are dropped. Raise UserError if
+    none is left.
     """
     tested = {prompt_of(labeled) for labeled in test}
     free = [labeled for labeled in train if prompt_of(labeled) not in tested]
