@@ -56,12 +56,20 @@ logits.
 
 
 class CudaGraphRunner:
-    """The model runner for GPUs, with one CUDA graph per batch size and kind of adapters."""
+    """The model runner for GPUs, with up to three CUDA graphs per batch size.
+
+    One graph is for batches without adapters, one for adapters of the layers only, and one for
+    adapters of layers and LM head.
+    """
 
     def __init__(
         self, decoder: Decoder, shape: KVSpec, max_batch: int, max_prefill_tokens_per_step: int
     ) -> None:
-        """Allocate the tables for up to `max_batch` decoding and `max_prefill_tokens_per_step` prompt rows."""
+        """Allocate the tables.
+
+        They have space for `max_batch` rows of a decoding step, and for
+        `max_prefill_tokens_per_step` rows of a prefill.
+        """
         config, device = decoder.config, decoder.device
         self._decoder = decoder
         self._sizes = graph_sizes(max_batch)
@@ -123,7 +131,9 @@ class CudaGraphRunner:
             bool(adapters),
             any(a.weights is not None and a.weights.head is not None for a in adapters),
         )
-        if kind not in self._steps:  # `record` does not cover adapters without a head adapter.
+        # `record` leaves out batches whose adapters do not adapt the LM head. Their graph is
+        # recorded at its first use.
+        if kind not in self._steps:
             self._steps[kind] = self._recorded(*kind)
         hidden, logits = self._steps[kind]()
         return hidden[:count], logits[:count]
@@ -203,7 +213,8 @@ class GraphRecorder:
 
     def __init__(self, device: torch.device) -> None:
         """Create a recorder with a stream of its own on `device`."""
-        # torch's own capture stream belongs to the first GPU that recorded in this process.
+        # torch's own capture stream belongs to the first GPU that recorded in this process. A
+        # recorder for another GPU cannot use it.
         self._stream = torch.cuda.Stream(device)
         self._memory: Any = None
 
@@ -221,8 +232,8 @@ class GraphRecorder:
                 # Neither may happen during the recording.
                 step()
                 graph = torch.cuda.CUDAGraph()
-                # torch does not accept a pool again after a failed recording left it without
-                # graphs. So a pool is kept only after its first successful recording.
+                # If the first recording in a pool fails, torch does not accept that pool again. So
+                # a pool is kept only after its first successful recording.
                 memory = self._memory or torch.cuda.graph_pool_handle()
                 try:
                     # Other threads of this process may use the GPU during the recording, so only

@@ -42,9 +42,9 @@ class ModelRunner(Protocol):
     """
 
     def multiple(self, adapters: int) -> int:
-        """Return the multiple to which each adapter's rows should be padded.
+        """Return m if the rows of each adapter should be padded to a multiple of m.
 
-        `adapters` is the number of adapters of the decoding step.
+        `adapters` is the number of adapters in the decoding step.
         """
         ...
 
@@ -65,7 +65,7 @@ class ModelRunner(Protocol):
         ...
 
     def release_adapters(self) -> None:
-        """Free cached adapter weights, because no request is running."""
+        """Free cached adapter weights. The sampler calls this when no request is running."""
         ...
 
 
@@ -80,7 +80,7 @@ class EagerRunner:
         self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
     def multiple(self, adapters: int) -> int:
-        """Return the multiple at which several adapters can share a batched matmul."""
+        """Return the multiple that lets several adapters share one batched matmul, else 1."""
         return ROWS if adapters > 1 and not self._backend.packs_layer_adapters else 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:

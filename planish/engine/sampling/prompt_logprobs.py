@@ -26,10 +26,13 @@ from planish.types import PromptAltTokens, TensorData, TopkLogprobs
 SCORED_ROWS = 128
 """The maximum number of prompt positions whose logits are in memory at a time."""
 _ALT_STREAM = 1
-"""The purpose number of the random streams for alternative tokens. Samples use purpose 0."""
+"""The `purpose` of `uniforms` for alternative tokens. Samples have purpose 0."""
 
 Exact = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""A function (hidden [R, D], rows [P], tokens [P]) -> float32 logits [P]."""
+"""A function (hidden [R, D], rows [P], tokens [P]) -> float32 logits [P].
+
+It computes the logit of tokens[i] at row rows[i] of `hidden` with a float32 dot product.
+"""
 
 
 def wants_scores(op: Sample) -> bool:
@@ -83,7 +86,7 @@ class PromptScores:
     def first_position(self) -> int:
         """The first position whose hidden state is needed for a score.
 
-        The positions before it are not scored, so they may come from the prefix cache.
+        Cached positions before it need neither a prefill nor scoring.
         """
         if self._alt is not None:
             return 0

@@ -401,7 +401,7 @@ class Sampler:
             )
 
         # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
-        # the order of their slots, so that attention reads keys and values in place.
+        # the order of their slots. Attention can then read adjacent slots without copying them.
         samples = sorted(samples, key=place)
         layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], multiple)
         tokens, positions = [0] * layout.total, [0] * layout.total
@@ -417,7 +417,8 @@ class Sampler:
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
         """Ensure that each sample has a slot with space for its last token's keys and values.
 
-        A sample's first slot also receives a copy of its prompt's last, unfinished span.
+        A sample's first slot also receives a copy of the keys and values of the prompt's last
+        `length % SPAN` positions. Samples share only whole spans of SPAN prompt positions.
         """
         needs = [(sample, self._needed_capacity(sample)) for sample in samples]
         needs = [(sample, need) for sample, need in needs if need > sample.capacity]
@@ -569,7 +570,7 @@ class Sampler:
     def _drop_finished_requests(self) -> None:
         """Remove the requests that were cancelled or have failed on their own."""
         for request in [request for request in self._requests if request.future.done()]:
-            # concurrent.futures.wait() learns of a cancellation only through this call.
+            # Without this call, concurrent.futures.wait() would never see a cancellation.
             request.claim()
             self._requests.remove(request)
             self._remove_samples(self._scheduler.withdraw(request))

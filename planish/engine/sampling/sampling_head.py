@@ -72,8 +72,8 @@ class SamplingHead:
     ) -> Tensor:
         """Return the float32 logits [B] of sampled tokens; tokens[i] comes from row rows[i].
 
-        The result equals that of `token_logits`. `logits` [R, V] are the logits of `hidden`. If the
-        backend's logits are exact already, they are read directly, which saves one matmul per
+        The result equals that of `token_logits`. `logits` [R, V] are the logits of `hidden`. If
+        `Backend.logits_are_exact`, the result is read from `logits`, which saves one matmul per
         adapter.
         """
         at = on_device(rows, torch.int64, logits.device)

@@ -1,8 +1,8 @@
 """The scheduler of the sampler: it decides which requests, prompts and samples run in a step.
 
 This module makes decisions only and touches no tensors. Requests are admitted in their order of
-arrival. A sample that starts reserves memory for its maximum length, so a running sample is never
-preempted. Requests that do not fit wait.
+arrival. When a sample starts, the scheduler reserves memory for its maximum length, so no running
+sample is ever preempted. Requests that do not fit wait.
 
 The life of a request: it waits. Its prompt becomes active and is prefilled in one or more steps,
 except for the cached prefix. Its samples run, and then its response is delivered. Requests with
@@ -28,8 +28,8 @@ if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes
     from planish.model.lora import LoraWeights
 
 _MAX_ALTERNATIVES = 1 << 18
-"""The maximum number of tokens sampled at prompt positions in one step. They take some tenths of a
-second. One chunk of one prompt is allowed even if it exceeds this limit.
+"""The maximum number of tokens sampled at prompt positions in one step. Sampling this many tokens
+takes some tenths of a second. One chunk of one prompt is allowed even if it exceeds this limit.
 """
 
 
@@ -126,8 +126,8 @@ class Prompt:
 class RunningSample:
     """One sample in progress.
 
-    Its slot contains the prompt's last, unfinished span and all sampled tokens except the last.
-    The last token's keys and values are computed when it goes through the decoder.
+    Its slot contains the prompt's last `length % SPAN` positions and all sampled tokens except the
+    last. The last token's keys and values are computed when it goes through the decoder.
     """
 
     request: Request

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class StopCondition:
     """The stop tokens and stop strings of one request.
 
-    Without any of either, samples run to `max_tokens`.
+    If both are empty, samples run to `max_tokens`.
     """
 
     token_ids: frozenset[int] = frozenset()
@@ -42,12 +42,12 @@ class StopCondition:
         The caller must call this method after every token. Only the text of the last tokens is
         searched for a stop string. Every token with text adds at least one byte. So a string of n
         bytes that ends in the last token starts at most n tokens before it. The window has three
-        more tokens, because the decoders of some tokenizers change the text at the start: they
-        drop a space, or replace all adjacent byte tokens if the first is in the middle of a
-        character.
+        more tokens, because some tokenizers change the start of the text that they decode. They
+        drop a leading space, or they replace a whole run of byte tokens that starts in the middle
+        of a character.
 
-        Tokens without text also count towards the window. Control tokens are such tokens if the
-        tokenizer hides them. A stop string with several of them in between may be missed.
+        Tokens without text also count towards the window. Control tokens that the tokenizer hides
+        are an example. A stop string may be missed if several such tokens interrupt it.
         """
         if tokens[-1] in self.token_ids:
             return True
@@ -55,7 +55,8 @@ class StopCondition:
             return False
         window = max(len(string.encode()) for string in self.strings) + 3
         recent = tokens[-window:]
-        # The remaining bytes of a UTF-8 character are at most three tokens.
+        # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
+        # three tokens. So skip tokens until the text starts with a whole character.
         for skipped in range(4):
             text = decode(recent[skipped:])
             if any(string in text for string in self.strings):

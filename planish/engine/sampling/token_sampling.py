@@ -68,8 +68,8 @@ def sample_many(
 ) -> SampledTokens:
     """Sample K tokens from each row of float32 logits [R, V].
 
-    `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. `sample_tokens` would return the
-    same token for each of the uniform numbers.
+    `uniforms` is float64 [R, K], and the sampled tokens are [R, K]. Token [i, j] is the token that
+    `sample_tokens` samples from row i with the uniform number [i, j].
     """
     weights = logits.clone()
     temperatures = logits.new_full(logits.shape[:1], params.temperature or 1.0)

@@ -11,7 +11,7 @@ from planish.model.config import ModelConfig
 from planish.service import Sample
 
 MAX_RESPONSE_BYTES = 512 << 20
-"""The maximum bytes of one response, both as arrays and as a message."""
+"""The maximum size of one response in bytes, in memory and as a message to a client."""
 
 
 def max_tokens_of(op: Sample, config: ModelConfig) -> int:
