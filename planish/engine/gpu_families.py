@@ -1,16 +1,16 @@
-"""The checks of the GPU's kernels: each family against torch, at the shapes of one model.
+"""Checks of the GPU kernels: each kernel family is compared with torch at one model's shapes.
 
-kernels/triton/self_test.py runs this module in a process of its own, because an illegal memory
-access ends the CUDA context of its process. The module reads a `Request` from its standard input
-and writes a line when it begins a family, and another with the verdict.
+kernels/triton/self_test.py runs this module in a subprocess, because an illegal memory access ends
+the CUDA context of its process. The module reads a `Request` from its standard input. For each
+family it writes one line before the check and one line with the verdict.
 
-Inputs are chosen so that a mistake is visible. With ordinary scores, one key of a thousand changes
-an attention output by less than bf16 rounds. So the queries here point at one key each: at the
-first and last of every block, at ones that the row must not see, and at others at random. Whoever
-misses that key, or sees it and must not, is wrong by the size of the output.
+The inputs make mistakes visible. With ordinary attention scores, one key among a thousand changes
+the output by less than a bf16 rounding error. So each query here points at one key: the first or
+last key of a block, a key that the row must not attend to, or a random key. A kernel that misses
+its key, or attends to a hidden one, then has an error as large as the output itself.
 
-Errors are measured against the root mean square of the reference, which is computed in float32 or
-float64. Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
+Error messages give differences relative to the root mean square of the reference. The reference is
+computed in float32 or float64. Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
 """
 
 from __future__ import annotations
@@ -54,18 +54,30 @@ from planish.model.weights import expected_shapes
 from planish.types import LoraConfig
 
 TOLERANCE = {torch.bfloat16: 0.04, torch.float32: 2e-4}
-"""Largest difference of one number, in root mean squares of all, by the dtype of the outputs."""
+"""The maximum difference of one element, by the dtype of the output.
+
+It is relative to the largest magnitude in the reference.
+"""
 _MEAN_SHARE = 6
-"""The root mean square of all differences is at most TOLERANCE divided by this. Rounding a bf16
-output alone gives 0.0017, and two roundings on the way give 0.003.
+"""The root mean square of all differences may be at most TOLERANCE / _MEAN_SHARE.
+
+It is relative to the root mean square of the reference. For comparison: rounding the output to bf16
+gives 0.0017, and two more roundings of intermediate results give 0.003.
 """
 _VOCABULARY = 8192
-"""Most vocabulary entries of the model whose step is recorded: its head is torch's own matmul."""
+"""The maximum vocabulary size in `check_graphs`.
+
+The LM head is torch's own matmul there, so its full size need not be checked.
+"""
 _SPLIT_VOCABULARY = 9001
-"""Vocabulary entries that a kernel reads in more than one part."""
+"""A vocabulary size that the sampling kernel reads in more than one block."""
 _RANKS = (32, 5)
+"""The LoRA ranks of the two adapters in the checks."""
 _POINTED = 24.0
-"""How much higher the score is of the key that a query points at."""
+"""The approximate attention score of the key that a query points at.
+
+The scores of other keys are spread around 0.
+"""
 
 
 class WrongResultError(Exception):
@@ -74,26 +86,37 @@ class WrongResultError(Exception):
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much is computed. The defaults are for a GPU; tests interpret fewer rows."""
+    """The sizes of the checks' inputs.
+
+    The defaults are for a GPU. Tests use smaller sizes, because they interpret kernels on a CPU.
+    """
 
     rows: int = 37
-    """Of norms, RoPE, SwiGLU and softmax; no multiple of a tile."""
+    """The number of rows for norms, RoPE, SwiGLU, log-sum-exp and sampling.
+
+    It is not a multiple of the kernels' tile sizes.
+    """
     prompts: tuple[int, ...] = (1500, 130, 3)
-    """Positions of each prompt in the cache."""
+    """The number of positions of each prompt in the KV cache."""
     samples: tuple[int, ...] = (9, 2, 1)
-    """Samples of each prompt."""
+    """The number of samples of each prompt."""
     sampled: int = 300
-    """Most tokens that a sample has."""
+    """The maximum number of sampled tokens of a sample."""
     tree: tuple[int, ...] = (150, 80, 60)
-    """Rows of a segment on each level of the tree of prefixes."""
+    """The number of tokens of each segment in the prefix tree, by level."""
     branches: tuple[int, ...] = (2, 3, 2)
+    """The number of branches at each node of the prefix tree, by level."""
     lora_rows: tuple[int, ...] = (70, 600)
-    """Rows of a batch that shares out the sums of a row among programs, and of one that does not."""
+    """Two batch sizes for LoRA.
+
+    In the smaller batch, several programs of the kernel share one sum (split-K). In the larger one,
+    each sum belongs to one program.
+    """
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model's shapes, on the device that is checked."""
+    """The model shapes, the device and the random generator of a check."""
 
     config: ModelConfig
     dtype: torch.dtype
@@ -102,7 +125,10 @@ class Case:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator().manual_seed(0))
 
     def random(self, *shape: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> Tensor:
-        """Normal numbers. Made on the CPU, so that a failure can be computed again anywhere."""
+        """Return normally distributed numbers, times `scale`.
+
+        They are generated on the CPU, so that a failure can be reproduced on any machine.
+        """
         made = torch.randn(shape, generator=self.generator) * scale
         return made.to(dtype or self.dtype).to(self.device)
 
@@ -112,12 +138,14 @@ class Case:
         return choose_backend(self.config, self.dtype, self.device, deterministic=False)
 
     def choices(self, high: int, *shape: int) -> Tensor:
+        """Return random integers from 0 to `high` - 1, int64, on the CPU."""
         return torch.randint(high, shape, generator=self.generator)
 
 
 def compare(what: str, found: Tensor, reference: Tensor, tolerance: float | None = None) -> None:
-    """WrongResultError if they differ by more than rounding; `tolerance` by default that of
-    `found`'s dtype.
+    """Raise WrongResultError if `found` and `reference` differ by more than rounding errors.
+
+    `what` names the result in the error message. `tolerance` is TOLERANCE[found.dtype] by default.
     """
     if found.shape != reference.shape:
         raise WrongResultError(f"{what}: {tuple(found.shape)} for {tuple(reference.shape)}")
@@ -139,6 +167,7 @@ def compare(what: str, found: Tensor, reference: Tensor, tolerance: float | None
 
 
 def check_norms(case: Case) -> None:
+    """Check RMSNorm of hidden states and, if the model has it, of query heads."""
     config, rows = case.config, case.sizes.rows
     _check_norm(case, (rows, config.hidden_size), True)
     if config.qk_norm:
@@ -146,6 +175,7 @@ def check_norms(case: Case) -> None:
 
 
 def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
+    """Check RMSNorm and its gradient. `adds`: the kernel first adds a second input."""
     own, eps = _elementwise(), case.config.rms_norm_eps
     x = case.random(*shape, dtype=torch.float32, scale=3.0)
     more = case.random(*shape) if adds else None
@@ -167,6 +197,7 @@ def _check_norm(case: Case, shape: tuple[int, ...], adds: bool) -> None:
 
 
 def check_rope(case: Case) -> None:
+    """Check RoPE, its inverse, and the fused kernel that also normalizes queries and keys."""
     config, rows = case.config, case.sizes.rows
     own, e = _elementwise(), config.head_dim
     heads = (config.num_heads, config.num_kv_heads)
@@ -195,6 +226,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def check_swiglu(case: Case) -> None:
+    """Check SwiGLU and its gradient."""
     own, width = _elementwise(), case.config.intermediate_size
     gate_up = case.random(case.sizes.rows, 2 * width, scale=3.0)
     wide = gate_up.double().requires_grad_()
@@ -207,10 +239,11 @@ def check_swiglu(case: Case) -> None:
 
 
 def check_log_sum_exp(case: Case) -> None:
+    """Check the log-sum-exp of logits, the weights exp(logit - max), and the gradient."""
     own, vocab = _elementwise(), case.config.vocab_size
     rows = max(2, case.sizes.rows // 4)
     logits = case.random(rows, vocab, dtype=torch.float32, scale=4.0)
-    # In the last entries of a row, which a wrong bound would miss.
+    # A kernel with a wrong bound misses the last logit of row 0, or reads the first one of row 1.
     logits[0, -1], logits[1, 0] = 40.0, 40.0
     temperature = 0.5 + torch.rand(rows, generator=case.generator).to(case.device)
     scaled = logits.double() / temperature.double().unsqueeze(1)
@@ -232,24 +265,28 @@ def check_log_sum_exp(case: Case) -> None:
     (wanted,) = torch.autograd.grad(logprobs, wide, grads.double())
     total = (logits.double() / 0.7).logsumexp(1).float()
     own.log_sum_exp_backward_(logits, 0.7, total, first, targets, grads)
-    # The kernel's gradient is by logits / temperature.
+    # The kernel returns the gradient with respect to logits / temperature, not to logits.
     compare("gradient of the logprobs", logits, wanted * 0.7, 1e-3)
 
 
 def check_sampling(case: Case) -> None:
+    """Check sampling at the model's vocabulary size, and at one of several blocks."""
     for vocab in (case.config.vocab_size, _SPLIT_VOCABULARY):
         _check_sampling(case, vocab)
 
 
 def _check_sampling(case: Case, vocab: int) -> None:
-    """Weights are powers of two, whose sums are exact: so there is one right token."""
+    """Check that each uniform number gives the token of the cumulative distribution.
+
+    The weights are powers of two. Their sums are exact, so exactly one token is correct.
+    """
     rows = max(4, case.sizes.rows)
     weights = torch.exp2(-case.choices(12, rows, vocab).float()).to(case.device)
     weights[:, -1] = 0.0
     weights[0] = 0.0
     weights[0, vocab // 2] = 1.0
     uniforms = torch.rand(rows, generator=case.generator, dtype=torch.float64)
-    # The first and the last entry with weight.
+    # These two numbers must give the first and the last token with a nonzero weight.
     uniforms[1], uniforms[2] = 0.0, 1 - 2.0**-53
     ends = weights.double().cumsum(1)
     goals = uniforms.to(case.device).unsqueeze(1) * ends[:, -1:]
@@ -261,7 +298,11 @@ def _check_sampling(case: Case, vocab: int) -> None:
 
 
 def check_attention(case: Case) -> None:
-    """Decode with ranges that are cut in several pieces, then prefill in two steps."""
+    """Check attention and KV cache writes, first of a decoding step, then of a prefill.
+
+    The decoding step has key ranges so long that the kernel cuts them into several pieces. Three of
+    its rows have no sample.
+    """
     shape = KVSpec(1, case.config.num_kv_heads, case.config.head_dim, case.dtype, case.device)
     bases = PoolBases(shape, case.config.max_context)
     batch = _Batch(case, shape)
@@ -295,6 +336,7 @@ def check_attention(case: Case) -> None:
 
 
 def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
+    """Check the prefill of prompts whose first third is already in the KV cache."""
     pools = KVPools(shape, GappedKVPool)
     prompts = [_Prompt(length) for length in case.sizes.prompts]
     spans, row = [], 2
@@ -331,13 +373,15 @@ def _check_prefill(case: Case, shape: KVSpec, bases: PoolBases) -> None:
 
 
 def check_tree_attention(case: Case) -> None:
+    """Check the training attention over a prefix tree, and its gradients."""
     config, sizes = case.config, case.sizes
     heads, e = (config.num_heads, config.num_kv_heads), config.head_dim
     (packed,) = pack([np.array(sequence) for sequence in _tree(sizes)], 1 << 20)
     rows = len(packed)
     joint = case.random(rows, (heads[0] + 2 * heads[1]) * e)
     q, k, v = joint.unflatten(1, (-1, e)).split([heads[0], heads[1], heads[1]], 1)
-    # Peaked weights: each row depends on a few keys, and each key is the peak of some rows.
+    # Scale the queries, so that the attention weights are peaked. Each row then depends on only a
+    # few keys, and a missed key changes its output visibly.
     q = (q * 4).contiguous()
     grad = case.random(rows, heads[0], e)
     ours = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -348,12 +392,12 @@ def check_tree_attention(case: Case) -> None:
     found_grads = torch.autograd.grad(found, ours, grad)
     wanted = torch.autograd.grad(reference, theirs, grad.float())
     for name, mine, other in zip("qkv", found_grads, wanted, strict=True):
-        # bf16 weights and their gradients are rounded once more on the way.
+        # In bf16 the attention weights and their gradients are rounded too, so allow twice as much.
         compare(f"gradient of {name} over {rows} rows", mine, other, 2 * TOLERANCE[mine.dtype])
 
 
 def _tree(sizes: Sizes) -> Iterator[list[int]]:
-    """Token sequences that share prefixes: two levels of branches."""
+    """Return token sequences that share prefixes, one per leaf of the tree in `sizes`."""
     token = iter(range(1, 1 << 30))
 
     def grown(level: int, before: list[int]) -> Iterator[list[int]]:
@@ -368,6 +412,7 @@ def _tree(sizes: Sizes) -> Iterator[list[int]]:
 
 
 def check_lora(case: Case) -> None:
+    """Check the LoRA matmuls of all target modules and the LM head, with several adapters."""
     config = case.config
     adapters = [_adapter(case, rank) for rank in _RANKS]
     for rows in case.sizes.lora_rows:
@@ -395,7 +440,7 @@ def check_lora(case: Case) -> None:
     logits = case.random(20, config.vocab_size, dtype=torch.float32)
     expected = _with_lora(logits, hidden, members, lambda weights: weights.head)
     tables.add_head_(hidden, logits)
-    # What lies between A and B is rounded to the weights' dtype.
+    # The product with A is rounded to the weights' dtype before it is multiplied by B.
     compare("LoRA of the head", logits, expected, TOLERANCE[case.dtype])
 
 
@@ -419,7 +464,10 @@ def _with_lora(
 
 
 def _adapter(case: Case, rank: int) -> LoraWeights:
-    """Random in A and B, so that what it adds is of the size of the base model's outputs."""
+    """Return an adapter with random A and B.
+
+    The outputs that it adds have the magnitude of the base model's outputs.
+    """
     layout = LoraLayout(case.config, LoraConfig(rank=rank))
     flat = torch.empty(layout.size)
     for entry in layout.entries:
@@ -430,7 +478,10 @@ def _adapter(case: Case, rank: int) -> LoraWeights:
 
 
 def check_graphs(case: Case) -> None:
-    """Steps of a recorded graph against the same steps run eagerly, for tables that change."""
+    """Compare steps of recorded CUDA graphs with the same steps run eagerly.
+
+    Adapters, samples and the number of rows change from step to step.
+    """
     config = replace(
         case.config, vocab_size=min(case.config.vocab_size, _VOCABULARY), eos_token_ids=()
     )
@@ -488,7 +539,7 @@ CHECKS: dict[str, Callable[[Case], None]] = {
 assert tuple(CHECKS) == FAMILIES
 
 
-# What the families share
+# Helpers of the checks
 
 
 def _elementwise() -> Any:
@@ -511,7 +562,7 @@ class _Sample:
 
 
 class _Batch:
-    """Prompts and samples in pools of random contents."""
+    """A batch of prompts and samples, whose slots contain random keys and values."""
 
     def __init__(self, case: Case, shape: KVSpec) -> None:
         self._case = case
@@ -523,7 +574,7 @@ class _Batch:
             self.begin(length, [case.sizes.sampled, *sampled][:count])
 
     def begin(self, length: int, sampled: list[int]) -> None:
-        """A prompt, and samples that have so many tokens after it."""
+        """Add a prompt of `length` tokens, and one sample for each token count in `sampled`."""
         prompt = _Prompt(length)
         pool = self.prompts.pool_for(capacity_for(length))
         pool.allocate(prompt)
@@ -537,12 +588,14 @@ class _Batch:
             self.running.append(sample)
 
     def end(self, sample: _Sample) -> None:
+        """Free the slot of a sample and remove the sample."""
         self.samples.pool_for(sample.capacity).free(sample)
         self.running.remove(sample)
 
     def kept(self, sample: _Sample, more: int) -> tuple[Tensor, Tensor]:
-        """Keys and values in the sample's slot from where the next one goes: [Hkv, 1 + more, E]
-        without the first `more`.
+        """Return the key and value at position `stored` + `more` of the sample's slot.
+
+        Both are [Hkv, 1, E]. The next decoding step writes position `stored`.
         """
         pool = self.samples.pool_for(sample.capacity)
         places = slice(sample.stored + more, sample.stored + more + 1)
@@ -550,7 +603,7 @@ class _Batch:
         return keys, values
 
     def seen(self, sample: _Sample) -> tuple[Tensor, Tensor]:
-        """Keys and values that the sample's next row sees, without its own: [Hkv, n, E]."""
+        """Return the cached keys and values that the sample's next row attends to: [Hkv, n, E]."""
         prompt, own = (
             self.prompts.pool_for(capacity_for(sample.prompt.length)),
             self.samples.pool_for(sample.capacity),
@@ -570,15 +623,17 @@ class _Batch:
 
 
 def _fill(case: Case, pool: KVPool) -> None:
-    """Random numbers in every slot that is new."""
+    """Write random numbers to every slot of the pool that contains only zeros."""
     for kept in (*pool.keys, *pool.values):
         new = ~kept.flatten(1).any(1)
         kept[new] = case.random(*kept.shape)[new]
 
 
 def _pointers(case: Case, keys: Tensor, hidden: Any, row: int) -> Tensor:
-    """Queries [Hq, E] of one row: each head's points at a key of `keys` [Hkv, n, E], or at one of
-    `hidden`, which the row must not see (keys [Hkv, m, E], or a pair of keys and values).
+    """Return queries [Hq, E] of one row, each of which points at one key.
+
+    Most heads point at a key of `keys` [Hkv, n, E]. The others point at a key of `hidden`, to which
+    the row must not attend. `hidden` has keys [Hkv, m, E], or is a pair of such keys and values.
     """
     hidden = hidden[0] if isinstance(hidden, tuple) else hidden
     heads, (kv_heads, count, e) = case.config.num_heads, keys.shape
@@ -597,13 +652,15 @@ def _pointers(case: Case, keys: Tensor, hidden: Any, row: int) -> Tensor:
 
 
 def _attended(q: Tensor, keys: Tensor, values: Tensor) -> Tensor:
-    """One row: q [Hq, E], keys and values [Hkv, n, E]."""
+    """Return the attention output [Hq, E] of one row q [Hq, E]; keys and values: [Hkv, n, E]."""
     return _attended_rows(q.unsqueeze(0), keys, values, None)[0]
 
 
 def _attended_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | None) -> Tensor:
-    """Rows q [T, Hq, E] that share keys and values [Hkv, n, E]; `hidden` [T, n]: what they do not
-    see.
+    """Return the attention output [T, Hq, E] of rows q [T, Hq, E], in float32.
+
+    All rows share keys and values [Hkv, n, E]. `hidden` [T, n] is true where a row must not attend
+    to a key; None hides nothing.
     """
     rows, heads, e = q.shape
     grouped = q.float().view(rows, keys.shape[0], -1, e)
@@ -618,9 +675,10 @@ def _attended_rows(q: Tensor, keys: Tensor, values: Tensor, hidden: Tensor | Non
 
 
 def main() -> None:
-    """Write a line as each family of the request begins, and one with its verdict.
+    """Check the families of the request; write a line before each check, and one with its verdict.
 
-    After an error that is no wrong result the process ends: the CUDA context may be lost.
+    If a check raises another error than WrongResultError, the process exits with status 1, because
+    the CUDA context may be lost.
     """
     request = Request(**json.load(sys.stdin))
     accumulate_in_float32()  # the references rely on it
@@ -641,14 +699,14 @@ def main() -> None:
 def case_of(
     directory: Path, dtype: torch.dtype, device: torch.device, sizes: Sizes = Sizes()
 ) -> Case:
-    """One layer of this model."""
+    """Return a case with one layer of the model in `directory`."""
     config = replace(ModelConfig.from_directory(directory), num_layers=1)
     return Case(config, dtype, device, sizes)
 
 
 def check(family: str, case: Case) -> Verdict:
-    """The verdict on this family, where its kernels run to their end."""
-    # Anew for each family: what one of them draws does not depend on which others are checked.
+    """Check one family and return the verdict. Errors other than WrongResultError are raised."""
+    # Each family gets a new generator. So its inputs do not depend on the families checked before.
     case = replace(case, generator=torch.Generator().manual_seed(0))
     try:
         CHECKS[family](case)
