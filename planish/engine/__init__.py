@@ -1,3 +1,4 @@
-"""The engine: one owner of a device that trains adapters and samples from them, many tenants on one
-base model.
+"""The engine trains LoRA adapters and samples from them, all on one device.
+
+The adapters of many training models share one copy of their base model's weights.
 """

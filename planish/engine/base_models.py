@@ -48,8 +48,14 @@ class BaseModel:
     """One set of base weights on the device, with its trainer and sampler."""
 
     def __init__(self, directory: Path, settings: EngineSettings, memory: ModelMemory) -> None:
+        """Load the weights in `directory`, and prepare the kernels, the trainer and the sampler.
+
+        On a GPU this also checks the kernels and records CUDA graphs. `memory` has the budgets of
+        the trainer and the sampler.
+        """
         device = choose_device(settings.device)
-        # Pinned memory for another GPU would otherwise also occupy memory of the first GPU.
+        # torch allocates pinned memory through the current GPU. If that were still the first GPU, a
+        # model on another GPU would occupy memory of the first GPU too.
         Device(device).make_current()
         config = ModelConfig.from_directory(directory)
         dtype = choose_dtype(settings.dtype, device)
@@ -71,8 +77,8 @@ class BaseModel:
         self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
         self._texts = _Texts(directory)
-        # Avoid reference cycles through a base model. Its memory is then freed with the last
-        # reference, without waiting for the cyclic garbage collector.
+        # Pass a method of `_Texts`, because a method of this object would create a reference cycle.
+        # Without a cycle, the memory is freed with the last reference, not at a later collection.
         self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode)
         self.sampler.record()
 
@@ -146,9 +152,10 @@ def _join_freed_memory() -> None:
     """Let torch's caching allocator use expandable segments, which prevents fragmentation.
 
     The setting applies to the whole process, unless environment variables configure the allocator.
-    By default the allocator caches each freed block for requests of a similar size. The KV cache
-    pools grow layer by layer next to cached prefixes that stay. Each growth would leave freed
-    blocks too small for the next size, and the memory plan leaves no memory for them.
+    By default the allocator caches each freed block for requests of a similar size. When a KV cache
+    pool grows, it replaces the tensors of each layer by larger ones. The freed blocks are too small
+    for the next growth, and cached prefixes between them keep them apart. The memory plan has no
+    space for such blocks.
 
     The function does nothing on WSL, where mapping an expandable segment fails on some GPUs
     (pytorch issue 192330).
@@ -173,6 +180,10 @@ class BaseModels:
     def __init__(
         self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory
     ) -> None:
+        """Create the collection without loading anything.
+
+        `models` maps names to directories or .gguf files; an invalid mapping raises UserError.
+        """
         self._mapping = checked_mapping(models)
         self._settings = settings
         self._memory = memory

@@ -99,8 +99,8 @@ _IMPORTED_LATE = (
 """Modules that training would otherwise import at their first use, in the engine thread.
 
 They are imported in the caller's thread instead. An import takes a second or more and cannot be
-interrupted when the program ends. It can also change the exit status: CPython forgets that Ctrl-C
-ended the program if another thread imports a module afterwards.
+interrupted when the program ends. It can also change the exit status. After Ctrl-C, an import in
+another thread makes CPython forget that the program was interrupted.
 """
 
 
@@ -114,8 +114,10 @@ class Engine:
         settings: EngineSettings | None = None,
         memory: DeviceMemory | None = None,
     ) -> None:
-        """`models`: maps names of base models to directories or .gguf files. `data_dir`: directory
-        of the checkpoints. `memory`: divides the device's memory among the base models.
+        """Create an engine and start its thread; base models are loaded at their first use.
+
+        `models` maps names of base models to directories or .gguf files. `data_dir` is the
+        directory of the checkpoints. `memory` divides the device's memory among the base models.
 
         By default each base model reserves its share when it is loaded. On a GPU the first base
         model reserves all memory, unless `models` or PLANISH_MODELS name several directories. Then
@@ -163,8 +165,9 @@ class Engine:
         return future
 
     def capabilities(self) -> GetServerCapabilitiesResponse:
-        """Return the available base models, including those loaded under another name, such as a
-        directory.
+        """Return the available base models.
+
+        They include loaded base models that a caller named in another way, such as by a directory.
         """
         self._check_open()
         usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]

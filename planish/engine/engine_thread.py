@@ -4,8 +4,8 @@ The thread works in turns. A turn is one micro-batch (or another operation) of o
 or one step of one base model's sampler. While both training and sampling have work, each gets half
 of the time. Within each of the two sides, the models share the time equally.
 
-Only the engine thread may access the state below. Other threads submit operations through `put`,
-which never blocks and may be called from a finalizer.
+Only the engine thread changes adapters, samplers and the queues of operations. Other threads submit
+operations through `put`, which never blocks and may be called from a finalizer.
 
 Every operation's future is completed in any case: with a result, with an error, or with
 EngineClosedError when the thread ends.
@@ -63,7 +63,7 @@ class _Stop:
     """An inbox item that asks the thread to end."""
 
     finish: bool
-    """Whether all queued operations are to be completed first."""
+    """Whether the thread completes all queued operations before it ends."""
 
 
 class EngineThread:
@@ -81,7 +81,7 @@ class EngineThread:
         self._saves: set[Future[Any]] = set()
         """The futures of checkpoints that are not written yet."""
         self._fault: BaseException | None = None
-        """The exception that ended the thread, if it was not closed."""
+        """The exception that ended the thread; None while it runs or after a normal stop."""
         self._is_aborted = False
         """Whether the work in progress must stop at its next matmul."""
         self._stop: _Stop | None = None
@@ -189,8 +189,8 @@ class EngineThread:
         """Return whether the thread was asked to stop and has nothing left to finish."""
         if self._stop is None:
             return False
-        # The order of the two checks matters: data that arrive between them become work, which
-        # the second check finds.
+        # Check for awaited data first. If the data become ready between the two checks, their
+        # operation counts as work in the second check.
         return not (self._stop.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:

@@ -1,8 +1,8 @@
 """Fair sharing of time: among the waiting keys, the one that has used the least time is next.
 
 Time is charged after each turn, so a key waits after a long turn until the others have caught up.
-A key earns no credit while it is absent: when it returns, it counts as having used as much time as
-the waiting keys. If it has used more than they have, that stays.
+A key earns no credit while it is absent. When it returns, its used time is raised to that of the
+waiting keys. If the key has used more time than the waiting keys, its used time stays unchanged.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ class FairShare(Generic[K]):
         """Start with no time used."""
         self._used_seconds: dict[K, float] = {}
         self._last_picked = 0.0
-        """The used seconds of the key that was picked last. This value never decreases."""
+        """The highest used time of any key when it was picked, in seconds.
+
+        Absent keys count as having used at least this time.
+        """
 
     def pick(self, waiting: Sequence[K]) -> K:
         """Return the key of `waiting` (not empty) with the least time, the first if several tie."""

@@ -105,12 +105,13 @@ class DeviceMemory:
         *,
         reserves_for_next: bool = False,
     ) -> None:
-        """`expected`: directories of all base models that will be loaded, if they are known.
+        """Create the budgets of an engine with these settings.
 
+        `expected`: directories of all base models that will be loaded, if they are known.
         `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
-        memory for one adapter of rank 32 in training and in its sampler. `reserves_for_next`: on a GPU,
-        each base model leaves a third of the free memory for further base models, if one more
-        would fit there. Otherwise a base model reserves all free memory.
+        memory for one adapter of rank 32 that is trained and sampled from. `reserves_for_next`: on
+        a GPU, each base model leaves a third of the free memory for further base models, if one
+        more would fit there. Otherwise a base model reserves all free memory.
         """
         self._settings = settings
         self.device = choose_device(settings.device)
@@ -250,16 +251,18 @@ class _ModelNeeds:
     def budget_for(self, left: float) -> ModelMemory:
         """Return the budgets for `left` bytes of memory.
 
-        If step and micro-batch sizes chosen for `left` bytes do not fit together with the KV
-        cache, the smallest sizes are used.
+        The sizes of sampler steps and micro-batches are chosen for `left` bytes. If the KV cache
+        does not fit in addition, the smallest sizes are used instead.
         """
         found = self._divide(left, ample=left)
         return found if found.divided_bytes <= left else self._divide(left, ample=0)
 
     def _divide(self, left: float, ample: float) -> ModelMemory:
-        """Return the budgets: step and micro-batch sizes that fit into `ample` bytes.
+        """Divide `left` bytes among the budgets.
 
-        The KV cache gets the remainder of `left` bytes.
+        The sizes of sampler steps and micro-batches are chosen as if `ample` bytes were available,
+        so `ample` = 0 gives the smallest sizes. The KV cache gets the remainder of `left` bytes, or
+        its minimum. Limits that the user has set are used unchanged.
         """
         given = {name: value for name, value in self.settings.bounds.items() if value is not None}
         sampler = self._sampler(ample, given.get("max_batch"))
@@ -320,7 +323,10 @@ class _ModelNeeds:
         return trainer.reserved_bytes(self.backend)
 
     def _limited(self, default: int, available: float) -> int:
-        """Return `available` bytes, on a CPU limited to `default` bytes; never a negative size."""
+        """Return the default size of a budget in bytes, at least 0.
+
+        It is `available` on a GPU, and the smaller of `available` and `default` on a CPU.
+        """
         return int(max(0, min(available, default) if self.backend.uses_main_memory else available))
 
     @property

@@ -1,5 +1,7 @@
-"""A description of a base model's numerics: kernels, batch invariance, and the difference to expect
-between sampled and trained logprobs.
+"""A description of a base model's numerics.
+
+It names the kernels, says whether they are batch-invariant, and gives the expected difference
+between the logprobs of sampler and trainer.
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ class Numerics:
     triton/families.py).
     """
     is_batch_invariant: bool
-    """Whether the bits of a sample with a seed do not depend on other work of the engine. With
-    torch's matmuls, LoRA of some low ranks may be an exception, which a warning names.
+    """Whether the bits of a sample with a seed do not depend on other work of the engine.
+
+    With torch's matmuls, LoRA adapters of some ranks may be an exception. A warning names each such
+    rank.
     """
     expected_kl: float
     """The approximate maximum of `optim/kl_sample_train_v2` in a correct on-policy step; 0 means
@@ -55,10 +59,12 @@ class Numerics:
 def describe(backend: Backend) -> Numerics:
     """Return the numerics of the backend's model."""
     replaced, tiling = backend.replaced_families, backend.tiling
-    # The trainer does not compute in fixed tiles, so there its matmuls have an order of their own.
+    # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
+    # different orders.
     is_one_order = backend.is_compiled or (tiling is not None and tiling.tile is None)
     if is_one_order:
-        # Torch's log-sum-exp may differ in its last bit, and ties of logits may fall either way.
+        # Torch's log-sum-exp may differ in its last bit. The largest logits are recomputed in
+        # float32, and if some of them are equal, either one may be chosen for that.
         expected, alarm = (0.0, 1e-6) if backend.is_compiled and not replaced else (1e-8, 1e-4)
     else:
         expected, alarm = (1e-3, 1e-2) if backend.dtype == torch.bfloat16 else (1e-8, 1e-4)

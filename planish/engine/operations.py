@@ -40,7 +40,10 @@ class TrainingOperations:
     """The operations of a training model, with one method per kind of queued operation."""
 
     def __init__(self, store: CheckpointStore, disk: Executor) -> None:
-        """`store`: where checkpoints are saved. `disk`: runs the writing of checkpoints."""
+        """Create the operations of an engine.
+
+        Checkpoints are saved in `store`. They are written by the threads of `disk`.
+        """
         self._store = store
         self._disk = disk
 

@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 _COMPUTING = ("planish.engine.", "planish.model.", "torch.", "triton.")
-"""Prefixes of modules whose frames may reference tensors, and are finished after an exception."""
+"""Prefixes of the modules whose frames `clear_frames` clears, because they may contain tensors."""
 
 
 class _Mallinfo2(ctypes.Structure):
@@ -51,8 +51,9 @@ def trim_heap(keep_bytes: int) -> None:
 def clear_frames(error: BaseException) -> None:
     """Clear the local variables of the frames in the traceback of `error` and of its causes.
 
-    Otherwise the tensors of these frames would stay in memory as long as the exception does.
-    Frames of modules that do not compute are left alone, and frames that are still running.
+    Otherwise the tensors of these frames would stay in memory as long as the exception does. Only
+    frames of modules with a prefix in `_COMPUTING` are cleared. Frames that are still running are
+    left unchanged.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

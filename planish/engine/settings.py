@@ -31,6 +31,7 @@ _GPU_FILES = (
 The last one exists on WSL.
 """
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+"""The supported dtypes by the names that `EngineSettings.dtype` accepts."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class EngineSettings:
     deterministic: bool | None = None
     """Whether samples are batch-invariant: their bits do not depend on other work of the engine.
 
-    None: only if that costs almost nothing. That is the case on a CPU whose matmuls, native or
-    torch's, are batch-invariant.
+    None: samples are batch-invariant only if that costs almost nothing. That is the case on a CPU
+    where the matmuls of planish's kernels or of torch are batch-invariant.
     """
     micro_batch_tokens: int | None = None
     """Maximum number of tokens per training micro-batch."""

@@ -32,7 +32,8 @@ from planish.types import CheckpointPath, GetInfoResponse, ModelData
 class TrainingModel:
     """One training model and its queue of operations.
 
-    Only the engine thread may access `adapter`, `queue`, `work` and `failure`.
+    Only the engine thread may access `adapter`, `queue` and `work`, and only that thread may change
+    `failure`.
     """
 
     model_id: str
@@ -44,14 +45,14 @@ class TrainingModel:
     adapter: Adapter | None = None
     """The LoRA adapter. None until the model is created, and after it is unloaded."""
     failure: str | None = None
-    """Why the model permanently has no adapter."""
+    """Why the model will never have an adapter again: its creation failed, or it was unloaded."""
     queue: deque[QueuedTraining] = field(default_factory=deque)
     key: object = field(default_factory=object)
-    """A unique object that identifies this model within versions of weights. A `model_id` would not
-    be unique, because it may be reused after an unload.
+    """A unique object that stands for this model in the versions of its weights. The `model_id` is
+    not unique, because it may be reused after an unload.
     """
     work: Generator[None, None, None] | None = None
-    """The operation in progress, which belongs to queue[0]. Each `next` does one turn of it."""
+    """The generator that runs the operation queue[0]. Each call of `next` runs it for one turn."""
 
     @property
     def is_ready(self) -> bool:

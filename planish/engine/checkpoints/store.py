@@ -107,6 +107,7 @@ class CheckpointStore:
     """The checkpoints under one data directory, which any number of processes may share."""
 
     def __init__(self, directory: Path) -> None:
+        """Create a store for `directory`, which need not exist yet."""
         self.directory = directory
 
     def save(self, label: Label, adapter: SavedAdapter) -> None:
@@ -139,7 +140,8 @@ class CheckpointStore:
     def set_ttl(self, path: CheckpointPath, ttl_seconds: int | None) -> None:
         """Make the checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         label = Label(path, ttl_seconds)
-        # Check first that the checkpoint exists, so that no lock file is created otherwise.
+        # Raise an error here if the checkpoint does not exist. Acquiring the lock could otherwise
+        # create a lock file for nothing.
         self.manifest(path)
         with self._locked(self._directory_of(path).parent.parent):
             manifest = replace(
@@ -171,7 +173,8 @@ class CheckpointStore:
         try:
             manifest = self._read_manifest(path)
         except (CheckpointError, DamagedFileError):
-            # A replacement may have crashed, or still be, between its two renames.
+            # Between the two renames of a replacement, the checkpoint has only a temporary name.
+            # That replacement may still be in progress, or its process may have crashed.
             self._restore_previous(self._directory_of(path))
             manifest = self._read_manifest(path)
         if _has_expired(manifest):
@@ -210,7 +213,7 @@ class CheckpointStore:
         return self._retry_if_replaced(path, read)
 
     def has_run(self, run_id: str) -> bool:
-        """Return whether the run has a directory, which it has while it has checkpoints."""
+        """Return whether the run has a directory. A run without checkpoints has none."""
         check_name("run_id", run_id)
         return (self.directory / run_id).is_dir()
 
@@ -236,7 +239,7 @@ class CheckpointStore:
         target = self._directory_of(path)
         try:
             self._restore_previous(target)
-            # Check first that the checkpoint exists, so that no lock file is created otherwise.
+            # Check for the checkpoint first, because acquiring the lock could create a lock file.
             if not target.is_dir():
                 raise FileNotFoundError
             with self._locked(target.parent.parent):
@@ -483,7 +486,7 @@ def _remove_if_empty(segment: Path) -> None:
     run = segment.parent
     with suppress(OSError):
         with suppress(FileNotFoundError):
-            # Another process that waited for the lock may already find this directory removed.
+            # The previous owner of the lock may already have removed this directory.
             segment.rmdir()
         if {entry.name for entry in run.iterdir()} == {_LOCK}:
             (run / _LOCK).unlink()

@@ -37,8 +37,10 @@ class Adapter:
         backend: Backend,
         master: Tensor | None = None,
     ) -> None:
-        """`master`: the initial weights, float32 [size]. By default they are sampled with the seed
-        of the LoraConfig. `backend`: the backend of the base model.
+        """Create an adapter on the device of `backend`, the backend of the base model.
+
+        `master`: the initial weights, float32 [size]. By default they are sampled with the seed of
+        the LoraConfig.
         """
         self.layout = layout
         self._backend = backend

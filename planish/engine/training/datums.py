@@ -15,8 +15,8 @@ from planish.engine.training.losses import Loss
 from planish.errors import NonFiniteError, UnsupportedError, UserError
 from planish.types import Datum, TensorData
 
-# Inputs that clients of the public API send with every loss. A loss without such an input ignores
-# it, after a check that it does not contradict the other inputs.
+# Inputs that clients of the public API send with every loss, even if the loss does not use them.
+# Such an input is checked against the other inputs and then ignored.
 _TOLERATED = ("mask",)
 _PER_TOKEN_CLIPPING = ("clip_low_threshold", "clip_high_threshold")
 
@@ -38,7 +38,8 @@ def read_examples(
 ) -> list[Example]:
     """Return the datums as arrays.
 
-    Raise UserError or NonFiniteError, which names the first invalid datum, its input and the remedy.
+    Raise UserError or NonFiniteError for the first invalid datum. The error names the datum, its
+    input and the remedy.
     """
     if not data:
         raise UserError("data is empty; give at least one Datum")
@@ -85,7 +86,7 @@ def _read(
 
 
 def _check_names(where: str, given: Mapping[str, TensorData], loss: Loss, loss_name: str) -> None:
-    """Raise UserError if an input of the loss is missing, or if the loss does not take an input."""
+    """Raise UserError if a required input is missing, or if an input is unknown to the loss."""
     missing = [name for name in ("target_tokens", *loss.required) if name not in given]
     if missing:
         raise UserError(

@@ -2,7 +2,8 @@
 
 Each loss is a pure function of the logprobs of the targets, the datum's tensors and the config. A
 loss is the SUM over the positions of one datum, not a mean. So the loss and gradient of a call do
-not depend on how its datums are split. Position i of the model input predicts target i.
+not depend on how its datums are split into micro-batches. Position i of the model input predicts
+target i.
 
 The docstrings use these symbols:
 
@@ -56,8 +57,8 @@ def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """Return -sum w l.
 
     The weights `w` may have any sign. Without weights, all are 1 (our choice). Targets [N, K] are K
-    candidates per position. The loss is linear in w. So w = -dL/dl gives the gradient of any other
-    loss L of the logprobs.
+    candidates per position. The loss is linear in w. So with the weights w = -dL/dl it has the same
+    gradient as any other loss L of the logprobs.
     """
     weights = inputs.get("weights")
     return -(logprobs.sum() if weights is None else (weights * logprobs).sum())

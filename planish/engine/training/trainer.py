@@ -11,9 +11,9 @@ gradient fails the call, and also the optimizer step that may already be queued 
 `forward_backward` is a generator. It yields between micro-batches, so the engine can interleave
 other work on the device.
 
-Shapes: T is the number of tokens of a forest (one row each). P is the number of distinct (row,
-target) pairs. M is the number of scores of all datums in a micro-batch; a pair that several datums
-use counts once per use.
+Shapes of one micro-batch: P is the number of distinct (row, target) pairs. A row is a token of the
+packed prefix trees. M is the total number of targets of all datums, which is larger than P if
+datums share pairs.
 """
 
 from __future__ import annotations
@@ -145,8 +145,10 @@ class Trainer:
     """Runs `forward_backward` calls of LoRA adapters on one frozen base model."""
 
     def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
-        """Create a trainer. With a batch-invariant backend it reproduces the sampler's logprobs bit
-        for bit, except in fixed tiles.
+        """Create a trainer for the adapters of one base model.
+
+        With a batch-invariant backend the trainer reproduces the sampler's logprobs bit for bit.
+        The exception is a sampler that computes in fixed tiles.
         """
         self._decoder = decoder
         self.settings = settings
@@ -173,7 +175,11 @@ class Trainer:
         config: Mapping[str, float] | None = None,
         forward_only: bool = False,
     ) -> Generator[None, None, ForwardBackwardOutput]:
-        """Call `read` and `run`. Invalid data, too, make the adapter reject its next step."""
+        """Call `read`, then `run`.
+
+        If `read` raises an error, the adapter also rejects its next optimizer step, unless
+        `forward_only`.
+        """
         try:
             batch = self.read(data, loss_fn, config)
         except BaseException as error:
@@ -312,7 +318,7 @@ class _Pairs:
     targets: Tensor
     """int64 [P]: target token of each pair."""
     place: Tensor
-    """int64 [M]: index of the pair of each score, with the datums concatenated."""
+    """int64 [M]: for each target of the concatenated datums, the index of its pair."""
 
     @classmethod
     def of(cls, packed: Packed, examples: list[Example], vocab_size: int) -> _Pairs:
@@ -331,7 +337,7 @@ class _Pairs:
 
 
 def _sizes(call: _Call, packed: Packed) -> list[int]:
-    """Return the number of scores of each datum of the micro-batch."""
+    """Return the number of targets of each datum of the micro-batch."""
     return [call.batch.examples[datum].targets.size for datum in packed.datums]
 
 
@@ -369,8 +375,8 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
         inputs = call.batch.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
-    # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Only cispo
-    # and dro, which clip or square the difference, can succeed with larger ones.
+    # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Losses that
+    # clip the ratio or square the difference can be finite even for larger differences.
     return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
 
 
