@@ -10,7 +10,9 @@ last key of a block, a key that the row must not attend to, or a random key. A k
 its key, or attends to a hidden one, then has an error as large as the output itself.
 
 Error messages give differences relative to the root mean square of the reference. The reference is
-computed in float32 or float64. Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
+computed in float32 or float64.
+
+Shapes: T rows, D hidden, Hq and Hkv heads, E head_dim, V vocabulary.
 """
 
 from __future__ import annotations

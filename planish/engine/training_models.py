@@ -86,7 +86,8 @@ class TrainingModel:
 class SamplerSession:
     """One sampler: a base model, or one version of an adapter on it.
 
-    Only the engine thread may access the attributes after `model_path`.
+    Only the engine thread may access the attributes after `model_path`. As an exception, callbacks
+    remove futures from `running` in any thread.
     """
 
     sampler_id: str
@@ -103,8 +104,8 @@ class SamplerSession:
     waiting: list[QueuedSample] = field(default_factory=list)
     """The requests that arrived before the sampler was ready."""
     running: set[Future[Any]] = field(default_factory=set)
-    """The futures of requests without a response. A callback removes each one when it is done, in
-    the thread that completes or cancels it.
+    """The futures of requests without a response. A callback removes each future when the future is
+    done, in the thread that completes or cancels it.
     """
     is_released: bool = False
     """Whether the caller has released the sampler."""
