@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -23,6 +25,13 @@ from planish.tensors import HoldsArrays, TensorData, as_tensor_data
 
 if TYPE_CHECKING:
     import torch
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_BYTES = 1024
+MAX_STOP_TOKENS = 1024
+"""Limits of SamplingParams.stop. The engine searches the last tokens of every sequence for every
+stop string after each token, so an unlimited `stop` would delay all tenants.
+"""
 
 StopReason = Literal["stop", "length"]
 
@@ -234,7 +243,7 @@ class SamplingParams:
     """Makes sampling reproducible. The samples of one request still differ from each other."""
     stop: str | Sequence[str] | Sequence[int] | None = None
     """None = the model's end-of-sequence tokens. Strings or token ids replace these; [] = never
-    stop early.
+    stop early. At most MAX_STOP_STRINGS strings of MAX_STOP_BYTES bytes, or MAX_STOP_TOKENS ids.
     """
     temperature: float = 1.0
     """0 = greedy."""
@@ -721,18 +730,40 @@ def _token_list(tokens: Any, name: str) -> list[int]:
     return values
 
 
+def _check_stop_string(string: str) -> None:
+    size = len(string.encode("utf-8", "surrogatepass"))
+    if size > MAX_STOP_BYTES:
+        raise UserError(
+            f"SamplingParams.stop contains a string of {size} bytes: give at most {MAX_STOP_BYTES} bytes"
+        )
+
+
 def _stop(stop: Any) -> Any:
     if stop is None or isinstance(stop, str):
         if stop == "":
             raise UserError(
                 "SamplingParams.stop is an empty string, which would stop at once; give [] to never stop early"
             )
+        if stop is not None:
+            _check_stop_string(stop)
         return stop
     values = stop.tolist() if hasattr(stop, "tolist") else stop
     items: list[Any] = (
-        list(values) if isinstance(values, Iterable) and not isinstance(values, bytes) else [None]
+        list(islice(values, MAX_STOP_TOKENS + 1))
+        if isinstance(values, Iterable) and not isinstance(values, bytes)
+        else [None]
     )
+    if len(items) > MAX_STOP_TOKENS:
+        raise UserError(
+            f"SamplingParams.stop: give at most {MAX_STOP_TOKENS} token ids or {MAX_STOP_STRINGS} strings"
+        )
     if all(isinstance(item, str) for item in items) and all(items):
+        if len(items) > MAX_STOP_STRINGS:
+            raise UserError(
+                f"SamplingParams.stop has {len(items)} strings: give at most {MAX_STOP_STRINGS}"
+            )
+        for item in items:
+            _check_stop_string(item)
         return tuple(items)
     if all(_is_int(item) for item in items):
         return tuple(
@@ -740,7 +771,7 @@ def _stop(stop: Any) -> Any:
             for item in items
         )
     raise UserError(
-        f"SamplingParams.stop={stop!r}: give a string, a list of non-empty strings, a list of token ids, or None"
+        f"SamplingParams.stop={reprlib.repr(stop)}: give a string, a list of non-empty strings, a list of token ids, or None"
     )
 
 

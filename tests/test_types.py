@@ -1,6 +1,7 @@
 """The vocabulary: what it accepts, what it refuses, and that it agrees with the public SDK's types."""
 
 import dataclasses
+import itertools
 import math
 import pickle
 from collections.abc import Callable
@@ -16,6 +17,9 @@ from hypothesis import strategies as st
 from planish.errors import UserError
 from planish.service import Sample
 from planish.types import (
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
     AdamParams,
     CheckpointPath,
     Datum,
@@ -234,6 +238,11 @@ def test_torch_round_trip(dtype):
         (SamplingParams, {"stop": ["a", ""]}),
         (SamplingParams, {"stop": 5}),
         (SamplingParams, {"stop": b"x"}),
+        (SamplingParams, {"stop": "x" * (MAX_STOP_BYTES + 1)}),
+        (SamplingParams, {"stop": ["é" * (MAX_STOP_BYTES // 2 + 1)]}),
+        (SamplingParams, {"stop": ["x"] * (MAX_STOP_STRINGS + 1)}),
+        (SamplingParams, {"stop": [1] * (MAX_STOP_TOKENS + 1)}),
+        (SamplingParams, {"stop": itertools.repeat("x")}),
         (SamplingParams, {"temperature": 1e-38}),
         (SamplingParams, {"max_tokens": True}),
         (AdamParams, {"learning_rate": -1e-4}),
@@ -356,6 +365,18 @@ def test_checkpoint_paths_round_trip():
 def test_invalid_checkpoint_paths_are_rejected(path):
     with pytest.raises(ValueError, match="tinker://"):
         CheckpointPath.parse(path)
+
+
+@pytest.mark.parametrize(
+    "stop",
+    [
+        "x" * MAX_STOP_BYTES,
+        ["é" * (MAX_STOP_BYTES // 2)] * MAX_STOP_STRINGS,
+        [1] * MAX_STOP_TOKENS,
+    ],
+)
+def test_stop_conditions_at_the_limits_are_accepted(stop):
+    assert len(SamplingParams(stop=stop).stop) == len(stop)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "stop"])
