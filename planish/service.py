@@ -52,6 +52,9 @@ from planish.types import (
 )
 
 R = TypeVar("R")
+
+MAX_METADATA = 65_536
+"""Maximum number of characters of the keys and values of `user_metadata`."""
 R_co = TypeVar("R_co", covariant=True)
 
 
@@ -76,6 +79,7 @@ class CreateModel(Operation[GetInfoResponse]):
     with_optimizer: bool = False
     """With `from_path`: also restore the optimizer state and step."""
     user_metadata: Mapping[str, str] = field(default_factory=dict)
+    """At most MAX_METADATA characters."""
 
     def __post_init__(self) -> None:
         _check_kind("lora", self.lora, LoraConfig, "LoraConfig(rank=...)")
@@ -312,7 +316,14 @@ def _keep_loss(operation: Any) -> None:
 
 def _keep_metadata(operation: Any) -> None:
     check_metadata(operation.user_metadata)
-    object.__setattr__(operation, "user_metadata", dict(operation.user_metadata))
+    metadata = dict(operation.user_metadata)
+    size = sum(map(len, (*metadata, *metadata.values())))
+    if size > MAX_METADATA:
+        raise UserError(
+            f"user_metadata has {size:,} characters; give at most {MAX_METADATA:,}, and keep larger "
+            "data in a file of your own"
+        )
+    object.__setattr__(operation, "user_metadata", metadata)
 
 
 def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from planish.errors import UserError
 from planish.service import (
+    MAX_METADATA,
     CreateModel,
     CreateSampler,
     ForwardBackward,
@@ -27,6 +28,16 @@ WRONG: list[tuple[type[Any], dict[str, Any], str]] = [
     (CreateModel, {}, "base_model and from_path are both missing"),
     (CreateModel, {"from_path": "model.pt"}, "checkpoint path 'model.pt': expected tinker://"),
     (CreateModel, {"base_model": "m", "user_metadata": {"a": 1}}, "user_metadata={'a': 1}: give"),
+    (
+        CreateModel,
+        {"base_model": "m", "user_metadata": {"k": "x" * MAX_METADATA}},
+        "user_metadata has 65,537 characters; give at most 65,536",
+    ),
+    (
+        SaveWeights,
+        {"name": "a", "user_metadata": {"x" * MAX_METADATA: "v"}},
+        "user_metadata has 65,537 characters",
+    ),
     (CreateSampler, {}, "base_model and model_path are both missing"),
     (CreateSampler, {"model_path": 5}, "checkpoint path 5"),
     (ForwardBackward, {"data": DATUM, "loss_fn": "ppo"}, "data is a Datum; give a list"),
@@ -55,6 +66,11 @@ def test_a_field_of_a_wrong_kind_is_named(kind: type[Any], given: dict[str, Any]
     owner = "sampler_id" if kind is CreateSampler else "model_id"
     with pytest.raises(UserError, match=message):
         kind(**{owner: "id", **given})
+
+
+def test_metadata_at_the_limit_is_accepted():
+    metadata = {"k": "x" * (MAX_METADATA - 1)}
+    assert SaveWeights("id", "a", user_metadata=metadata).user_metadata == metadata
 
 
 @pytest.mark.parametrize("name", ["prompt", "sampling_params"])

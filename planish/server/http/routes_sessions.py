@@ -14,11 +14,10 @@ from starlette.responses import Response
 from planish.errors import UnsupportedError, UserError
 from planish.server.http.context import MIB, RequestContext, answered, endpoint, nothing, paged
 from planish.server.results import SessionRecord, SessionSpec
+from planish.service import MAX_METADATA
 from planish.wire.fields import Fields
 from planish.wire.records import capabilities_to_json, time_from_json
 
-_MAX_SPEC = 65_536
-"""Maximum number of characters in the tags and metadata of a session."""
 _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
@@ -118,9 +117,9 @@ def _spec(fields: Fields) -> SessionSpec:
         raise UserError("tags contains a value that is not a string")
     metadata = fields.optional(fields.strings, "user_metadata", {})
     size = sum(map(len, (*tags, *metadata, *metadata.values())))
-    if size > _MAX_SPEC:
+    if size > MAX_METADATA:
         raise UserError(
-            f"tags and user_metadata have {size:,} characters; give at most {_MAX_SPEC:,}"
+            f"tags and user_metadata have {size:,} characters; give at most {MAX_METADATA:,}"
         )
     return SessionSpec(
         tags,
