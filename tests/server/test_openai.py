@@ -548,6 +548,8 @@ def test_unsupported_parameters_are_rejected(client, options, param):
         ({"logprobs": 21}, "logprobs"),
         ({"prompt": [10**6]}, None),
         ({"prompt": "x" * 3000}, None),
+        ({"prompt": "x" * (8 << 20)}, "prompt"),
+        ({"prompt": ["x" * 9000] * 1000}, "prompt"),
         ({"max_tokens": 5000}, None),
         ({"prompt": ["x"] * 1024, "n": 128, "max_tokens": 1000}, "n"),
         ({"prompt": ["x"] * 1000, "n": 8, "max_tokens": 100, "logprobs": 20}, "n"),
@@ -559,6 +561,14 @@ def test_requests_that_cannot_be_sampled_are_rejected(client, options, param):
     with pytest.raises(openai.BadRequestError) as error:
         client.completions.create(**{"model": BASE, "prompt": "x", **options})
     assert error.value.param == param
+
+
+@pytest.mark.parametrize("message", [{"content": "x" * (8 << 20)}, {"content": ""}])
+def test_messages_with_more_text_than_the_context_are_rejected_before_tokenizing(client, message):
+    copies = 1 if message["content"] else 30_000
+    with pytest.raises(openai.BadRequestError, match="the model's context holds at most") as error:
+        client.chat.completions.create(model=BASE, messages=copies * [{"role": "user", **message}])
+    assert error.value.param == "messages"
 
 
 def test_an_invalid_body_is_rejected(client):

@@ -27,6 +27,7 @@ from planish.server.openai.protocol import (
     Sampled,
     Usage,
     check_size,
+    check_text,
     optional,
     read_chat_options,
     sample_all,
@@ -79,6 +80,8 @@ async def chat_completions(
 
 def _parsed(model: Served, options: Options, fields: Fields) -> Chat:
     texts = model.texts
+    for name in ("messages", "tools"):
+        check_text(name, fields.raw(name), texts.max_characters)
     renderer = texts.renderer(model.renderer_name)
     marks = renderer.get_stop_sequences()
     stop_ids = texts.end_ids | {mark for mark in marks if isinstance(mark, int)}

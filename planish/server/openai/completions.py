@@ -25,6 +25,7 @@ from planish.server.openai.protocol import (
     Sampled,
     Usage,
     check_size,
+    check_text,
     optional,
     read_text_options,
     sample_all,
@@ -38,6 +39,9 @@ from planish.types import ModelInput, SampledSequence, SampleResponse
 from planish.wire.fields import Fields
 
 MAX_PROMPTS = 1024
+_MAX_CHARACTERS = 8 << 20
+"""Maximum number of characters of all prompts of a request, unless a single prompt may have more.
+"""
 _DEFAULT_MAX_TOKENS = 16
 """OpenAI's default."""
 
@@ -134,12 +138,14 @@ def _prompts(fields: Fields, model: Served) -> list[Prompt]:
             f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of "
             "either",
         )
+    check_text("prompt", prompts, max(model.texts.max_characters, _MAX_CHARACTERS))
     return [_prompt(prompt, model) for prompt in prompts]
 
 
 def _prompt(given: Any, model: Served) -> Prompt:
     tokenizer = model.texts.tokenizer
     if isinstance(given, str):
+        check_text("prompt", given, model.texts.max_characters)
         prompt = Prompt(tokenizer.encode(given), given)
     elif isinstance(given, list) and all(_is_token(token) for token in given):
         prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))

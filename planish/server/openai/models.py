@@ -48,13 +48,16 @@ class BaseTexts:
     def __init__(self, name: str, directory: Path) -> None:
         self._name = name
         self._directory = directory
-        self.tokenizer: ModelTokenizer = load_tokenizer(directory)
+        tokenizer = load_tokenizer(directory)
+        self.tokenizer: ModelTokenizer = tokenizer
         self.codec = Codec(self.tokenizer)
         self.tokens = TokenTexts(self.tokenizer)
         config = ModelConfig.from_directory(directory)
         self.end_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
         """Tokens that end a sequence."""
         self.max_context = config.max_context
+        self.max_characters = config.max_context * max(map(len, tokenizer.get_vocab()))
+        """The maximum number of characters of a text that fits into the context."""
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:

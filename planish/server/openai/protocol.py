@@ -154,6 +154,36 @@ def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
     return _options(fields, longest, _top(fields, "logprobs"))
 
 
+def check_text(name: str, given: Any, max_characters: int) -> None:
+    """WrongParameterError if a JSON value contains too much text for the model's context.
+
+    This check comes before tokenizing, which takes about 280 bytes per character.
+    """
+    size = _characters(given)
+    if size > max_characters:
+        raise WrongParameterError(
+            name,
+            f"{name} has {size:,} characters, and the model's context holds at most "
+            f"{max_characters:,}; shorten it",
+        )
+
+
+def _characters(value: Any) -> int:
+    """Return the number of characters of all texts in a JSON value, plus one per list or object."""
+    total, pending = 0, [value]
+    while pending:
+        value = pending.pop()
+        if isinstance(value, str):
+            total += len(value)
+        elif isinstance(value, dict):
+            total += 1
+            pending += value.values()
+        elif isinstance(value, list):
+            total += 1
+            pending += value
+    return total
+
+
 def check_size(operations: Sequence[Sample], context: int) -> None:
     """WrongParameterError if the answer could need more memory than one request may use."""
     size = sum(_max_bytes(operation, context) for operation in operations)
