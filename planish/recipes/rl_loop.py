@@ -11,8 +11,8 @@ the standard deviation, which would favour problems that are nearly always or ne
 (Dr. GRPO, Liu et al. 2025). A group whose rewards are all equal has no gradient and is left out.
 The sampled tokens and their logprobs go to the trainer unchanged; no text is tokenised again.
 The same command started again resumes after the last checkpoint, and metrics.jsonl has each step
-exactly once. Left out on purpose: environments of several turns, asynchronous rollouts, KL
-penalties. This is the loop to read first.
+exactly once. This is the loop to read first: it leaves out multi-turn environments, asynchronous
+rollouts and KL penalties.
 Legend: P problems of a batch, G answers of a group, T tokens of an answer, D datums.
 """
 
@@ -62,6 +62,8 @@ CONSOLE_METRICS = {
 
 @chz.chz
 class Config(CheckpointOptions, StartOptions):
+    """Options of the recipe."""
+
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -87,14 +89,14 @@ class Config(CheckpointOptions, StartOptions):
 
 
 def main(config: Config) -> Path:
-    """Train, in this process or on a server; returns the run directory."""
+    """Train, in this process or on a server, and return the run directory."""
     check(config)
     with planish.ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: planish.ServiceClient) -> Path:
-    """Train with a given service client; returns the run directory."""
+    """Train with a given service client and return the run directory."""
     problems, tests = load_problems(config.dataset, "train"), []
     if config.eval_problems:
         tests = load_problems(config.dataset, "test")[: config.eval_problems]
@@ -131,8 +133,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                # If a finished run is extended, its final evaluation was logged under this step and
-                # its row was dropped. So evaluate again.
+                # A finished run logged its final evaluation under this step. Extending the run
+                # drops that row of metrics.jsonl, so evaluate again.
                 is_test_due = step == 0 or (step == start.batch and start.was_finished)
                 if config.eval_every > 0 and step % config.eval_every == 0:
                     is_test_due = True
@@ -226,7 +228,8 @@ class StepRunner:
             temperature=0.0 if is_test else self.config.temperature,
             stop=self.renderer.get_stop_sequences(),
         )
-        # Ctrl-C ends the sampling at once: answers that are not trained on yet may be lost.
+        # Ctrl-C ends sampling at once. The answers that are lost were not trained on yet, and a
+        # resumed run samples them again.
         with self.stop.at_once():
             return sample_groups(
                 sampling_client,
@@ -273,8 +276,8 @@ def sample_groups(
 def grade_answer(
     renderer: Renderer, grader: Grader, problem: Problem, sequence: SampledSequence
 ) -> tuple[float, Metrics]:
-    """Return the reward, 1 for the right result in a box and else 0, and metrics. An answer that
-    the grader cannot judge counts as wrong; env/all/unjudged counts such answers.
+    """Return (reward, metrics). The reward is 1 if the \\boxed{} result is correct, else 0. An
+    answer that the grader cannot judge counts as wrong; env/all/unjudged counts such answers.
     """
     text = get_text_content(renderer.parse_response(sequence.tokens).message)
     try:

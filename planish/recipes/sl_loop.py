@@ -1,14 +1,14 @@
 """Supervised training on conversations, or on the worked solutions of questions.
 
-    python -m planish.recipes.sl_loop dataset=DIR      rows with "messages", or "question" and "answer"
+    python -m planish.recipes.sl_loop dataset=DIR      your own rows, in one of the forms below
     python -m planish.recipes.sl_loop preset=seed      sizes and model of the published recipe
 
-A row with "messages" is a conversation (other forms: planish/supervised/conversations.py); all its
-assistant messages are trained on. A row with only "question" and "answer" becomes a conversation of
-the prompt that rl_loop uses and the worked solution with its result in a box. So sl_loop can
-prepare a model that does not know this format for rl_loop. The learning rate falls linearly to 0.
-The order of each epoch depends on the seed only, so an interrupted run resumes with the next batch
-and sees each batch once.
+A row with "messages" is a conversation (planish/supervised/conversations.py lists other forms). All
+its assistant messages are trained on. A row with only "question" and "answer" also becomes a
+conversation: the user message is the prompt of rl_loop, and the assistant message is the worked
+solution with its result in \\boxed{}. So sl_loop can teach a model this answer format before
+rl_loop trains it. The learning rate falls linearly to 0. The order of each epoch depends on the
+seed only, so an interrupted run resumes with the next batch and sees each batch once.
 """
 
 import math
@@ -64,6 +64,8 @@ CONSOLE_METRICS = {
 
 @chz.chz
 class Config(CheckpointOptions, StartOptions):
+    """Options of the recipe."""
+
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -84,14 +86,14 @@ class Config(CheckpointOptions, StartOptions):
 
 
 def main(config: Config) -> Path:
-    """Train, in this process or on a server; returns the run directory."""
+    """Train, in this process or on a server, and return the run directory."""
     check(config)
     with ServiceClient(base_url=config.base_url) as service_client:
         return train(config, service_client)
 
 
 def train(config: Config, service_client: ServiceClient) -> Path:
-    """Train with a given service client; returns the run directory."""
+    """Train with a given service client and return the run directory."""
     conversations, tests = load_conversations(config.dataset, "train"), []
     if config.eval_examples:
         tests = load_conversations(config.dataset, "test")[: config.eval_examples]
@@ -163,8 +165,8 @@ def train_step(
     max_length: int,
     rate: float,
 ) -> Metrics:
-    """Make one gradient step on the summed loss of a batch and return its metrics. If all
-    conversations of the batch are left out, nothing is trained.
+    """Make one gradient step on the summed loss of a batch and return its metrics. If `render`
+    leaves out all conversations of the batch, there is no step.
     """
     spans = Spans()
     with spans.measure("training"):
@@ -234,7 +236,9 @@ class Examples:
 
 
 def render(batch: Sequence[Conversation], renderer: Renderer, max_length: int) -> Examples:
-    """Return one datum per conversation, with weight 1 for each token of the assistant."""
+    """Return one datum per conversation, with weight 1 for each assistant token. Conversations
+    without an assistant token within `max_length` are left out.
+    """
     data, truncated = [], 0
     for conversation in batch:
         tokens, weights = renderer.build_supervised_example(conversation, LEARNED)
@@ -263,8 +267,8 @@ def read_row(row: Row, where: str) -> Conversation:
 def check_data(
     conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str
 ) -> None:
-    """Raise UserError for a conversation that cannot be trained on, with its row, or if all
-    conversations are too long.
+    """Raise UserError if a conversation cannot be trained on, or if `max_length` cuts off every
+    answer. The message names the row.
     """
     rows = [{"messages": conversation} for conversation in conversations]
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")

@@ -12,8 +12,8 @@ Advantage = Callable[[Sequence[float]], list[float]]
 
 
 def mean_centred(rewards_G: Sequence[float]) -> list[float]:
-    """Return R - mean(R). It is not divided by the standard deviation, which would favour problems
-    that are nearly always or nearly never solved (Dr. GRPO, Liu et al. 2025).
+    """Return R - mean(R). There is no division by the standard deviation, which would favour
+    problems that are nearly always or nearly never solved (Dr. GRPO, Liu et al. 2025).
     """
     if is_constant(rewards_G):
         # The mean of equal numbers can differ from them by rounding.

@@ -37,10 +37,12 @@ class AnswerGroup:
 
     @property
     def rewards_G(self) -> list[float]:
+        """The reward of each answer, [G]."""
         return [answer.reward for answer in self.answers_G]
 
     @property
     def mean_reward(self) -> float:
+        """The mean reward of the answers."""
         return sum(self.rewards_G) / len(self.rewards_G)
 
     @property
@@ -57,7 +59,7 @@ def answer_datum(
     loss_fn: str = "importance_sampling",
 ) -> Datum:
     """Return the datum of a prompt and its sampled answer: position i reads token i and predicts
-    token i + 1. UserError if `prompt` is no ModelInput.
+    token i + 1. Raises UserError if `prompt` is not a ModelInput.
 
     The positions of the prompt have advantage 0, so their targets and logprobs do not matter.
     """

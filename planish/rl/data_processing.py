@@ -3,9 +3,9 @@
 Legend: P groups, G trajectories of a group, T turns of a trajectory, N tokens of a sequence, D
 sequences.
 
-A trajectory becomes one sequence if each observation begins with all tokens before it (the
-sequence-extension rule); an observation that does not begins a new sequence. Sampled tokens and
-their logprobs are used unchanged; no text is tokenised again.
+A trajectory becomes one sequence if each observation extends the previous one: it must begin with
+all tokens that were observed and sampled before it. Any other observation starts a new sequence.
+Sampled tokens and their logprobs are used unchanged; no text is tokenised again.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ class TrainingSequence:
 
     def datum(self, loss_fn: str) -> Datum:
         """Return the datum for the trainer: position i reads token i and predicts token i + 1. The
-        mask is included only for losses that would otherwise count observed tokens.
+        datum has a mask only for losses that would otherwise count observed tokens (`LOSS_MASKS`).
         """
         inputs = {
             "target_tokens": self.tokens_N[1:],
@@ -55,7 +55,7 @@ class TrainingSequence:
 
 
 LOSS_MASKS = {"gspo": "sequence_ratio_mask", "dro": "mask"}
-"""Losses that are not 0 where the advantage is 0, with the name of their mask input."""
+"""The name of the mask input, for each loss that is not 0 at tokens whose advantage is 0."""
 
 
 def trajectory_to_data(trajectory: Trajectory, advantage: float) -> list[TrainingSequence]:
@@ -108,7 +108,9 @@ def assemble_training_data(
     advantages_P: Sequence[Sequence[float]],
     teacher: str | None = None,
 ) -> list[TrainingSequence]:
-    """Return the sequences of all trajectories in order, without those that have no trained token."""
+    """Return the sequences of all trajectories in order. Sequences without a trained token are
+    left out.
+    """
     return [
         replace(sequence, teacher=teacher)
         for group, advantages_G in zip(groups_P, advantages_P, strict=True)

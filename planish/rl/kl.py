@@ -25,7 +25,9 @@ from planish.types import ForwardBackwardOutput, ModelInput
 
 
 class AdvantageShaping(Protocol):
-    """Changes the advantages of a batch by the logprobs that other policies give its tokens."""
+    """Changes the advantages of a batch, depending on the logprobs of its tokens under other
+    policies.
+    """
 
     span: ClassVar[str]
     """Name under which its duration is reported."""
@@ -85,8 +87,8 @@ def kl_metrics(
 async def logprob_gaps(
     data_D: Sequence[TrainingSequence], policy_of: Callable[[TrainingSequence], Any]
 ) -> list[np.ndarray]:
-    """Return d = (q - l) * mask, [D][N]. l is at temperature 1, from the sampling client that
-    `policy_of` returns for a sequence.
+    """Return (q - l) * mask, [D][N]. l is the logprob at temperature 1 under the sampling client
+    that `policy_of` returns for a sequence.
     """
 
     async def gap(sequence: TrainingSequence) -> np.ndarray:
@@ -103,7 +105,9 @@ async def logprob_gaps(
 
 
 def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:
-    """Return the mean of d over trained tokens; None without trained tokens."""
+    """Return the mean of `gaps_D`, the result of `logprob_gaps`, over trained tokens; None without
+    trained tokens.
+    """
     tokens = sum(float(sequence.mask_N.sum()) for sequence in data_D)
     return sum(float(gap_N.sum()) for gap_N in gaps_D) / tokens if tokens else None
 
@@ -116,10 +120,11 @@ def add_kl_term(
     *,
     baseline: float = 0.0,
 ) -> TrainingSequence:
-    """Return the sequence with advantage += coefficient * mask * (baseline - d).
+    """Return the sequence with advantage += coefficient * mask * (baseline - gap), where `gap_N` is
+    the sequence's result of `logprob_gaps`.
 
-    With `discount` > 0, the term of a token becomes the discounted sum of the terms from that token
-    on.
+    With `discount` > 0, the term of a token becomes the discounted sum of its own term and the
+    terms of all later tokens.
     """
     term_N = coefficient * sequence.mask_N * (baseline - gap_N)
     if discount > 0:

@@ -12,7 +12,8 @@ episodes of many turns with tools. A `RolloutConfig` holds all parts. Three plac
 * The group (`do_group_rollout`) and environments with a grader apply the `TerminationRewardPolicy`.
 
 A limit ends the episode and keeps its turns. It raises no error, so the other rollouts of the group
-continue. The exception is `sampling_turn_timeout_seconds`: a policy that takes longer has failed.
+continue. The exception is `sampling_turn_timeout_seconds`: a policy that takes longer fails, with
+TimeoutError.
 """
 
 from typing import Literal
@@ -33,7 +34,7 @@ LIMIT_STOP_REASONS = (
     StopReason.MAX_TOOL_CALLS,
     StopReason.ROLLOUT_TIMEOUT,
 )
-"""Stop reasons that mean that a budget cut the episode off."""
+"""Stop reasons of episodes that a limit ended."""
 
 
 _count = field_check(
@@ -97,8 +98,8 @@ class RolloutLimits:
         return any(budget is not None for budget in budgets)
 
     def turn_tokens(self, prompt_tokens: int, sampled_tokens: int) -> int | None:
-        """Return the maximum tokens of the next answer; None = no limit. `prompt_tokens` is the
-        length of its prompt, `sampled_tokens` the number of tokens in earlier answers.
+        """Return the maximum number of tokens in the next answer; None = no limit. `prompt_tokens`
+        is the length of its prompt, `sampled_tokens` the number of tokens in earlier answers.
 
         The result is at least 1, since `reached` ends an episode that has no token left.
         """
@@ -114,7 +115,8 @@ class RolloutLimits:
     def reached(
         self, *, turns: int, trajectory_tokens: int, sampled_tokens: int, seconds: float
     ) -> StopReason | None:
-        """Return the limit that allows no further turn; None if all limits allow one.
+        """Return the stop reason of the first limit that is reached; None if the episode may
+        continue.
 
         `trajectory_tokens` is the length of the next prompt, or of the whole episode if there is no
         next prompt.
@@ -135,13 +137,13 @@ class RolloutLimits:
 
 @chz.chz
 class ParseErrorPolicy:
-    """How malformed answers are handled. Without this policy, two options of EnvFromMessageEnv
-    decide.
+    """How malformed answers are handled. It replaces the options `failed_parse_reward` and
+    `terminate_on_parse_error` of EnvFromMessageEnv.
 
     There are two kinds of malformed answers. An answer without a stop sequence ends the episode
-    with `terminal_reward`, since its message may be incomplete. An answer that is complete, but
-    whose tool calls are all unreadable, gets the error as a reply, and the policy may try again, up
-    to `max_consecutive` times in a row.
+    with `terminal_reward`, since its message may be incomplete. A complete answer whose tool calls
+    are all unreadable gets the error as a reply. The policy may then try again, up to
+    `max_consecutive` times in a row.
     """
 
     max_consecutive: int = chz.field(
@@ -238,7 +240,7 @@ class TerminationRewardPolicy:
 
 @chz.chz
 class RolloutConfig:
-    """All rules of an episode."""
+    """The limits of an episode, and how malformed answers, rewards and tool calls are handled."""
 
     limits: RolloutLimits = chz.field(default_factory=RolloutLimits)
     parse_errors: ParseErrorPolicy | None = None
@@ -265,10 +267,10 @@ def simple() -> RolloutConfig:
 def agentic() -> RolloutConfig:
     """Return a config for agents with tools.
 
-    Budgets end episodes that make no progress, with a recorded stop reason. Up to two unreadable
+    Limits end episodes that make no progress, with a recorded stop reason. Up to two unreadable
     calls in a row get the error as a reply, as in a deployed agent. Episodes that a limit ended are
-    graded and get at most 0; a grader fails after 15 minutes. Tool calls run sequentially, since
-    tools often share a file system.
+    graded, and their reward is at most 0. A grader that runs for 15 minutes fails with
+    TimeoutError. Tool calls run sequentially, since tools often share a file system.
     """
     return RolloutConfig(
         limits=RolloutLimits(max_turns=10, max_trajectory_tokens=65536, max_tool_calls=30),

@@ -7,8 +7,8 @@ rewards are compared with each other. A builder holds plain data, so it can be p
 another process. An `RLDataset` is a sequence of batches of builders. Names and fields are those of
 the public cookbooks, so environments that were written for them run here (docs/porting.md).
 
-Metrics only report: the stop reason of a trajectory, and whether a turn is trained on, are separate
-fields.
+Metrics are for reports only. The training loop reads other fields, such as the stop reason of a
+trajectory and `train_on_action` of a turn.
 """
 
 from abc import ABC, abstractmethod
@@ -37,7 +37,7 @@ class StopReason(StrEnum):
     TOOL_STOPPED = "tool_stopped"
     MAX_TURNS = "max_turns"
     MAX_TOKENS = "max_tokens"
-    """The policy was cut off within a turn."""
+    """An answer was cut off, or the episode reached `max_trajectory_tokens`."""
     MAX_SAMPLED_TOKENS = "max_sampled_tokens"
     MAX_TOOL_CALLS = "max_tool_calls"
     CONTEXT_OVERFLOW = "context_overflow"
@@ -71,8 +71,8 @@ class StepResult:
 
 @dataclass(frozen=True)
 class InitialObservationOverflow:
-    """Returned in place of a first observation if the prompt is too long. Nothing is sampled; the
-    reward still counts in its group.
+    """The result of `Env.initial_observation` if the prompt is too long. Nothing is sampled, but
+    the reward still counts in its group.
     """
 
     reward: float = 0.0
@@ -91,7 +91,9 @@ class Env(ABC):
 
     @abstractmethod
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
-        """Apply the policy's tokens. A method without a parameter `extra` is called without it."""
+        """Apply the policy's tokens and return the result. Environments may leave out the parameter
+        `extra`; they are then called without it.
+        """
 
 
 @dataclass(frozen=True)
@@ -148,7 +150,9 @@ class TrajectoryGroup:
 
 
 class EnvGroupBuilder(ABC):
-    """Makes the environments of one group. It holds plain data, since it must be picklable."""
+    """Makes the environments of one group. A builder holds plain data, since it must be
+    picklable.
+    """
 
     plays_together: ClassVar[bool] = False
     """Whether the environments interact. If so, all are rolled out again when one fails."""
@@ -208,4 +212,6 @@ class RLDatasetBuilder(ABC):
     """
 
     @abstractmethod
-    async def __call__(self) -> tuple[RLDataset, RLDataset | None]: ...
+    async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset or None)."""
+        ...

@@ -29,8 +29,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         num_groups_to_log: int = 4,
         seed: int = 0,
     ) -> None:
-        """Random numbers depend on `seed` only, so different policies are compared with the same
-        ones.
+        """Every evaluation samples with the same seeds, which are derived from `seed` and the index
+        of the group. So random numbers do not favour one policy over another.
         """
         self.name = name
         self.max_tokens = max_tokens
@@ -42,6 +42,9 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         ]
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
+        """Roll out all groups in this process and return the metrics. A failed rollout raises its
+        error.
+        """
         runner = GroupRolloutRunner(FailFast(), termination=None)
         return self.metrics(await self.roll_out(sampling_client, runner))
 
@@ -53,8 +56,8 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
         sampler_step: int | None = None,
         progress: Stage | None = None,
     ) -> list[GroupRollout]:
-        """Return the rollouts in order, without groups that were dropped. `context_window` is that
-        of TinkerTokenCompleter.
+        """Return the rollouts in order, without groups that were dropped. `context_window` (in
+        tokens) limits a prompt and its answer together (see TinkerTokenCompleter).
         """
         policy = TinkerTokenCompleter(
             sampling_client, self.max_tokens, self.temperature, context_window

@@ -1,11 +1,13 @@
 """The rollouts of one group, with retries by the rules of a strategy.
 
-For a retry, `make_envs` is called again on the same builder (never concurrently), and the rollout
-uses the new environment with its index; the other new environments stay unused. So a builder that
-tracks its resources must track those of all calls for `cleanup`, which is called once at the end.
+For a retry, `make_envs` is called again on the same builder (never concurrently). The retry of
+trajectory i uses the new environment i; the other new environments stay unused. `cleanup` is called
+only once, at the end. So a builder that tracks its resources must track those of all calls of
+`make_envs`.
 
-The environments of a builder with `plays_together = True` interact. If one of them fails, all are
-cancelled and made anew, and no trajectory is left out.
+The environments of a builder with `plays_together = True` interact. If one of them fails, all
+rollouts of the group are cancelled, and a retry makes all environments anew. No trajectory is left
+out.
 
 The seed of a first attempt does not depend on failures. Each retry has a seed of its own, since the
 same samples may lead to the same failure.
@@ -35,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class FinishedRollout:
-    """A trajectory and its environment."""
+    """A finished trajectory and the environment that it was rolled out in."""
 
     trajectory: Trajectory
     env: Env
@@ -62,8 +64,8 @@ class GroupRun:
         self._making = asyncio.Lock()
 
     async def run(self) -> list[FinishedRollout]:
-        """Return the finished rollouts in the order of the environments. Raises an error of a
-        failed rollout if too few succeed.
+        """Return the finished rollouts in the order of the environments. If too few rollouts
+        succeed, the error of a failed one is raised.
         """
         envs = await self.retry(self._make_envs)
         self.rules = self.strategy.rules(len(envs))
@@ -77,7 +79,7 @@ class GroupRun:
         return [finished for task in running if (finished := task.result()) is not None]
 
     async def retry(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of `work`, which is repeated while it fails and there are retries."""
+        """Return the result of `work`. While it fails and retries are left, it is called again."""
         while True:
             try:
                 return await work()
@@ -182,16 +184,16 @@ def plays_together(builder: EnvGroupBuilder) -> bool:
 
 
 def describe(builder: EnvGroupBuilder) -> str:
-    """Return the beginning of `repr(builder)` for an error message. It can be slow, so call it for
-    errors only.
+    """Return the beginning of `repr(builder)` for an error message. A repr can be slow, so this is
+    called for errors only.
     """
     return textwrap.shorten(repr(builder), 200, placeholder=" ...")
 
 
 @contextmanager
 def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
-    """Add a note with the place and the group to errors of the block. SystemExit, and
-    CancelledError without a cancellation, become RuntimeError (`only_errors`).
+    """Add a note with `place` and the group to errors of the block. A SystemExit becomes a
+    RuntimeError, as does a CancelledError if this task was not cancelled (`only_errors`).
     """
     try:
         with only_errors():
@@ -215,7 +217,9 @@ def raise_first_error() -> Iterator[None]:
 
 @asynccontextmanager
 async def time_limit(name: str, seconds: float | None) -> AsyncIterator[None]:
-    """Raise TimeoutError with the name of the option if the block takes longer than `seconds`."""
+    """Raise TimeoutError if the block takes longer than `seconds`; None = no limit. `name` is the
+    option that the message names.
+    """
     clock = asyncio.timeout(seconds)
     try:
         async with clock:

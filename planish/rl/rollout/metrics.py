@@ -1,6 +1,7 @@
 """Metrics of a batch of rollouts. docs/metrics.md defines each key.
 
-Legend: P groups, G trajectories of a group. Metrics only report; no decision depends on them.
+Legend: P groups, G trajectories of a group. Metrics are for reports only; the training loop makes
+no decision from them.
 """
 
 from collections import defaultdict
@@ -84,8 +85,8 @@ def sampling_entropy(data_D: Sequence[TrainingSequence]) -> Metrics:
 
 
 def staleness(groups_P: Sequence[GroupRollout], step: int) -> Metrics:
-    """Return training_client/step, sampling_client/step_... and async/staleness_...: how many
-    optimizer steps the weights that sampled the groups lag behind.
+    """Return training_client/step, sampling_client/step_... and async/staleness_.... The staleness
+    of a group is `step` minus the optimizer step of the weights that sampled it.
     """
     steps = [group.sampler_step for group in groups_P if group.sampler_step is not None]
     if not steps:
@@ -108,7 +109,9 @@ def _spread(name: str, values: Sequence[float]) -> Metrics:
 
 
 def token_counts(groups_P: Sequence[GroupRollout]) -> dict[str, int]:
-    """Return the numbers of sampled tokens, and of prompt tokens that were cached and not."""
+    """Return three numbers of tokens: "sampled", "prefill_cached" (prompt tokens in a cached
+    prefix) and "prefill_uncached" (the other prompt tokens).
+    """
     turns = [turn for trajectory in _trajectories(groups_P) for turn in trajectory.transitions]
     cached = sum(turn.ac.prompt_cache_hit_tokens for turn in turns)
     return {

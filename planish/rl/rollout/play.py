@@ -21,15 +21,15 @@ class Answer:
 
     text: str
     was_cut_off: bool = False
-    """Whether the answer ends without a stop sequence, as at a token limit."""
+    """Whether the answer ends without a stop sequence, as if a token limit had cut it off."""
 
 
 class AnswersAsTokens(TokenCompleter):
-    """A policy that answers with texts, which are tokenised. Each token has the logprob -1."""
+    """A policy whose answers are texts. They are tokenised, and each token has the logprob -1."""
 
     def __init__(self, tokenizer: ModelTokenizer, max_tokens: int | None = None) -> None:
-        """`tokenizer` is one of `transformers`. Answers longer than `max_tokens` are cut off; None
-        = never.
+        """`tokenizer` is a tokenizer of `transformers`. Answers longer than `max_tokens` are cut
+        off; None = no limit.
         """
         self.tokenizer = tokenizer
         self.max_tokens = max_tokens
@@ -57,7 +57,9 @@ class AnswersAsTokens(TokenCompleter):
 
 
 class ScriptedPolicy(AnswersAsTokens):
-    """A policy that returns given answers in order. UserError if it is called more often."""
+    """A policy that returns given answers in order. A call after the last answer raises
+    UserError.
+    """
 
     def __init__(self, tokenizer: ModelTokenizer, answers: Iterable[str | Answer]) -> None:
         super().__init__(tokenizer)
@@ -100,10 +102,10 @@ def play(
 ) -> TrajectoryGroup:
     """Roll out one group with given answers and grade it as in training.
 
-    The environments take turns: in a group with several environments, the first answers go to their
-    first turns. `tokenizer` is that of the renderer. Errors of the environment are raised
-    unchanged; UserError if there are too few answers. Code that runs in an event loop awaits
-    `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))` instead.
+    The environments of a group run concurrently, and each answer goes to the environment that asks
+    next. `FirstEnv(builder)` has the first environment only. `tokenizer` is that of the renderer.
+    Errors of the environment are raised unchanged; too few answers raise UserError. In a running
+    event loop, await `do_group_rollout(builder, ScriptedPolicy(tokenizer, answers))` instead.
     """
     group = asyncio.run(do_group_rollout(builder, ScriptedPolicy(tokenizer, answers)))
     assert group is not None, "FailFast, the default strategy, drops no group"

@@ -3,12 +3,12 @@
 Legend: G trajectories of a group.
 
 `EnvGroupBuilder.cleanup` is called once after everything else, also if the group fails or is
-cancelled, and is not interrupted. An error keeps its type; a note names the trajectory and the
-group. If an environment raises CancelledError without having been cancelled, that counts as an
-error like any other.
+cancelled. A cancellation does not interrupt it. An error keeps its type; a note names the
+trajectory and the group. If an environment raises CancelledError without having been cancelled,
+that counts as an error like any other.
 
 With a seed, the samples of a group depend only on (seed, index of the trajectory, attempt):
-trajectory g is sampled by `policy.seeded(derived_seed(seed, g))`, whatever the others do.
+the first attempt of trajectory g samples with `policy.seeded(derived_seed(seed, g))`.
 """
 
 import logging
@@ -75,9 +75,9 @@ async def do_group_rollout(
     """Roll out and grade one group; return None if the strategy dropped it. The default strategy is
     FailFast().
 
-    Failed attempts are added to `failures`, also if the group is dropped, and are the
-    `rollout_errors` of the returned group. With `termination.zero_reward_on_limit`, the group
-    reward of a trajectory that a limit ended is lowered so that its total reward is at most 0.
+    Failed attempts are appended to `failures`, also if the group is dropped. The `rollout_errors`
+    of the returned group list them too. With `termination.zero_reward_on_limit`, the group reward
+    of a trajectory that a limit ended is lowered so that its total reward is at most 0.
     """
     run = GroupRun(builder, policy, strategy or FailFast(), seed, on_turn)
     try:
@@ -138,8 +138,8 @@ async def graded(
 def clamp_reward(
     grade: Grade, finished: FinishedRollout, termination: TerminationRewardPolicy
 ) -> Grade:
-    """Return `grade` with its reward changed so that the total reward of the trajectory is the one
-    that `termination` allows.
+    """Return `grade` with a group reward that makes the total reward of the trajectory what
+    `termination.clamp` allows.
     """
     reward, metrics = grade
     trajectory = finished.trajectory
@@ -149,8 +149,9 @@ def clamp_reward(
 
 
 def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Grade]:
-    """Return the result of `compute_group_rewards` as grades. UserError unless it has one (reward,
-    metrics) for each of `size` trajectories; NonFiniteError for a reward that is not finite.
+    """Return the result of `compute_group_rewards` as grades. Raises UserError unless there is one
+    (reward, metrics) for each of `size` trajectories, and NonFiniteError for a reward that is not
+    finite.
     """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
     wanted = "give one (reward, metrics) for each trajectory"
@@ -182,8 +183,9 @@ def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Gra
 
 @asynccontextmanager
 async def cleanup_after(builder: EnvGroupBuilder, rules: FailureRules) -> AsyncIterator[None]:
-    """Call `builder.cleanup` once after the block. If the block raised an error, that error is
-    raised and an error of cleanup is logged. If failures are tolerated, it is logged as well.
+    """Call `builder.cleanup` once after the block. If the block raises an error, that error is
+    raised, and an error of `cleanup` is only logged. After a successful block, an error of
+    `cleanup` is raised, or logged if `rules` tolerate failures.
     """
 
     async def cleaning() -> None:

@@ -37,8 +37,8 @@ class GroupRolloutRunner:
         """Roll out one group; return None if the strategy dropped it. The failures of a dropped
         group are added to `errors_of_dropped`.
 
-        `batch` names the batch of the group in error messages. With `is_logged` the logs of the
-        environments are kept.
+        `batch` names the batch of the group in error messages. With `is_logged`, the result has the
+        logs of the environments.
         """
         failures: list[RolloutError] = []
         began = time.perf_counter()

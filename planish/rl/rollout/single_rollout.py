@@ -11,11 +11,10 @@ concern calls of the policy:
   answer is lost and the turns before it are kept. If the environment has a method
   `stopped_by_limit(reason)`, this returns the last reward and metrics.
 
-An episode that ends there, or with a first prompt that is too long, gets a last turn without
-tokens: its reward counts, and nothing is trained on it.
+If the time is over before an answer is complete, or the first prompt is too long, the episode gets
+a last turn without tokens. The reward of that turn counts, but it has no tokens to train on.
 
-The rollout opens no log scope and starts no task, so logs of the environment go to the scope of the
-caller.
+The rollout opens no log scope and starts no task, so the environment logs to the caller's scope.
 """
 
 import asyncio
@@ -136,7 +135,7 @@ class PolicyTurns:
 
 
 def accepts_extra(env: Env) -> bool:
-    """Return whether `env.step` takes `extra`. Environments of older programs do not."""
+    """Return whether `env.step` takes `extra`. Environments written for older interfaces do not."""
     parameters = inspect.signature(env.step).parameters
     return "extra" in parameters or any(
         p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values()
@@ -144,8 +143,8 @@ def accepts_extra(env: Env) -> bool:
 
 
 def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
-    """Return the result of `env.step` with its values as plain numbers; UserError or NonFiniteError
-    if one is not valid.
+    """Return the result of `env.step` with its values as plain numbers. Raises UserError or
+    NonFiniteError for an invalid value.
     """
     name = f"{type(env).__name__}.step"
     if not isinstance(result, StepResult):
@@ -175,8 +174,8 @@ def check_observation(observation: Any, what: str) -> None:
 
 
 def validate_done(episode_done: Any, name: str, where: str) -> bool:
-    """Return `episode_done` as a bool. UserError for values other than True, False, 0 and 1, such
-    as None, or a text, which Python would take for True.
+    """Return `episode_done` as a bool. Raises UserError for values other than True, False, 0 and 1:
+    Python would treat None as False and any non-empty text as True.
     """
     value = episode_done.item() if hasattr(episode_done, "item") else episode_done
     if value not in (0, 1):
@@ -185,8 +184,8 @@ def validate_done(episode_done: Any, name: str, where: str) -> bool:
 
 
 def validate_reward(reward: Any, name: str, where: str = "") -> float:
-    """Return a reward as a float. UserError if it is no number, NonFiniteError if it is not finite;
-    `name` and `where` say in the message where it comes from.
+    """Return a reward as a float. Raises UserError if it is not a number, and NonFiniteError if it
+    is not finite. `name` and `where` name its source in the message.
     """
     try:
         value = float(reward)

@@ -12,11 +12,11 @@ errors are special:
   them.
 * After `EngineClosedError` every further rollout would fail too, so every strategy raises it at
   once.
-* `UserError` means that the call was wrong. It is never retried, and never drops a group, since
+* `UserError` means that the call was wrong. It is never retried and never drops a group, since
   otherwise a mistake in the options would look like a run without data. It is raised, unless
   MinViableGroup can leave the trajectory out.
 
-A strategy is plain data: it is written to config.json, and sent to rollout processes.
+A strategy is plain data, since it is written to config.json and sent to rollout processes.
 """
 
 import math
@@ -34,11 +34,13 @@ class FailureRules:
     """The rules of a strategy for one group."""
 
     retries: int
-    """Number of retries, which all trajectories of the group share."""
+    """Number of retries of the whole group, shared by its trajectories."""
     timeout_seconds: float | None
     """Maximum seconds of one trajectory; a longer one fails with TimeoutError."""
     min_successful: int
-    """Minimum number of trajectories; once so many have succeeded, failures are not retried."""
+    """Minimum number of successful trajectories. When it is reached, further failures are not
+    retried.
+    """
     drops_group: bool
     """Whether a group with too few trajectories is dropped. If not, the error is raised."""
 
@@ -77,8 +79,8 @@ class FailFast(RolloutStrategy):
 
 @chz.chz
 class RetryOnFailure(RolloutStrategy):
-    """Retry failed rollouts in new environments with other seeds. A group is complete, or its error
-    is raised.
+    """Retry failed rollouts in new environments with other seeds. If the retries are used up, the
+    error is raised, so no group has fewer trajectories than environments.
     """
 
     max_retries: int = chz.field(
@@ -98,8 +100,8 @@ class RetryOnFailure(RolloutStrategy):
 
 @chz.chz
 class MinViableGroup(RolloutStrategy):
-    """Allow slightly smaller groups: the fewer rewards the baseline is computed from, the noisier
-    are the advantages.
+    """Allow slightly smaller groups. Advantages are noisier in a smaller group, since its baseline
+    is the mean of fewer rewards.
 
     Failed rollouts are retried while fewer than `min_successful` have succeeded, and left out
     afterwards. A group that stays below `min_successful` is dropped.
@@ -132,8 +134,9 @@ class MinViableGroup(RolloutStrategy):
 
 
 def strategy_from(rollout_error_tolerance: bool | RolloutStrategy | None) -> RolloutStrategy:
-    """Return the strategy of an option: FailFast for False or None, RetryOnFailure with its
-    defaults for True, a strategy unchanged. UserError for other values.
+    """Return the strategy that an option stands for. False and None mean FailFast, True means
+    RetryOnFailure with its defaults, and a strategy stands for itself. Other values raise
+    UserError.
     """
     if isinstance(rollout_error_tolerance, RolloutStrategy):
         return rollout_error_tolerance

@@ -1,12 +1,12 @@
 """Calls between the training process and its rollout workers, over a socket pair.
 
-Both ends are a `Peer`. A peer calls the other one, answers its calls, and cancels its own; any
-number of calls can be in progress at once. While a call is in progress, the callee can call back:
-a worker that rolls out a group calls the policy in the training process. Such a call belongs to
-the call that it serves, and ends with it.
+Each end of the socket pair is a `Peer`. Both peers can make calls, answer calls, and cancel the
+calls that they made. Any number of calls can be in progress at once. While a call is in progress,
+the callee can call back: a worker that rolls out a group calls the policy in the training process.
+The scope of such a nested call is the call that it serves. It is cancelled when that call ends.
 
-A message is a pickled dataclass after its length. Only the two processes hold the ends of the
-socket pair, so nobody else can write to it; this makes unpickling safe.
+A message is a pickled dataclass, preceded by its length. Only the two processes hold the ends of
+the socket pair, so no other process can write to it. This makes unpickling safe.
 
 An error is sent with its type, message and notes, and the text of its traceback becomes its cause.
 An error that cannot be pickled arrives as a RolloutProcessError with its type and message.
@@ -26,7 +26,7 @@ from planish.errors import PlanishError
 from planish.rl.rollout.group_rollout import raise_first_error
 
 GRACE_SECONDS = 10.0
-"""Seconds that a worker has for ending after its socket is closed, before it is killed."""
+"""Seconds that a worker may take to end after its socket is closed. It is killed afterwards."""
 LENGTH_BYTES = 8
 BUFFER_BYTES = 1 << 20
 
@@ -58,14 +58,14 @@ class PackedError:
         summary = f"{type(error).__module__}.{type(error).__qualname__}: {error}"
         try:
             return cls(pickle.dumps(error), summary, trail)
-        except Exception:  # an exception's own arguments may raise anything when pickled
+        except Exception:  # pickling the arguments of an exception may raise any error
             return cls(b"", summary, trail)
 
     def unpacked(self) -> Exception:
         """Return the exception, or a RolloutProcessError in its place."""
         error: Any = None
         with suppress(Exception):
-            # An exception that pickles can still fail to unpickle: its class may want other
+            # An exception that pickles can still fail to unpickle, since its class may need other
             # arguments than those in `args`.
             error = pickle.loads(self.pickled)
         if not isinstance(error, Exception):
@@ -76,23 +76,23 @@ class PackedError:
 
 @dataclass(frozen=True)
 class Ready:
-    """The sender has started."""
+    """Message: the sender has started."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """Answer `request`."""
+    """Message: the sender asks for an answer to `request`."""
 
     scope: int | None
-    """The receiver's own call that this call belongs to; None: to no call."""
+    """Number of the receiver's call that this nested call serves; None if it is not nested."""
     number: int
-    """Unique among the calls of the sender."""
+    """Number of this call, unique among the calls of the sender."""
     request: Any
 
 
 @dataclass(frozen=True)
 class Cancel:
-    """Cancel call `number`, which nobody waits for any more."""
+    """Message: the sender no longer waits for its call `number`. The receiver cancels the work."""
 
     scope: int | None
     number: int
@@ -100,7 +100,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of the receiver's call `scope`, or its error."""
+    """Message: the result or the error of the receiver's call `scope`."""
 
     scope: int
     result: Any = None
@@ -109,7 +109,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Ended:
-    """No more messages will come. Put into inboxes, never sent."""
+    """Marks the end of an inbox: no more messages will come. It is never sent."""
 
     reason: Exception | None = None
 
@@ -118,7 +118,7 @@ Answer = Callable[[Call], Awaitable[Any]]
 
 
 async def reject(call: Call) -> Any:
-    """Answer of a peer that expects no calls."""
+    """Raise AssertionError. This is the `answer` of a peer that expects no calls."""
     raise AssertionError(f"unexpected call: {call}")
 
 
@@ -131,7 +131,9 @@ class Peer:
         self._has_ended = False
         self._numbers = count(1)
         self._inboxes: dict[int | None, asyncio.Queue[Any]] = {}
-        """Messages for each own call that is in progress; None: for `serve`."""
+        """Received messages, by the number of the own call that they belong to. The key None is
+        for calls that are not nested, which `serve` answers.
+        """
         self.is_other_ready = False
 
     @classmethod
@@ -147,8 +149,9 @@ class Peer:
     async def call(self, request: Any, scope: int | None = None, answer: Answer = reject) -> Any:
         """Return the other end's result for `request`, or raise its error.
 
-        `scope` is the other end's call that this one serves. `answer` answers the calls that the
-        other end makes for this one; they are cancelled when this call ends.
+        `scope` is the number of the other end's call that this call serves. `answer` answers the
+        nested calls that the other end makes while it serves this call. They are cancelled when
+        this call ends.
         """
         number = next(self._numbers)
         inbox = self._inboxes[number] = asyncio.Queue()
@@ -169,7 +172,9 @@ class Peer:
         return last.result
 
     async def serve(self, answer: Answer) -> None:
-        """Answer calls that belong to no call, until the other end ends; then cancel them."""
+        """Answer the calls of the other end that are not nested, until the other end sends no more
+        messages. Then cancel unfinished answers and close the socket.
+        """
         inbox = self._inboxes[None] = asyncio.Queue()
         listening = asyncio.create_task(self.listen())
         self.post(Ready())
@@ -178,7 +183,9 @@ class Peer:
         await self.close()
 
     async def listen(self) -> None:
-        """Pass each message to the call that it belongs to, until the other end is gone."""
+        """Put each message into the inbox of the call that it belongs to, until the other end is
+        gone. Messages for calls that have ended are dropped.
+        """
         while (message := await self._receive()) is not None:
             if isinstance(message, Ready):
                 self.is_other_ready = True
@@ -193,7 +200,9 @@ class Peer:
             inbox.put_nowait(Ended(reason))
 
     async def _answer_all(self, inbox: asyncio.Queue[Any], answer: Answer) -> Reply | Ended:
-        """Answer the calls in `inbox` until a Reply or Ended is in it, and return that one."""
+        """Answer the calls in `inbox` concurrently until a Reply or an Ended arrives. Cancel the
+        unfinished answers and return that message.
+        """
         tasks: dict[int, asyncio.Task[None]] = {}
         with raise_first_error():
             async with asyncio.TaskGroup() as group:
@@ -213,8 +222,8 @@ class Peer:
         try:
             reply = Reply(call.number, await answer(call))
         except asyncio.CancelledError as error:
-            # Either the caller cancelled the call and ignores this reply, or `answer` raised the
-            # error without being asked to end, and then the caller waits for a reply.
+            # If the caller cancelled the call, it ignores this reply. Otherwise `answer` raised
+            # CancelledError by mistake, and the caller still waits for a reply.
             self.post(Reply(call.number, error=PackedError.of(error)))
             raise
         except Exception as error:
@@ -222,7 +231,7 @@ class Peer:
         await self._send(reply)
 
     def post(self, message: Any) -> None:
-        """Send without waiting. A message after `end`, or to an end that is gone, is lost."""
+        """Send without waiting. After `end`, or if the other end is gone, the message is lost."""
         payload = pickle.dumps(message)
         if not self._has_ended and not self._writer.is_closing():
             self._writer.write(len(payload).to_bytes(LENGTH_BYTES, "big") + payload)
@@ -230,7 +239,8 @@ class Peer:
     async def _send(self, message: Any) -> None:
         """Send, and wait while the other end is slow to read."""
         self.post(message)
-        # `listen` notices that the other end is gone, and pending calls learn of it there.
+        # If the other end is gone, `listen` notices it and the pending calls fail. So ignore the
+        # error here.
         with suppress(ConnectionError):
             await self._writer.drain()
 

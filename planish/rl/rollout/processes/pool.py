@@ -3,20 +3,20 @@
     async with RolloutPool(4) as pool:
         group = await pool.do_group_rollout(builder, policy, seed=1)
 
-The result is the same as that of `do_group_rollout`, which runs in the worker. Only the policy
-stays in this process, whatever it is: the worker sends each call of it over a socket. So one engine
-serves all workers, and the policy need not be pickled. Builders are pickled: they hold plain data.
-Attributes that a builder sets while it makes environments stay in the worker.
+The result is the same as that of `do_group_rollout`, which runs in the worker. The policy stays in
+this process: when a worker calls the policy, the call is sent here over a socket. So one engine
+serves all workers, and the policy need not be picklable. Builders must be picklable, so they hold
+plain data. If `make_envs` sets attributes of the builder, only the worker's copy changes.
 
 A worker rolls out any number of groups at once; a new group goes to the worker with the fewest. If
-a worker dies, its groups fail, the strategy handles that like any other failure, and another worker
-is started. Workers start with the "spawn" method of multiprocessing, whatever the program's own
-method is: a fork of a process with a running engine would copy locks that its threads hold, and
-could wait for them forever. So a script that uses a pool begins its work under
+a worker dies, its groups fail, and another worker is started. The strategy handles such a failure
+like any other. Workers always start with the "spawn" method of multiprocessing. A forked process
+would copy locks that the engine's threads hold, and could wait for them forever. With "spawn", each
+worker imports the main script, so the script must begin its work under
 `if __name__ == "__main__":`.
 
-On leaving the pool, unfinished groups are cancelled and their builders clean up; a worker that
-takes longer than ten seconds is killed. If this process is killed, the workers notice it and end.
+When the `async with` block ends, unfinished groups are cancelled and their builders clean up. A
+worker that takes longer than ten seconds is killed. If this process is killed, the workers end too.
 """
 
 import asyncio
@@ -100,7 +100,9 @@ class RolloutPool:
         on_turn: OnTurn | None = None,
         failures: list[RolloutError] | None = None,
     ) -> TrajectoryGroup | None:
-        """Like `planish.rl.rollout.rollouts.do_group_rollout`, in one of the workers."""
+        """Roll out and grade one group in one of the workers. Arguments and result are those of
+        `planish.rl.rollout.rollouts.do_group_rollout`.
+        """
         strategy = strategy or FailFast()
         task = pickled(RolloutTask(builder, strategy, termination), builder)
         logs = current_log_node()
@@ -137,7 +139,7 @@ class RolloutPool:
         async with self._choosing:
             if not self._processes:
                 raise UserError("a RolloutPool runs rollouts only in its `async with` block")
-            # A loop, since another worker may die while this one is replaced.
+            # Look again after each replacement, since another worker may die meanwhile.
             while ended := [process for process in self._processes if process.has_ended]:
                 self._processes[self._processes.index(ended[0])] = await RolloutProcess.start()
                 await ended[0].close()
@@ -157,7 +159,9 @@ def current_log_node() -> Node | None:
 
 
 def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
-    """Pickle a task; UserError names the part of the builder that cannot be pickled."""
+    """Return the pickled task. If the builder cannot be pickled, raise a UserError that names the
+    part that cannot.
+    """
     try:
         return pickle.dumps(task)
     except Exception as error:
@@ -184,9 +188,10 @@ def unpicklable_part(value: Any, name: str, seen: frozenset[int] = frozenset()) 
 
 
 def can_be_pickled(value: Any) -> bool:
+    """Return whether `pickle.dumps` accepts `value`."""
     try:
         pickle.dumps(value)
-    except Exception:  # any class may raise anything while it is pickled
+    except Exception:  # pickling may raise any error, depending on the class
         return False
     return True
 

@@ -1,8 +1,8 @@
-"""A rollout worker as the training process sees it: start, calls, supervision, end.
+"""A rollout worker as seen from the training process: start, calls, supervision, end.
 
-Every call ends, either with the group's result or, if the worker dies, with ProcessDiedError. A
-thread waits for the end of the process, because its socket can stay open in processes that
-environments have forked.
+If a worker dies, its calls end with ProcessDiedError. A thread waits for the exit of the process,
+since a closed socket is no reliable sign of it: processes that environments forked can keep the
+socket open.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from planish.rl.rollout.processes.worker import RolloutRequest, RolloutResult, S
 from planish.rl.rollout.rollouts import OnTurn
 
 DRAIN_SECONDS = 2.0
-"""Seconds in which messages of a dead worker are still read from its socket."""
+"""Maximum seconds to read the last messages of a dead worker from its socket."""
 
 
 class ProcessDiedError(RolloutProcessError):
@@ -46,7 +46,9 @@ class RolloutProcess:
 
     @classmethod
     async def start(cls) -> Self:
-        """Start a worker. It accepts calls at once, and answers them when it has started."""
+        """Start a worker and return without waiting for it. Calls can be sent at once; they wait
+        until the worker has started.
+        """
         here, there = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(target=worker.main, args=(there,))
         with interrupts_held_back(), there:
@@ -68,18 +70,22 @@ class RolloutProcess:
 
     @property
     def pid(self) -> int | None:
+        """Process id of the worker."""
         return self._process.pid
 
     async def run(
         self, request: RolloutRequest, policy: TokenCompleter, on_turn: OnTurn | None
     ) -> RolloutResult:
-        """Roll out a group, and answer the worker's calls of the policy meanwhile."""
+        """Return the result of a group. Meanwhile, call `policy` here whenever the worker asks for
+        samples.
+        """
         assert not self.has_ended
         policies = {0: policy}
 
         async def answer(call: Call) -> TokensWithLogprobs:
             sample: SampleRequest = call.request
-            # One object for all calls of a seeded policy, since it counts its calls.
+            # A seeded policy derives the seed of each call from the number of its calls so far, so
+            # keep one object for all calls.
             if sample.policy not in policies:
                 seeded = policy
                 for seed in sample.seeds:
@@ -112,7 +118,9 @@ class RolloutProcess:
         self._process.close()
 
     async def _supervise(self) -> None:
-        """Receive messages as long as the worker lives; then fail the calls in progress."""
+        """Receive messages until the worker has ended, then fail the calls in progress. A worker
+        that closes its socket and does not exit is killed after GRACE_SECONDS.
+        """
         listening = asyncio.create_task(self._peer.listen())
         await asyncio.wait([listening, self._exited], return_when=asyncio.FIRST_COMPLETED)
         if self._exited.done():

@@ -1,13 +1,13 @@
 """A rollout worker: a process that runs environments, while the policy stays in the training
 process.
 
-It lives as long as its socket. When the training process closes the socket, or is gone, every
-group is cancelled, its builder cleans up, and the worker ends. If the training process is gone and
-the cleanup takes longer than GRACE_SECONDS (say because an environment computes without end), a
-thread ends the worker.
+The worker runs until its socket is closed. When the training process closes the socket or dies, the
+worker cancels all groups, lets their builders clean up, and ends. If the training process has died
+and the cleanup takes longer than GRACE_SECONDS (an environment may be in an endless loop), a thread
+ends the worker.
 
-Ctrl-C and SIGTERM are for the training process, which then closes the socket; the worker ignores
-both. Processes that environments start get these signals as usual.
+The worker ignores Ctrl-C and SIGTERM. The training process handles them and closes the socket.
+Processes that environments start get these signals as usual.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from planish.types import ModelInput
 
 @dataclass(frozen=True)
 class RolloutTask:
-    """A group and how to roll it out."""
+    """The builder of a group, and the rules for its rollout."""
 
     builder: EnvGroupBuilder
     strategy: RolloutStrategy
@@ -44,11 +44,11 @@ class RolloutTask:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """To the worker: roll out a group."""
+    """Asks the worker to roll out a group."""
 
     task: bytes
-    """A pickled `RolloutTask`. It is pickled apart, so that the worker can read the request even
-    if it cannot import the builder's class.
+    """A pickled `RolloutTask`. It is pickled separately, so that the worker can read the request
+    even if it cannot import the builder's class.
     """
     builder_name: str
     seed: int | None
@@ -67,10 +67,10 @@ class RolloutResult:
 
 @dataclass(frozen=True)
 class SampleRequest:
-    """From the worker: call the policy of the group."""
+    """Asks the training process for one answer of the group's policy."""
 
     policy: int
-    """0 for the group's policy itself; another number for one that is seeded with `seeds`."""
+    """0 for the group's policy itself, a positive number for a policy seeded with `seeds`."""
     seeds: tuple[int, ...]
     """The arguments of successive calls of `TokenCompleter.seeded`."""
     model_input: ModelInput
@@ -84,11 +84,11 @@ class RemotePolicy(TokenCompleter):
 
     peer: Peer
     rollout: int
-    """Number of the call that asks for the group's rollout."""
+    """Number of the call with the group's RolloutRequest, the scope of all calls of the policy."""
     number: int = 0
     seeds: tuple[int, ...] = ()
     numbers: Any = field(default_factory=lambda: count(1))
-    """Counts the seeded policies of the group."""
+    """Yields the numbers of the group's seeded policies."""
 
     def seeded(self, seed: int) -> "RemotePolicy":
         return replace(self, number=next(self.numbers), seeds=(*self.seeds, seed))
@@ -102,7 +102,7 @@ class RemotePolicy(TokenCompleter):
 
 def main(end: socket.socket) -> None:
     """Serve the training process until it closes its end of the socket."""
-    # Handlers that do nothing instead of SIG_IGN, which programs started here would inherit.
+    # Programs started by environments would inherit SIG_IGN, so use handlers that do nothing.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     if hasattr(signal, "pthread_sigmask"):
@@ -161,7 +161,7 @@ async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
 
 
 def unpickled(request: RolloutRequest) -> RolloutTask:
-    """Return the request's task; UserError if its builder cannot be imported here."""
+    """Return the request's task. Raises UserError if the worker cannot import its builder."""
     try:
         return pickle.loads(request.task)
     except Exception as error:
