@@ -6,12 +6,12 @@
     folders    iteration_000010/train.html, iteration_000010/train_logtree.json,
                iteration_000010/eval_NAME.html, ...
 
-In the flat layout, the tree and the summaries are also hard links under their names of the folder
-layout, where readers of the public cookbook look. The summaries and the texts (rollouts.jsonl) have
-a row for every trajectory. The page shows groups in full until it has PAGE_TOKENS tokens, and links
-the texts of the others. The tree has the first `num_groups_to_log` groups, for which the logs of
-the environments are kept. Files are written atomically. An iteration that is repeated replaces its
-files.
+Programs written for the public cookbook look for the tree and the summaries in folders. So the flat
+layout also has hard links to these two files, with the names of the folder layout. The summaries
+and the texts (rollouts.jsonl) have a row for every trajectory. The page shows groups in full until
+it has PAGE_TOKENS tokens, and links to the texts of the remaining groups. The tree has the first
+`num_groups_to_log` groups, for which the logs of the environments are kept. Files are written
+atomically. If an iteration is repeated, its files are replaced.
 """
 
 import json
@@ -36,8 +36,8 @@ from planish.tokenizer import ModelTokenizer
 PAGE, TREE, SUMMARIES = ".html", "_logtree.json", "_rollout_summaries.jsonl"
 TEXTS = "_rollouts.jsonl"
 PAGE_TOKENS = 50_000
-"""Tokens of prompts and answers on a page. With more, a page has over a megabyte, and browsers
-scroll it badly.
+"""Maximum number of tokens of prompts and answers on a page. A page with more tokens is larger than
+a megabyte, and browsers scroll it badly.
 """
 _OF_SPLIT = r"(?:train|eval_[A-Za-z0-9_.-]+)"
 _KIND = r"(?:\.html|_logtree\.json|_rollout_summaries\.jsonl|_rollouts\.jsonl)"
@@ -80,7 +80,7 @@ class RolloutFiles:
     layout: Literal["flat", "folders"]
     num_groups_to_log: int
     json_export: bool
-    """Whether the files for programs are written, too."""
+    """Whether the tree, the summaries and the texts are written as well as the page."""
     tokenizer: ModelTokenizer = field(repr=False)
     _texts: TokenTexts = field(init=False, repr=False, compare=False)
 
@@ -105,7 +105,7 @@ class RolloutFiles:
         """Write the files of one iteration and return the path of the page.
 
         `split` is "train" or "eval/NAME". `advantages_P_G` has a row for each of `groups`; None if
-        nothing is trained. `sections` are captured log trees, shown after the groups.
+        the groups are not trained on. `sections` are captured log trees, shown after the groups.
         """
         page_path = self.path(split, iteration, PAGE)
         title = title or f"{split} · iteration {iteration}"
@@ -149,8 +149,9 @@ class RolloutFiles:
         return self.directory / f"{name}_iteration_{iteration:06d}{kind}"
 
     def _link_into_folder(self, split: str, iteration: int) -> None:
-        """Link the tree and the summaries under their names of the folder layout, which readers of
-        the public cookbook expect. A disk without hard links has only the first names.
+        """Make hard links to the tree and the summaries, with the names of the folder layout, which
+        programs written for the public cookbook expect. If the file system does not support hard
+        links, there are none.
         """
         folder = self.directory / f"iteration_{iteration:06d}"
         for kind in (TREE, SUMMARIES) if self.json_export else ():
@@ -161,7 +162,7 @@ class RolloutFiles:
                 os.link(self.path(split, iteration, kind), second)
 
     def remove_from(self, iteration: int) -> None:
-        """Remove the files of `iteration` and of all later ones, which will be repeated."""
+        """Remove the files of `iteration` and all later iterations, before they are repeated."""
         for path in list(self._files_from(iteration)):
             path.unlink(missing_ok=True)
         for folder in list(self._folders_from(iteration)):

@@ -4,7 +4,8 @@ A section "Trajectory i" or "Trajectory i, attempt k" has the logs of the enviro
 in one attempt (planish/rl/rollout/group_rollout.py opens the section). The successful attempt is
 shown with its trajectory. Failed attempts, and logs that belong to no trajectory, are shown with
 the group. Sections can be folded; sections with messages begin folded, since the tokens of the
-turns show the same text. Messages that are on the page already are linked and not repeated.
+turns show the same text. If messages are on the page already, the log links to them instead of
+repeating them.
 """
 
 import json
@@ -31,7 +32,7 @@ class GroupLog:
     rest: Node | None
     """Logs that belong to no trajectory."""
     shown: dict[str, Node] = field(default_factory=dict)
-    """For messages on the page (as JSON), a link to their place."""
+    """Links to the conversations that are on the page already, by their messages as JSON."""
 
     @classmethod
     def of(cls, tree: Node | None, group: int, trajectories: int) -> "GroupLog":
@@ -61,8 +62,8 @@ class GroupLog:
         return Markup("").join(to_html(node) for node in folded if node is not None)
 
     def _folded(self, node: Node, here: Node, answers: Sequence[str]) -> Node | None:
-        """Return the node with foldable sections; None if it has nothing besides `answers`. `here`
-        is a link to the node's place on the page.
+        """Return the node with foldable sections; None if its only content is `answers`, which the
+        page shows anyway. `here` is a link to the node's place on the page.
         """
         if node.data is not None and node.data.get("type") == "conversation":
             return self._conversation(node, here, answers)
@@ -137,7 +138,7 @@ def _body(node: Node) -> list[Node]:
 
 
 def _has_content(node: Node) -> bool:
-    """Return whether there is anything but headings."""
+    """Return whether the node has any content besides headings."""
     if node.data is not None:
         return True
     if node.tag in ("h1", "h2", "h3", "h4", "h5", "h6"):

@@ -38,14 +38,14 @@ class Bar:
     high: float
     count: int
     height: float
-    """Fraction of the highest bar."""
+    """Height as a fraction of the highest bar."""
     place: float
     """Position of its centre in the range of rewards, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class Fact:
-    """One number of the head, as text."""
+    """A name, a number as text, and a note, shown in the head of the page."""
 
     name: str
     value: str
@@ -102,7 +102,7 @@ def histogram(rewards: Sequence[float], scale: Scale) -> list[Bar]:
 
 
 def short(value: float) -> str:
-    """Return a number with at most three decimals; smaller numbers than 0.0005 keep one digit."""
+    """Return a number with at most three decimals, or one digit if it is closer to 0 than 0.0005."""
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     if 0 < abs(value) < 0.0005:
@@ -160,7 +160,9 @@ def _length_facts(trajectories: Sequence[Trajectory]) -> list[Fact]:
 
 
 def token_probability(trajectories: Sequence[Trajectory]) -> float | None:
-    """Return the geometric mean of the probabilities of all sampled tokens; None without logprobs."""
+    """Return the geometric mean of the probabilities of all sampled tokens; None without
+    logprobs.
+    """
     turns = [
         turn.ac.maybe_logprobs or ()
         for trajectory in trajectories

@@ -1,9 +1,9 @@
 """The rollout page: the groups, trajectories and tokens of one iteration, as HTML.
 
 The page needs no other file and no network. It shows text that a model wrote, so a content security
-policy allows no script but the page's own. Texts are plain text in the HTML, so that a browser can
-search them. The script adds colours: it reads the numbers of all tokens of an answer from a few
-attributes, which is smaller than one HTML element per token.
+policy allows the page's own script only. Texts are plain text in the HTML, so that a browser can
+search them. The script colours tokens by their logprobs. One HTML element per token would make the
+page large, so each answer has a few attributes with the numbers of all its tokens.
 """
 
 import hashlib
@@ -71,9 +71,9 @@ def rollout_page(
     """Return the page as HTML. Its head summarises all `groups`; the rest shows the first `shown`
     groups, and then `sections`.
 
-    `advantages_P_G` has a row for each of `groups`; None if nothing is trained. `files` are names
-    of files in the same directory, which the page links; `texts_file` is the one with the texts of
-    all groups.
+    `advantages_P_G` has a row for each of `groups`; None if the groups are not trained on. `files`
+    are names of files in the same directory, to which the page links. `texts_file` is the one with
+    the texts of all groups.
     """
     rows_P = [None] * len(groups) if advantages_P_G is None else advantages_P_G
     paired = list(zip(groups, rows_P, strict=True))

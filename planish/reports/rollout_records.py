@@ -1,4 +1,6 @@
-"""The trajectories and turns of a group, as pages, trees and rows read them."""
+"""Records of the trajectories and turns of a group. Rollout pages, log trees and JSON rows are made
+from them.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,11 +15,11 @@ class TurnRecord:
 
     transition: Transition
     new_tokens: list[int]
-    """The tokens of the observation after those of the turns before; all of them if `continues` is
-    False.
+    """The tokens of the observation after the tokens of earlier turns; all its tokens if
+    `continues` is False.
     """
     continues: bool
-    """Whether the observation begins with everything that the policy saw and wrote before."""
+    """Whether the observation begins with all tokens that the policy read and sampled before."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +31,10 @@ class TrajectoryRecord:
     trajectory: Trajectory
     total_reward: float
     group_reward: float
-    """The part of `total_reward` that `compute_group_rewards` gave."""
+    """The part of `total_reward` that is from `compute_group_rewards`."""
     group_metrics: Metrics
     advantage: float | None
-    """None if nothing is trained on the trajectory."""
+    """None if the trajectory is not trained on."""
     turns: list[TurnRecord]
 
 
@@ -63,13 +65,13 @@ def _turn_records(trajectory: Trajectory) -> Iterator[TurnRecord]:
 
 
 def seen_after(transition: Transition) -> list[int]:
-    """Return the tokens that the policy has seen or written by the end of a turn."""
+    """Return the tokens that the policy has read and sampled by the end of a turn."""
     return [*transition.ob.to_ints(), *transition.ac.tokens]
 
 
 def new_tokens(seen: Sequence[int], observation: Observation) -> tuple[list[int], bool]:
-    """Return the tokens of an observation after `seen`, and True; all of its tokens, and False, if
-    it does not begin with `seen`.
+    """Return (tokens, continues). If the observation begins with `seen`, these are its tokens after
+    `seen`, and True. Otherwise these are all its tokens, and False.
     """
     tokens = observation.to_ints()
     continues = tokens[: len(seen)] == list(seen)

@@ -14,7 +14,7 @@ from planish.reports.rollout_tokens import TokenTexts
 from planish.rl.rollout.rollouts import GroupRollout
 
 SCHEMA_VERSION = 1
-"""Of both kinds of rows."""
+"""Version of the fields of both kinds of rows."""
 
 
 def summary_rows(
@@ -44,7 +44,7 @@ def text_rows(
     texts: TokenTexts,
 ) -> Iterator[dict[str, Any]]:
     """Yield the texts of all trajectories, ready for JSON. `advantages_P_G` has a row for each of
-    `groups`; None if nothing is trained.
+    `groups`; None if the groups are not trained on.
     """
     for index, rollout in enumerate(groups):
         advantages_G = None if advantages_P_G is None else advantages_P_G[index]

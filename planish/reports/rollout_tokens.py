@@ -1,9 +1,9 @@
 """The text of each token, and which tokens are control tokens.
 
-Text comes from decoding, never from the vocabulary file. A token is decoded after another one,
-since some tokenizers drop the space before a first word. If a character is split over several
-tokens, these tokens form one piece with that character. Bytes that are no valid character show as
-U+FFFD. Pieces are cached for the whole run, so each token is decoded once.
+Text comes from decoding, never from the vocabulary file. Some tokenizers drop the space before the
+first word of a text, so each token is decoded together with another token in front. If several
+tokens share a character, they form one piece with that character. Bytes that are not a valid
+character are shown as U+FFFD. Pieces are cached for the whole run, so each token is decoded once.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ LONGEST_PIECE = 16
 
 @dataclass(frozen=True)
 class Piece:
-    """A token, or the fewest tokens that decode to whole characters."""
+    """A token, or the shortest run of tokens that decodes to whole characters."""
 
     text: str
     """Its text, with visible signs for control characters."""
@@ -53,7 +53,7 @@ class TokenTexts:
         self._before_length = len(self._decode(self._before))
         self._pieces: dict[int, Piece] = {}
         self._runs: dict[tuple[int, ...], str] = {}
-        """Texts of runs of tokens that end with an incomplete one."""
+        """Cached texts of runs of tokens that are parts of characters."""
         self._replacement = tuple(tokenizer.encode(REPLACEMENT, add_special_tokens=False))
 
     def pieces(self, tokens: Sequence[int]) -> list[Piece]:
@@ -91,8 +91,8 @@ class TokenTexts:
         return piece
 
     def _join(self, tokens: Sequence[int], start: int) -> Piece:
-        """Return the piece that begins with the incomplete token at `start`. If no character
-        results, return the piece of that token alone.
+        """Return the piece that begins at `start`, where the token is only a part of a character.
+        If the following tokens do not complete the character, the piece is that token alone.
         """
         for end in range(start + 1, min(start + LONGEST_PIECE, len(tokens)) + 1):
             last = self._pieces.get(tokens[end - 1]) or self._decode_piece(tokens[end - 1])
@@ -107,7 +107,7 @@ class TokenTexts:
         return self._pieces[tokens[start]]
 
     def _decode_after(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens that do not begin a text."""
+        """Return the text that tokens have in the middle of a text."""
         return self._decode([*self._before, *tokens])[self._before_length :]
 
     def _decode(self, tokens: Sequence[int]) -> str:

@@ -7,8 +7,8 @@ every turn.
                           "Turn k", and totals
 
 Invariant: a program that searches the tree for conversations finds every logged rollout. Most
-environments log their conversation. In a group without any, each turn gets a conversation made from
-its tokens.
+environments log their conversation. If the environments of a group log none, each turn gets a
+conversation made from its tokens.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

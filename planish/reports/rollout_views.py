@@ -1,4 +1,4 @@
-"""What a rollout page shows of a group, its trajectories and their turns, for the template.
+"""The data that the template of the rollout page shows: groups, trajectories and turns.
 
 A prompt that all trajectories of a group begin with is shown once. A turn shows only the part of
 its observation that the policy has not seen before.
@@ -27,9 +27,9 @@ from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.types import RolloutError, Trajectory
 
 LAST_WORDS = 150
-"""Characters of the end of a text that a folded section shows."""
+"""Number of characters, from the end of a text, that a folded section shows."""
 LONG_TEXT, MANY_LINES = 1200, 18
-"""Characters and lines above which a text is folded."""
+"""A text with more characters or more lines than this is folded."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Answer:
-    """Tokens that the policy sampled. The page's script reads the strings of numbers, which are
-    separated by spaces.
+    """Tokens that the policy sampled. The page's script reads `sizes`, `ids`, `losses` and
+    `controls`, which are lists of numbers separated by spaces.
     """
 
     text: str
@@ -68,7 +68,7 @@ class Turn:
     reading: Reading | None
     """The new part of the observation; None if it is the prompt of the group."""
     continues: bool
-    """As `TurnRecord.continues`."""
+    """Whether the observation begins with all tokens that the policy read and sampled before."""
     ob_len: int
     answer: Answer
     was_cut_off: bool
@@ -90,21 +90,23 @@ class TrajectoryView:
     ending: str
     turns: list[Turn]
     after: Reading | None
-    """What the environment wrote after the last turn."""
+    """Text of the environment after the last turn."""
     metrics: Mapping[str, float]
-    """Metrics of the turns, averaged, with those of the group's grading."""
+    """Means of the metrics of the turns and of the group's grading."""
     group_metrics: Mapping[str, float]
     probability: float | None
     """Geometric mean of the probabilities of its tokens; None without logprobs."""
     log: Markup
-    """What the environment logged, as HTML."""
+    """The environment's log, as HTML."""
 
     @property
     def tokens(self) -> int:
+        """Number of sampled tokens."""
         return sum(turn.answer.tokens for turn in self.turns)
 
     @property
     def last_words(self) -> str:
+        """The end of the last answer."""
         return last_words(self.turns[-1].answer.text) if self.turns else ""
 
 
@@ -123,10 +125,12 @@ class GroupView:
 
     @property
     def mean(self) -> float:
+        """Mean reward of the trajectories."""
         return fmean(trajectory.reward for trajectory in self.trajectories)
 
     @property
     def spread(self) -> float:
+        """Highest minus lowest reward."""
         rewards = [trajectory.reward for trajectory in self.trajectories]
         return max(rewards) - min(rewards)
 
@@ -134,7 +138,7 @@ class GroupView:
 def group_view(
     rollout: GroupRollout, advantages_G: Sequence[float] | None, texts: TokenTexts
 ) -> GroupView:
-    """Return the view of a group; `advantages_G` is None if nothing is trained on it."""
+    """Return the view of a group; `advantages_G` is None if the group is not trained on."""
     records = list(trajectory_records(rollout, advantages_G))
     log = GroupLog.of(rollout.tree, rollout.group_idx, len(records))
     prompt = records[0].turns[0].new_tokens if records[0].turns else []

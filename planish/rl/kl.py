@@ -54,6 +54,9 @@ class KLPenalty:
     async def __call__(
         self, data_D: Sequence[TrainingSequence]
     ) -> tuple[list[TrainingSequence], Metrics]:
+        """Return the sequences with changed advantages, and the metric kl_policy_base, the mean of
+        q - l. Without trained tokens, nothing changes and there are no metrics.
+        """
         gaps_D = await logprob_gaps(data_D, lambda sequence: self.reference)
         mean = mean_gap(data_D, gaps_D)
         if mean is None:

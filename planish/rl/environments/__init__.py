@@ -1,1 +1,1 @@
-"""Environments and the data sets that make them."""
+"""Environments, and the datasets that make them."""

@@ -1,4 +1,4 @@
-"""Questions whose final answer is in \boxed{}: the environment of rl_basic and of most envs of
+"""Questions whose final answer is in \\boxed{}: the environment of rl_basic and of most envs of
 math_rl.
 
     reward = correct + 0.1 * (format - 1)
@@ -23,7 +23,7 @@ from planish.runlog.model_renderer import model_renderer
 
 
 class BoxedProblemEnv(ProblemEnv):
-    """One question, after a worked example."""
+    """One question, asked after a worked example."""
 
     def __init__(self, renderer: Renderer, problem: Problem, suffix: str = QUESTION_SUFFIX) -> None:
         super().__init__(renderer, convo_prefix=shown_example(suffix))
@@ -46,14 +46,16 @@ class BoxedProblemEnv(ProblemEnv):
 def boxed_problem_env(
     problem: Problem, suffix: str, model_name: str, renderer_name: str | None
 ) -> BoxedProblemEnv:
-    """Return the environment. Names can be pickled, and a renderer cannot."""
+    """Return the environment. The arguments are names instead of a renderer, since a renderer
+    cannot be pickled.
+    """
     return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
 
 
 @chz.chz
 class BoxedProblemDatasetBuilder(RLDatasetBuilder):
-    """Groups of a collection of planish/datasets/math_problems.py for training, and one answer to
-    each test problem.
+    """The problems of a collection of planish/datasets/math_problems.py. Training samples
+    `group_size` answers to each problem, and an evaluation one answer to each test problem.
     """
 
     collection: str

@@ -7,9 +7,13 @@ positions that it never saw, and an episode of T turns would become T training s
 one. So each prompt consists of the prompt before it, the sampled tokens, and the rendering of the
 new messages (`Renderer.build_continuation`).
 
-This works only while messages are appended. The whole conversation is rendered again if the chat
-format rewrites history (as with thinking that is removed from earlier turns), if the environment
-changes earlier messages, or if the answer ended in a way that no message can follow.
+This works only while messages are appended. The whole conversation is rendered again in three
+cases:
+
+* The chat format rewrites history: some formats remove the thinking of earlier turns.
+* The environment changes earlier messages.
+* The end of the answer does not let another message follow (`Renderer.build_continuation` returns
+  None).
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +31,13 @@ class Conversation:
         self.tokens = renderer.build_generation_prompt(self.messages).to_ints()
         self._renderer = renderer
         self._env_messages = deepcopy(self.messages)
-        """The messages that the environment returned last, without those of `insert`. It is a copy,
-        since an environment may edit its messages in place.
+        """The conversation that the environment returned last. It lacks the messages of `insert`.
+        It is a copy, since an environment may edit its messages in place.
         """
         self._tool_calls = 0
 
     def with_call_ids(self, answer: Mapping[str, Any]) -> Message:
-        """Return a parsed answer whose tool calls all have an id, to which their results refer."""
+        """Return a parsed answer with an id in each tool call. Tool results refer to these ids."""
         calls = answer.get("tool_calls")
         if not calls:
             return cast(Message, answer)
@@ -46,8 +50,8 @@ class Conversation:
         return cast(Message, {**answer, "tool_calls": numbered})
 
     def replies(self, answer: Message, messages: Sequence[Message]) -> list[Message] | None:
-        """Return the messages after the policy's answer in the environment's whole conversation;
-        None if earlier messages have changed.
+        """Return the messages after the policy's answer. `messages` is the environment's whole
+        conversation. None if earlier messages have changed.
         """
         expected = [*self._env_messages, answer]
         if list(messages[: len(expected)]) != expected:
@@ -55,8 +59,8 @@ class Conversation:
         return list(messages[len(expected) :])
 
     def update(self, answer: Message, sampled: Sequence[int], messages: Sequence[Message]) -> None:
-        """Set the conversation to `messages`, the environment's whole conversation after the
-        policy's answer with the tokens `sampled`.
+        """Set the conversation to `messages`, the environment's whole conversation. `sampled` are
+        the tokens of the policy's last answer.
         """
         replies = self.replies(answer, messages)
         if replies is None:

@@ -2,7 +2,7 @@
 
 Each dataset is a function of the batch index: the same index gives the same batch in every process,
 so a run can resume at any batch. Builders are made anew for each batch and never cached, because a
-builder may keep state of its group. Only what is cheap to compute again is cached.
+builder may keep state of its group. Only the orders of epochs are cached.
 """
 
 import bisect
@@ -24,15 +24,15 @@ from planish.rl.types import EnvGroupBuilder, RLDataset, RLDatasetBuilder
 P = TypeVar("P")
 
 BATCHES = 1000
-"""Default number of batches of a GeneratedDataset, more than most runs take. `num_epochs` gives
-more.
+"""Default number of batches of a GeneratedDataset, more than most runs need. A run with
+`num_epochs` > 1 repeats them.
 """
 ENDLESS = 1_000_000
-"""Number of batches of a dataset that should never end."""
+"""Number of batches for a dataset that should outlast any run."""
 
 
 class ProblemDataset(RLDataset, Generic[P]):
-    """A list of problems; `make_group` makes the group of each.
+    """One group for each of a list of problems, made by `make_group(problem)`.
 
     A batch can hold the end of one epoch and the beginning of the next, so only the very last batch
     can be smaller than the others. With a seed, each epoch has its own order. The order of the
@@ -94,7 +94,7 @@ def evaluation_dataset(
 
 @dataclass(frozen=True)
 class GeneratedDataset(RLDataset):
-    """Random groups without end. `draw_group` makes a group from a random generator that is seeded
+    """Randomly generated groups. `draw_group` makes a group from a random generator that is seeded
     by (seed, batch, position in the batch).
     """
 
@@ -144,9 +144,9 @@ class EpochCycledRLDataset(RLDataset):
 class GroupSequence:
     """The groups of a dataset as one sequence.
 
-    Every batch must have as many groups as the first; only the last may have fewer. UserError names
-    a batch of another size. With equal batches, the batch of a group follows from its position, so
-    only the first batch, the last one and the requested ones are made.
+    Every batch must have as many groups as the first; only the last may have fewer. A batch of
+    another size raises UserError. With equal batches, the batch of a group follows from its
+    position, so only the first batch, the last one and the requested ones are made.
     """
 
     def __init__(self, dataset: RLDataset) -> None:
@@ -218,10 +218,10 @@ class InterleavedRLDataset(RLDataset):
     """Batches that mix the groups of several datasets in proportion to `weights`.
 
     Positions are assigned to sources by the Sainte-Laguë method: each position goes to the source
-    with the largest weight / (2 x positions so far + 1). So after any number of batches, no source
-    is more than max(1, n - 1) / 2 positions away from its exact share, with n sources. Within a
-    batch, the positions are shuffled by (seed, index). The groups of a source keep their order; a
-    source that is exhausted starts again with its first group.
+    with the largest weight / (2 x its positions so far + 1). So with n sources, after every batch
+    each source is within max(1, n - 1) / 2 positions of its exact share. Within a batch, the groups
+    are shuffled by (seed, index of the batch). A source gives its groups in order, and starts again
+    with its first group when all are used.
     """
 
     def __init__(
@@ -304,7 +304,9 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
 
 
 def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, int]]:
-    """Return for each of `count` positions its source and its rank among that source's positions."""
+    """Return (source, rank) for each of `count` positions. The rank is the number of earlier
+    positions with the same source.
+    """
     counts = [0] * len(weights)
     positions = []
     for _ in range(count):
@@ -315,7 +317,7 @@ def assign_positions(weights: Sequence[float], count: int) -> list[tuple[int, in
 
 
 def check_weights(sources: Sequence[object], weights: Sequence[float]) -> None:
-    """UserError unless there is a finite weight above 0 for each source."""
+    """Raise UserError unless there is a finite weight above 0 for each source."""
     if not sources:
         raise UserError("sources is empty; give at least one dataset")
     if len(weights) != len(sources):

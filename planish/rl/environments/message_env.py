@@ -3,8 +3,8 @@ of tokens.
 
 A `MessageEnv` handles messages; `EnvFromMessageEnv` handles tokens. The adapter parses the sampled
 tokens, checks the answer, passes the message to the environment, and builds the next prompt by
-appending to the last one (planish/rl/environments/conversation.py). One adapter and one environment
-are used for one episode.
+appending to the last one (planish/rl/environments/conversation.py). Each episode has its own
+adapter and environment.
 
 A turn ends the episode in these cases, checked in this order:
 
@@ -17,8 +17,8 @@ A turn ends the episode in these cases, checked in this order:
    `MessageEnv.stopped_by_limit`.
 
 With a `ParseErrorPolicy`, answers whose tool calls are all unreadable are handled between 2 and 3.
-The metrics of a turn are those of the environment, and parse_error, max_tokens_reached and
-context_overflow. These three are 0 or 1 in every turn, so their means are fractions of all turns.
+The adapter adds the metrics parse_error, max_tokens_reached and context_overflow to those of the
+environment. They are 0 or 1 in every turn, so their means are fractions of all turns.
 """
 
 import asyncio
@@ -56,14 +56,14 @@ class MessageStepResult:
     reward: float
     episode_done: bool
     next_messages: list[Message]
-    """The whole conversation from its first message on, with the policy's answer and the messages
-    after it.
+    """The whole conversation: all earlier messages, the policy's answer, and the messages after
+    it.
     """
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     next_stop_condition: StopCondition | None = None
-    """Stop condition of the next answer; None = that of the renderer. With another condition, every
-    answer that is not cut off counts as properly ended.
+    """Stop condition of the next answer; None = that of the renderer. If it is given, the adapter
+    does not require the renderer's stop sequence at the end of that answer.
     """
     stop_reason: StopReason | None = None
     """Why the episode is done; None = completed."""
@@ -82,17 +82,19 @@ class MessageEnv(ABC):
 
     async def observe_truncated_response(self, message: Message) -> list[Message] | None:
         """Append a message that was cut off, without acting on it, and return the whole
-        conversation; None (the default) if the environment cannot continue after such a message.
+        conversation. Return None (the default) if the environment cannot continue after such a
+        message.
 
-        Called with `terminate_on_length=False` only.
+        The adapter calls this only with `terminate_on_length=False`.
         """
         return None
 
     async def add_messages(self, messages: list[Message]) -> list[Message] | None:
-        """Append messages of the adapter, an unreadable answer and the reply to it, and return the
-        whole conversation.
+        """Append `messages` and return the whole conversation. The adapter calls this with an
+        answer whose tool calls are unreadable and its own reply.
 
-        If the result is None (the default), the adapter keeps these messages itself.
+        If the result is None (the default), the adapter adds these messages to the prompt, and the
+        environment does not see them.
         """
         return None
 
@@ -106,8 +108,8 @@ class MessageEnv(ABC):
         """Receive the timeout that will interrupt the next `step` when the episode's time is over.
         It is called before each `step`.
 
-        An environment that grades within `step` may stop it (`clock.reschedule(None)`), so that an
-        answer that came in time is not lost because of a slow grader.
+        An environment that grades within `step` may switch the timeout off with
+        `clock.reschedule(None)`. Otherwise a slow grader could discard an answer that came in time.
         """
 
     def limit_tool_calls(self, max_tool_calls: int) -> None:
@@ -169,8 +171,8 @@ class EnvFromMessageEnv(Env):
         with logtree.scope_header("Prompt"):
             logtree.conversation(messages)
         length = len(self._conversation.tokens)
-        # ROLLOUT_TIMEOUT here means that the environment's start was slow. The prompt is not too
-        # long, so the rollout ends such an episode.
+        # ROLLOUT_TIMEOUT means that `initial_observation` of the environment was slow. Such a
+        # prompt is not too long: return it, and the rollout ends the episode with ROLLOUT_TIMEOUT.
         if self._overflows() or self._limit_reached() not in (None, StopReason.ROLLOUT_TIMEOUT):
             most = self.max_trajectory_tokens or self.rollout_limits.max_trajectory_tokens
             return InitialObservationOverflow(
@@ -220,8 +222,8 @@ class EnvFromMessageEnv(Env):
         )
 
     async def stopped_by_limit(self, reason: StopReason) -> tuple[float, Metrics]:
-        """Return the environment's last reward and metrics, after the rollout ended the episode by
-        its time limit while the policy was sampling.
+        """Return the environment's last reward and metrics. The rollout calls this when the time
+        limit ended the episode while the policy was sampling.
         """
         return await self.message_env.stopped_by_limit(reason)
 

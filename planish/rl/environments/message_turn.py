@@ -35,8 +35,8 @@ class Outcome:
     train_on_action: bool = True
     next_stop_condition: StopCondition | None = None
     replies: Sequence[Message] = ()
-    """The messages after the policy's answer, or the whole conversation if earlier messages have
-    changed. They are only logged.
+    """The messages after the policy's answer, for the log only. If earlier messages have changed,
+    this is the whole conversation.
     """
 
 

@@ -63,8 +63,8 @@ class ProblemEnv(Env):
         require_stop_sequence_for_format: bool = True,
     ) -> None:
         """`convo_prefix` comes before the question, such as a worked example.
-        `require_stop_sequence_for_format=False` also accepts an answer that ends with the model's
-        end-of-sequence token, as answers of base models do.
+        With `require_stop_sequence_for_format=False`, `format` can also be 1 for an answer that
+        ends with the model's end-of-sequence token, as answers of base models do.
         """
         self.renderer = renderer
         self.convo_prefix: list[Any] = list(convo_prefix or ())
@@ -129,8 +129,8 @@ class ProblemEnv(Env):
         return self._is_true("check_answer", verdict)
 
     def _is_true(self, method: str, verdict: Any) -> bool:
-        """Return `verdict` as a bool. UserError for texts and for numbers other than 0 and 1:
-        Python would take a score of 0.5 or a text "No" for True.
+        """Return `verdict` as a bool. Raises UserError for texts and for numbers other than 0 and
+        1: Python would treat a score of 0.5 or a text "No" as True.
         """
         value = verdict.item() if hasattr(verdict, "item") else verdict
         if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
@@ -146,8 +146,9 @@ class ProblemEnv(Env):
 
 @dataclass(frozen=True)
 class ProblemGroupBuilder(EnvGroupBuilder):
-    """A group of `num_envs` environments, each made by `env_thunk()`. It can be pickled if both
-    functions can: give module-level functions and functools.partial instead of lambdas.
+    """A group of `num_envs` environments, each made by `env_thunk()`. For rollouts in worker
+    processes, `env_thunk` and `episode_metrics` must be picklable: use module-level functions and
+    functools.partial instead of lambdas.
     """
 
     env_thunk: Callable[[], Env]
@@ -155,7 +156,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
     dataset_name: str = "problems"
     """Tag under which metrics of these groups are reported; "" = none."""
     episode_metrics: Callable[[Env], Metrics] | None = None
-    """Returns metrics of a finished environment, also of one whose last answer was cut off."""
+    """Returns the metrics of a finished environment. It is also called after cut-off answers."""
 
     def __post_init__(self) -> None:
         if self.num_envs < 1:

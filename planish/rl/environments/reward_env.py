@@ -1,11 +1,12 @@
-"""Questions whose answers your own function rewards: one message of the policy, one call.
+"""Questions whose answers your own function rewards. It is called once per answer.
 
     def reward(answer: str, row: dict) -> float: ...
 
     builder = RewardDatasetBuilder(dataset="questions.jsonl", reward=reward, model_name=MODEL)
 
 The function takes the text of the answer and the row of the question. It returns a finite number,
-or a dict of named numbers: their sum is the reward, and each one is also a metric. It may be async.
+or a dict of named numbers, whose sum is the reward. Each named number is also a metric. The
+function may be async.
 """
 
 import asyncio
@@ -131,7 +132,9 @@ def _reward_env(
     row: Row,
     reward: RewardFunction,
 ) -> RewardEnv:
-    """Return the environment. Names can be pickled, and a renderer cannot."""
+    """Return the environment. The arguments are names instead of a renderer, since a renderer
+    cannot be pickled.
+    """
     return RewardEnv(model_renderer(model_name, renderer_name), messages, row, reward)
 
 

@@ -5,8 +5,8 @@ A player waits inside `step` until the others have moved, so the prompts, tokens
 player form an ordinary trajectory. Two events must not leave a player waiting forever:
 
 * A player's episode can end during the game, by an answer that is cut off or malformed. `PlayerEnv`
-  notices this and forfeits the game (`Player.forfeit`).
-* A rollout can fail or be cancelled between two steps, which no environment notices. So the group's
+  then forfeits the game (`Player.forfeit`).
+* A rollout can fail or be cancelled between two steps. No environment notices this. So the group's
   builder must have `plays_together = True`: all of its rollouts then end together, and a retry
   starts a new game.
 """
@@ -28,7 +28,7 @@ from planish.rl.types import (
 
 
 class Turns:
-    """Whose turn it is among players 0 to `players` - 1. Player 0 begins."""
+    """Tracks which player may move. The players are 0 to `players` - 1, and player 0 begins."""
 
     def __init__(self, players: int) -> None:
         self._may_move = [asyncio.Event() for _ in range(players)]
@@ -39,7 +39,7 @@ class Turns:
         await self._may_move[player].wait()
 
     def give(self, player: int) -> None:
-        """Make it the turn of `player`."""
+        """Give the turn to `player`."""
         for number, may_move in enumerate(self._may_move):
             if number == player:
                 may_move.set()
