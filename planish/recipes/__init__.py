@@ -14,6 +14,6 @@ def _end_quietly(
 
 
 if sys.argv[:1] == ["-m"]:
-    # `python -m` is looking for a recipe, whose imports take seconds. Ctrl-C in these would show a
-    # traceback; later, `run_command` answers it.
+    # `python -m` is importing a recipe, which takes seconds. Ctrl-C would show a traceback here.
+    # Later, `run_command` handles it.
     sys.excepthook = _end_quietly

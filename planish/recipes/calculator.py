@@ -4,9 +4,8 @@
                                                               three digits
     python -m planish.recipes.calculator operands=4           longer expressions
 
-The policy may call the tool `calculator`, reads the result, and answers. The call itself is not
-rewarded: only the number in the final answer counts, so the policy learns to use the tool as far as
-it helps.
+The policy may call the tool `calculator`, reads the result, and answers. Only the number in the
+final answer is rewarded, not the call. So the policy learns to use the tool where it helps.
 
     reward = 1 if the last number of the final answer is the value, else 0
              -0.1 for an answer that is cut off
@@ -125,6 +124,7 @@ class Grader:
 
     @cached_property
     def value(self) -> Fraction:
+        """The value of the expression."""
         return evaluate(self.expression)
 
     def is_right(self, messages: Sequence[Message]) -> bool:
@@ -133,6 +133,7 @@ class Grader:
         return last["role"] == "assistant" and last_number(get_text_content(last)) == self.value
 
     async def __call__(self, messages: list[Message]) -> float:
+        """Return the reward of an episode."""
         return float(self.is_right(messages))
 
 
@@ -203,6 +204,8 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/calculator"
     operands: int = chz.field(default=2, doc="numbers in a problem")
     digits: int = chz.field(default=3, doc="of each number, or one less")
@@ -223,7 +226,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require(
         options,
         operands=(2 <= options.operands <= 10, "a whole number from 2 to 10"),

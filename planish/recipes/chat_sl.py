@@ -33,6 +33,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(SLOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/chat_sl", doc="directory of the run's files"
     )
@@ -47,7 +49,7 @@ class Options(SLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     dataset = NAMES.get(options.dataset, options.dataset)
     return run(options, recipe_name="chat_sl", dataset=dataset, service_client=service_client)
 

@@ -127,8 +127,8 @@ def process_sandbox(limits: Limits) -> Sandbox:
     """Return the sandbox of this process with these limits. All environments share it, so that its
     limit on concurrent programs applies to all of them.
     """
-    # Builders of groups hold only the limits, which can be pickled. So in a rollout process they
-    # use the sandbox of that process.
+    # Group builders are pickled for rollout processes. So they hold the limits instead of a
+    # sandbox, and each process makes its own sandbox.
     return Sandbox(limits)
 
 

@@ -1,10 +1,11 @@
 """Generated programming problems: small functions that are described step by step, with tests.
 
-    Write a function f(x) that takes a number x, adds 7, then multiplies it by 3, and returns the result.
+    Write a function f(x) that takes a number x, adds 7, then multiplies it by 3, and returns the
+    result.
 
 A problem has a kind of value (number, text or list) and `steps` operations on it. Each operation
-has a description, its code and a Python function. Problems that differ in one number are different
-problems, so there are thousands. Test problems are recognised by their question and never trained
+has a description, its code and a Python function. Most operations contain a random number or random
+letters, so there are thousands of problems. Test problems are recognised by their question and never trained
 on. Values are small. The tests of a problem are generated with it.
 """
 
@@ -75,7 +76,7 @@ def distinct_inputs(kind: ValueKind, rng: random.Random) -> list[Any]:
 
 
 def apply_all(operations: Sequence[Operation], value: Any) -> Any:
-    """Return the value that the function has for an argument."""
+    """Return what the function of these operations returns for the argument `value`."""
     for operation in operations:
         value = operation.apply(value)
     return value
@@ -91,6 +92,7 @@ def source_of(argument: str, operations: Sequence[Operation]) -> str:
 
 
 def number_operation(rng: random.Random) -> Operation:
+    """Return a random operation on a number."""
     n = rng.randint(2, 9)
     return rng.choice(
         [
@@ -103,6 +105,7 @@ def number_operation(rng: random.Random) -> Operation:
 
 
 def text_operation(rng: random.Random) -> Operation:
+    """Return a random operation on a text."""
     n, end = rng.randint(2, 4), "".join(rng.choices(LETTERS, k=2))
     return rng.choice(
         [
@@ -116,6 +119,7 @@ def text_operation(rng: random.Random) -> Operation:
 
 
 def list_operation(rng: random.Random) -> Operation:
+    """Return a random operation on a list of numbers."""
     n = rng.randint(2, 9)
     return rng.choice(
         [

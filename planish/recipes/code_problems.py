@@ -11,7 +11,8 @@ A function, or a method of a class Solution. The returned value is in a list:
 
     "tests": [{"fn_name": "add", "input": [2, 3], "output": [5]}]
 
-The same as columns, with "fn_name" for functions. APPS and TACO call the column "input_output":
+All inputs in one list and all outputs in another, with "fn_name" for functions. APPS and TACO call
+this field "input_output":
 
     "tests": {"inputs": ["2 3\n"], "outputs": ["5\n"]}
 
@@ -23,8 +24,9 @@ MBPP:
 
     "test_list": ["assert add(2, 3) == 5"]
 
-"public_tests", in any of these formats, are the tests that env=repair shows. Without them it shows
-the first of the other tests. A row with no test that can be run is left out.
+With env=repair, the policy sees the tests in the field "public_tests", which may have any of these
+formats. If a row has no such field, the policy sees the first few of its tests. A row without a
+test that can be run is left out.
 
 An assertion contains the expected value, so it never runs in the sandbox, where the program could
 read that value. It is split into a call, which runs in the sandbox, and the expected value. This
@@ -58,12 +60,12 @@ class CodeProblem:
     tests: tuple[ProgramTest, ...]
     """All tests that a program must pass."""
     public_tests: tuple[ProgramTest, ...] = ()
-    """Tests that may be shown to the policy; some of `tests`, or others."""
+    """Tests that may be shown to the policy. They need not be in `tests`."""
     starter_code: str = ""
 
     @property
     def hidden_tests(self) -> tuple[ProgramTest, ...]:
-        """The tests that are not public; all tests if every one is public."""
+        """The tests that are not public. If all tests are public, these are all tests."""
         return tuple(test for test in self.tests if test not in self.public_tests) or self.tests
 
     @property
@@ -76,9 +78,9 @@ class CodeProblem:
 def read_problem(
     row: Row, where: str, shown_tests: int, max_tests: int | None
 ) -> CodeProblem | None:
-    """Return the problem of a row with at most `max_tests` tests; None if it has no test that can
-    be run. UserError, which names the row by `where`, if it has no question or no tests. Without
-    public tests in the row, the first `shown_tests` tests are public.
+    """Return the problem of a row with at most `max_tests` tests; None if no test can be run. A row
+    without a question or without tests raises UserError, which names the row by `where`. If the row
+    has no public tests, its first `shown_tests` tests are public.
     """
     question = next((row[name] for name in QUESTIONS if isinstance(row.get(name), str)), None)
     given = next((row[name] for name in TESTS if row.get(name)), None)
@@ -100,8 +102,8 @@ def read_problem(
 
 
 def function_name(row: Row) -> str | None:
-    """Return the function name in a row's "metadata", as LiveCodeBench has it; None if there is
-    none. Metadata of other collections may be no JSON.
+    """Return the function name in a row's "metadata", as in LiveCodeBench; None if there is none.
+    Other collections may have metadata that is not JSON.
     """
     try:
         metadata = from_json(row.get("metadata"))
@@ -111,8 +113,8 @@ def function_name(row: Row) -> str | None:
 
 
 def read_tests(given: Any, function: str | None) -> Iterator[ProgramTest]:
-    """Yield the tests in `given`, which has any of the formats. `function` is the function name of
-    LiveCodeBench. UnusableTestError if a test cannot be run.
+    """Yield the tests in `given`, which has any of the formats. `function` is the function name in
+    a row of LiveCodeBench. A test that cannot be run raises UnusableTestError.
     """
     given = from_json(given)
     if isinstance(given, Mapping):
@@ -194,7 +196,7 @@ def as_text(given: Any) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """Parse JSON; UnusableTestError if the text is none."""
+    """Return the value of a JSON text. Raises UnusableTestError if it is not valid JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -48,6 +48,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/code_rl"
     env: Literal["solve", "repair"] = chz.field(
         default="solve", doc="one answer, or several with reports between them"
@@ -96,7 +98,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     training_run.finished(process_sandbox(rules(options).limits).check())
     return run(
@@ -159,6 +161,7 @@ def rules(options: Options) -> Rules:
 
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
+    """Return the builder of generated functions, or of the problems of `dataset`."""
     names = ["model_name", "renderer_name", "batch_size", "group_size", "eval_problems", "seed"]
     if options.dataset is None:
         names += ["steps"]

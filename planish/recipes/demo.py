@@ -1,8 +1,8 @@
 """`make demo`: the embedded model learns to add in a few minutes, and a reward curve shows it.
 
-GRPO through the public API on sums of two numbers, most of which the untrained model gets wrong.
-The sums of the test before and after training are never trained on. All files are written to
-runs/demo; a new run replaces the old one.
+The demo runs GRPO through the public API, on sums of two numbers. The untrained model gets most of
+them wrong. Held-out sums are tested before and after training. All files are written to runs/demo;
+a new run replaces the old one.
 """
 
 import os
@@ -62,7 +62,7 @@ class Config(LoraOptions):
 
 
 def main(config: Config) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require_at_least(config, steps=1, batch_size=1, held_out=1)
     training_run.require(
         config,
@@ -87,7 +87,7 @@ def python() -> str:
 
 
 def train(config: Config, service_client: ServiceClient) -> Path:
-    """Train with a given service client; returns the run directory."""
+    """Train with a given service client and return the run directory."""
     training_client = service_client.create_lora_training_client(
         base_model=config.model_name,
         rank=config.lora_rank,

@@ -61,6 +61,8 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
 @chz.chz
 class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+    """Options of the recipe."""
+
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
@@ -110,7 +112,7 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     config = dpo_config(options)
     dpo.check(config)
     return training_run.run_main(dpo.main, config, service_client)

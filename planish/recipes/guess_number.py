@@ -11,11 +11,12 @@ range find six in ten.
 
     reward = found - waste_cost * wasted guesses
 
-A guess is wasted if the earlier replies rule it out, or if it is not a number in the range. The
-cost tells the policy which turn was bad long before it finds many numbers. An answer that is cut
-off costs as much as if every guess were wasted. All rollouts of a group search for the same number,
-so their rewards can be compared. The test has every number once (at most `TEST_GAMES`, evenly
-spread). No number is held out, since a policy that never meets a number learns not to say it.
+A guess is wasted if the earlier replies rule it out, or if it is not a number in the range. Its
+cost is the reward of that turn. So the policy learns which turns are bad, even while it rarely
+finds a number. An answer that is cut off costs as much as if every guess were wasted. All rollouts
+of a group search for the same number, so their rewards can be compared. The test has every number
+once (at most `TEST_GAMES`, evenly spread). The test numbers also occur in training: otherwise the
+policy would learn never to guess them.
 """
 
 import math
@@ -63,6 +64,7 @@ class Range:
 
     @property
     def middle(self) -> int:
+        """The middle of the range, rounded down."""
         return (self.low + self.high) // 2
 
 
@@ -79,6 +81,7 @@ class Rules:
 
     @property
     def question(self) -> str:
+        """The first message of a game."""
         return f"Guess my number, 0 to {self.largest}."
 
     def with_hint(self, reply: str, left: Range) -> str:
@@ -146,7 +149,9 @@ def binary_search(rules: Rules, secret: int) -> list[tuple[str, int]]:
 
 
 def shown_secrets(rules: Rules) -> list[int]:
-    """Return numbers that binary search finds with the last guess, spread over the range."""
+    """Return the secret numbers of the example games, spread over the range. They are numbers that
+    binary search finds late: with its last guess, or with guess `max_guesses` if that is earlier.
+    """
     length = {number: len(binary_search(rules, number)) for number in range(rules.largest + 1)}
     most = min(rules.max_guesses, max(length.values()))
     late = [number for number, guesses in length.items() if guesses == most]
@@ -223,6 +228,8 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/guess_number"
     largest: int = chz.field(default=15, doc="numbers are 0 to this one")
     max_guesses: int = 4
@@ -239,7 +246,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require(
         options,
         largest=(1 <= options.largest <= 9999, "a whole number from 1 to 9999"),

@@ -45,7 +45,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deepmath": {"learning_rate": 2e-5, "max_tokens": 1024},
     REASONING_GYM: {"learning_rate": 2e-4, "max_tokens": 48, "max_steps": 40, "eval_every": 10},
 }
-"""Defaults of `Options` that a kind of env changes."""
+"""For each kind of env, the defaults that differ from those of `Options`."""
 
 
 @chz.chz
@@ -80,7 +80,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     training_run.require(
         options,
@@ -114,6 +114,7 @@ def task_name(env: str) -> str:
 
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
+    """Return the dataset builder of the env."""
     shared: dict[str, Any] = {
         name: getattr(options, name)
         for name in (

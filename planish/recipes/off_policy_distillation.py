@@ -30,6 +30,8 @@ ONLY_SAMPLED = {"max_tokens": 256, "temperature": 1.0, "num_prompts": None}
 
 @chz.chz
 class Options(TeacherOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/off_policy_distillation", doc="directory of the run's files"
     )
@@ -42,7 +44,7 @@ class Options(TeacherOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     config = distillation_config(options)
     off_policy.check(config)

@@ -7,8 +7,9 @@ are the training signal.
     python -m planish.recipes.on_policy_distillation teacher_checkpoint=runs/a more.0.env=gsm8k more.0.teacher_checkpoint=runs/b
 
 `env` is an env of math_rl, or `prompts` for the questions of `dataset`, which have no rewards.
-Rewards are reported, and trained on only if `advantage` is set. planish/distillation/on_policy.py
-computes the teacher's term. Each entry of `more` is another dataset with its own teacher.
+Rewards are always reported, but trained on only if `advantage` is set.
+planish/distillation/on_policy.py computes the teacher's term. Each entry of `more` is another
+dataset with its own teacher.
 """
 
 import sys
@@ -86,7 +87,7 @@ class Options(math_rl.Options):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     config = distillation_config(options)
     on_policy.check(config)
@@ -144,6 +145,7 @@ def teacher_config(options: Options) -> TeacherConfig:
 
 
 def dataset_builder(options: Options) -> RLDatasetBuilder:
+    """Return the dataset builder of the env."""
     if options.env != PROMPTS:
         return math_rl.dataset_builder(options)
     assert options.dataset is not None, "`check` rejects env=prompts without a dataset"

@@ -49,6 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+    """Options of the recipe."""
+
     kind: Kind = chz.field(
         default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each"
     )
@@ -96,7 +98,7 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train and calibrate; returns the run directory."""
+    """Train and calibrate the model, and return the run directory."""
     config = model_config(options)
     model_training.check(config)
     return training_run.run_main(model_training.main, config, service_client)

@@ -40,7 +40,7 @@ def drawn_pairs(
     """Return (training pairs, test pairs) for the sums of two numbers from 0 to `largest`, in a
     random order that `seed` determines.
 
-    A test sum occurs in one order only, and in training in neither.
+    A test sum occurs in one order of its numbers only. Neither order occurs in training.
     """
     generator = random.Random(f"pairs:{seed}")
     sums = [(first, second) for first in range(largest + 1) for second in range(first, largest + 1)]

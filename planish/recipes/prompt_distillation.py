@@ -1,5 +1,5 @@
-"""Prompt distillation: a student is trained to answer without a long prompt as the teacher answers
-with it.
+"""Prompt distillation: the teacher answers with a long prompt, and a student without that prompt is
+trained to give the same answers.
 
     python -m planish.recipes.prompt_distillation                                        sums,
         without the worked examples
@@ -33,6 +33,8 @@ from planish.training.supervised_config import check as check_config
 
 @chz.chz
 class Options(TeacherOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/prompt_distillation", doc="directory of the run's files"
     )
@@ -44,7 +46,7 @@ class Options(TeacherOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     teacher_answers.check(options)
     prefix = long_prompt(options)
     config = Config(

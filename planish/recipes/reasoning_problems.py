@@ -5,9 +5,9 @@
 
     reward = score + 0.1 * (format - 1)
 
-The answer is the text between <answer> and </answer>. `format`: the message has both tags and ends
-with a stop sequence. The score is between 0 and 1; `correct`: the score is 1. Test problems and the
-worked examples of the prompt are never trained on.
+The answer is the text between <answer> and </answer>, which reasoning-gym scores from 0 to 1.
+`format` is 1 if the message has both tags and ends with a stop sequence. The metric `correct` is 1
+if the score is 1. Test problems and the worked examples of the prompt are never trained on.
 """
 
 import random
@@ -98,7 +98,9 @@ class TaskEnv(ProblemEnv):
 
 
 def task_env(problem: TaskProblem, model_name: str, renderer_name: str | None) -> TaskEnv:
-    """Return the environment. Names can be pickled, and a renderer cannot."""
+    """Return the environment. The arguments are names instead of a renderer, since a renderer
+    cannot be pickled.
+    """
     return TaskEnv(model_renderer(model_name, renderer_name), problem)
 
 

@@ -22,7 +22,7 @@ from planish.sandbox.worker_process import WorkerError, WorkerProcess, WorkerSta
 ENTRIES = 10_000
 """Number of entries of a task, unless its config has a size."""
 ENTRY_SECONDS = 120.0
-"""Time limit for making an entry. It is long, since only a busy machine makes this slow."""
+"""Time limit for making an entry. Entries are slow only on a busy machine, so the limit is long."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Entry:
     index: int
     question: str
     answer: str | None
-    """A right answer; None if the task names none, since many are right."""
+    """A right answer. Some tasks have many right answers and name none; then this is None."""
 
 
 class TaskProcess:

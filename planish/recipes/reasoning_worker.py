@@ -2,10 +2,10 @@
 entries of a reasoning-gym task and scores responses.
 
 Some tasks pass the policy's response to `eval` or to a computer algebra system. So a response can
-run forever, use all memory, or be a program. The sandbox protects the machine from such a program,
-and the process can be killed. Entries are made in this process too, because those of some tasks
-depend on the order of sets. The sandbox sets PYTHONHASHSEED, so an index gives the same entry in
-every process.
+run arbitrary code, run forever, or use all memory. The sandbox protects the machine from such code,
+and the process can be killed. This process makes the entries too. Some tasks make entries that
+depend on the iteration order of sets. The sandbox sets PYTHONHASHSEED, so an index gives the same
+entry in every process.
 
 The reply to {"index"} is the entry's "question" and "answer"; the reply to {"index", "response"} is
 the "score" of the response.

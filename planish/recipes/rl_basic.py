@@ -38,6 +38,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl_basic", doc="directory of the run's files"
     )
@@ -50,7 +52,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require(
         options,
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),

@@ -123,8 +123,8 @@ def run(
 
 @contextmanager
 def instead_of_training(work: Callable[[Config], Path]) -> Iterator[None]:
-    """Make the `main` of RL recipes call `work` with their config instead of training, after they
-    have checked their options. A recipe that does not use `run` raises UserError.
+    """In the block, make the `main` of RL recipes call `work` with their config instead of
+    training. Options are checked first. A recipe that does not use `run` raises UserError.
     """
     token = instead.set(work)
     try:

@@ -59,20 +59,20 @@ PRESETS: dict[str, dict[str, Any]] = {
         "rl.max_tokens": 1024,
     },
 }
-"""Learning rates and sizes of the published recipe, with its chats, no_robots. It needs
-preference.dataset, too.
+"""Learning rates, sizes and chats (no_robots) of the published recipe. This preset also needs the
+option preference.dataset.
 """
 COMPARISONS = "comparisons.jsonl"
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Run all stages; returns the run directory."""
+    """Run all stages and return the run directory."""
     check(options)
     return training_run.with_client(partial(run_stages, options), options, service_client)
 
 
 def run_stages(options: Options, service_client: ServiceClient) -> Path:
-    """Run all stages with a given service client; returns the run directory."""
+    """Run all stages with a given service client and return the run directory."""
     renderer = learn_renderer(service_client, options.model_name, options.renderer_name)
     options = chz.replace(options, renderer_name=renderer.name)
     check_data(options, renderer)
@@ -80,8 +80,8 @@ def run_stages(options: Options, service_client: ServiceClient) -> Path:
     sft = training_run.finished(train_supervised.main(sft_config(options), service_client))
     say("2 of 4: training of the preference model")
     judge = training_run.finished(model_training.main(preference_config(options), service_client))
-    # The path of the checkpoint instead of the directory: if the first stage is extended later,
-    # the following stages must keep their starting point.
+    # Keep the path of the checkpoint, not of the run directory. If the first stage is extended
+    # later, its directory gets newer checkpoints, but the next stages must start from the same one.
     trained = Trained(checkpoint_of(str(sft)), Description.read(judge).builder())
     say("3 of 4: reinforcement learning against the preference model")
     policy = training_run.finished(

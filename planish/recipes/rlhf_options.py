@@ -197,7 +197,9 @@ class Trained:
     """The results of the first two stages."""
 
     sft_path: str
-    """Checkpoint of the SFT policy, with which RL begins and is compared."""
+    """Checkpoint of the SFT policy. RL starts from it, and evaluations compare the policy with
+    it.
+    """
     judge: PreferenceModelBuilder
 
 
@@ -317,7 +319,9 @@ def contest(
 
 
 def shared(options: Options, stage: Any, directory: str, target: type) -> dict[str, Any]:
-    """Return the values of the options that `target` has, from a stage or else from the run."""
+    """Return a value for each field of `target` that is an option of the stage or of the run. An
+    option of the stage takes precedence.
+    """
     names = chz.chz_fields(target).keys()
     own = {name: getattr(stage, name) for name in chz.chz_fields(type(stage)) if name in names}
     whole = {name: getattr(options, name) for name in chz.chz_fields(Options) if name in names}

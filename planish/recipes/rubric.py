@@ -9,8 +9,8 @@
 
 The reward is the mean of the judge's scores, weighted by their criteria. The judge is a base model
 or a checkpoint on the engine of the run, or a model behind an OpenAI-compatible endpoint. It is
-sampled greedily. If the judge fails or writes no score, the rollout fails and is retried; this is
-never a score of 0. planish/rubric/rubrics.py describes the rows.
+sampled greedily. If the judge fails or writes no score, the answer does not get a score of 0: the
+rollout fails and is retried. planish/rubric/rubrics.py describes the rows.
 """
 
 import sys
@@ -48,6 +48,8 @@ ENDPOINT_OPTIONS = {
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/rubric"
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file; none = generated sums"
@@ -112,7 +114,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     rows = rows_of(options)
     models = [options.judge_model] if options.judge_url is None else []
@@ -207,7 +209,7 @@ def rows_of(options: Options) -> Callable[[], RubricRows]:
 
 
 def rows_of_dataset(dataset: str, *, test_size: int | None, seed: int) -> RubricRows:
-    """Read the rows of a dataset; `test_size` rows are held out if it has no test split."""
+    """Return the rows of a dataset. Without a test split, `test_size` rows are held out."""
     splits = row_splits(dataset, test_size, seed)
     return RubricRows(
         _read(splits.train, f"dataset={dataset}, train"),

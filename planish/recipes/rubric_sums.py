@@ -21,7 +21,7 @@ def drawn_rubrics(
     largest: int, test_size: int, seed: int, shown_verdicts: int = SHOWN_VERDICTS
 ) -> RubricRows:
     """Return rubrics for all sums of two numbers from 0 to `largest`. A test sum occurs in one
-    order only, and in training in neither.
+    order of its numbers only. Neither order occurs in training.
     """
     generator = random.Random(f"rubrics:{seed}")
     sums = [Sum(left, right) for left in range(largest + 1) for right in range(left, largest + 1)]

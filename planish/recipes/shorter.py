@@ -1,4 +1,4 @@
-"""The smallest example of RL from preferences: of two answers the shorter one wins.
+"""The smallest example of RL from preferences: the shorter of two answers wins.
 
     python -m planish.recipes.shorter                                    the embedded model,
                                                                          generated questions
@@ -103,6 +103,8 @@ def _questions_on(topics: Sequence[str]) -> list[Messages]:
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/shorter", doc="directory of the run's files"
     )
@@ -133,14 +135,16 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     require_tournament(options.group_size, options.matchup_group_size)
     training_run.require_at_least(options, batch_size=1)
     return training_run.with_client(partial(train, options), options, service_client)
 
 
 def train(options: Options, service_client: ServiceClient) -> Path:
-    """Train, and compare with the weights of the beginning in evaluations."""
+    """Train and return the run directory. Evaluations compare the policy with the weights that the
+    run started from.
+    """
     judge = training_run.build(ShorterBuilder, options)
     shared = {
         "prompt_builder": prompt_builder(options),

@@ -32,6 +32,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @chz.chz
 class Options(SLOptions):
+    """Options of the recipe."""
+
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl_basic", doc="directory of the run's files"
     )
@@ -46,7 +48,7 @@ class Options(SLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     return run(options, recipe_name="sl_basic", service_client=service_client)
 
 

@@ -19,7 +19,7 @@ MAX_TOKENS = 16
 def drawn_sum_prompts(
     count: int, max_operand: int, seed: int, *, shows_examples: bool
 ) -> list[Conversation]:
-    """Return `count` random questions, each after the worked examples or alone."""
+    """Return `count` random questions. With `shows_examples`, worked examples come before each."""
     held_out = {test.pair for test in held_out_sums(max_operand, None)} | {
         shown.pair for shown in SHOWN
     }

@@ -1,8 +1,8 @@
 """Sums of two whole numbers, generated without end. A test sum is never trained on, in either
 order.
 
-Worked examples show that an answer is the equation, "3 + 4 = 7": small models write a number alone
-badly, and finish an equation fairly well. The last number of a message is its answer.
+The worked examples answer with the whole equation, "3 + 4 = 7", since small models complete an
+equation better than they write a number alone. The last number of a message is its answer.
 
     reward = correct + 0.1 * (format - 1)
 
@@ -38,10 +38,12 @@ class Sum:
 
     @property
     def question(self) -> str:
+        """The question as text."""
         return f"What is {self.left} + {self.right}?"
 
     @property
     def answer(self) -> int:
+        """The result."""
         return self.left + self.right
 
     @property
@@ -76,7 +78,9 @@ class SumEnv(ProblemEnv):
 def sum_env(
     problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True
 ) -> SumEnv:
-    """Return the environment. Names can be pickled, and a renderer cannot."""
+    """Return the environment. The arguments are names instead of a renderer, since a renderer
+    cannot be pickled.
+    """
     return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)
 
 

@@ -88,7 +88,7 @@ def check(options: TeacherOptions) -> None:
 
 
 def check_sums(options: TeacherOptions) -> None:
-    """Raise UserError for an option of generated sums if the dataset is another one."""
+    """Raise UserError if an option for generated sums is set, but the dataset is not `sums`."""
     if options.dataset != SUMS:
         training_run.refuse(
             options, ("max_operand",), f"is for sums, and dataset={options.dataset}; leave it out"
@@ -101,14 +101,16 @@ def answers_path(options: TeacherOptions) -> Path:
 
 
 def answers_builder(options: TeacherOptions) -> FromRowsBuilder:
-    """Return the builder of the answers' dataset. The answers must be sampled before it is called."""
+    """Return the builder of the dataset of answers. The builder may be called only after the
+    answers are sampled.
+    """
     last = chz.replace(options, train_on_what=TrainOnWhat.LAST_ASSISTANT_MESSAGE)
     return chat_builder(last, str(answers_path(options)))
 
 
 def evaluators(options: TeacherOptions, *, shows_examples: bool) -> Sequence[Any]:
-    """Return evaluators in addition to the loss on held-out answers: for generated sums, whether
-    the student's results are right.
+    """Return the evaluators besides the loss on held-out answers. For generated sums, one evaluator
+    grades the student's results; for other datasets, there is none.
     """
     if options.dataset != SUMS:
         return ()
@@ -127,7 +129,8 @@ async def write_answers(
     *,
     shows_examples: bool,
 ) -> None:
-    """Sample the teacher's answers to all prompts that have none yet, each prompt after `prefix`.
+    """Sample the teacher's answer to each prompt that has no answer in the file yet. The teacher
+    sees the messages of `prefix` before each prompt.
 
     The run's directory is locked meanwhile, as it is during training, since two processes must not
     append to the same file.

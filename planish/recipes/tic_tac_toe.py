@@ -59,6 +59,7 @@ class Game:
 
     @property
     def is_over(self) -> bool:
+        """Whether the game has ended, by forfeit or on the board."""
         return self.forfeited_by is not None or self.board.is_over
 
     def result(self, player: int) -> float | None:
@@ -136,7 +137,7 @@ def read_cell(text: str) -> int | None:
 
 
 def position_message(board: Board) -> Message:
-    """Return the message that lists the cells of both players, as in "X15 O9", and the free cells."""
+    """Return the message with the cells of both players, as in "X15 O9", and the free cells."""
     taken = " ".join(
         name + "".join(map(str, board.cells_of(player))) for player, name in enumerate("XO")
     )
@@ -193,6 +194,7 @@ class TicTacToeGroup(EnvGroupBuilder):
 
 
 def player_of(env: Env) -> TicTacToePlayer:
+    """Return the player of an environment of this game."""
     assert isinstance(env, PlayerEnv)
     assert isinstance(env.player, TicTacToePlayer)
     return env.player
@@ -238,6 +240,8 @@ class TicTacToeDatasetBuilder(RLDatasetBuilder):
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/tic_tac_toe"
     batch_size: int = chz.field(default=32, doc="games a step, each with two players")
     opening_moves: int = chz.field(default=3, doc="most random moves before a game of training")
@@ -249,7 +253,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require(
         options,
         opening_moves=(

@@ -41,8 +41,8 @@ def run_command(
     """Run a recipe with `key=value` options. Errors of planish are printed without a traceback and
     end the process with exit status 1.
 
-    Ctrl-C and SIGTERM end it with exit status 130 and 143. `again` says in their message what the
-    same command does next.
+    Ctrl-C and SIGTERM end the process with exit status 130 and 143, and with a message. `again` is
+    the part of that message that says what the same command does next.
     """
     try:
         with sigterm_like_control_c(), engine_log_on_console():
@@ -93,9 +93,9 @@ def run_main(
     service_client: ServiceClient | None = None,
     others: Sequence[str | None] = (),
 ) -> Path:
-    """Return the result of `main(config, client)`, with the given service client or a new one. The
-    config's renderer name is set to that of its model. `others` are further base models that the
-    run uses.
+    """Return the result of `main(config, client)`, with the given service client or a new one. If
+    the config has no renderer name, it is set to the renderer of the config's model. `others` are
+    further base models that the run uses.
     """
     given: Any = config
     if instead.get() is not None:
@@ -199,8 +199,8 @@ def require_at_least(config: Any, **minimum: int) -> None:
 
 
 def build(target: type[T], options: Any, **others: Any) -> T:
-    """Make a chz object of class `target` from the options that have the name of one of its fields,
-    and from `others`, which take precedence.
+    """Return an object of the chz class `target`. Its fields get the values of the options with the
+    same names, and `others`, which take precedence.
     """
     names = chz.chz_fields(target).keys() & chz.chz_fields(type(options)).keys()
     return target(**{**{name: getattr(options, name) for name in names}, **others})

@@ -237,6 +237,8 @@ def riddle_of(secret: str, words: Sequence[str], choices: int, rng: random.Rando
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     log_path: str = "/tmp/planish-examples/twenty_questions"
     choices: int = chz.field(default=6, doc="words that a game lists; 0 = none")
     max_questions: int = chz.field(default=4, doc="messages of the player, guesses included")
@@ -259,7 +261,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     training_run.require(
         options,
         choices=(

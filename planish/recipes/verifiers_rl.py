@@ -24,6 +24,8 @@ from planish.recipes.rl_options import RLOptions, run
 
 @chz.chz
 class Options(RLOptions):
+    """Options of the recipe."""
+
     env_id: str = chz.field(
         doc="an environment of verifiers: an installed package, or a module that Python finds"
     )
@@ -44,7 +46,7 @@ class Options(RLOptions):
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
-    """Train; returns the run directory."""
+    """Train and return the run directory."""
     check(options)
     env_args = read_env_args(options.env_args)
     load_environment(options.env_id, env_args)  # an error should come before a model is loaded

@@ -4,10 +4,10 @@ compares them.
     A right result beats a wrong or missing one. If both are right or both are wrong, the answer
     with fewer words wins.
 
-There are demonstrations, which are right and often wordy; comparisons labelled by the rule, in
-which either answer may be wrong; and prompts. Test sums occur in none of the training data, in
-either order of the numbers. Since the rule is known, it can evaluate a policy that was trained with
-a learned preference model.
+There are three kinds of data. Demonstrations are right and often wordy. Comparisons are labelled by
+the rule, and either answer may be wrong. Prompts are the questions alone. Test sums do not occur in
+the training data, in either order of the numbers. Since the rule is known, it can evaluate a policy
+that was trained with a learned preference model.
 """
 
 import random
@@ -127,7 +127,7 @@ def question_of(problem: Sum) -> Messages:
 
 
 def answered(problem: Sum, result: int, rng: random.Random) -> Messages:
-    """Return an answer with the given result, with a random opening and closing or without."""
+    """Return an answer with the given result. An opening and a closing are added at random."""
     said = f"{problem.left} + {problem.right} = {result}."
     opening = [rng.choice(OPENINGS)] if rng.random() < WORDY else []
     closing = [rng.choice(CLOSINGS)] if rng.random() < WORDY else []
@@ -185,7 +185,7 @@ def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:
 
 @chz.chz
 class WordySumComparisons(ComparisonBuilder):
-    """`each` comparisons for every training sum, and one for every held-out sum."""
+    """Comparisons: `each` for every training sum, and one for every held-out sum."""
 
     sums: WordySums = WordySums()
     each: int = 4

@@ -102,7 +102,9 @@ def histogram(rewards: Sequence[float], scale: Scale) -> list[Bar]:
 
 
 def short(value: float) -> str:
-    """Return a number with at most three decimals, or one digit if it is closer to 0 than 0.0005."""
+    """Return a number with at most three decimals. A number closer to 0 than 0.0005 keeps one
+    digit.
+    """
     if isinstance(value, int) or not math.isfinite(value):
         return str(value)
     if 0 < abs(value) < 0.0005:

@@ -31,15 +31,21 @@ class BoxedProblemEnv(ProblemEnv):
         self.suffix = suffix
 
     def get_question(self) -> str:
+        """Return the question and the instruction on the answer's format."""
         return self.problem.question + self.suffix
 
     def check_format(self, sample_str: str) -> bool:
+        """Return whether the text has a \\boxed{} result."""
         return extract_boxed(sample_str) is not None
 
     async def check_answer(self, sample_str: str) -> bool:
+        """Return whether the last \\boxed{} result equals the known answer. The check runs in a
+        grading process.
+        """
         return (await process_grader().grade(sample_str, self.problem.answer)).correct
 
     def get_reference_answer(self) -> str:
+        """Return the known answer."""
         return self.problem.answer
 
 
@@ -72,6 +78,7 @@ class BoxedProblemDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). The test dataset is None without test problems."""
         splits = load_splits(
             COLLECTIONS[self.collection],
             self.dataset,

@@ -59,6 +59,7 @@ class ProblemDataset(RLDataset, Generic[P]):
         self._order = lru_cache(maxsize=2)(self._make_order)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for the problems of batch `index`."""
         _check_index(index, len(self))
         first = index * self.groups_per_batch
         last = min(first + self.groups_per_batch, self._num_groups)
@@ -68,6 +69,7 @@ class ProblemDataset(RLDataset, Generic[P]):
         return -(-self._num_groups // self.groups_per_batch)
 
     def data_size(self) -> int:
+        """Return the number of problems."""
         return len(self.problems)
 
     @property
@@ -104,6 +106,7 @@ class GeneratedDataset(RLDataset):
     batches: int = BATCHES
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return the groups of batch `index`, which depend on `seed` and `index` only."""
         return [
             self.draw_group(random.Random(f"{self.seed}:{index}:{position}"))
             for position in range(self.groups_per_batch)
@@ -126,6 +129,7 @@ class EpochCycledRLDataset(RLDataset):
         self._order = lru_cache(maxsize=1)(self._make_order)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for batch `index`, counted over all epochs."""
         _check_index(index, len(self))
         epoch, rank = divmod(index, len(self.inner))
         return self.inner.get_batch(self._order(epoch)[rank])
@@ -204,6 +208,7 @@ class RebatchedRLDataset(RLDataset):
         self._groups = GroupSequence(inner)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for up to `groups_per_batch` groups."""
         _check_index(index, len(self))
         first = index * self.groups_per_batch
         return self._groups.groups_at(
@@ -241,6 +246,7 @@ class InterleavedRLDataset(RLDataset):
         self._positions = assign_positions(weights, groups_per_batch * total_batches)
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for `groups_per_batch` groups of all sources, in a shuffled order."""
         _check_index(index, len(self))
         first = index * self.groups_per_batch
         positions = self._positions[first : first + self.groups_per_batch]
@@ -264,6 +270,7 @@ class ConcatenatedRLDataset(RLDataset):
         self._ends = list(accumulate(len(part) for part in parts))
 
     def get_batch(self, index: int) -> Sequence[EnvGroupBuilder]:
+        """Return new builders for batch `index`, counted over all parts."""
         _check_index(index, len(self))
         part = bisect.bisect_right(self._ends, index)
         return self.parts[part].get_batch(index - self._ends[part] + len(self.parts[part]))
@@ -289,6 +296,9 @@ class InterleavedRLDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). The test dataset is None if no source has one.
+        Invalid weights raise UserError.
+        """
         weights = [1.0] * len(self.sources) if self.weights is None else self.weights
         check_weights(self.sources, weights)
         pairs = [await source() for source in self.sources]

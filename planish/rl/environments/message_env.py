@@ -165,6 +165,7 @@ class EnvFromMessageEnv(Env):
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
+        """Return the first prompt, or an InitialObservationOverflow if it is too long."""
         self._began = time.monotonic()
         messages = await self.message_env.initial_observation()
         self._conversation = Conversation(self.renderer, messages)
@@ -187,6 +188,9 @@ class EnvFromMessageEnv(Env):
         return ModelInput.from_ints(self._conversation.tokens), self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Parse the policy's tokens, pass the message to the environment, and return the reward and
+        the next prompt.
+        """
         self._turns += 1
         self._sampled_tokens += len(action)
         parsed, termination = self.renderer.parse_response(action)

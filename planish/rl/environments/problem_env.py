@@ -90,10 +90,12 @@ class ProblemEnv(Env):
         """Return the right answer, which is shown in reports."""
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        """Return the prompt with the question, and the renderer's stop sequences."""
         prompt = self.renderer.build_generation_prompt(self._messages())
         return prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Grade the answer and end the episode."""
         message, termination = self.renderer.parse_response(action)
         text = get_text_content(message)
         strict = self.require_stop_sequence_for_format
@@ -163,6 +165,7 @@ class ProblemGroupBuilder(EnvGroupBuilder):
             raise UserError(f"ProblemGroupBuilder.num_envs={self.num_envs}: give at least 1")
 
     async def make_envs(self) -> Sequence[Env]:
+        """Return `num_envs` new environments."""
         return [self.env_thunk() for _ in range(self.num_envs)]
 
     async def compute_group_rewards(
@@ -174,4 +177,5 @@ class ProblemGroupBuilder(EnvGroupBuilder):
         return [(0.0, self.episode_metrics(env)) for env in env_group]
 
     def logging_tags(self) -> list[str]:
+        """Return `dataset_name` as the only tag, or no tag if it is empty."""
         return [self.dataset_name] if self.dataset_name else []

@@ -56,10 +56,14 @@ class RewardEnv(Env):
         self.reward = reward
 
     async def initial_observation(self) -> tuple[Observation, StopCondition]:
+        """Return the prompt with the messages, and the renderer's stop sequences."""
         prompt = self.renderer.build_generation_prompt(self.messages)
         return prompt, self.renderer.get_stop_sequences()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Call the reward function on the answer and end the episode. Raises UserError for a reward
+        that is not a number, and NonFiniteError for one that is not finite.
+        """
         message, termination = self.renderer.parse_response(action)
         given = self.reward(get_text_content(message), self.row)
         parts = await given if inspect.isawaitable(given) else given
@@ -98,6 +102,9 @@ class RewardDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="of the order of the questions")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). The test dataset is None without test rows.
+        Raises UserError if there are no rows to train on.
+        """
         train = await asyncio.to_thread(self._questions, "train")
         test: list[tuple[list[Message], Row]] = []
         if not train:

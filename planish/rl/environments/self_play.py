@@ -95,6 +95,9 @@ class PlayerEnv(Env):
         return await self._tokens.initial_observation()
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
+        """Apply the player's answer. If the episode ends before the game is over, the player
+        forfeits the game.
+        """
         result = await self._tokens.step(action, extra=extra)
         if result.episode_done:
             self.player.forfeit()

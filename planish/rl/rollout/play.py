@@ -41,6 +41,9 @@ class AnswersAsTokens(TokenCompleter):
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
+        """Return the tokens of the answer. Unless the answer was cut off, the first stop sequence
+        follows.
+        """
         answer = self.answer(model_input)
         tokens = list(self.tokenizer.encode(answer.text, add_special_tokens=False))
         if not answer.was_cut_off and stop:
@@ -67,6 +70,7 @@ class ScriptedPolicy(AnswersAsTokens):
         self._next = 0
 
     def answer(self, model_input: ModelInput) -> Answer:
+        """Return the next answer of the list."""
         if self._next == len(self._answers):
             raise UserError(
                 f"answers: all {self._next} were used and the episode is not over; give more"
@@ -83,17 +87,21 @@ class FirstEnv(EnvGroupBuilder):
     builder: EnvGroupBuilder
 
     async def make_envs(self) -> Sequence[Env]:
+        """Return the first of the other group's new environments."""
         return list(await self.builder.make_envs())[:1]
 
     async def compute_group_rewards(
         self, trajectory_group: list[Trajectory], env_group: Sequence[Env]
     ) -> list[tuple[float, Metrics]]:
+        """Return the rewards and metrics of the other group."""
         return await self.builder.compute_group_rewards(trajectory_group, env_group)
 
     async def cleanup(self) -> None:
+        """Clean up the other group."""
         await self.builder.cleanup()
 
     def logging_tags(self) -> list[str]:
+        """Return the tags of the other group."""
         return self.builder.logging_tags()
 
 

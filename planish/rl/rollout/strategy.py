@@ -72,6 +72,7 @@ class FailFast(RolloutStrategy):
     """Raise the first error of a group and cancel its other rollouts."""
 
     def rules(self, group_size: int) -> FailureRules:
+        """Return rules without retries."""
         return FailureRules(
             retries=0, timeout_seconds=None, min_successful=group_size, drops_group=False
         )
@@ -93,6 +94,7 @@ class RetryOnFailure(RolloutStrategy):
     )
 
     def rules(self, group_size: int) -> FailureRules:
+        """Return rules with up to `max_retries` retries; all trajectories must succeed."""
         return FailureRules(
             self.max_retries, self.per_rollout_timeout or None, group_size, drops_group=False
         )
@@ -122,6 +124,7 @@ class MinViableGroup(RolloutStrategy):
     )
 
     def rules(self, group_size: int) -> FailureRules:
+        """Return rules that require `min_successful` trajectories, at most `group_size`."""
         wanted = (
             math.ceil(0.75 * group_size) if self.min_successful is None else self.min_successful
         )

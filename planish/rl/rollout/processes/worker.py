@@ -91,11 +91,13 @@ class RemotePolicy(TokenCompleter):
     """Yields the numbers of the group's seeded policies."""
 
     def seeded(self, seed: int) -> "RemotePolicy":
+        """Return the policy seeded with `seed`. The training process seeds it at its first call."""
         return replace(self, number=next(self.numbers), seeds=(*self.seeds, seed))
 
     async def __call__(
         self, model_input: ModelInput, stop: StopCondition, *, max_tokens: int | None = None
     ) -> TokensWithLogprobs:
+        """Ask the training process for an answer and return it."""
         request = SampleRequest(self.number, self.seeds, model_input, stop, max_tokens)
         return await self.peer.call(request, self.rollout)
 
