@@ -37,7 +37,7 @@ UNARY: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {
 
 
 class ExpressionError(UserError):
-    """The text is no arithmetic expression, or its value is undefined or too large."""
+    """The text is not an arithmetic expression, or its value is undefined or too large."""
 
 
 def evaluate(expression: str) -> Fraction:

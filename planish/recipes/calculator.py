@@ -178,6 +178,7 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test problems, the latter is None."""
         held_out = self._held_out()
         group = partial(calculator_group, self.model_name, self.renderer_name, self.kind)
 

@@ -40,6 +40,7 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test functions, the latter is None."""
         shown = shown_functions(self.steps)
         prefix = tuple(message for function in shown for message in exchange(function))
         tests = self._held_out({function.problem.question for function in shown})
@@ -127,6 +128,7 @@ class CodeDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test problems, the latter is None."""
         train, tests = self._splits()
         group = partial(code_group, self.model_name, self.renderer_name, self.rules, prefix=())
         data = ProblemDataset(

@@ -60,10 +60,12 @@ class CodeEnv(MessageEnv):
     has_program: bool = False
 
     async def initial_observation(self) -> list[Message]:
+        """Return the prefix and the problem."""
         self.history = [*self.prefix, {"role": "user", "content": instruction(self.problem)}]
         return self.history
 
     async def step(self, message: Message) -> MessageStepResult:
+        """Report a failed public test, or grade the program and end the episode."""
         self.turns += 1
         self.history = [*self.history, message]
         program = read_program(get_text_content(message))

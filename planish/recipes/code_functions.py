@@ -5,8 +5,8 @@
 
 A problem has a kind of value (number, text or list) and `steps` operations on it. Each operation
 has a description, its code and a Python function. Most operations contain a random number or random
-letters, so there are thousands of problems. Test problems are recognised by their question and never trained
-on. Values are small. The tests of a problem are generated with it.
+letters, so there are thousands of problems. Test problems are recognised by their question and
+never trained on. Values are small. The tests of a problem are generated with it.
 """
 
 import random

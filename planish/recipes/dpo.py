@@ -56,6 +56,7 @@ class DrawnComparisonBuilder(ComparisonBuilder):
     kind: str = "style"
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        """Return (training pairs, test pairs)."""
         return drawn_pairs(self.largest, self.test_size, self.seed, self.kind)
 
 

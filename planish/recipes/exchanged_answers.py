@@ -72,6 +72,7 @@ class ExchangedSumsBuilder(ComparisonBuilder):
     seed: int
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        """Return (training pairs, test pairs)."""
         numbers = range(self.largest + 1)
         sums = [
             Answered(f"What is {a} + {b}?", f"The answer is {a + b}.")
@@ -92,6 +93,7 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
     seed: int
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        """Return (training pairs, test pairs)."""
         train = exchanges(self._read("train"), self.seed)
         if self.test_size and has_split(self.questions, "test"):
             _, test = _split(exchanges(self._read("test"), self.seed), self.test_size)

@@ -103,10 +103,12 @@ class GuessNumberEnv(MessageEnv):
         self.left = Range(0, self.rules.largest)
 
     async def initial_observation(self) -> list[Message]:
+        """Return the example games and the question."""
         self.messages = list(first_messages(self.rules))
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
+        """Reply to a guess. The game ends with the right number or the last guess."""
         self.guesses += 1
         guess = read_guess(get_text_content(message))
         is_waste = guess is None or guess not in self.left
@@ -213,6 +215,7 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset)."""
         numbers = range(self.rules.largest + 1)
         group = partial(guess_number_group, self.model_name, self.renderer_name, self.rules)
         train = ProblemDataset(

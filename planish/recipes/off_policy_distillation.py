@@ -6,9 +6,10 @@ answers.
     python -m planish.recipes.off_policy_distillation dataset=chats.jsonl teacher_model=Qwen/Qwen3-8B
     python -m planish.recipes.off_policy_distillation dataset=prompts.jsonl teacher_answers=True teacher_checkpoint=runs/teacher
 
-The answers are those of `dataset`. With `teacher_answers=True`, and for generated sums, the teacher
-samples the answers first, and they are stored in the run's directory. The target at each token is
-the teacher's distribution over its `topk` likeliest tokens (planish/distillation/off_policy.py).
+By default, the answers are read from `dataset`. With `teacher_answers=True`, and for generated
+sums, the teacher samples the answers first, and they are stored in the run's directory. The target
+at each token is the teacher's distribution over its `topk` likeliest tokens
+(planish/distillation/off_policy.py).
 """
 
 import sys

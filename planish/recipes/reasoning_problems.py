@@ -69,18 +69,22 @@ class TaskEnv(ProblemEnv):
         self.score = 0.0
 
     def get_question(self) -> str:
+        """Return the question with instructions on the format of the answer."""
         return question_of(self.entry)
 
     def check_format(self, sample_str: str) -> bool:
+        """Return whether the text has an answer between tags."""
         return bool(tagged_answers(sample_str))
 
     async def check_answer(self, sample_str: str) -> bool:
+        """Score the last answer between tags, and return whether it has the full score."""
         answers = tagged_answers(sample_str)
         if answers:
             self.score = await task_process(self.entry.task).score(self.entry.index, answers[-1])
         return self.score >= FULL_SCORE
 
     def get_reference_answer(self) -> str:
+        """Return a right answer, or "not named" if the task names none."""
         return "not named" if self.entry.answer is None else self.entry.answer
 
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
@@ -138,6 +142,7 @@ class TaskDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test entries, the latter is None."""
         task = Task.of(self.task_name, self.task, self.seed)
         rng = random.Random(f"{self.seed}:test")
         held_out: set[str] = set()

@@ -59,7 +59,7 @@ class Entry:
     index: int
     question: str
     answer: str | None
-    """A right answer. Some tasks have many right answers and name none; then this is None."""
+    """A right answer; None for a task that has many right answers and names none."""
 
 
 class TaskProcess:

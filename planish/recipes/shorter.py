@@ -57,6 +57,7 @@ class Shorter:
     renderer_name: str | None = None
 
     async def __call__(self, comparison: Comparison) -> float:
+        """Return 1 if answer B is shorter, -1 if answer A is shorter, 0 for a tie."""
         renderer = model_renderer(self.model_name, self.renderer_name)
         a, b = (
             num_tokens(side, renderer)
@@ -79,6 +80,7 @@ class ShorterBuilder(PreferenceModelBuilder):
     renderer_name: str | None = None
 
     def __call__(self, service_client: ServiceClient | None = None) -> Shorter:
+        """Return the rule. It does not use `service_client`."""
         return Shorter(self.model_name, self.renderer_name)
 
 
@@ -89,6 +91,7 @@ class DrawnPrompts(PromptBuilder):
     seed: int = 0
 
     def __call__(self) -> Prompts:
+        """Return the prompts for training and test."""
         topics = random.Random(f"topics:{self.seed}").sample(TOPICS, len(TOPICS))
         return Prompts(_questions_on(topics[TEST_TOPICS:]), _questions_on(topics[:TEST_TOPICS]))
 

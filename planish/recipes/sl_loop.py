@@ -267,8 +267,8 @@ def read_row(row: Row, where: str) -> Conversation:
 def check_data(
     conversations: Sequence[Conversation], renderer: Renderer, config: Config, split: str
 ) -> None:
-    """Raise UserError if a conversation cannot be trained on, or if `max_length` cuts off every
-    answer. The message names the row.
+    """Raise UserError if `max_length` cuts off every answer, or if a conversation cannot be trained
+    on. In the second case, the message names its row.
     """
     rows = [{"messages": conversation} for conversation in conversations]
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")

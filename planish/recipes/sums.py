@@ -63,15 +63,19 @@ class SumEnv(ProblemEnv):
         self.problem = problem
 
     def get_question(self) -> str:
+        """Return the question."""
         return self.problem.question
 
     def check_format(self, sample_str: str) -> bool:
+        """Return whether the text is the equation or a number alone."""
         return ANSWER.fullmatch(sample_str.strip()) is not None
 
     def check_answer(self, sample_str: str) -> bool:
+        """Return whether the last number of the text is the result."""
         return last_number(sample_str) == self.problem.answer
 
     def get_reference_answer(self) -> str:
+        """Return the result."""
         return str(self.problem.answer)
 
 
@@ -110,6 +114,7 @@ class SumDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test sums, the latter is None."""
         tests = held_out_sums(self.max_operand, self.eval_problems)
         held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
 

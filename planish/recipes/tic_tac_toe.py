@@ -39,7 +39,7 @@ from planish.rl.types import Env, EnvGroupBuilder, Metrics, RLDataset, RLDataset
 from planish.runlog.model_renderer import model_renderer
 
 MOST_OPENING_MOVES = 4
-"""Limit of `opening_moves`: nobody has won after four moves, so no game is over at its start."""
+"""Limit of `opening_moves`. No player can win in four moves, so no game is over at its start."""
 SHOWN_GAME = (5, 2, 1, 9, 4, 6, 7)
 PRESETS: dict[str, dict[str, Any]] = {
     "long": {"batch_size": 128, "opening_moves": 4, "max_steps": 200},
@@ -48,7 +48,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Game:
-    """One game and whose turn it is; shared by its players."""
+    """One game with its board and turns. Both players share it."""
 
     board: Board = field(default_factory=Board)
     forfeited_by: int | None = None
@@ -104,16 +104,20 @@ class TicTacToePlayer(Player):
             self.game.move(self.opponent(self.game.board))
 
     def result(self) -> float | None:
+        """Return 1 for a win, 0 for a draw, -1 for a loss; None while the game is not over."""
         return self.game.result(self.player)
 
     def forfeit(self) -> None:
+        """End the game as a loss for the player. Does nothing if the game is over."""
         self.game.forfeit(self.player)
 
     async def initial_observation(self) -> list[Message]:
+        """Return the example game and the position."""
         self.messages = [*first_messages(), position_message(self.game.board)]
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
+        """Make the player's move and wait for the opponent's. An illegal move forfeits the game."""
         cell = read_cell(get_text_content(message))
         if cell in self.game.board.free:
             self.game.move(cell)
@@ -172,6 +176,7 @@ class TicTacToeGroup(EnvGroupBuilder):
     plays_together = True
 
     async def make_envs(self) -> Sequence[Env]:
+        """Return the environments of both players, or of one player against `opponent`."""
         game = Game(Board(self.opening))
         if self.opponent is None:
             sides = [TicTacToePlayer(game, player) for player in (0, 1)]
@@ -190,6 +195,7 @@ class TicTacToeGroup(EnvGroupBuilder):
         return [(0.0, outcome(player)) for player in map(player_of, env_group)]
 
     def logging_tags(self) -> list[str]:
+        """Return the tag self_play or vs_OPPONENT."""
         return ["self_play" if self.opponent is None else f"vs_{self.opponent}"]
 
 
@@ -224,6 +230,7 @@ class TicTacToeDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset). Without test games, the latter is None."""
         train = GeneratedDataset(self._game, self.batch_size, self.seed)
         tests = [(opponent, number) for opponent in PLAYERS for number in range(self.test_games)]
         return train, evaluation_dataset(tests, self._test)

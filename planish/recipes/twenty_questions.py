@@ -99,10 +99,12 @@ class TwentyQuestionsEnv(MessageEnv):
     found: bool = False
 
     async def initial_observation(self) -> list[Message]:
+        """Return the example games and the opening message."""
         self.messages = first_messages(self.riddle)
         return self.messages
 
     async def step(self, message: Message) -> MessageStepResult:
+        """Reply to a question or a guess. The right guess or the last message ends the game."""
         self.said += 1
         text = get_text_content(message)
         guess = read_guess(text)
@@ -213,6 +215,7 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
+        """Return (training dataset, test dataset)."""
         words, held_out = training_words(), held_out_words()
         group = partial(
             twenty_questions_group, self.model_name, self.renderer_name, self.rules, self.answerer

@@ -84,6 +84,7 @@ class RuleBuilder(PreferenceModelBuilder):
     """Builder of the rule, in place of a preference model."""
 
     def __call__(self, service_client: ServiceClient | None = None) -> Any:
+        """Return the rule. It does not use `service_client`."""
         return rule
 
 
@@ -165,6 +166,7 @@ class WordySumChats(ChatDatasetBuilder):
     each: int = 4
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
+        """Return (training dataset, test dataset). Without test sums, the latter is None."""
         config, render = self.common_config, rendering_of(self.common_config, self.renderer)
         rng = random.Random(f"demonstrations:{self.sums.seed}")
         train, test = self.sums.split()
@@ -191,6 +193,7 @@ class WordySumComparisons(ComparisonBuilder):
     each: int = 4
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
+        """Return (training comparisons, test comparisons)."""
         rng = random.Random(f"comparisons:{self.sums.seed}")
         train, test = self.sums.split()
         return [compared(problem, rng) for _ in range(self.each) for problem in train], [
@@ -205,6 +208,7 @@ class WordySumPrompts(PromptBuilder):
     sums: WordySums = WordySums()
 
     def __call__(self) -> Prompts:
+        """Return the prompts for training and test."""
         train, test = self.sums.split()
         return Prompts(
             [question_of(problem) for problem in train], [question_of(problem) for problem in test]

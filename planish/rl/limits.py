@@ -137,12 +137,12 @@ class RolloutLimits:
 
 @chz.chz
 class ParseErrorPolicy:
-    """How malformed answers are handled. It replaces the options `failed_parse_reward` and
+    """How malformed answers are handled. The policy replaces the options `failed_parse_reward` and
     `terminate_on_parse_error` of EnvFromMessageEnv.
 
     There are two kinds of malformed answers. An answer without a stop sequence ends the episode
-    with `terminal_reward`, since its message may be incomplete. A complete answer whose tool calls
-    are all unreadable gets the error as a reply. The policy may then try again, up to
+    with `terminal_reward`, since its message may be incomplete. A complete answer with tool calls
+    that are all unreadable gets the error as a reply. The model may then try again, up to
     `max_consecutive` times in a row.
     """
 
@@ -269,7 +269,7 @@ def agentic() -> RolloutConfig:
 
     Limits end episodes that make no progress, with a recorded stop reason. Up to two unreadable
     calls in a row get the error as a reply, as in a deployed agent. Episodes that a limit ended are
-    graded, and their reward is at most 0. A grader that runs for 15 minutes fails with
+    graded, and their reward is at most 0. A grader that runs longer than 15 minutes fails with
     TimeoutError. Tool calls run sequentially, since tools often share a file system.
     """
     return RolloutConfig(

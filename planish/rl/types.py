@@ -46,7 +46,7 @@ class StopReason(StrEnum):
 
 
 class ActionExtra(TypedDict, total=False):
-    """Optional information on an action besides its tokens."""
+    """Optional information on an action, in addition to its tokens."""
 
     stop_reason: SamplerStopReason
 

@@ -78,7 +78,7 @@ class BoxedProblemDatasetBuilder(RLDatasetBuilder):
     seed: int = chz.field(default=0, doc="of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        """Return (training dataset, test dataset). The test dataset is None without test problems."""
+        """Return (training dataset, test dataset). Without test problems, the latter is None."""
         splits = load_splits(
             COLLECTIONS[self.collection],
             self.dataset,

@@ -13,10 +13,10 @@ A turn ends the episode in these cases, checked in this order:
 3. The environment ends it: the environment's reward and stop reason (default: completed).
 4. The next prompt leaves no tokens for an answer: context_overflow, reward
    `context_overflow_reward`.
-5. One of the `rollout_limits` is reached: the turn's reward plus that of
+5. One of the `rollout_limits` is reached: the turn's reward plus the reward of
    `MessageEnv.stopped_by_limit`.
 
-With a `ParseErrorPolicy`, answers whose tool calls are all unreadable are handled between 2 and 3.
+A `ParseErrorPolicy` adds a case between 2 and 3: the tool calls of the answer are all unreadable.
 The adapter adds the metrics parse_error, max_tokens_reached and context_overflow to those of the
 environment. They are 0 or 1 in every turn, so their means are fractions of all turns.
 """
@@ -62,8 +62,8 @@ class MessageStepResult:
     metrics: Metrics = field(default_factory=dict)
     logs: Logs = field(default_factory=dict)
     next_stop_condition: StopCondition | None = None
-    """Stop condition of the next answer; None = that of the renderer. If it is given, the adapter
-    does not require the renderer's stop sequence at the end of that answer.
+    """Stop condition of the next answer; None = the renderer's stop sequences. If it is given, the
+    adapter does not require a stop sequence of the renderer at the end of that answer.
     """
     stop_reason: StopReason | None = None
     """Why the episode is done; None = completed."""

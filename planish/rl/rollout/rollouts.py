@@ -53,7 +53,7 @@ class GroupRollout:
     group: TrajectoryGroup
     """The trajectories, at least one."""
     sampler_step: int | None
-    """Number of optimizer steps behind the weights that sampled the group."""
+    """Optimizer step of the weights that sampled the group."""
     tree: logtree.Node | None
     """The logs of its environments; None if this group is not logged."""
     seconds: float = 0.0

@@ -3,10 +3,12 @@
 Each end of the socket pair is a `Peer`. Both peers can make calls, answer calls, and cancel the
 calls that they made. Any number of calls can be in progress at once. While a call is in progress,
 the callee can call back: a worker that rolls out a group calls the policy in the training process.
-The scope of such a nested call is the call that it serves. It is cancelled when that call ends.
+The scope of such a nested call is the call that it serves. When that call ends, the nested call is
+cancelled.
 
-A message is a pickled dataclass, preceded by its length. Only the two processes hold the ends of
-the socket pair, so no other process can write to it. This makes unpickling safe.
+A message is a pickled dataclass, preceded by its length. Only the two processes, and processes that
+they fork, hold the ends of the socket pair. No other program can write to it, so unpickling is
+safe.
 
 An error is sent with its type, message and notes, and the text of its traceback becomes its cause.
 An error that cannot be pickled arrives as a RolloutProcessError with its type and message.
@@ -131,8 +133,8 @@ class Peer:
         self._has_ended = False
         self._numbers = count(1)
         self._inboxes: dict[int | None, asyncio.Queue[Any]] = {}
-        """Received messages, by the number of the own call that they belong to. The key None is
-        for calls that are not nested, which `serve` answers.
+        """Received messages of each call of this peer that is in progress, by number of the call.
+        The key None has the calls of the other end that are not nested; `serve` answers them.
         """
         self.is_other_ready = False
 

@@ -1,8 +1,8 @@
 """A rollout worker as seen from the training process: start, calls, supervision, end.
 
-If a worker dies, its calls end with ProcessDiedError. A thread waits for the exit of the process,
-since a closed socket is no reliable sign of it: processes that environments forked can keep the
-socket open.
+If a worker dies, its calls raise ProcessDiedError, or UserError if it had not started yet. A thread
+waits for the exit of the process. The socket is no reliable sign of the exit, since processes that
+environments forked can keep it open.
 """
 
 import asyncio
