@@ -200,7 +200,7 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
     base, left, steps = engine._models.get("llama"), [], []
     train, sample = base.trainer._run, base.sampler.step
 
-    def settle(_: BaseModel) -> None:
+    def synchronize(_: BaseModel) -> None:
         time.sleep(0.1 * len(left))
         left.clear()
 
@@ -209,11 +209,11 @@ def test_device_time_after_a_call_returns_is_charged_to_that_call(engines, monke
         return train(*given)
 
     def decode() -> None:
-        settle(base)
+        synchronize(base)
         steps.append(1)
         sample()
 
-    monkeypatch.setattr(BaseModel, "settle", settle)
+    monkeypatch.setattr(BaseModel, "synchronize", synchronize)
     monkeypatch.setattr(base.trainer, "_run", micro_batch)
     monkeypatch.setattr(base.sampler, "step", decode)
     future = engine.submit(request("s", 1900))

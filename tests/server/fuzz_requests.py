@@ -92,11 +92,12 @@ class Catalogue:
             self.random.choice(
                 ("cross_entropy", "cross_entropy", "ppo", "stable_reinforce", "custom", "", "é")
             ),
-            {"clip_low_threshold": self.random.choice((0.8, -1.0, float("nan")))}
-            if self.random.random() < 0.2
-            else {},
-            self.random.random() < 0.5,
+            forward_only=self.random.random() < 0.5,
         )
+        if self.random.random() < 0.2:
+            # The operation itself would reject some of these, but a client may send them.
+            config = {"clip_low_threshold": self.random.choice((0.8, -1.0, float("nan")))}
+            object.__setattr__(operation, "loss_fn_config", config)
         return forward_backward_to_message(operation, max(1, min(self._number(model), 2**31 - 1)))
 
     def rest_request(self) -> tuple[str, str, bytes]:
