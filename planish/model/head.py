@@ -106,8 +106,8 @@ class _Scoring:
     ) -> HeadAdapters | None:
         """Return the adapter for all rows of `hidden`, or None without an adapter.
 
-        If `whole` is given, `hidden` is the part `part` of its rows, and the LoRA hidden states of
-        `whole` are reused.
+        `whole`: the adapter for a larger batch, whose LoRA hidden states are reused. `part`: the
+        rows of that batch that `hidden` contains.
         """
         if self.lora is None:
             return None

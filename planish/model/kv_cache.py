@@ -8,8 +8,8 @@ Capacities are multiples of SPAN. On a CPU a full slot moves to a pool of about 
 On a GPU a sample gets a slot of its final capacity at once.
 
 Prompts and sampled tokens are in different pools, so that all samples of a prompt share its slot.
-A sample's slot begins at the last multiple of SPAN within the prompt. It starts with a copy of the
-prompt's positions after that multiple, so no attention span lies across two slots.
+The first position of a sample's slot is the last multiple of SPAN within the prompt. The prompt's
+remaining positions are copied into the sample's slot. So no attention span is split between slots.
 
 Keys and values have the model's dtype where matmuls accumulate in float32: on a GPU, and in
 planish's own CPU kernels. Elsewhere on a CPU they are float32, because torch's bf16 matmuls would
@@ -324,8 +324,8 @@ class KVBudget:
         """Deallocate unused slots until the wanted slots fit into the budget.
 
         `wanted` maps each pool that is about to grow to its number of additional owners. Nothing
-        is deallocated if all of them fit already. Trimming a pool copies its slots in use. So the
-        pools with the most unused positions are trimmed first, and as few pools as possible.
+        is deallocated if all of them fit already. Trimming a pool copies its slots in use. So this
+        method trims as few pools as possible, those with the most unused positions first.
         """
         spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
         missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)

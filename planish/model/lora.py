@@ -91,9 +91,10 @@ class LoraLayout:
         self.scaling = self.ALPHA / lora.rank
         self.entries: list[Entry] = []
         self.sites: list[tuple[Entry, ...]] = []
-        """The entries of each site, the As before the Bs.
+        """The entries of each site (target module), the As before the Bs.
 
-        The trained sites of each layer come first (at most four per layer), then the head.
+        A site is a group of linears that read the same input. The trained sites of each layer come
+        first (at most four per layer), then the head.
         """
         for layer in range(model.num_layers):
             for site in LAYER_SITES:

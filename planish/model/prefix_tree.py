@@ -110,9 +110,9 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
 
-    The cost of a micro-batch start .. stop - 1 depends only on its start. The micro-batch fits if
-    its rows do, and their number grows when the range is extended at either end. So the feasible
-    starts form a sliding window. A monotonic queue keeps the cheapest start of the window at its
+    The cost of a micro-batch start .. stop - 1 depends only on its start. Extending the range at
+    either end never reduces its number of rows. So the starts with which the rows fit into the
+    budget form a sliding window. A monotonic queue keeps the cheapest start of the window at its
     head, and one pass over the sequences is enough.
     """
     n = len(lengths)
@@ -122,7 +122,7 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
     ]
     best, came_from = [0] * (n + 1), [0] * (n + 1)
     costs = [0] * n
-    """The total cost up to `stop` if the last micro-batch begins at this index."""
+    """For each start: the lowest cost of all cuts up to and including the one at this start."""
     starts: deque[int] = deque()
     for stop in range(1, n + 1):
         last = stop - 1

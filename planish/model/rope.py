@@ -1,8 +1,9 @@
-"""Rotary position embedding (Su et al. 2021), with the frequency scalings that the supported
-families use.
+"""Rotary position embedding (Su et al. 2021), with the supported families' frequency scalings.
 
-Angles and products are float32 whatever the model's dtype: a rotation is cheap, and its error would
-reach every logit.
+Angles and rotations are computed in float32 for every model dtype. That costs little, and a
+rounding error in a rotation would reach every logit.
+
+Shapes: T rows, E head_dim.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from planish.model.config import LinearRopeScaling, Llama3RopeScaling, RopeConfi
 
 @dataclass(frozen=True)
 class Rotation:
-    """cos and sin of each row's angles, times YaRN's attention factor: float32 [T, 1, E/2]."""
+    """The cos and sin of each row's angles: float32 [T, 1, E/2] each.
+
+    Both are multiplied by YaRN's attention factor, if the model uses YaRN.
+    """
 
     cos: Tensor
     sin: Tensor
 
 
 class RotaryEmbedding:
-    """Angles of positions 0 .. max_context - 1, made once, looked up by position: cos and sin,
-    float32 [max_context, E/2].
-    """
+    """A table of cos and sin for positions 0 .. max_context - 1: float32 [max_context, E/2]."""
 
     def __init__(
         self, rope: RopeConfig, head_dim: int, max_context: int, device: torch.device
@@ -40,11 +42,12 @@ class RotaryEmbedding:
         self.sin = (angles.sin() * factor).to(device)
 
     def __call__(self, positions: Tensor) -> Rotation:
+        """Return the rotation of each row. `positions`: int64 [T]."""
         return Rotation(self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1))
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angular velocity of each pair, float32 [E/2]."""
+    """Return the angle per position of each dimension pair in radians: float32 [E/2]."""
     inverse = rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
     base = 1.0 / inverse
     if rope.scaling is None:
@@ -58,8 +61,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Llama 3.1: long wavelengths are stretched by `factor`, short ones kept, those between
-    interpolated.
+    """Return Llama 3.1's scaled frequencies, given the unscaled frequencies `base` [E/2].
+
+    Long wavelengths are multiplied by `factor` and short wavelengths are kept. The frequencies in
+    between are interpolated.
     """
     wavelength = 2 * math.pi / base
     old = scaling.original_max_position_embeddings
@@ -74,8 +79,10 @@ def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
 
 
 def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
-    """How much of its velocity each pair keeps: from 1 where it makes beta_fast turns to 0 at
-    beta_slow, linear in its number.
+    """Return YaRN's weight of the unscaled frequency for each dimension pair: float32 [E/2].
+
+    The weight is 1 for pairs with at least `beta_fast` full rotations in the original context, and
+    0 for pairs with at most `beta_slow`. In between it falls linearly with the pair's index.
     """
 
     def pair(turns: float) -> float:
@@ -86,5 +93,6 @@ def _yarn_kept(theta: float, scaling: YarnRopeScaling, head_dim: int) -> Tensor:
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
-    width = high - low or 0.001  # of one pair: a step
+    # If the boundaries coincide, a tiny width turns the ramp into a step and avoids 0 / 0.
+    width = high - low or 0.001
     return 1 - ((torch.arange(head_dim // 2, dtype=torch.float32) - low) / width).clamp(0, 1)

@@ -22,14 +22,17 @@ def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) 
 
 
 def sent(x: Tensor, device: torch.device) -> Tensor:
-    """Return `x.to(device)` of a host tensor, copied asynchronously. `x` may be changed at once."""
+    """Return `x.to(device)` for a host tensor `x`, without waiting for the copy.
+
+    For a GPU the caller may overwrite `x` at once. For a CPU the result is `x` itself.
+    """
     return staged(x, device).to(device, non_blocking=True)
 
 
 def staged(x: Tensor, device: torch.device) -> Tensor:
-    """Return the host tensor `x` in a form for a copy to the device with non_blocking=True.
+    """Return a host tensor with the contents of `x`, ready to be copied with non_blocking=True.
 
-    For a GPU that is a copy of `x` in pinned memory. torch reuses this memory only after the
-    asynchronous copy is done.
+    For a GPU this is a copy of `x` in pinned memory. torch reuses this memory only after the
+    asynchronous copy is done. For a CPU this is `x` itself.
     """
     return x.pin_memory() if Device(device).is_gpu else x

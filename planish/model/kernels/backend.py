@@ -46,7 +46,7 @@ LORA_COLUMNS = 16
 
 
 def padded_lora_columns(columns: int) -> int:
-    """Return the number of columns with which LoRA hidden states of `columns` are stored."""
+    """Return `columns` rounded up to a multiple of LORA_COLUMNS."""
     return columns + -columns % LORA_COLUMNS
 
 
@@ -163,8 +163,9 @@ class Backend(Protocol):
     kv_dtype: torch.dtype
     """The dtype of stored keys and values."""
     logits_are_exact: bool
-    """Whether single logits need not be recomputed. That is so on a GPU, where matmuls accumulate
-    in float32, if batch invariance is not promised.
+    """Whether the logits of `base_logits` are exact, so that no logit must be recomputed.
+
+    That is the case on a GPU without batch invariance, because its matmuls accumulate in float32.
     """
     joins_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
@@ -175,8 +176,9 @@ class Backend(Protocol):
     forward pass, and the weights packed for the backward pass.
     """
     uses_main_memory: bool
-    """Whether tensors are in main memory, which costs nothing until it is touched. So the KV slot
-    of a sample can grow with the sample, and limits of memory can be fixed sizes.
+    """Whether tensors are in main memory, whose pages cost nothing until they are used.
+
+    Then the KV slot of a sample can grow with the sample, and memory limits can be fixed sizes.
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
@@ -223,8 +225,8 @@ class Backend(Protocol):
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out], without gradients.
 
-        `x`: [T, in]. `training`: the rows are a micro-batch of the trainer, which has many rows and
-        is not computed in fixed tiles.
+        `x`: [T, in]. `training`: the rows are a micro-batch of the trainer. Such a matmul never
+        uses fixed tiles, because they would be too slow for its many rows.
         """
         ...
 
@@ -398,10 +400,11 @@ class Backend(Protocol):
         grads: Tensor,
         exact: Exact | None = None,
     ) -> None:
-        """Overwrite logits [R, V] with the gradient, with respect to logits / temperature, of
-        grads [P] times the logprobs of targets [P].
+        """Overwrite logits [R, V] with the gradient of the loss sum(grads * logprobs).
 
-        Pairs first[r] .. first[r + 1] - 1 belong to row r, whose log-sum-exp is log_total[r].
+        The logprobs are those of `targets` [P], and `grads` is [P]. The gradient is with respect to
+        logits / temperature. Pairs first[r] .. first[r + 1] - 1 belong to row r, whose log-sum-exp
+        is log_total[r].
         """
         ...
 

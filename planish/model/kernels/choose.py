@@ -82,5 +82,5 @@ def _probed(
     at_any_cost: bool,
 ) -> RowTiling | None:
     """Return the cached result of `probe`; the number of threads is part of the cache key."""
-    # A backend of its own: one in the cache would keep the memory of its weights.
+    # The probe gets its own backend, because a cached backend would keep its weights in memory.
     return probe(_fastest(config, dtype, device, families), at_any_cost=at_any_cost)

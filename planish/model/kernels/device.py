@@ -1,4 +1,4 @@
-"""Questions about a device, and what has to be done on it."""
+"""Device helpers: detect a GPU, select it, synchronize it, and set the precision of matmuls."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ class Device:
             torch.cuda.set_device(self.device)
 
     def synchronize(self, *, all_streams: bool = False) -> None:
-        """Wait until the device has finished the work on this thread's current stream, or all work."""
+        """Wait until the device has finished the work on this thread's current stream.
+
+        `all_streams`: wait for the work on all streams instead.
+        """
         if self.is_gpu and all_streams:
             torch.cuda.synchronize(self.device)
         elif self.is_gpu:

@@ -46,8 +46,8 @@ class PackedLinear:
         """`weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
 
         `packer`: the backend's function that packs weights. `joined`: the weights are adjacent
-        views of one tensor. `keeps`: whether to keep the unpacked weights if the packed weights can
-        be unpacked again.
+        views of one tensor. `keeps`: whether to keep the unpacked weights even if they could be
+        restored from the packed weights.
         """
         self.sizes = [len(weight) for weight in weights]
         given = [bias for bias in biases if bias is not None]
@@ -138,6 +138,7 @@ Packer = Callable[[Sequence[Tensor], bool], PackedWeight | None]
 
 
 def call_before_matmul() -> None:
+    """Call the callback in `before_each_matmul`, if this thread has one."""
     function = before_each_matmul.get(None)
     if function is not None:
         function()

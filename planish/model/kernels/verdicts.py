@@ -1,7 +1,7 @@
-"""Verdicts of the kernels' self-tests, kept as JSON files beside the kernels.
+"""Verdicts of the kernels' self-tests, stored as JSON files beside the kernels.
 
-A self-test compares compiled kernels with torch on the machine at hand, once for each combination
-of hardware, driver, torch version and kernel sources. Those facts are the key of its file.
+A self-test compares compiled kernels with torch on this machine. It runs once for each combination
+of hardware, driver, torch version and kernel sources. The file name contains a hash of these facts.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Verdict:
     passed: bool
     """Whether the kernels of the family may be used on this machine."""
     reason: str = ""
-    """Why they may not, as the end of a sentence; empty where they may."""
+    """Why the family failed, as part of a log message; empty if it passed."""
 
 
 def verdict_file(directory: Path, kind: str, *key: str) -> Path:
@@ -69,7 +69,10 @@ def write_verdicts(path: Path, verdicts: Iterable[Verdict]) -> bool:
 
 
 def describe_exit(status: int) -> str:
-    """Return in words how a self-test's process ended; `status` as of subprocess.Popen."""
+    """Return in words how a self-test's process ended.
+
+    `status`: its return code as in `subprocess.Popen`, where a negative number is a signal.
+    """
     if status >= 0:
         return f"exit status {status} of the self-test"
     name = signal.strsignal(-status) or f"signal {-status}"

@@ -1,9 +1,10 @@
-"""Adapters of one shape in one batched product, where a batch has many of them.
+"""Stacks of adapters of one shape, so that one batched matmul serves several adapters of a batch.
 
-A product of few rows costs a matrix library more to set up than to compute, and a decoder layer has
-eleven for each adapter. So rows of adapters are padded to a few numbers, and neighbours with
-equally many share a product. Stacking copies the weights, which takes about as long as one step
-with separate products; a stack is kept while its adapters stay together.
+For a matmul of few rows, the library's setup takes longer than the computation. A decoder layer has
+eleven LoRA matmuls per adapter. So the rows of each adapter are padded to a multiple of `ROWS`, and
+adjacent adapters with equal numbers of rows share a batched matmul. Stacking copies the weights,
+which takes about as long as one step with separate matmuls. So a stack is reused as long as
+consecutive batches contain the same adapters in the same order.
 """
 
 from __future__ import annotations
@@ -14,13 +15,16 @@ from itertools import groupby
 from planish.model.lora import AdapterRows, LoraStack, LoraWeights, StackRows
 
 ROWS = 4
-"""Rows of an adapter are padded to a multiple of this, so that more adapters have equally many."""
+"""The multiple to which an adapter's rows are padded, so that more adapters can share a stack."""
 
 Shape = tuple[int, bool, bool]
 
 
 def shape_of(weights: LoraWeights | None) -> Shape:
-    """What adapters must have in common to share a product."""
+    """Return (rank, train_attn, train_mlp), which must be equal for adapters of one stack.
+
+    Return (0, False, False) for the base model alone.
+    """
     if weights is None:
         return (0, False, False)
     lora = weights.layout.lora
@@ -28,20 +32,21 @@ def shape_of(weights: LoraWeights | None) -> Shape:
 
 
 class AdapterStacks:
-    """Keeps the stacks of the last batch."""
+    """A cache of the stacks that the last batch used."""
 
     def __init__(self) -> None:
         self._stacks: dict[tuple[LoraWeights, ...], LoraStack] = {}
 
     def forget(self) -> None:
-        """Free the memory of all stacks, and let go of their adapters."""
+        """Drop all stacks and their references to adapters."""
         self._stacks = {}
 
     def of(
         self, adapters: Sequence[AdapterRows], stacks: Callable[[int], bool]
     ) -> list[AdapterRows | StackRows]:
-        """The same rows, with one entry for neighbours that can share products. `stacks`: whether
-        adapters of a rank may.
+        """Return `adapters` with adjacent entries merged if they can share batched matmuls.
+
+        `stacks`: a function that returns whether adapters of a rank may be stacked.
         """
         known, self._stacks = self._stacks, {}
         merged: list[AdapterRows | StackRows] = []

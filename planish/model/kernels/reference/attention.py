@@ -31,8 +31,8 @@ from planish.model.kernels.reference import ordered_attention
 from planish.model.positions import whole_spans
 from planish.model.prefix_tree import Packed, mask
 
-# Maximum number of rows per batch of short segments. Larger batches do not fit into the CPU's
-# cache, which costs more than the saved calls.
+# Maximum number of rows per batch of short segments. Larger batches would save calls, but they do
+# not fit into the CPU's cache and are slower.
 _BATCH_ROWS = 256
 # Maximum number of query rows per block of a segment in the forward pass.
 _QUERY_BLOCK = 256
@@ -178,6 +178,7 @@ class ForestAttention:
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         return _Forest.apply(q, k, v, self._plan)  # type: ignore[no-any-return]
 
 

@@ -75,7 +75,7 @@ _REPLACED = {
     "swiglu": ("swiglu", "swiglu_backward"),
     "log_sum_exp": ("log_sum_exp", "log_sum_exp_backward_"),
 }
-"""The operations of each family of kernels that have the same form for CPUs and GPUs."""
+"""The operations by family of kernels whose C++ and Triton functions have the same signatures."""
 _ANY_ROWS = RowTiling()
 # Number of rows per matmul with the head, on a CPU and on a GPU. Fewer rows would not fill a GPU.
 _HEAD_ROWS = (256, 2048)
@@ -506,7 +506,7 @@ def _log_sum_exp_(logits: Tensor, temperature: Tensor) -> Tensor:
 def _run_sums(weights: Tensor) -> Tensor:
     """Return the sums of runs of 128 entries: float64 [R, C].
 
-    With such short runs the order of the additions does not depend on R.
+    torch adds so few entries in the same order for every R, so the sums are batch-invariant.
     """
     missing = -weights.shape[1] % _RUN
     padded = F.pad(weights, (0, missing)) if missing else weights

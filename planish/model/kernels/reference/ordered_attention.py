@@ -6,9 +6,9 @@ difference in the last bit of one attention output grows through the layers to s
 logprob. So both use this module, in which every sum has one order, determined by the positions in
 the sequence:
 
-* Scores and weighted sums are float32 matmuls; bf16 operands are converted exactly. From a minimum
-  number of rows (`query_rows`, see row_tiling.py), an element of a matmul is bit-identical for any
-  number of rows. Fewer rows are padded to that minimum.
+* Scores and weighted sums are float32 matmuls; bf16 operands are converted exactly. If a matmul has
+  at least a minimum number of rows (`query_rows`, see row_tiling.py), each element is bitwise
+  independent of the number of rows. Fewer rows are padded to that minimum.
 * Weights are exp(score - max). The max over all keys is exact in any order.
 * Values are summed within spans of SPAN positions, aligned at the start of the sequence. The spans
   are then added in order.

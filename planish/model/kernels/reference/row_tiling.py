@@ -56,15 +56,16 @@ A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multip
 1 of a narrow model that happens below about a hundred rows.
 """
 _LORA_ROWS = 32
-"""Minimum number of rows that are compared for each row count of a LoRA matmul.
+"""Minimum number of result rows that the probe compares for each row count of a LoRA matmul.
 
 The sums of such a matmul are short, so a different order of additions changes only few entries.
 """
 _LOW_RANK = 16
 _LOW_RANK_DRAWS = 6
-"""Number of draws for the B matmuls of ranks below _LOW_RANK.
+"""Number of random inputs with which the B matmuls of ranks below _LOW_RANK are probed.
 
-Two orders of a short sum can agree for one order of its terms, and differ for another.
+Two orders of addition of a short sum can give equal results for one input and different results
+for another.
 """
 _STACKED = 3
 """Number of adapters in a probed stack."""
@@ -361,7 +362,10 @@ def _stacks_agree(
 def _cancelling_site(
     look: _Look, site: _TorchSite, rank: int, is_a: bool
 ) -> tuple[torch.Tensor, LoraMatrices]:
-    """Return an input x and an adapter whose sums cancel: those of x A if `is_a`, else of x A B."""
+    """Return an input x and an adapter with cancelling sums.
+
+    The terms cancel in the matmul of x and A if `is_a`, else in the matmuls with the Bs.
+    """
     columns = len(site.sizes) * rank
     pairs = [look.cancelling(size, rank) for size in site.sizes]
     bs = tuple(b for _, b in pairs)

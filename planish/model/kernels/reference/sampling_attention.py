@@ -20,8 +20,9 @@ from planish.model.kv_cache import KVPool, KVPools, SlotOwner
 from planish.model.positions import SPAN, whole_spans
 
 ATTENDED_ROWS = 16
-"""The number of rows whose scores one thread of the C++ kernels has in memory at a time, in float32
-for a group of heads and for all positions that the rows attend to.
+"""The maximum number of query rows that one thread of the C++ kernels processes at a time.
+
+The thread keeps their float32 scores in memory, for one group of heads and all visible positions.
 """
 _QUERY_BLOCK = 256
 """The maximum number of prompt rows in one matmul of the prefill."""
