@@ -1,11 +1,13 @@
-"""The attention of trainer and sampler in the CPU's own kernels: which rows see which keys, as
-planish.model.kernels.cpp.cpu wants it told.
+"""The attention of trainer and sampler with the C++ kernels.
 
-The three shapes in which rows come (segments of a forest, prompts, one new row for each sample) are
-one computation there: blocks of rows that share ranges of keys, and behind them perhaps a range of
-each row's own. A row's outcome does not depend on the shape, so sampler and trainer agree to the
-bit. What it does, without kernels, is written in attention.py, sampling_attention.py and
-ordered_attention.py.
+The classes of this module describe which rows attend to which keys, as an `AttentionPlan` of
+cpp/cpu.py. They cover segments of a forest (training), prompt rows (prefill), and one new row per
+sample (decoding). The kernel has one interface for all three. A block of query rows attends to
+shared key ranges, and each row may then attend to one range of its own. A row's output does not
+depend on how rows form blocks, so sampler and trainer agree bit for bit.
+
+The reference implementations are attention.py, sampling_attention.py and ordered_attention.py in
+kernels/reference.
 """
 
 from __future__ import annotations
@@ -31,17 +33,19 @@ from planish.model.positions import SPAN
 from planish.model.prefix_tree import Packed
 
 _LANE = 8
-"""Most rows of one prompt in a block: fewer than a cache would hold, so that few prompts still keep
-all threads busy.
+"""The maximum number of rows of one prompt in a block.
+
+More rows would still fit into the cache, but then a few prompts could not keep all threads busy.
 """
 _PARTS = 24
-"""About how many pieces of work a backward pass has, whatever the number of threads, that sums do
-not depend on it.
+"""The approximate number of work units of a backward pass.
+
+The number is fixed, so that sums do not depend on the number of threads.
 """
 
 
 class NativeForest:
-    """An `Attend` of the decoder for one micro-batch, with gradients."""
+    """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
     def __init__(self, packed: Packed) -> None:
         blocks, ranges = [], []
@@ -61,10 +65,11 @@ class NativeForest:
         self._sums: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E] (see `Attend`)."""
         return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
 
     def plan(self, keys: Tensor, values: Tensor) -> AttentionPlan:
-        """For keys and values [T, H, E]."""
+        """Return the plan with the addresses of these keys and values, contiguous [T, H, E]."""
         _, heads, e = keys.shape
         ranges = self._plan.ranges.copy()
         first, counts = (
@@ -76,15 +81,19 @@ class NativeForest:
         return replace(self._plan, ranges=ranges)
 
     def sums(self, parts: int, keys: Tensor) -> Tensor:
-        """Room for a backward pass. One layer after another uses the same, since new memory costs
-        more than what is done in it.
+        """Return scratch memory for a backward pass, float32 [parts, 2, T, H, E].
+
+        All layers share it, because allocating it takes longer than the sums themselves.
         """
         if self._sums is None:
             self._sums = torch.empty(parts, 2, *keys.shape)
         return self._sums
 
     def part_ends(self, heads: int) -> np.ndarray:
-        """Runs of blocks of about equal work: where each ends."""
+        """Divide the blocks into runs of about equal work, and return the end of each run.
+
+        `heads`: the number of key-value heads. The result is int64 [n].
+        """
         blocks = self._plan.blocks
         work = np.cumsum([block["count"] * self._plan.visible[block["first"]] for block in blocks])
         parts = min(len(blocks), math.ceil(_PARTS / heads))
@@ -111,8 +120,10 @@ class _Forest(torch.autograd.Function):
 
 
 class NativePrefill:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
-    to its own.
+    """The causal attention of prompt rows.
+
+    Each call stores the rows' keys and values in their prompts' slots. Each row attends to the
+    positions up to its own.
     """
 
     def __init__(self, spans: Sequence[PrefillSpan]) -> None:
@@ -133,6 +144,7 @@ class NativePrefill:
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E]; 0 for padding rows (see `Attend`)."""
         for span in self._spans:
             rows, positions = (
                 slice(span.row, span.row + span.count),
@@ -144,7 +156,7 @@ class NativePrefill:
 
 
 class NativeDecode(KeptAttention):
-    """One new row for each running sample."""
+    """The attention of a decoding step, with one new row for each running sample."""
 
     def __init__(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
         """`rows`: the batch row of each sample. Every sample in `samples` has one."""
@@ -177,8 +189,10 @@ class NativeDecode(KeptAttention):
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
-    """The first `count` positions of slots (pool, slot, count), in all layers of their pools: [L,
-    *] of Range. Good while no pool grows.
+    """Return the key ranges of the first `count` positions of slots in all layers: [L, n] of Range.
+
+    `owners`: (pool, slot, count) of each of the n slots. The ranges contain addresses, so they are
+    valid until a pool reallocates its tensors.
     """
     if not owners:
         return np.zeros((1, 0), cpu.Range)

@@ -151,7 +151,7 @@ class CppBackend(TorchBackend):
         members = [member for member in members if not member[2].is_empty]
         return PanelRows(members, SITES) if members else super().adapter_batch(())
 
-    # The whole pass
+    # Forward pass
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
         # One native call runs all layers, if the kernels support all weights and adapters.

@@ -1,9 +1,9 @@
-"""Compiles src/kernels.cpp with the machine's own C++ compiler, once for each version of it, into
-planish's cache.
+"""Compile src/kernels.cpp with the machine's C++ compiler into planish's cache.
 
-It includes no header of torch, so it takes some twenty seconds. A library is found by a digest of
-all that it depends on, and is put in its place whole: processes that start at once do the same work
-twice and keep one.
+Compilation takes about twenty seconds, because the source includes no torch headers. The name of
+the library contains a digest of everything that it depends on: sources, compiler and flags. The
+compiled file is renamed into the cache atomically. Processes that start at the same time may
+compile the same library twice, and then one copy is kept.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SECONDS = 600
 
 
 class BuildError(Exception):
-    """Why there is no library."""
+    """The kernels cannot be compiled; the message gives the reason."""
 
 
 def find_compiler() -> str | None:
@@ -51,7 +51,10 @@ def find_compiler() -> str | None:
 
 
 def library(cache: Path, instructions: str) -> Path:
-    """The library for a CPU with these INSTRUCTIONS, compiled now if it is not there yet."""
+    """Return the path of the library for a key of INSTRUCTIONS, and compile it if necessary.
+
+    Raises BuildError if there is no compiler, the compiler fails, or no directory is writable.
+    """
     compiler = find_compiler()
     if compiler is None:
         raise BuildError("no C++ compiler was found; install g++, or name one in CXX")

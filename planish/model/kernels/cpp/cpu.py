@@ -1,12 +1,14 @@
-"""The CPU's kernels (src/), called on tensors. choose.py says what each does; those of the
-attention, which only CPUs have, say it here.
+"""The C++ kernels (src/) as functions on tensors.
 
-PLANISH_KERNELS=native makes it an error that there are none; by default they are used where the CPU
-has AVX-512 or AVX2 and a C++ compiler is found, and one line of the log says why not. Sampler and
-trainer ask alike, so they agree.
+`Backend` documents the operations that it shares with this module. The functions of the attention
+are documented here.
 
-Shapes: T rows, D hidden, H heads, E head_dim. Types: float32 and bf16, on a CPU. Everything given
-must be contiguous but for what is said.
+By default the kernels are used if the CPU has AVX2 or AVX-512 and a C++ compiler is found;
+otherwise one log line gives the reason. With PLANISH_KERNELS=native, missing kernels are an error.
+Sampler and trainer use the same library, so their results agree.
+
+Shapes: T rows, D hidden, H heads, E head_dim. Tensors are float32 or bf16 and on the CPU. They must
+be contiguous unless a docstring says otherwise.
 """
 
 from __future__ import annotations
@@ -57,26 +59,30 @@ _SIGNATURES = {
     "lora_gradients": "pnpppnpnppni",
     "decode": "ppi",
 }
-"""Of each function: p for an address, n for a number of things, f for a float; the number of
-threads, i, comes last.
+"""The argument types of each C++ function: p is an address, n an int64 and f a float.
+
+The last argument, i, is the number of threads.
 """
 
 Range = np.dtype(
     [("k", np.int64), ("v", np.int64), ("count", np.int64), ("row", np.int64), ("head", np.int64)]
 )
-"""Keys and values of consecutive positions, of the queries' dtype: addresses, and how many elements
-lie between positions and between heads.
+"""The keys and values of `count` consecutive positions, in the dtype of the queries.
+
+`k` and `v` are addresses. `row` and `head` are the strides between positions and between heads, in
+elements.
 """
 Block = np.dtype(
     [("first", np.int64), ("count", np.int64), ("first_range", np.int64), ("ranges", np.int64)]
 )
-"""Entries first .. of the lists of rows, which share the ranges first_range .., one behind the
-other.
+"""Entries first .. first + count - 1 of a plan, which share key ranges.
+
+The shared keys are those of ranges first_range .. first_range + ranges - 1, in this order.
 """
 
 
 class Attention(ctypes.Structure):
-    """`struct Attention` of cpp/attention_products.h."""
+    """`struct Attention` of src/attention_products.h."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("heads", "group", "e")),
@@ -87,25 +93,29 @@ class Attention(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class AttentionPlan:
-    """Which rows attend to which keys: for each entry a row, how many of its block's shared
-    positions it sees, and a range of its own behind them.
+    """A table of which rows attend to which keys, in all L layers.
 
-    One plan serves L layers, whose keys and values lie elsewhere but alike.
+    Each of the N entries is one query row. The row attends to the first positions of its block's
+    shared ranges, and then to a range of its own, if `own` is given. The layers differ only in the
+    addresses of keys and values.
     """
 
     blocks: np.ndarray
-    """[B] of Block."""
+    """[B] of Block: the blocks, which together contain all entries."""
     ranges: np.ndarray
-    """[L, *] of Range."""
+    """[L, *] of Range: the shared ranges of all blocks."""
     rows: np.ndarray
-    """int64 [N], each another row"""
+    """int64 [N]: the batch row of each entry. A row has at most one entry."""
     visible: np.ndarray
-    """int64 [N]"""
+    """int64 [N]: the number of shared positions that each entry attends to."""
     own: np.ndarray | None = None
-    """[L, N] of Range."""
+    """[L, N] of Range: each entry's own range, after the shared positions."""
 
     def arguments(self, heads: tuple[int, int], e: int, layer: int) -> Attention:
-        """For so many heads of queries, and of keys, of e entries."""
+        """Return the arguments of the kernels for one layer.
+
+        `heads`: the number of query heads and of key heads. `e`: the head_dim.
+        """
         blocks, ranges, visible = self._addresses
         ranges += layer * self.ranges.strides[0]
         of_keys, group = heads[1], heads[0] // heads[1]
@@ -115,11 +125,12 @@ class AttentionPlan:
         )
 
     def own_ranges(self, layer: int) -> int | None:
-        """Where those of a layer lie."""
+        """Return the address of the entries' own ranges of one layer, or None without any."""
         return None if self.own is None else self._own_address + layer * self.own.strides[0]
 
     @cached_property
     def rows_address(self) -> int:
+        """The address of `rows`."""
         return self.rows.ctypes.data
 
     @cached_property
@@ -133,8 +144,10 @@ class AttentionPlan:
 
 
 def instructions() -> str:
-    """Which of this CPU's the kernels are compiled for, a key of INSTRUCTIONS;
-    ATEN_CPU_CAPABILITY=avx2 asks us, as it asks torch, for fewer than there are.
+    """Return the instruction set for which the kernels are compiled, a key of INSTRUCTIONS.
+
+    As in torch, ATEN_CPU_CAPABILITY=avx2 selects AVX2 on a CPU with AVX-512. Raises BuildError if
+    the CPU has no AVX2.
     """
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in ("AVX512", "AMX", "AVX2"):
@@ -145,7 +158,7 @@ def instructions() -> str:
 
 
 class Library(ctypes.CDLL):
-    """The compiled kernels, and what their self-test found."""
+    """The compiled kernels and the verdicts of their self-test."""
 
     verdicts: Sequence[Verdict] = ()
     refused: Collection[str] = frozenset()
@@ -154,13 +167,15 @@ class Library(ctypes.CDLL):
 
 
 under_test: Library | None = None
-"""Set in the process of the self-test: `loaded` returns this library as it is."""
+"""The library that `loaded` returns without a test; set only in the process of the self-test."""
 
 
 @cache
 def loaded() -> Library | None:
-    """Return the library, compiled and self-tested at first use, or None where torch does all the
-    work.
+    """Return the library, or None if torch computes everything.
+
+    The first call compiles and tests the kernels. Raises UserError if PLANISH_KERNELS=native and
+    kernels are missing or failed.
     """
     chosen = wanted()
     if under_test is not None or chosen in ("torch", "triton"):
@@ -186,7 +201,7 @@ def loaded() -> Library | None:
         return None
     found.refused = frozenset(failed)
     if failed.keys() - {"amx", "log_sum_exp", "sampling"}:
-        found.refused |= {"decode"}  # which is made of the other families
+        found.refused |= {"decode"}  # The decoding pass calls the kernels of other families.
     found.uses_amx = has_tiles and "amx" not in failed
     found.use_tiles(int(found.uses_amx))
     return found
@@ -199,14 +214,14 @@ _REMEDY = (
 
 
 def serves(family: str) -> bool:
-    """Whether this family of the kernels (self_test.FAMILIES) may be used on this machine."""
+    """Return whether this family of kernels (self_test.FAMILIES) may be used on this machine."""
     assert family in FAMILIES, family
     found = loaded()
     return found is not None and family not in found.refused
 
 
 def wanted() -> str:
-    """Whose kernels the environment asks for; UserError if there are none of that name."""
+    """Return the value of PLANISH_KERNELS, "auto" by default. UserError if it is unknown."""
     found = os.environ.get("PLANISH_KERNELS", "auto")
     if found not in ("auto", "native", "torch", "triton"):
         raise UserError(f"PLANISH_KERNELS={found!r}: give 'auto', 'native' or 'torch'")
@@ -219,8 +234,8 @@ def _library() -> tuple[Path, Library]:
     try:
         return path, Library(str(path))
     except OSError:
-        # a file that a power cut left half, or that a machine with a newer system put into a shared
-        # cache
+        # A power cut may have truncated the file. In a shared cache, a machine with a newer system
+        # may have compiled it. Compile it again.
         path.unlink(missing_ok=True)
         path = library(cache, of)
         return path, Library(str(path))
@@ -240,6 +255,7 @@ def rms_norm(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same as `Backend.rms_norm`, with outputs in `dtype`."""
     x, out = x.contiguous(), x.new_empty(x.shape, dtype=dtype)
     scale = x.new_empty(x.shape[:-1])
     total = x if residual is None or in_place else torch.empty_like(x)
@@ -250,6 +266,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
+    """Do the same as `Backend.rms_norm_backward`. `x`: the sum that was normed."""
     out = torch.empty_like(x)
     grad_total = None if grad_total is None else grad_total.contiguous()
     call(
@@ -268,6 +285,7 @@ def rms_norm_backward(
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Do the same as `Backend.rope`. The rows of `x` may have any stride."""
     rows, heads, e = x.shape
     assert x.stride()[1:] == (e, 1)
     out = x.new_empty(x.shape)
@@ -276,24 +294,27 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.swiglu`."""
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     call("swiglu", gate_up.dtype, gate_up, out, *out.shape)
     return out
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.swiglu_backward`."""
     out = torch.empty_like(gate_up)
     call("swiglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
     return out
 
 
 Exact = tuple[Tensor, Tensor]
-"""Entries of logits whose values are known better: tokens int64 [R, k], values float32 [R, k]."""
+"""Entries of logits whose exact values are known: tokens int64 [R, k], values float32 [R, k]."""
 
 
 def log_sum_exp(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
+    """Do the same as `Backend.log_sum_exp`."""
     out = torch.empty(logits.shape[0])
     call(
         "normalizers",
@@ -317,6 +338,7 @@ def log_sum_exp_backward_(
     grads: Tensor,
     exact: Exact | None = None,
 ) -> None:
+    """Do the same as `Backend.log_sum_exp_backward_`."""
     given = (*_corrections(exact), temperature, log_total, first, targets, grads)
     call("normalizers_backward", logits.dtype, logits, *given, *logits.shape)
 
@@ -326,8 +348,9 @@ def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int
 
 
 def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
-    """New keys and values [T, H, E], whose rows may lie apart, at the last position of each entry's
-    own range.
+    """Store new keys and values at the last position of each entry's own range.
+
+    `k`, `v`: [T, H, E]. Their rows may have any stride.
     """
     _, heads, e = k.shape
     assert k.stride()[1:] == v.stride()[1:] == (e, 1)
@@ -348,12 +371,14 @@ def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
 
 
 def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
-    """Attention of q [T, Hq, E] as planned: [T, Hq, E], 0 for rows that have no entry. `lse` [T,
-    Hq] takes the log-sum-exp.
+    """Return the attention output of `q` [T, Hq, E]: [T, Hq, E], 0 for rows without an entry.
 
-    What the ranges name must have the dtype of q and stay where it is during the call. Sums are
-    float32; where the CPU multiplies pairs of bf16, a weight is rounded to it, relative to the
-    row's largest, before it meets its value.
+    `heads`: the number of key heads. `lse`: an optional float32 output [T, Hq], which receives the
+    log-sum-exp.
+
+    The keys and values must have the dtype of `q` and must not move during the call. Sums are
+    float32. On CPUs with bf16 matmuls, each weight exp(score - max) is rounded to bf16 before it
+    multiplies its value.
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
     arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer))
@@ -362,12 +387,16 @@ def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor |
 
 
 class KeptAttention:
-    """An `Attend` of the decoder: one new row for each entry, whose key and value are kept first."""
+    """The attention of one new row per entry, which first stores the row's key and value.
+
+    An instance is an `Attend` of the decoder.
+    """
 
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E] (see `Attend`)."""
         keep(self.plan, layer, k, v)
         return attend(self.plan, layer, q.contiguous(), k.shape[1], None)
 
@@ -382,11 +411,14 @@ def attend_backward(
     keys: Tensor,
     sums: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, each row of which has an entry, and of keys and values, whose ranges must lie
-    in `keys` [T, H, E] and in values of the same shape.
+    """Return the gradients of q, keys and values, given the gradient of the output.
 
-    Runs of blocks that end at `part_ends` add up by themselves first, in `sums` [len(part_ends), 2,
-    T, H, E], float32 with any content.
+    Every row of q must have an entry. The ranges of the plan must lie in `keys` [T, H, E] and in
+    values of the same shape.
+
+    The blocks are divided into runs, which end at `part_ends`. Each run first adds its gradients of
+    keys and values separately, in the scratch memory `sums` [len(part_ends), 2, T, H, E] (float32,
+    with any contents).
     """
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(keys)
     call(
@@ -410,10 +442,10 @@ def attend_backward(
 
 
 def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
-    """The function of this type; tensors are given by address.
+    """Call the C++ function `name` for this dtype. Tensors are passed by address.
 
-    MemoryError if there was none for what it computes in between; what it was to write then holds
-    anything.
+    Raises MemoryError if the function could not allocate its scratch memory. The contents of its
+    outputs are then undefined.
     """
     given = [x.data_ptr() if isinstance(x, Tensor) else x for x in arguments]
     missing = _function(name, dtype)(*given, torch.get_num_threads())

@@ -1,7 +1,7 @@
-"""The self-test of the CPU's kernels: each family against torch, as a program of its own.
+"""The self-test of the C++ kernels: a program that compares each family with torch.
 
-self_test.py runs it once on each machine, in another process, because a wrong kernel may end its
-process.
+self_test.py runs this program once per machine, in a separate process, because a faulty kernel may
+crash its process.
 
 Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head.
 """
@@ -32,15 +32,18 @@ from planish.model.kernels.cpp.cpu_products import (
 from planish.model.kernels.verdicts import Verdict
 
 _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
-"""Largest difference from torch in float64, as a part of the largest value."""
+"""The maximum error compared with torch in float64, relative to the largest value."""
 
 
 class Mismatch(Exception):
-    """A kernel's outcome is not torch's."""
+    """The result of a kernel differs from torch's."""
 
 
 def main(library: str, tiles: str, *families: str) -> None:
-    """Write a line with the verdict of each family as soon as it is known."""
+    """Test the families and print the verdict of each as one line of JSON.
+
+    `library`: the path of the compiled kernels. `tiles`: "1" to use AMX, else "0".
+    """
     under_test = cpu.Library(library)
     under_test.use_tiles(int(tiles))
     torch.set_num_threads(2)
@@ -51,7 +54,7 @@ def main(library: str, tiles: str, *families: str) -> None:
 
 @contextmanager
 def _serving(library: cpu.Library) -> Iterator[None]:
-    """While the block runs, the functions of cpu.py call this library untested."""
+    """Make the functions of cpu.py call this untested library while the block runs."""
     cpu.under_test = library
     cpu.loaded.cache_clear()
     try:
@@ -69,7 +72,7 @@ def verdict_of(family: str) -> Verdict:
             CHECKS[family]()
     except Mismatch as error:
         return Verdict(family, False, str(error))
-    except Exception as error:  # a missing function, memory that is full
+    except Exception as error:  # For example a missing function, or out of memory.
         return Verdict(family, False, f"{type(error).__name__}: {error}")
     return Verdict(family, True)
 
@@ -99,7 +102,7 @@ def _for_dtypes(test: Callable[[torch.dtype, float], None]) -> Callable[[], None
 
 
 def _for_products(test: Callable[[torch.dtype, float], None]) -> Callable[[], None]:
-    """For the dtypes that our own kernels multiply on this CPU."""
+    """Return a check that runs `test` for each dtype that this CPU's matmul kernels support."""
 
     def run() -> None:
         for dtype, tolerance in _TOLERANCES.items():
@@ -114,7 +117,7 @@ def _amx() -> None:
     assert library is not None
     if not library.tiles_agree():
         raise Mismatch("matmuls with tiles differ from those without")
-    library.use_tiles(1)  # for the families that follow
+    library.use_tiles(1)  # The checks of the other families then use AMX.
 
 
 def _matmul(dtype: torch.dtype, tolerance: float) -> None:
@@ -300,7 +303,7 @@ def _attention(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int) -> None:
-    """A prefix of 24 positions with two continuations of 8, forward and backward."""
+    """Check a prefix of 24 positions with two continuations of 8, forward and backward."""
     rows = 40
     q, k, v = (torch.randn(rows, n, e).to(dtype) for n in (heads, of_keys, of_keys))
     spans = [(0, 16), (0, 24), (0, 24), (24, 32), (0, 24), (32, 40)]
@@ -343,7 +346,7 @@ def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: i
 def _decode_attention(
     dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int
 ) -> None:
-    """Five samples of one prompt of 32 positions, each with some positions of its own."""
+    """Check five samples of one prompt of 32 positions, each with some positions of its own."""
     step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e)
     q, k, v = (torch.randn(step.samples, n, e).to(dtype) for n in (heads, of_keys, of_keys))
     found = cpu.KeptAttention(step.plan)(0, q, k, v)
@@ -351,7 +354,7 @@ def _decode_attention(
 
 
 class _DecodeStep:
-    """Keys and values of a decode step: a shared prompt, and a slot for each sample."""
+    """The keys and values of a decoding step: a shared prompt, and a slot for each sample."""
 
     samples, prompt, capacity = 5, 32, 32
 
@@ -377,7 +380,10 @@ class _DecodeStep:
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """The same by torch in float64, of q, k and v [samples, H, E]."""
+        """Return the attention output, computed by torch in float64: [samples, H, E].
+
+        `q`, `k`, `v`: the new rows, [samples, heads, E].
+        """
         out = []
         for sample, stored in enumerate(self.stored):
             keys, values = (
@@ -397,7 +403,7 @@ class _DecodeStep:
 
 
 def _decode(dtype: torch.dtype, tolerance: float) -> None:
-    """A decode step through two layers with norms of heads, biases and adapters."""
+    """Check a decoding step through two layers with query and key norms, biases and adapters."""
     d, e, heads, of_keys, inner, layers, rank = 64, 32, 4, 2, 96, 2, 4
     step = _DecodeStep(dtype, layers, of_keys, e)
     rows, room = step.samples, WeightRoom(0)
@@ -466,14 +472,14 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
         x = x + linear(step.attend(layer, q, k, v).flatten(1), "attn_out")
         gate, up = linear(norm(x, mlp_norm), "mlp_in").chunk(2, 1)
         x = x + linear(F.silu(gate) * up, "mlp_out")
-    # bf16 rounds some twenty times on the way through two layers.
+    # Two layers round to bf16 about twenty times, so the tolerance is larger.
     _close("the hidden states", found, norm(x, final_norm.double()), 3 * tolerance)
     fresh = whole.decoded(tokens, positions, step.plan, table)
     _same("the decode pass, made again", fresh, found)
 
 
 CHECKS: dict[str, Callable[[], None]] = {
-    "amx": _amx,  # first: it decides by which instructions the others multiply
+    "amx": _amx,  # Must be first: it decides whether the other families use AMX.
     "matmul": _for_products(_matmul),
     "lora": _for_products(_lora),
     "attention": _for_dtypes(_attention),

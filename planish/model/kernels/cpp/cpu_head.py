@@ -1,10 +1,11 @@
-"""The output head in the CPU's own kernels (cpp/head.h, adapters.h): its adapters, single logits in
-float32, and the drawing of tokens.
+"""The output head with the C++ kernels (src/head.h, src/adapters.h).
 
-Everything is of a batch's rows with their adapters, however many: one call. A row's bits depend on
-that row and its adapter alone.
+The kernels apply head adapters, compute single logits in float32, and sample tokens. One call
+serves all rows of a batch, with any number of adapters. It is batch-invariant: the result of a row
+depends only on the row and its adapter.
 
-Shapes: R rows, D hidden, V vocabulary, P pairs of a row and a token, r rank, L columns of `low`.
+Shapes: R rows, D hidden, V vocabulary, P (row, token) pairs, r rank, L columns of `low`, the LoRA
+hidden states.
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ _HeadRows = np.dtype(
         for name in ("b", "a_panels", "b_panels", "rank", "columns", "first", "count")
     ]
 )
-"""Rows first .. first + count - 1 of a batch, and their adapter: B as it is, both as panels where
-the kernel multiplies by them.
+"""The adapter of rows first .. first + count - 1 of a batch.
+
+`b`: the address of the unpacked B. `a_panels`, `b_panels`: the addresses of the packed matrices, or
+0 if the kernel does not support them.
 """
 
 
@@ -44,13 +47,14 @@ class _ExactLogits(ctypes.Structure):
 
 
 class HeadTable:
-    """Adapters of the head, and which rows of a batch have them."""
+    """The head adapters of ranges of rows of a batch, as a table for the kernels."""
 
     def __init__(self, members: Sequence[tuple[int, int, Tensor, PanelSite | None]]) -> None:
-        """(start, stop, B [V, r], the adapter as panels) each."""
-        self._members = members  # what the table names must stay
+        """`members`: (start, stop, B [V, r], packed adapter or None) of each range of rows."""
+        # The table contains addresses of the members' matrices, so it must keep them alive.
+        self._members = members
         self.is_served = all(panels is not None for *_, panels in members)
-        """Whether the kernel multiplies by all of them."""
+        """Whether the kernel supports all adapters of the table."""
         self.rows = np.zeros(len(members), _HeadRows)
         for index, (start, stop, b, panels) in enumerate(members):
             rank, matrices = (
@@ -59,14 +63,15 @@ class HeadTable:
             )
             self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
         self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
-        """Columns of `low`, of which each row uses as many as its adapter has."""
+        """The number of columns L of `low`. Each row uses the first r, the rank of its adapter."""
 
     @property
     def address(self) -> int:
+        """The address of the table."""
         return self.rows.ctypes.data
 
     def low(self, hidden: Tensor) -> Tensor:
-        """What lies between A and B: [R, L]; not set where a row has no adapter."""
+        """Return the LoRA hidden states [R, L]; undefined in rows without an adapter."""
         rows, d = hidden.shape
         low = hidden.new_empty(rows, self.width)
         cpu.call(
@@ -75,7 +80,7 @@ class HeadTable:
         return low
 
     def add_(self, low: Tensor, logits: Tensor) -> None:
-        """Adds to logits [R, V] what comes of `low`."""
+        """Add the LoRA outputs of the hidden states `low` [R, L] to `logits` [R, V], in place."""
         cpu.call(
             "add_head",
             low.dtype,
@@ -90,8 +95,10 @@ class HeadTable:
 
 @dataclass(frozen=True, eq=False)
 class SingleLogits:
-    """Single logits as float32 sums of hidden [R, D] times rows of the head's weight [V, D], plus
-    those of `low` times rows of B.
+    """Logits computed one at a time as float32 dot products.
+
+    A logit is the dot product of a row of `hidden` [R, D] and a row of the head's weight [V, D],
+    plus that of a row of `low` [R, L] and a row of B, if the row has an adapter.
     """
 
     hidden: Tensor
@@ -100,10 +107,11 @@ class SingleLogits:
     low: Tensor | None
 
     def likeliest(self, logits: Tensor, k: int, wide: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The k largest entries of each row of logits, bf16 [R, V], the first of equal ones first:
-        tokens [R, k] and values [R, k].
+        """Return the k largest `logits`, bf16 [R, V], of each row, recomputed in float32.
 
-        `wide` [R, V] takes the logits in float32, with these values in their places.
+        The result is tokens, int64 [R, k], and values, float32 [R, k]. Equal logits are in the
+        order of their tokens. `wide`: an optional float32 output [R, V]. It receives all logits,
+        with the recomputed values at the returned tokens.
         """
         rows, vocab = logits.shape
         tokens, values = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
@@ -112,7 +120,7 @@ class SingleLogits:
         return tokens, values
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
-        """Of the pairs (rows[i], tokens[i]): [P]."""
+        """Return the logits of the pairs (rows[i], tokens[i]): float32 [P]."""
         out = torch.empty(rows.shape[0])
         given = (
             ctypes.byref(self._arguments()),
@@ -135,8 +143,10 @@ class SingleLogits:
 def draw(
     logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A token for each of rows [N] of logits, float32 [R, V], by uniform numbers, float64 [N]; and
-    log-sum-exp of the row / temperature [N].
+    """Sample one token from each row in `rows` [N] of `logits`, float32 [R, V].
+
+    `uniforms`: float64 [N]. Return the tokens, int64 [N], and the log-sum-exp of each row divided
+    by its temperature, float32 [N].
     """
     tokens, normalizer = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
     given = (rows, temperatures, uniforms, tokens, normalizer)
@@ -145,8 +155,9 @@ def draw(
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """The same of weights, float32 [R, V], as `normalizers` leaves them: tokens for uniforms,
-    float64 [R, K], of each row.
+    """Sample tokens, int64 [R, K], at `uniforms`, float64 [R, K], from weights, float32 [R, V].
+
+    `weights`: as `log_sum_exp` writes them (see `Backend.invert`).
     """
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     sizes = (*weights.shape, uniforms.shape[1])

@@ -1,10 +1,10 @@
-"""A decoding step's way through all layers as one call of the CPU's kernels.
+"""The forward pass of a decoding step through all layers, as one call of the C++ kernels.
 
-A step has some three hundred products, norms and the like. For few rows most take microseconds, and
-calling them one by one from Python, each with a new tensor for its outcome, as long again. The
-functions are those that model/decoder.py calls one by one, so the bits are the same.
+A step has about three hundred operations, such as matmuls and norms. For few rows most of them take
+microseconds. Calling each from Python, with a new tensor for its result, would take as long again.
+The pass calls the same kernels as model/decoder.py does, so its results are bit-identical.
 
-Shapes: T rows, D hidden, E head_dim.
+Shapes: T rows, D hidden, V vocabulary, E head_dim.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from planish.model.kernels.cpp.cpu_products import PanelRows, PanelWeight
 
 @dataclass(frozen=True)
 class PanelLayer:
-    """Frozen weights of a layer: norms in float32, products in panels. None where the family has
-    none.
+    """The frozen weights of one decoder layer, with float32 norms and packed linears.
+
+    A field is None if the model has no such norm or bias.
     """
 
     input_norm: Tensor
@@ -62,26 +63,28 @@ class _Pass(ctypes.Structure):
 
 @dataclass(frozen=True, eq=False)
 class PanelPass:
-    """The layers of a model whose products all are in panels."""
+    """The forward pass of a model whose linears are all packed as panels."""
 
     layers: Sequence[PanelLayer]
     embedding: Tensor
-    """[V, D], in the dtype of the products."""
+    """[V, D], in the dtype of the matmuls."""
     final_norm: Tensor
     cos: Tensor
-    """Like sin: float32 [positions, E/2]."""
+    """float32 [max_context, E/2], as is `sin`."""
     sin: Tensor
     eps: float
     heads: tuple[int, int]
-    """Of queries, and of keys."""
+    """The number of query heads and of key heads."""
     inner: int
-    """Columns between gate, up and down."""
+    """The MLP's intermediate size."""
 
     def decoded(
         self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None
     ) -> Tensor:
-        """Hidden states after the final norm, [T, D], of `tokens` at `positions` (int64 [T]); keys
-        and values go where the plan says.
+        """Return the hidden states after the final norm: [T, D].
+
+        `tokens`, `positions`: int64 [T]. The new keys and values are stored in the entries' own
+        ranges of `plan`.
         """
         out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
         given = _Pass(

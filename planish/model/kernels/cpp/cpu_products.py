@@ -1,8 +1,7 @@
-"""Products with bf16 or float32 weights in the CPU's own kernel (cpp/products.h, adapters.h):
-frozen ones, and those of adapters.
+"""Matmuls with the C++ kernels (src/products.h, src/adapters.h): frozen weights and LoRA.
 
-Weights are packed once, into panels. A row's bits depend on that row and its weights alone: on no
-other row, nor on how many there are.
+Weights are bf16 or float32. They are packed once, into panels of 64 output columns. The matmuls are
+batch-invariant: a row's result depends only on the row and its weights.
 
 Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
 """
@@ -23,23 +22,30 @@ from planish.model.kernels.cpp import cpu
 
 _PANEL = 64
 _VECTOR = LORA_COLUMNS
-"""Numbers of one vector of the kernels."""
+"""The elements of one SIMD vector, to a multiple of which outputs are padded."""
 _ROOM = 1 << 25
-"""Numbers that a room has at least: what is not used of it costs no memory."""
+"""The minimum number of elements that a `WeightRoom` allocates at a time.
+
+Unused pages of an allocation use no memory.
+"""
 _Packing = np.dtype([(name, np.int64) for name in ("matrix", "panels", "n", "k")])
-"""A matrix [n, k] ([k, n] if it is turned), and where its panels go."""
+"""The addresses of a matrix [n, k] and of its panels. A transposed matrix is given as [k, n]."""
 _LoraRows = np.dtype(
     [(name, np.int64) for name in ("a", "b0", "b1", "b2", "rank", "columns", "first", "count")]
 )
-"""Rows first .. first + count - 1 of a batch and the panels of their adapter's matrices at one
-site.
+"""The adapter of rows first .. first + count - 1 of a batch at one site (target module).
+
+`a`, `b0`, `b1`, `b2`: the addresses of the packed matrices. `rank`: r, rounded up to an even
+number. `columns`: the rows of A, n * r.
 """
 MOST_LINEARS = 3
 
 
 def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
-    """Whether there is a product with frozen weights of this shape. It is at least as fast as
-    oneDNN's for any number of rows (docs/log.md; by AMX not measured).
+    """Return whether the kernel supports frozen weights [fan_out, fan_in] of this dtype.
+
+    For any number of rows the kernel is at least as fast as oneDNN (docs/log.md; not measured with
+    AMX).
     """
     if fan_out < 1 or fan_in % 2:
         return False
@@ -49,22 +55,28 @@ def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
 
 
 def multiplies_bfloat16() -> bool:
-    """Whether this CPU has the instructions for it, and none with which oneDNN would be faster."""
+    """Return whether the kernels support bf16 matmuls on this CPU and are not slower than oneDNN.
+
+    oneDNN is faster on a CPU with AMX if the kernels' AMX code failed its self-test.
+    """
     found = cpu.loaded()
     return cpu.serves("matmul") and found is not None and bool(found.multiplies_bf16())
 
 
 class WeightRoom:
-    """Memory for weights on pages of 2 MB, from which they are read a third faster; most fill no
-    such page alone, so they lie side by side.
+    """An arena for packed weights on huge pages of 2 MB.
+
+    Weights are read a third faster from huge pages. Most weights are smaller than a page, so
+    several share one allocation.
     """
 
     def __init__(self, least: int = _ROOM) -> None:
+        """`least`: the minimum number of elements per allocation."""
         self._least = least
         self._left = torch.empty(0)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Memory for `size` numbers, from which nothing else is taken."""
+        """Return uninitialised memory for `size` elements, which no other call returns."""
         if size > len(self._left) or self._left.dtype != dtype:
             self._left = torch.empty(max(size, self._least), dtype=dtype)
             found = cpu.loaded()
@@ -77,19 +89,18 @@ class WeightRoom:
 
 
 class PanelWeight:
-    """A weight [out, in] for products in a kernel of our own. A row's bits depend on that row
-    alone.
-    """
+    """A weight [out, in], packed as panels for the C++ matmul, which is batch-invariant."""
 
     is_batch_invariant = True
 
     def __init__(self, weight: Tensor, room: WeightRoom, *, turned: bool = False) -> None:
-        """`turned`: the matrix that is given is [in, out]."""
+        """`room`: the arena of the panels. `turned`: `weight` is given transposed, as [in, out]."""
         self._fan_out, self._fan_in = weight.shape[::-1] if turned else weight.shape
         self._panels = _packed([weight.contiguous()], room, turned=turned)[0]
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of the weight."""
         return self._panels.dtype
 
     @property
@@ -102,7 +113,7 @@ class PanelWeight:
         return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [T, in] times the weight transposed, plus the bias [out]: [T, out]."""
+        """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
         x, missing = x.contiguous(), -self._fan_out % _VECTOR
         if bias is not None and missing:
             bias = F.pad(bias, (0, missing))
@@ -112,37 +123,44 @@ class PanelWeight:
 
     @property
     def address(self) -> int | None:
-        """Where the panels lie, for kernels that multiply by them; those have no room for outputs
-        beyond whole vectors.
+        """The address of the panels, for kernels that run several matmuls in one call.
+
+        None if `out` is not a multiple of 16, because these kernels do not pad their outputs.
         """
         return None if self._fan_out % _VECTOR else self._panels.data_ptr()
 
 
 def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
-    """Whether the kernel serves adapters of linears of these shapes (out, in), forward and
-    backward.
+    """Return whether the kernel supports adapters of linears of these shapes (out, in).
+
+    The answer covers the forward and the backward pass.
     """
     turned = [(fan_in, fan_out) for fan_out, fan_in in shapes]
     return adapts_forward(shapes, dtype) and adapts_forward(turned, dtype)
 
 
 def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
+    """Return whether the kernel supports the forward pass of adapters of these shapes (out, in)."""
     return cpu.serves("lora") and all(
         fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype) for fan_out, fan_in in shapes
     )
 
 
 Matrices = tuple[Tensor, Sequence[Tensor]]
-"""An adapter's matrices for linears that read one input: A [n * r, in], one B [out, r] for each."""
+"""An adapter's matrices for n linears that read one input: the joint A [n * r, in] and n Bs."""
 
 
 class AdapterPanels:
-    """All matrices of one version of an adapter as panels. Packed at first use, those for the way
-    back apart: a sampler needs none of them.
+    """All matrices of one version of an adapter, packed as panels at first use.
+
+    The matrices for the backward pass are packed separately, because a sampler does not need them.
     """
 
     def __init__(self, sites: Sequence[Matrices | None], *, serves: bool = True) -> None:
-        """`sites`: None where there is no adapter. `serves`: whether the kernel may be used at all."""
+        """`sites`: the matrices of each target module, or None if the adapter does not train it.
+
+        `serves`: whether the kernel may be used at all.
+        """
         self._sites = [
             None if site is None else (site[0].detach(), [b.detach() for b in site[1]])
             for site in sites
@@ -161,26 +179,33 @@ class AdapterPanels:
         self.is_empty = not kinds
 
     def target(self, index: int) -> PanelSite | None:
-        """None where the kernel does not serve, or there is no adapter."""
+        """Return the matrices of target module `index`.
+
+        Return None if the adapter does not train the module or the kernel does not support it.
+        """
         return PanelSite(self, index, self._served_back[index]) if self._served[index] else None
 
     def matrices(self, index: int) -> Matrices:
+        """Return the unpacked matrices of target module `index`, which the adapter must train."""
         found = self._sites[index]
         assert found is not None
         return found
 
     @property
     def forward(self) -> np.ndarray:
-        """[sites] of _LoraRows, for no rows yet; zeros where nothing is served."""
+        """The packed matrices of each target module: [sites] of _LoraRows, without rows.
+
+        A record is zero if the kernel does not support the module.
+        """
         return self._forward[0]
 
     @property
     def turned(self) -> np.ndarray:
-        """The same of the matrices turned, for the way back."""
+        """The transposed matrices, packed for the backward pass, in the form of `forward`."""
         return self._turned[0]
 
     def drop_backward(self) -> None:
-        """For a version that nobody goes back through any more."""
+        """Free the matrices for the backward pass. They are packed again if they are needed."""
         self.__dict__.pop("_turned", None)
 
     @cached_property
@@ -192,7 +217,7 @@ class AdapterPanels:
         return self._records(self._served_back, turned=True)
 
     def _records(self, served: Sequence[bool], *, turned: bool) -> tuple[np.ndarray, list[Tensor]]:
-        """The records, and the panels that they name."""
+        """Return the records of all target modules, and the panels whose addresses they contain."""
         sites = [(i, *self.matrices(i)) for i, own in enumerate(served) if own]
         panels = _packed(
             [matrix for _, a, bs in sites for matrix in (a, *bs)], WeightRoom(0), turned=turned
@@ -207,12 +232,12 @@ class AdapterPanels:
 
 
 class PanelSite:
-    """The matrices of one site of an adapter, for a batch whose rows all have it."""
+    """The packed matrices of one target module, for batches in which all rows use the adapter."""
 
     def __init__(self, panels: AdapterPanels, index: int, has_backward: bool) -> None:
         self._panels, self._index = panels, index
         self.has_backward = has_backward
-        """Whether the kernel serves `backward_` too."""
+        """Whether the kernel supports `backward_` too."""
         self._columns = len(panels.matrices(index)[0])
 
     @property
@@ -221,20 +246,22 @@ class PanelSite:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """Where the panels of A lie, and those of the first B."""
+        """The addresses of the packed A and of the first packed B."""
         return self._record["a"][0], self._record["b0"][0]
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Adds to out [T, sum(sizes)] the products of x [T, in]; returns what lies between A and B:
-        [T, n * r].
+        """Add the LoRA outputs for x [T, in] to `out` [T, sum(sizes)], in place.
+
+        Return the LoRA hidden states [T, n * r].
         """
         low = x.new_empty(x.shape[0], padded_lora_columns(self._columns))
         _add(_whole(self._record, x), x, out, sizes, low)
         return low[:, : self._columns]
 
     def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Adds to grad_x [T, in] what comes back of grad [T, sum(sizes)]; returns the gradient
-        between A and B: [T, n * r].
+        """Add the gradient of the input to `grad_x` [T, in], given `grad` [T, sum(sizes)].
+
+        Return the gradient of the LoRA hidden states [T, n * r].
         """
         low = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
         adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
@@ -246,8 +273,9 @@ class PanelSite:
     def gradients(
         self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """float32 gradients of A and the Bs, sums over all rows: of x and grad, and of what add_
-        and backward_ returned for them.
+        """Return the gradients of A and of the Bs in float32, summed over all rows.
+
+        `low` and `low_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
         """
         rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
@@ -268,29 +296,33 @@ class PanelSite:
 
 
 class PanelRows:
-    """The adapters of a batch's rows, at all sites of all layers (`GroupedLora` of the decoder)."""
+    """The adapters of the rows of a batch, for all target modules (see `AdapterBatch`)."""
 
     def __init__(
         self, members: Sequence[tuple[int, int, AdapterPanels]], sites: Sequence[str]
     ) -> None:
-        """(start, stop, adapter) each; `sites` are the names of a layer's, which an adapter has in
-        their order, layer after layer.
+        """`members`: (start, stop, adapter) of each range of rows.
+
+        `sites`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
         self.table = np.stack([panels.forward for _, _, panels in members], 1)
-        """[layers * sites, members]"""
+        """[layers * sites, members] of _LoraRows."""
         starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
         self.table["first"] = starts
         self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
-        self._members = members  # their panels must stay
+        # The table contains addresses of the members' panels, so it must keep them alive.
+        self._members = members
         self._sites = {name: index for index, name in enumerate(sites)}
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
+        """Do the same as `AdapterBatch.add_`."""
         _add(self.table[layer * len(self._sites) + self._sites[module]], x, out, sizes, None)
 
 
 def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
-    """The panels of each of these contiguous matrices [n, k], or [k, n] if turned, one behind the
-    other.
+    """Return the panels of each of the contiguous matrices [n, k] ([k, n] if `turned`).
+
+    All panels are consecutive in one allocation of `room`.
     """
     shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
     sizes = [panel_size(*shape) for shape in shapes]
@@ -305,7 +337,7 @@ def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = Fals
 
 
 def panel_size(n: int, k: int) -> int:
-    """How many numbers a matrix [n, k] is as panels."""
+    """Return the number of elements of a matrix [n, k] as panels, including padding."""
     return (n + -n % _VECTOR) * (k + k % 2)
 
 

@@ -1,7 +1,7 @@
-"""Runs the self-test of the CPU's kernels once on each machine, and keeps its verdicts.
+"""Run the self-test of the C++ kernels once on each machine, and store its verdicts.
 
-cpu_check.py is the test. It runs in a process of its own, because a wrong kernel may end its
-process. A later start reads the verdicts beside the library and starts no process.
+The test is cpu_check.py. It runs in a separate process, because a faulty kernel may crash its
+process. Later starts read the stored verdicts beside the library and start no process.
 """
 
 from __future__ import annotations
@@ -37,18 +37,21 @@ FAMILIES = (
     "sampling",
     "decode",
 )
-"""In the order of the test: "amx" decides by which instructions the families after it multiply."""
+"""The families in the order of the test. "amx" is first, because it decides whether the matmuls of
+the other families use AMX.
+"""
 TIMEOUT = 120
-"""Seconds for one process of the test: it needs about three of CPU, on a machine that may be busy."""
+"""The time limit of one test process in seconds. It needs about 3 s, but more on a busy machine."""
 PROGRAM = "planish.model.kernels.cpp.cpu_check"
 _KERNEL_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 
 
 def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
-    """Return a verdict for each family of kernels, from the file beside the library or made now.
+    """Return a verdict for each family of kernels, from the file beside the library if it is valid.
 
-    The file is made again if it is missing or damaged. Where it cannot be written, or where the
-    test ended for a reason outside the kernels, the verdicts hold for this process alone.
+    If the file is missing or damaged, run the self-test and write it. If the file cannot be
+    written, or if the test ended for a reason outside the kernels, only this process uses the
+    verdicts.
     """
     path = verdict_file(library.parent, "cpu", library.name, *_machine())
     families = [family for family in FAMILIES if has_tiles or family != "amx"]
@@ -62,13 +65,13 @@ def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
 
 
 def _machine() -> list[str]:
-    """What besides the library decides whether its kernels are right: the CPU, torch, the test."""
+    """Return facts besides the library on which the verdicts depend: CPU, torch version, test."""
     facts = [platform.machine(), torch.__version__]
     facts.append(Path(__file__).with_name("cpu_check.py").read_text())
     try:
         with Path("/proc/cpuinfo").open() as file:
             for line in file:
-                if not line.strip():  # the first CPU stands for all
+                if not line.strip():  # Read only the first CPU; the others are the same.
                     break
                 if line.startswith(("model name", "flags", "microcode")):
                     facts.append(line.strip())
@@ -78,9 +81,9 @@ def _machine() -> list[str]:
 
 
 def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
-    """Return the verdicts of new processes, and whether these hold for later processes too.
+    """Test the families in new processes; return the verdicts and whether they may be stored.
 
-    Where a process dies, the family that it was testing fails, and another process tests the rest.
+    If a process crashes, the family that it was testing fails, and a new process tests the rest.
     """
     found: dict[str, Verdict] = {}
     is_lasting = True
@@ -117,10 +120,10 @@ def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
             reason, blamed = f"the self-test did not end within {TIMEOUT} s", left[:1]
         elif status < 0:
             reason, blamed = describe_exit(status), left[:1]
-        else:  # no kernel did this: Python could not start, say
+        else:  # The kernels are not to blame; for example, Python could not start.
             lines = errors.decode(errors="replace").strip().splitlines()
             reason, blamed = lines[-1] if lines else describe_exit(status), left
-        # A timeout, or a kill for want of memory, says nothing about the kernels.
+        # A timeout or an out-of-memory kill says nothing about the kernels.
         is_lasting = is_lasting and status is not None and -status in _KERNEL_FAULTS
         found |= {family: Verdict(family, False, reason) for family in blamed}
     return [found[family] for family in families], is_lasting
