@@ -1,13 +1,14 @@
-"""Which rows of a batch use which adapter, in tables on the device, for products of many adapters
-at once (lora_kernels.py).
+"""Tables on the GPU that tell the LoRA kernels which rows use which adapter (lora_kernels.py).
 
-A captured CUDA graph runs with the addresses and sizes that it was captured with. So the tables
-stay where they are and `fill` rewrites what is in them: tiles of rows, and for each adapter of the
-batch a slot with the addresses of its matrices, which are used in place. LoraWeights never move or
-change, so a slot is written once while its adapter stays; the tables hold on to the adapters of the
-last batch, and to no others.
+A captured CUDA graph runs with the addresses and sizes of its capture. So the tables have fixed
+addresses, and `fill` overwrites their contents. One table lists tiles of rows. The other has a slot
+for each adapter of the batch, with the addresses of its matrices. `LoraWeights` never move or
+change, so an adapter's slot is written only when the adapter joins the batch. The tables keep
+references only to the adapters of the last batch.
 
-All is in the order of the current stream: `fill`, then the products, of one thread.
+Call `fill` and then the matmuls from one thread and on one stream.
+
+Shapes: T rows, `in` columns of the input, R rows of the head, D hidden, V vocabulary, r rank.
 """
 
 from __future__ import annotations
@@ -24,14 +25,15 @@ from planish.model.kernels.backend import LoraMatrices
 from planish.model.lora import SITES, AdapterRows, LoraWeights
 
 _MATRICES = 4
-"""Of a site: A and up to three Bs."""
+"""The number of matrices of a site (target module): A and up to three Bs."""
 _ALIGNMENT = 16
-"""Bytes that one instruction can load."""
+"""The bytes that one instruction can load, if the address is a multiple of them."""
 
 
 class AdapterTables:
-    """For batches of at most so many rows and adapters. A graph may be captured after the same
-    calls were made once, which compiles.
+    """The adapters of the rows of a batch, for LoRA matmuls that a CUDA graph can capture.
+
+    Run each call once before its capture, because the first call compiles the kernels.
     """
 
     def __init__(
@@ -43,9 +45,10 @@ class AdapterTables:
         max_adapters: int,
         max_rank: int = 256,
     ) -> None:
+        """`max_rows`, `max_adapters`, `max_rank`: the maximum sizes of a batch."""
         self._kernels = import_module(
             "planish.model.kernels.triton.lora_kernels"
-        )  # only where there is Triton
+        )  # Triton is absent on machines without a GPU.
         self._config = config
         self._dtype = dtype
         self._max_rows = max_rows
@@ -62,8 +65,10 @@ class AdapterTables:
         self._slots: dict[LoraWeights, int] = {}
 
     def fill(self, adapters: Sequence[AdapterRows]) -> None:
-        """From now on these are the rows with adapters, those of each together; all others have
-        none. Without any, every adapter is let go of.
+        """Set the adapters of the next batch. Rows outside of `adapters` use none.
+
+        The rows of one adapter must be consecutive. An empty list drops the references to all
+        adapters.
         """
         used = [
             (rows, rows.weights)
@@ -71,7 +76,8 @@ class AdapterTables:
             if rows.weights is not None and rows.stop > rows.start
         ]
         if self._copied is not None:
-            self._copied.synchronize()  # the last copy may still read what is written here
+            # The previous asynchronous copy may still read the host tables.
+            self._copied.synchronize()
         self._place([weights for _, weights in used])
         spans = [
             (rows.start, rows.stop, self._slots[weights], weights.layout.lora.rank)
@@ -82,13 +88,14 @@ class AdapterTables:
             self._copied.record()
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
-        """Adds to `out` [T, sum(sizes)], the base model's linears of x [T, in] side by side, what
-        the rows' adapters have at this site.
+        """Add the LoRA outputs of one target module for x [T, in] to `out` [T, sum(sizes)].
+
+        `module`: a field of LayerLora.
         """
         self._add(x, out, sizes, layer * len(SITES) + SITES.index(module))
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
-        """Adds to logits [R, V], float32, what the rows' adapters make of hidden [R, D]."""
+        """Add the outputs of the head adapters for hidden [R, D] to `logits` [R, V], float32."""
         self._add(hidden, logits, [logits.shape[1]], len(SITES) * self._config.num_layers)
 
     def _add(self, x: Tensor, out: Tensor, sizes: Sequence[int], site: int) -> None:
@@ -97,7 +104,7 @@ class AdapterTables:
         self._kernels.add_(x, out, sizes, site, *tables, aligned=self._aligned)
 
     def _place(self, members: Sequence[LoraWeights]) -> None:
-        """A slot for each of them, and for nobody else."""
+        """Give each of these adapters a slot and free the slots of all others."""
         known, self._slots = self._slots, {}
         for weights in members:
             if weights in known:
@@ -121,7 +128,7 @@ class AdapterTables:
         self._slots[weights] = slot
 
     def _write_tiles(self, spans: np.ndarray) -> None:
-        """Cuts (start, stop, slot, rank) [n, 4] into tiles."""
+        """Divide the row ranges `spans`, (start, stop, slot, rank) [n, 4], into tiles."""
         size = self._kernels.TILE
         starts, stops, slots, ranks = spans.T
         counts = -(-(stops - starts) // size)
@@ -139,7 +146,7 @@ class AdapterTables:
 
 
 class _Mirrored:
-    """A table on the device, and where the host writes what is to be copied into it."""
+    """A table on the device, with a host copy in which new contents are prepared."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         self.device = torch.zeros(shape, dtype=dtype, device=device)
@@ -147,7 +154,7 @@ class _Mirrored:
         self.host: np.ndarray = self._staged.numpy()
 
     def copy(self, start: int, stop: int) -> None:
-        """Entries start .. stop - 1, without waiting for the device."""
+        """Copy entries start .. stop - 1 to the device, asynchronously."""
         self.device[start:stop].copy_(self._staged[start:stop], non_blocking=True)
 
 
@@ -157,8 +164,10 @@ def _addresses(site: LoraMatrices | None) -> list[int]:
 
 
 def _keeps_aligned(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether every matrix of an adapter of any rank begins at a multiple of _ALIGNMENT, if its
-    vector does: sizes are products of these and the rank.
+    """Return whether all matrices of every adapter begin at multiples of _ALIGNMENT.
+
+    The size of each matrix is the rank times one of the sizes below. So the alignment holds for any
+    rank, if the flat vector itself is aligned.
     """
     heads = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     sizes = (config.hidden_size, config.intermediate_size, *heads)

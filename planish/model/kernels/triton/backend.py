@@ -1,7 +1,7 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
-torch multiplies by the frozen weights, and computes what the kernels do not support: heads of other
-sizes, and families of kernels that failed their self-test. In deterministic mode torch computes
+torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
+unusual head sizes, and families that failed their self-test. In deterministic mode torch computes
 attention and LoRA too, because the order of additions of these kernels depends on the batch.
 """
 
@@ -22,7 +22,7 @@ from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.prefix_tree import Packed
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
-"""Families that are compiled for the size of the attention heads, or used with such kernels only."""
+"""The families that work only with supported head sizes, or only together with such families."""
 
 
 class TritonBackend(TorchBackend):
@@ -67,7 +67,7 @@ class TritonBackend(TorchBackend):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        # One kernel for all heads: launches cost more than what they compute.
+        # One kernel normalizes and rotates all heads, because launches take longer than the work.
         if not {"norms", "rope"} <= self.families:
             return super().qk_norm_rope(qkv, heads, norms, eps, cos, sin)
         found: tuple[Tensor, Tensor] = self._module.turned_heads(qkv, heads, norms, eps, cos, sin)

@@ -1,8 +1,9 @@
-"""What the Triton kernels share. Only what runs on a GPU imports this: Triton comes with torch for
-CUDA and is absent elsewhere.
+"""Helpers that the Triton kernels share.
 
-TRITON_INTERPRET=1, set before the first import, makes Triton compute on a CPU with numpy: so the
-kernels' logic is tested on machines without a GPU.
+Import this module only if Triton is installed. Triton comes with torch for CUDA.
+
+With TRITON_INTERPRET=1, set before the first import, Triton interprets the kernels on a CPU with
+numpy. The tests use this on machines without a GPU.
 """
 
 from __future__ import annotations
@@ -19,33 +20,34 @@ INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
 
 
 HOPPER_SHARED = 227 << 10
-"""Bytes of shared memory that a program may have on an H100 or H200, for which block sizes are
-chosen first.
+"""The shared memory in bytes that a program may use on an H100 or H200.
+
+The largest block sizes of the kernels are chosen for this amount.
 """
 SHARED_MARGIN = 2 << 10
-"""Bytes of shared memory left free: compilers add a little, and not the same in each version."""
+"""The bytes of shared memory left free, because compilers add a varying small amount."""
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory a program may have on this device."""
+    """Return the bytes of shared memory that a program may use on this device."""
     if device.type != "cuda":
-        return HOPPER_SHARED  # interpreted, where there is no limit
-    active: Any = driver.active  # its type lacks what GPU drivers have
+        return HOPPER_SHARED  # The interpreter has no limit.
+    active: Any = driver.active  # Its static type lacks the attributes of GPU drivers.
     return int(active.utils.get_device_properties(device.index)["max_shared_mem"])
 
 
 @triton.jit
 def dot(a, b):
-    """The product of two tiles, added up in float32; float32 operands are not shortened to TF32."""
-    if INTERPRETED:  # whose products of bf16 are those of its bits (Triton 3.6)
+    """Return the matmul of two tiles, accumulated in float32, without TF32."""
+    if INTERPRETED:  # The interpreter of Triton 3.6 multiplies bf16 operands as integers.
         return tl.dot(a.to(tl.float32), b.to(tl.float32))
     return tl.dot(a, b, input_precision="ieee")
 
 
 @triton.jit
 def rounded(x, dtype: tl.constexpr):
-    """A float32, to nearest even."""
-    if INTERPRETED and dtype == tl.bfloat16:  # whose own conversion cuts bits off (Triton 3.6)
+    """Return the float32 `x` in `dtype`, rounded to nearest even."""
+    if INTERPRETED and dtype == tl.bfloat16:  # The interpreter of Triton 3.6 truncates instead.
         bits = x.to(tl.uint32, bitcast=True)
         up = bits + (0x7FFF + ((bits >> 16) & 1))
         up = tl.where(x == x, up, bits | 0x400000)
@@ -55,8 +57,8 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def bound(number):
-    """A number of the device, for `range`."""
+    """Return a number that was loaded from memory as an argument for `range`."""
     if INTERPRETED:
-        # where it is an array of one entry, which numpy 2.4 takes for no number (Triton 3.6)
+        # In Triton 3.6 it is an array with one entry, which numpy 2.4 does not accept as an index.
         return number.handle.data.item()
     return number

@@ -1,25 +1,26 @@
-"""Attention of rows to keys and values that lie in slots of pools, on a GPU: the sampler's, for new
-rows of samples and rows of prompts.
+"""The sampler's attention in Triton: decoding and prefill, with keys and values in KV cache slots.
 
-A slot is [heads, capacity, E] within its pool's tensor [slots, heads, capacity, E]; `bases` [pools,
-2] are the addresses of the pools' keys and values in one layer. What is to be done stands in tables
-on the device, whose records are below: no launch depends on what they say, so launches can be
-captured in a graph and replayed over other tables.
+A slot is [heads, capacity, E] within its pool's tensor [slots, heads, capacity, E]. `bases`
+[pools, 2] contains the addresses of the pools' keys and values in one layer. Tables on the device
+describe the work; their records are defined below. Grids and arguments do not depend on the
+contents of the tables. So the launches can be captured in a CUDA graph and replayed with other
+contents.
 
-New rows (flash decoding): a piece is some positions of one slot and the rows that see all of them,
-one row (its own sample's slot) or several (their prompt's). Each row of a piece leaves a part, its
-largest score, sum of weights and weighted values in float32; a row's parts are added up in the
-order of positions. The query heads of a key head are rows of one product.
+Decoding (flash decoding): a piece is a range of positions of one slot, together with the rows that
+attend to all of them. That is one row if the slot is its sample's own, and several rows if the slot
+is their prompt's. For each of its rows, a piece writes one part: the max score, the sum of weights
+and the weighted sum of values, in float32. A second kernel combines the parts of a row in the order
+of positions. All query heads of a key head are rows of one matmul.
 
-Scores are in base 2: exp2 is what the machine has. Weights are rounded to the values' dtype for
-their product, sums stay float32.
+Scores are scaled for exp2, which GPUs compute directly. Weights are rounded to the values' dtype
+before they multiply the values; sums are float32.
 
-Shapes: T rows, H key heads, G query heads of each, E head_dim.
+Shapes: T rows, H key heads, G query heads per key head, E head_dim.
 """
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
-# What Triton makes of a function is not what its types say: constants are plain numbers, and
-# launches take options.
+# Static types do not describe Triton functions: constants are plain numbers, and launches take
+# additional options.
 
 from __future__ import annotations
 
@@ -41,30 +42,38 @@ def _record(*names: str) -> np.dtype:
     return np.dtype([(name, np.int32) for name in names])
 
 
-# The kernels count on these orders.
+# The kernels read the fields by index, so their order must not change.
 Row = _record("pool", "slot", "capacity", "position", "part", "parts")
-"""A row of the batch: where its key and value are kept (capacity 0: nowhere), and its parts."""
+"""One row of the batch: where its key and value are stored, its first part and number of parts.
+
+A row with capacity 0 stores nothing.
+"""
 Entry = _record("row", "part")
-"""A row of the batch among those of a piece, and the first of its parts."""
+"""One row of a piece: its batch row, and the index of the first of the row's parts."""
 Piece = _record("pool", "slot", "capacity", "first", "stop", "entry", "entries", "number")
-"""Positions first .. stop - 1 of a slot, seen by `entries` rows from entry `entry` on; `number`:
-which of each row's parts it makes.
+"""A piece: positions first .. stop - 1 of a slot, to which `entries` rows from `entry` on attend.
+
+`number`: the index of the piece's part among the parts of each row.
 """
 Block = _record("pool", "slot", "capacity", "position", "row", "rows")
-"""Rows row .. of the batch, which are positions position .. of a slot."""
+"""Batch rows row .. row + rows - 1 of a prefill, at consecutive positions of a slot from `position`
+on.
+"""
 
 _ROW, _ENTRY, _PIECE, _BLOCK = (
     tl.constexpr(len(record.fields or ())) for record in (Row, Entry, Piece, Block)
 )
 _WIDE_ROWS = 32
-"""Rows of a product for a prompt's piece: its keys are read from memory once for as many, and the
-tensor cores keep up.
+"""The number of rows of a matmul for a prompt's piece.
+
+The keys are read from memory once for so many rows, and the tensor cores are still fast enough.
 """
 _PARTS = 8
-"""Parts added up at a time."""
+"""The number of parts that are combined at a time."""
 _PREFILL_CUTS = ((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
-"""Rows, keys, warps and stages of a block of prefill in bf16. 128 rows are the work of two warp
-groups.
+"""The rows, keys, warps and stages of a prefill block in bf16, the largest first.
+
+Two warp groups share a block of 128 rows.
 """
 
 
@@ -101,11 +110,11 @@ def _keep_kernel(
 
 @triton.jit
 def _slot(bases, pool, slot, capacity, head, dtype: tl.constexpr, H: tl.constexpr, E: tl.constexpr):
-    """Where the keys and the values of one head of a slot begin."""
+    """Return the pointers to the keys and the values of one head of a slot."""
     offset = (slot.to(tl.int64) * H + head) * capacity * E
     keys = tl.load(bases + 2 * pool).to(tl.pointer_type(dtype)) + offset
     values = tl.load(bases + 2 * pool + 1).to(tl.pointer_type(dtype)) + offset
-    # Bytes: slots begin at multiples of 16, for E is one.
+    # E is a multiple of 16, so every slot begins at a multiple of 16 bytes.
     return tl.multiple_of(keys, 16), tl.multiple_of(values, 16)
 
 
@@ -114,11 +123,14 @@ def _attend(
     q, peak, weights, sums, keys, values, first, stop, visible,
     SCALE: tl.constexpr, E: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Takes the keys first .. stop - 1 into the rows' `peak`, `weights` [M] and `sums` [M,
-    BLOCK_E].
+    """Add the keys first .. stop - 1 to the online softmax of M rows and return its new state.
 
-    MASKED: a row sees the keys before its `visible` [M] and at least one of the first block; else
-    all of them, and they are whole blocks.
+    The state is the max `peak` [M], the sum of weights `weights` [M] and the weighted sum of values
+    `sums` [M, BLOCK_E].
+
+    MASKED: a row attends to the keys before its `visible` [M], which include at least one key of
+    the first block. Otherwise all rows attend to all keys, and stop - first is a multiple of
+    BLOCK_N.
     """
     e = tl.arange(0, BLOCK_E)
     for block in range(bound(tl.cdiv(stop - first, BLOCK_N))):
@@ -152,8 +164,9 @@ def _piece(
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """One piece and one key head: its entries' query heads are BLOCK_M rows, perhaps with some to
-    spare.
+    """Compute one piece for one key head.
+
+    The matmul has BLOCK_M rows: the query heads of the piece's entries, and padding.
     """
     record = pieces + index * _PIECE
     first, stop, entry = tl.load(record + 3), tl.load(record + 4), tl.load(record + 5)
@@ -193,7 +206,10 @@ def _pieces_kernel(
     SCALE: tl.constexpr, H: tl.constexpr, G: tl.constexpr, E: tl.constexpr,
     WIDE_M: tl.constexpr, NARROW_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
-    """`counts`: how many pieces are of several rows, which come first, and how many there are."""
+    """Compute all pieces, which the programs divide among themselves.
+
+    `counts`: the number of pieces of prompts, which come first, and the number of all pieces.
+    """
     program, step = tl.program_id(0), tl.num_programs(0)
     wide, every = tl.load(counts) * H, tl.load(counts + 1) * H
     turns = tl.cdiv(tl.maximum(wide - program, 0), step)
@@ -216,7 +232,7 @@ def _pieces_kernel(
             BLOCK_N,
             BLOCK_E,
         )
-    # Programs that had one less of those are the first to take one of these.
+    # Programs that had one prompt piece less than others continue with the first own pieces.
     program += turns * step
     for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
         work = program + turn * step
@@ -320,28 +336,29 @@ def _prefill_kernel(
 
 @dataclass(frozen=True)
 class Heads:
-    """What the kernels are compiled for."""
+    """The attention heads for which the kernels are compiled, and their block sizes."""
 
     keys: int
     group: int
-    """Query heads of each key head."""
+    """The number of query heads per key head."""
     size: int
     dtype: torch.dtype
     shared: int = HOPPER_SHARED
-    """Bytes of shared memory that a program may have."""
+    """The bytes of shared memory that a program may use."""
 
     @property
     def lane(self) -> int:
-        """Most rows of the batch in a piece."""
+        """The maximum number of batch rows in a piece."""
         return max(1, _WIDE_ROWS // self.group)
 
     @property
     def block_rows(self) -> int:
-        """Most rows of the batch in a block."""
+        """The maximum number of batch rows in a prefill block."""
         return max(1, self._prefill_rows // self.group)
 
     @property
     def block_e(self) -> int:
+        """The head_dim, rounded up to a power of two."""
         return _power_of_two(self.size)
 
     @property
@@ -350,7 +367,7 @@ class Heads:
 
     @cached_property
     def _prefill_cut(self) -> tuple[int, int, int, int]:
-        """Rows, keys, warps and stages of a block: the largest of _PREFILL_CUTS that fits."""
+        """The rows, keys, warps and stages of a block: the largest of _PREFILL_CUTS that fits."""
         if self._is_wide:
             return 32, 16, 8, 2
         cuts = [
@@ -360,21 +377,24 @@ class Heads:
         return next(fitting, cuts[-1])
 
     def _fits(self, rows: int, keys: int, stages: int) -> bool:
-        """Whether so many rows, and keys and values in so many stages, fit in shared memory."""
+        """Return whether these rows, with keys and values in these stages, fit in shared memory."""
         numbers = (rows + 2 * keys * stages) * self.block_e
         return numbers * self.dtype.itemsize <= self.shared - SHARED_MARGIN
 
     @property
     def _is_wide(self) -> bool:
-        """float32 has no tensor cores: all operands of its products live in registers, so blocks
-        are small.
+        """Whether the dtype is float32.
+
+        Tensor cores do not support float32, so all operands are in registers and blocks must be
+        small.
         """
         return self.dtype == torch.float32
 
     @cached_property
     def decode_options(self) -> dict[str, Any]:
+        """The compile-time constants and launch options of the decoding kernel."""
         wide, narrow = (_tile(rows * self.group) for rows in (self.lane, 1))
-        # Many small blocks under way hide the latency of memory, and two or three programs fit a
+        # Many small blocks in flight hide the memory latency, and two or three programs fit on a
         # multiprocessor.
         block_n, warps, stages = (
             (16, 8, 2) if self._is_wide else (64 if self.block_e <= 64 else 32, 4, 4)
@@ -393,6 +413,7 @@ class Heads:
 
     @cached_property
     def prefill_options(self) -> dict[str, Any]:
+        """The compile-time constants and launch options of the prefill kernel."""
         block_m = _tile(self.block_rows * self.group)
         _, block_n, warps, stages = self._prefill_cut
         options = {"BLOCK_M": block_m, "BLOCK_N": block_n, "num_warps": warps, "num_stages": stages}
@@ -415,13 +436,14 @@ def _power_of_two(least: int) -> int:
 
 
 def _tile(rows: int) -> int:
-    """Rows of a product with so many of which something is wanted."""
+    """Return the number of rows of a matmul that has `rows` useful rows: a power of two, >= 16."""
     return max(16, _power_of_two(rows))
 
 
 def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> None:
-    """Put keys and values [T, H, E] where the records of `rows` say, of which there may be fewer
-    than T.
+    """Store keys and values [T, H, E] in the slots that the records `rows` name.
+
+    If there are fewer than T records, only the first rows are stored.
     """
     assert k.dtype == v.dtype == heads.dtype
     assert k.stride()[1:] == v.stride()[1:] == (heads.size, 1)
@@ -433,7 +455,7 @@ def keep(heads: Heads, rows: Tensor, bases: Tensor, k: Tensor, v: Tensor) -> Non
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """The tables of a step, and room for the parts."""
+    """The tables of a decoding step, and scratch memory for the parts of its rows."""
 
     counts: Tensor
     rows: Tensor
@@ -442,12 +464,14 @@ class DecodeWork:
     values: Tensor
     """float32 [parts, H * G, E]."""
     stats: Tensor
-    """float32 [parts, H * G, 2]: largest score and sum of weights."""
+    """float32 [parts, H * G, 2]: max score and sum of weights."""
 
 
 def decode(heads: Heads, work: DecodeWork, bases: Tensor, q: Tensor, programs: int) -> Tensor:
-    """Attention of rows q [T, H * G, E] to the pieces that they see; T is at most the number of
-    records of rows.
+    """Return the attention output of the rows q: [T, H * G, E].
+
+    `q`: [T, H * G, E], where T is at most the number of records in `work.rows`. `programs`: the
+    number of programs that share the pieces.
     """
     q, out = q.contiguous(), torch.empty(q.shape, dtype=q.dtype, device=q.device)
     parts = (work.values, work.stats)
@@ -460,8 +484,9 @@ def decode(heads: Heads, work: DecodeWork, bases: Tensor, q: Tensor, programs: i
 
 
 def prefill(heads: Heads, blocks: Tensor, bases: Tensor, q: Tensor) -> Tensor:
-    """Attention of the blocks' rows of q [T, H * G, E] to their slots up to each row's own
-    position; zeros for other rows.
+    """Return the causal attention output of the rows in `blocks`: [T, H * G, E], else 0.
+
+    Each row of q [T, H * G, E] attends to the positions of its slot up to its own.
     """
     q, out = q.contiguous(), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     _prefill_kernel[(len(blocks), heads.keys)](q, out, blocks, bases, **heads.prefill_options)

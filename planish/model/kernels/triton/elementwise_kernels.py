@@ -1,20 +1,21 @@
-"""Triton's twins of the CPU's norms, rotations, SwiGLU and kernels of the output head; choose.py
-says what each does.
+"""Triton kernels of the norms, RoPE, SwiGLU, log-sum-exp and sampling.
 
-They may be captured in CUDA graphs: nothing waits for the device, and what is launched depends on
-shapes and types alone. A row's bits depend on that row alone: how it is cut and summed follows from
-its length. So lengths of rows are arguments that Triton specializes on multiples of 16, where rows
-are read in wide pieces wherever they start, and numbers of rows are ones that it does not. A tile
-has at least as many entries as its program has threads: none is read by a second thread after the
-first has overwritten it.
+They correspond to the C++ functions in cpp/cpu.py; `Backend` documents the operations.
+
+The kernels can be captured in CUDA graphs: no call waits for the device, and the launches depend
+only on shapes and dtypes. The kernels are batch-invariant: how a row is divided and summed depends
+only on its length. Triton specializes row lengths that are multiples of 16, which allows wide loads
+at the start of any row. It does not specialize numbers of rows, so every batch size runs the same
+compiled kernel. A tile has at least as many entries as its program has threads. So no thread reads
+an entry that another thread has already overwritten.
 
 Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a
 vocabulary.
 """
 
 # pyright: reportCallIssue=false, reportArgumentType=false
-# A kernel is called with options that it does not name, and with numbers for what it calls
-# tl.constexpr.
+# Static types do not describe Triton kernels: launches take additional options, and plain numbers
+# for tl.constexpr parameters.
 
 from __future__ import annotations
 
@@ -27,18 +28,17 @@ from planish.model.kernels.cpp.cpu import Exact
 from planish.model.kernels.triton.common import rounded
 
 _TILE = 1024
-"""Entries of the tiles of what is computed entry by entry: 8 for each of 128 threads, 16 bytes of
-bf16.
-"""
+"""The entries per tile of elementwise kernels: 8 (16 bytes of bf16) for each of 128 threads."""
 _SPLIT = 4096
-"""Most entries of a vocabulary in one program: 16 for each of 256 threads; one row of 150,000 then
-still makes 38 programs.
+"""The maximum number of vocabulary entries per program: 16 for each of 256 threads.
+
+A single row of 150,000 entries then still occupies 37 programs.
 """
 
 
 @triton.jit
 def _sigmoid(x):
-    # As in cpp/vectors.h: exp stays finite.
+    # The bound keeps exp finite, as in cpp/src/vectors.h.
     return 1.0 / (1.0 + tl.exp(tl.minimum(-x, 88.37626)))
 
 
@@ -55,6 +55,7 @@ def rms_norm(
     *,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Do the same as `Backend.rms_norm`, with outputs in `dtype`."""
     assert x.dtype == torch.float32
     x = x.contiguous()
     assert _are_contiguous(residual, weight)
@@ -83,6 +84,7 @@ def rms_norm(
 def rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
 ) -> Tensor:
+    """Do the same as `Backend.rms_norm_backward`. `x`: the sum that was normed."""
     grad, grad_total = grad.contiguous(), None if grad_total is None else grad_total.contiguous()
     assert _are_contiguous(x, weight, scale)
     out = torch.empty_like(x)
@@ -105,8 +107,9 @@ def rms_norm_backward(
 
 
 def _norm_tile(width: int) -> tuple[int, int, int]:
-    """Rows of a program, entries of each, and warps: 8 entries of a thread in short rows, 16 in
-    long ones.
+    """Return the rows, the entries per row and the warps of a program.
+
+    A thread has 8 entries of short rows and 16 entries of long rows.
     """
     block = _power_of_2(width)
     return max(1, _TILE // block), block, min(32, max(4, block // 512))
@@ -136,7 +139,10 @@ def _rms_norm(
 def _rms_norm_backward(
     grad, x, weight, scale, more, out, rows, width, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """factor * (grad * weight - x * factor ** 2 * mean(grad * weight * x)) + more"""
+    """Write factor * (weighted - x * factor ** 2 * mean(weighted * x)) + more to `out`.
+
+    `weighted` is grad * weight, and `factor` is the norm's scale of the row.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < width)[None, :]
@@ -153,10 +159,11 @@ def _rms_norm_backward(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# rotations
+# RoPE
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+    """Do the same as `Backend.rope`. The rows of `x` may have any stride."""
     rows, heads, e = x.shape
     assert x.stride(2) == 1
     assert heads == 1 or x.stride(1) == e
@@ -176,7 +183,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
 def _rotate(
     x, stride, cos, sin, sign, out, count, heads, half, GROUP: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """`count`: rows times heads, of which a program turns GROUP."""
+    """Rotate GROUP heads per program. `count`: the number of rows times heads."""
     which = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK)
     inside = (which < count)[:, None] & (column < half)[None, :]
@@ -200,6 +207,7 @@ def turned_heads(
     cos: Tensor,
     sin: Tensor,
 ) -> tuple[Tensor, Tensor]:
+    """Do the same as `Backend.qk_norm_rope`, in one kernel."""
     assert _are_contiguous(qkv, cos, sin, *(norms or ()))
     rows, width = qkv.shape
     e = width // (heads[0] + 2 * heads[1])
@@ -232,7 +240,7 @@ def _turned_heads(
     qkv, width, q_norm, k_norm, eps, cos, sin, q, k, q_heads, k_heads, half,
     NORMED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """GROUP heads of one row: those of q, then those of k."""
+    """Norm and rotate GROUP heads of one row. The heads of q come before the heads of k."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * GROUP + tl.arange(0, GROUP)
     column = tl.arange(0, BLOCK)
@@ -242,7 +250,7 @@ def _turned_heads(
     source = row * width + (head * (2 * half))[:, None] + column[None, :]
     first = tl.load(qkv + source, mask=inside, other=0.0).to(tl.float32)
     second = tl.load(qkv + source + half, mask=inside, other=0.0).to(tl.float32)
-    if NORMED:  # rounded between norm and rotation, as where each is a kernel of its own
+    if NORMED:  # Round between norm and RoPE, so that the bits equal those of separate kernels.
         mean = tl.div_rn(
             tl.sum(first * first, 1) + tl.sum(second * second, 1), (2 * half).to(tl.float32)
         )
@@ -277,6 +285,7 @@ def _turned_heads(
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.swiglu`."""
     assert _are_contiguous(gate_up)
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
     _swiglu[_tiles(out)](gate_up, out, out.shape[1], BLOCK=_TILE)
@@ -284,6 +293,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.swiglu_backward`."""
     grad = grad.contiguous()
     assert _are_contiguous(gate_up)
     out = torch.empty_like(gate_up)
@@ -329,8 +339,10 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 def log_sum_exp(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
-    """In two steps, as a few rows alone would leave most of a GPU idle: each split's peak and sum,
-    then those of the row.
+    """Do the same as `Backend.log_sum_exp`, for logits that are exact.
+
+    A first kernel computes the max and the sum of each split of a row, and a second kernel combines
+    them. One program per row would leave most of a GPU idle if there are few rows.
     """
     assert exact is None, "logits are float32 products here: there is nothing to correct"
     assert _are_contiguous(logits, temperature, weights)
@@ -366,6 +378,7 @@ def log_sum_exp_backward_(
     grads: Tensor,
     exact: Exact | None = None,
 ) -> None:
+    """Do the same as `Backend.log_sum_exp_backward_`, for logits that are exact."""
     assert exact is None, "logits are float32 products here: there is nothing to correct"
     assert _are_contiguous(logits, log_total, first, targets, grads)
     (rows, vocab), block = logits.shape, _split(logits)
@@ -384,20 +397,23 @@ def log_sum_exp_backward_(
 
 
 def _split(logits: Tensor) -> int:
-    """Entries of a row for one program."""
+    """Return the number of entries of a row per program."""
     return min(_SPLIT, max(_TILE, _power_of_2(logits.shape[1])))
 
 
 @triton.jit
 def _exp_below(x, peak):
-    """exp(x - peak), where no x is above the peak. 0 where all are -inf; a peak of +inf gives NaN."""
+    """Return exp(x - peak), where `peak` is at least the max of x.
+
+    The result is 0 if the peak is -inf, and NaN if the peak is +inf.
+    """
     below = x - tl.where(tl.abs(peak) < float("inf"), peak, 0.0)
     return tl.exp(tl.where(below > 0.0, float("nan"), below))
 
 
 @triton.jit
 def _scaled(logits, temperature, column, vocab):
-    """Entries of a row divided by the temperature; -inf behind its end."""
+    """Return entries of a row divided by the temperature, and -inf after the end of the row."""
     entries = tl.load(logits + column, mask=column < vocab, other=-float("inf")).to(tl.float32)
     return tl.div_rn(entries, temperature)
 
@@ -426,8 +442,9 @@ def _row_sums(
     SPLIT_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The log-sum-exp of a row from those of its splits; if asked, each program also leaves the
-    weights of one split.
+    """Combine the maxima and sums of a row's splits to the log-sum-exp of the row.
+
+    If `weights` is given, each program also writes the weights of one split.
     """
     row = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLIT_BLOCK)
@@ -446,9 +463,11 @@ def _row_sums(
 
 
 def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Tokens [R], int64: in each row of weights float32 [R, V], not negative, the first entry at
-    which the running sum exceeds uniforms [R] (float64, below 1) times the sum of the row. Of a row
-    that is not finite or has no weight, any token.
+    """Sample one token from each row of `weights`: int64 [R].
+
+    `weights`: float32 [R, V], not negative. `uniforms`: float64 [R], below 1. A token is the first
+    entry at which the cumulative sum exceeds uniform * total. The token of a row that is not finite
+    or has only zeros is undefined.
     """
     assert _are_contiguous(weights, uniforms)
     assert weights.dtype == torch.float32
@@ -464,8 +483,10 @@ def sample(weights: Tensor, uniforms: Tensor) -> Tensor:
 
 @triton.jit
 def _sample(weights, uniforms, out, vocab, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
-    """In three steps: the sum of the row, the split in which the running sum passes its goal, and
-    the entry within that split. Sums over splits are float64.
+    """Sample one row in three steps.
+
+    Find the total, then the split in which the cumulative sum exceeds the goal, and then the entry
+    within that split. Sums over splits are float64.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -476,7 +497,7 @@ def _sample(weights, uniforms, out, vocab, SPLITS: tl.constexpr, BLOCK: tl.const
         found = tl.load(entries + at, mask=at < vocab, other=0.0)
         total += tl.sum(found.to(tl.float64), 0)
     goal = tl.load(uniforms + row) * total
-    # Rounding may put the goal at the total, so the last split with any weight is the fall-back.
+    # Rounding may make the goal equal to the total. Then the last split with any weight is chosen.
     before = tl.full((), 0.0, tl.float64)
     chosen, start = tl.full((), 0, tl.int32), tl.full((), 0.0, tl.float64)
     is_found = tl.full((), 0, tl.int32)
@@ -518,12 +539,12 @@ def _normalizers_backward(
 
 
 def _power_of_2(n: int) -> int:
-    """The least that is no less than n."""
+    """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
 
 def _quotient(n: int, size: int) -> int:
-    """Rounded up."""
+    """Return n / size, rounded up."""
     return -(-n // size)
 
 

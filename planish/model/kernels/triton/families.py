@@ -22,9 +22,10 @@ FAMILIES = (
     "lora",
     "graphs",
 )
-"""Families of kernels that are checked, and replaced by torch, together. "attention": of the
-sampler, prefill and decode. "tree attention": of the trainer, over a tree of shared prefixes.
-"graphs": the sampler's decoding step recorded as a CUDA graph.
+"""The families of kernels. The kernels of a family are tested, and replaced by torch, together.
+
+"attention" is the sampler's attention (prefill and decode). "tree attention" is the trainer's
+attention over prefix trees. "graphs" is the sampler's decoding step captured as a CUDA graph.
 """
 
 
@@ -34,7 +35,7 @@ class HeadShape:
 
     size: int
     group: int
-    """Query heads of each key head."""
+    """The number of query heads per key head."""
     dtype: torch.dtype
 
 

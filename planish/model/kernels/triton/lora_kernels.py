@@ -1,21 +1,22 @@
-"""Products with the LoRA adapters of many tenants in one batch, after SGMV (Punica, Chen et al.
-2023, arXiv 2310.18547).
+"""LoRA matmuls for batches with many adapters, after SGMV (Punica, Chen et al. 2023, arXiv
+2310.18547).
 
-The rows of a batch are cut into tiles of at most TILE rows of one adapter. `shrink` multiplies each
-tile by its adapter's A and `expand` the outcome by its Bs, onto the base model's product. Which
-rows, which adapter, and where its matrices lie is read from tables on the device; weights are used
-where they are. Grid and arguments do not depend on the batch, so a captured CUDA graph serves the
-next batch with other tables: a fixed number of programs share out what work the tables say there
-is.
+The rows of a batch are divided into tiles of at most TILE rows with the same adapter. The kernel
+`shrink` multiplies each tile by its adapter's A. The kernel `expand` multiplies the LoRA hidden
+states by the Bs and adds the result to the base model's output. Tables on the device name the rows,
+the adapter and the addresses of its matrices, which are read in place. Grids and arguments do not
+depend on the batch, because a fixed number of programs share the tiles of the tables. So a captured
+CUDA graph serves any later batch once the tables have changed.
 
-A row's bits depend on nothing but the row and its adapter. Sums over `in` are made of a few parts,
-by the length alone, each added up in float32 and then added to one another in order, whether one
-program makes all parts or one program each; there are no atomic additions.
+The kernels are batch-invariant: a row's result depends only on the row and its adapter. A sum over
+`in` is divided into a few parts, whose number depends only on `in`. Each part is summed in float32,
+and the parts are then added in order. This order does not depend on whether one program computes
+all parts or one program each. There are no atomic additions.
 
 Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
 """
 
-# Launches take options besides the parameters of the kernel:
+# Launches take additional options, which the static types do not know:
 # pyright: reportCallIssue=false
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ from torch import Tensor
 from planish.model.kernels.triton.common import bound, dot
 
 TILE = 16
-"""Most rows of a tile: the fewest that matrix units take."""
+"""The maximum number of rows of a tile, which is the minimum of a matmul on tensor cores."""
 MOST_LINEARS = 3
-"""That read one input: q, k, v."""
+"""The maximum number of linears that read the same input: q, k and v."""
 
 _MOST_PARTS = 8
-"""Of a sum over `in`. More would keep more programs busy with one tile, but every program of
-`expand` has all parts to add.
+"""The maximum number of parts of a sum over `in`.
+
+More parts would occupy more programs per tile, but each program of `expand` must add all parts.
 """
 _SPREAD_ROWS = 512
-"""Up to so many rows in a batch, programs share the parts of a sum: with more there are tiles
-enough for all.
+"""The maximum number of rows of a batch for which different programs compute the parts of a sum.
+
+Larger batches have enough tiles to occupy all programs.
 """
 _BLOCK_LOW = 32
 _BLOCK_IN = 128
 _BLOCK_OUT = 128
 _BLOCK_RANK = 32
 _SHRINKS, _EXPANDS = 4, 8
-"""Programs for each multiprocessor; those of `shrink` have more loads under way."""
+"""The numbers of programs per multiprocessor. A program of `shrink` has more loads in flight."""
 
 
 @triton.jit
 def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN: tl.constexpr):
-    """x times A transposed over `in` = first .. first + segment - 1, as far as there are so many:
-    [TILE, BLOCK_LOW].
+    """Return one part of x @ A.T: [TILE, BLOCK_LOW].
+
+    The part is the sum over the columns first .. first + segment - 1 of `in`, as far as they exist.
     """
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
     for begin in range(bound(first), bound(tl.minimum(first + segment, inner)), BLOCK_IN):
@@ -72,8 +76,9 @@ def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_I
 
 @triton.jit
 def _matrix(pointers, number, like, ALIGNED: tl.constexpr):
-    """Where a matrix of the table lies; `like` points to the same dtype. ALIGNED: addresses are
-    multiples of 16, so loads may take 16 bytes.
+    """Return the pointer to a matrix of the table, with the dtype of the pointer `like`.
+
+    ALIGNED: the addresses are multiples of 16, so the compiler may use loads of 16 bytes.
     """
     matrix = tl.load(pointers + number).to(tl.pointer_type(like.dtype.element_ty))
     if ALIGNED:
@@ -102,8 +107,9 @@ def shrink_kernel(
     BLOCK_LOW: tl.constexpr,
     BLOCK_IN: tl.constexpr,
 ):
-    """parts[p, row, column] = segment p of x[row] . A[column] if SPREAD, else parts[0] = the sum
-    over all segments.
+    """Write the LoRA hidden states x @ A.T to `parts`.
+
+    If SPREAD, parts[p] receives segment p of each sum. Otherwise parts[0] receives the whole sums.
     """
     blocks = tl.cdiv(LINEARS * tl.load(tiles + 1), BLOCK_LOW)
     each = SEGMENTS if SPREAD else 1
@@ -150,7 +156,7 @@ def _low_times_b(
     PARTS: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """The sum of the parts, rounded to B's dtype, times B transposed: [TILE, BLOCK_OUT]."""
+    """Return hidden @ B.T, where hidden is the sum of the parts in B's dtype: [TILE, BLOCK_OUT]."""
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
     for begin in range(0, bound(rank), BLOCK_RANK):
         r = begin + tl.arange(0, BLOCK_RANK)
@@ -188,8 +194,9 @@ def expand_kernel(
     BLOCK_OUT: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
 ):
-    """out[row] += low[row] . B of each linear, whose columns lie side by side in `out`. Of x only
-    the dtype is used, which is that of the weights.
+    """Add the LoRA outputs of all linears, which are adjacent columns of `out`.
+
+    `x` only gives the dtype of the weights; its contents are not used.
     """
     blocks_0 = tl.cdiv(size_0, BLOCK_OUT)
     blocks_1 = tl.cdiv(size_1, BLOCK_OUT)
@@ -216,7 +223,7 @@ def expand_kernel(
             found = tl.load(target, there, other=0.0).to(tl.float32)
             rank = tl.load(tile + 3)
             low = parts + rows[:, None] * low_stride
-            if rank % 8 == 0:  # written so that the compiler knows it and loads 16 bytes at once
+            if rank % 8 == 0:  # Lets the compiler prove the divisibility and load 16 bytes at once.
                 rank = rank // 8 * 8
                 found += _low_times_b(
                     low + linear * rank,
@@ -245,8 +252,9 @@ def expand_kernel(
 
 
 def scratch(rows: int, columns: int, device: torch.device) -> Tensor:
-    """Room for `parts` of `add_`, for batches of up to `rows` rows and sites of up to n * r =
-    `columns`.
+    """Return the scratch memory `parts` of `add_`.
+
+    `rows`: the maximum number of rows of a batch. `columns`: the maximum n * r of a site.
     """
     parts = _MOST_PARTS if rows <= _SPREAD_ROWS else 1
     return torch.empty(parts, rows, columns, dtype=torch.float32, device=device)
@@ -263,14 +271,16 @@ def add_(
     *,
     aligned: bool,
 ) -> None:
-    """Adds to `out` [T, sum(sizes)] the products of x [T, in] with the adapters of its rows at one
-    site; other rows stay as they are.
+    """Add the LoRA outputs of one site (target module) for x [T, in] to `out` [T, sum(sizes)].
 
-    `tiles`: int32 [1 + tiles, 4]: (number of tiles, largest rank, 0, 0), then of each tile (first
-    row, rows, slot, rank). `pointers`: int64 [slots, sites, 4], the addresses of A [n * r, in] and
-    of the n Bs [out_i, r], contiguous and in x's dtype; zeros where a slot has no such site.
-    `parts`: from `scratch`. `aligned`: all addresses are multiples of 16. `x` and `out` have
-    contiguous rows, which may lie apart.
+    Rows without an adapter do not change. Each row of `x` and `out` must be contiguous, with any
+    stride between rows.
+
+    `tiles`: int32 [1 + tiles, 4]. The first entry is (number of tiles, largest rank, 0, 0). The
+    others are (first row, number of rows, slot, rank) of each tile. `pointers`: int64 [slots,
+    sites, 4], the addresses of A [n * r, in] and of the n Bs [out_i, r]. The matrices are
+    contiguous and in x's dtype. The addresses are 0 if the slot's adapter does not train the site.
+    `parts`: from `scratch`. `aligned`: whether all addresses are multiples of 16.
     """
     assert x.stride(1) == 1
     assert out.stride(1) == 1
@@ -316,7 +326,7 @@ def add_(
 
 
 def _segments(inner: int) -> tuple[int, int]:
-    """Into how many parts a sum over `in` columns is cut, and the length of each but the last."""
+    """Return the number of parts of a sum over `in`, and the length of all parts but the last."""
     length = math.ceil(inner / min(max(inner // 1024, 4), _MOST_PARTS))
     length = max(length + -length % _BLOCK_IN, 2 * _BLOCK_IN)
     return math.ceil(inner / length), length
@@ -324,7 +334,7 @@ def _segments(inner: int) -> tuple[int, int]:
 
 @cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors; interpreted, one has as many programs as show that they share the work out."""
+    """Return the number of multiprocessors, or 1 if the kernels are interpreted on a CPU."""
     return (
         torch.cuda.get_device_properties(device).multi_processor_count
         if device.type == "cuda"

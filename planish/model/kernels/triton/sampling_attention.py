@@ -1,14 +1,16 @@
-"""The sampler's attention on a GPU: keys and values are read in place from their slots, in a few
-launches a layer.
+"""The sampler's attention on a GPU, which reads keys and values in place from their slots.
 
-What the twins of sampling_attention.py gather with torch, kernels (planish.model.kernels.triton.decode_kernels)
-are told here by tables: which row sees which positions of which slot. A table goes to the device in
-one copy, for all layers. When decoding, tables and all else that a launch names keep their
-addresses and sizes, so the captured graph of a step serves every later step once
-`DecodeTables.fill` has said what it is about.
+The reference implementation (reference/sampling_attention.py) gathers keys and values with torch.
+Here tables tell the kernels (decode_kernels.py) which row attends to which positions of which slot.
+All tables are sent to the device in one copy per step, for all layers. A layer then needs only a
+few launches. In decoding, the tables and all other arguments of the launches have fixed addresses
+and sizes. So a captured CUDA graph of a step serves every later step, after `DecodeTables.fill` has
+updated the tables.
 
-How ranges are cut into pieces depends on all that is in the batch, and so does the order in which a
-row's sums are added up.
+This attention is not batch-invariant: the division of a slot's positions into pieces, and thereby
+the order in which a row's sums are added, depends on the whole batch.
+
+Shapes: T rows, Hq query heads, H key heads, E head_dim.
 """
 
 from __future__ import annotations
@@ -29,29 +31,31 @@ from planish.model.positions import SPAN, capacity_for
 from planish.model.transfer import on_device, staged
 
 _PROGRAMS = 8
-"""Programs a multiprocessor, which runs two or three at a time: where pieces are short, the next
-ones begin.
+"""The programs per multiprocessor.
+
+A multiprocessor runs two or three at a time and starts another when one with short pieces ends.
 """
 _INTERPRETED = 2
-"""Multiprocessors of a CPU that interprets the kernels."""
+"""The assumed number of multiprocessors if a CPU interprets the kernels."""
 _SHORTEST = 128
-"""Fewest positions that are cut from a range."""
+"""The minimum number of positions of a piece, except for the last piece of a slot."""
 _NUMBER = 4
-"""Bytes."""
+"""The bytes of a number (int32) in a table."""
 _ALIGNED = 4
-"""Sections of a table begin at multiples of so many numbers."""
+"""The multiple, in numbers, at which each section of a table begins."""
 
 
 class PoolBases:
-    """Where the tensors of pools begin on the device. A pool has a number, which it keeps while it
-    lives.
+    """A table on the device with the addresses of the pools' tensors.
+
+    Each pool has a number, its index in the table, as long as the pool exists.
     """
 
     def __init__(self, shape: KVSpec, longest: int) -> None:
-        """`longest`: the most positions of a sequence, which bounds the number of pools."""
+        """`longest`: the maximum length of a sequence, which limits the number of pools."""
         self.shape = shape
-        # One pool for each capacity, for prompts and for samples. Twice, because a failed step
-        # replaces all pools while the old ones may still be referenced.
+        # Prompts and samples each have one pool per capacity. The number is doubled, because a
+        # failed step replaces all pools while the old ones may still be referenced.
         most = 4 * (capacity_for(longest) // SPAN + 1)
         self.table = torch.zeros(shape.layers, most, 2, dtype=torch.int64, device=shape.device)
         """Addresses of each layer's keys and values [layers, pools, 2]."""
@@ -92,11 +96,14 @@ class PoolBases:
 
 
 class GpuPrefill:
-    """Prompts' own rows: keys and values go into the prompt's slot, each row sees the positions up
-    to its own.
+    """The causal attention of prompt rows.
+
+    Each call stores the rows' keys and values in their prompts' slots. Each row attends to the
+    positions up to its own.
     """
 
     def __init__(self, spans: Sequence[PrefillSpan], bases: PoolBases, q_heads: int) -> None:
+        """`spans`: the rows of each prompt. `q_heads`: the number of query heads Hq."""
         kernels = _kernels()
         self._bases, self._heads = bases, _heads(bases.shape, q_heads)
         numbers = bases.numbers([span.pool for span in spans])
@@ -113,7 +120,8 @@ class GpuPrefill:
             for number, span in zip(numbers, spans, strict=True)
             for at in range(0, span.count, size)
         ]
-        # Those that see most first: what begins last is then soon done.
+        # Start with the blocks that attend to the most positions, so that the last programs are
+        # short.
         blocks.sort(key=lambda block: -block[3])
         batch = max(span.row + span.count for span in spans)
         self._tables = _Tables(
@@ -127,25 +135,30 @@ class GpuPrefill:
         self._tables.send()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E]; 0 for padding rows (see `Attend`)."""
         kernels, on_device, bases = _kernels(), self._tables.on_device, self._bases.table[layer]
         kernels.keep(self._heads, on_device["rows"], bases, k, v)
         return kernels.prefill(self._heads, on_device["blocks"], bases, q)
 
 
 class DecodeTables:
-    """An `Attend` for one new row of each running sample, as the last `fill` has it; rows without a
-    sample yield zeros.
+    """The attention of a decoding step for the samples that the last `fill` named.
 
-    With one number of rows a call launches the same on the same addresses, whatever the samples
-    are: it can be captured in a CUDA graph.
+    An instance is an `Attend` of the decoder. The output of rows without a sample is 0.
+
+    For a given number of rows, every call launches the same kernels with the same addresses. So a
+    call can be captured in a CUDA graph.
     """
 
     def __init__(self, bases: PoolBases, max_rows: int, q_heads: int) -> None:
-        """`max_rows`: most rows of a batch, with those that have no sample."""
+        """`max_rows`: the maximum number of rows of a batch, including rows without a sample.
+
+        `q_heads`: the number of query heads Hq.
+        """
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self._bases, self._heads = bases, _heads(shape, q_heads)
         self._programs = _PROGRAMS * _multiprocessors(device)
-        # At most so many pieces more than there are ranges: _chunk sees to it.
+        # The maximum number of pieces in addition to one piece per slot. `_chunk` ensures it.
         self._cuts = max(1, self._programs // shape.heads)
         pieces, parts = 2 * max_rows + self._cuts, 2 * max_rows + self._heads.lane * self._cuts
         self._tables = _Tables(
@@ -162,7 +175,7 @@ class DecodeTables:
         )
 
     def fill(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
-        """Say what the next calls are about. Not while a graph is being captured.
+        """Set the samples of the next calls. Do not call this during the capture of a graph.
 
         `rows`: the batch row of each sample. Every sample in `samples` has one.
         """
@@ -187,20 +200,25 @@ class DecodeTables:
         self._tables.send()
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E] (see `Attend`)."""
         kernels, bases = _kernels(), self._bases.table[layer]
         kernels.keep(self._heads, self._work.rows, bases, k, v)
         return kernels.decode(self._heads, self._work, bases, q, self._programs)
 
     def _chunk(self, positions: int) -> int:
-        """Most positions of a piece: few enough that a few long ranges keep all programs busy, more
-        than what would make `_cuts` further pieces.
+        """Return the maximum number of positions of a piece, a power of two.
+
+        `positions`: the positions of all slots together. The result is small enough that a few long
+        slots occupy all programs. It is large enough that cutting makes at most `_cuts` additional
+        pieces.
         """
         return max(_SHORTEST, 1 << (positions // self._cuts).bit_length())
 
     def _cut(self, start: int, slots: _Slots, chunk: int, **of_slots: np.ndarray | int) -> int:
-        """Write slots' ranges as pieces from piece `start` on, and return where they end.
+        """Write the pieces of these slots from index `start` on, and return the end index.
 
-        `of_slots`: further fields, for each slot; `number` is that of its first piece.
+        `of_slots`: the values of other fields for each slot. `number` is the number of its first
+        piece.
         """
         counts = _pieces_of(slots.count, chunk)
         slot = np.repeat(np.arange(len(counts)), counts)
@@ -220,16 +238,17 @@ class DecodeTables:
 
 @dataclass(frozen=True)
 class _Slots:
-    """Slots of pools, and how many of their positions are seen."""
+    """Slots of pools, as arrays with one entry per slot."""
 
     pool: np.ndarray
     slot: np.ndarray
     capacity: np.ndarray
     count: np.ndarray
+    """The number of leading positions of each slot that rows attend to."""
 
     @classmethod
     def of(cls, pools: Sequence[KVPool], bases: PoolBases, counts: list[int]) -> _Slots:
-        """All in use, in the order of the pools."""
+        """Return all slots in use, in the order of the pools. `counts`: the `count` of each."""
         sizes = [len(pool) for pool in pools]
         return cls(
             pool=np.repeat(np.array(bases.numbers(pools), np.int64), sizes),
@@ -239,10 +258,11 @@ class _Slots:
         )
 
     def at(self, index: np.ndarray) -> _Slots:
+        """Return the slots at these indices."""
         return _Slots(self.pool[index], self.slot[index], self.capacity[index], self.count[index])
 
     def name(self, records: np.ndarray, where: np.ndarray | slice) -> None:
-        """Write which slots they are into records."""
+        """Write the pool, slot and capacity of each slot into `records[where]`."""
         records["pool"][where], records["slot"][where], records["capacity"][where] = (
             self.pool,
             self.slot,
@@ -252,19 +272,21 @@ class _Slots:
 
 @dataclass(frozen=True)
 class _Step:
-    """Running samples; those of one prompt are neighbours."""
+    """The running samples of a step, ordered by prompt, as arrays with one entry per sample."""
 
     row: np.ndarray
     rank: np.ndarray
-    """Of a sample among those of its prompt."""
+    """The index of each sample among the samples of its prompt."""
     shared: _Slots
-    """The prompt's slot, and what is seen of it."""
+    """The slot of each sample's prompt, of which samples attend to the whole spans."""
     own: _Slots
+    """The slot of each sample."""
 
     @classmethod
     def of(
         cls, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools, bases: PoolBases
     ) -> _Step:
+        """Return the samples in `samples`. `rows`: the batch row of each sample."""
         read, kept = prompts.in_use(), samples.in_use()
         known = [prompt for pool in read for prompt in cast("list[PromptSlot]", pool.owners)]
         running = [sample for pool in kept for sample in cast("list[SampleSlot]", pool.owners)]
@@ -284,12 +306,13 @@ class _Step:
 
 
 class _Tables:
-    """Records of several kinds, written on the host and sent to the device in one copy. They keep
-    their addresses.
+    """Records of several kinds, written on the host and sent to the device in one copy.
+
+    The device tensors keep their addresses.
     """
 
     def __init__(self, device: torch.device, **sections: tuple[np.dtype, int]) -> None:
-        """`sections`: the record of each kind, of 32-bit integers, and how many there are."""
+        """`sections`: the record type (int32 fields) and the number of records of each kind."""
         sizes = [record.itemsize // _NUMBER * count for record, count in sections.values()]
         *starts, total = np.cumsum(
             [0, *(-(-size // _ALIGNED) * _ALIGNED for size in sizes)]
@@ -300,7 +323,7 @@ class _Tables:
         )
         self._records: dict[str, np.ndarray] = {}
         self.on_device: dict[str, Tensor] = {}
-        """Each section as numbers [records, fields]."""
+        """Each section as an int32 tensor [records, fields]."""
         for (name, (record, count)), start, size in zip(
             sections.items(), starts, sizes, strict=True
         ):
@@ -308,15 +331,18 @@ class _Tables:
             self.on_device[name] = self._device[start : start + size].view(count, -1)
 
     def __getitem__(self, name: str) -> np.ndarray:
+        """Return the records of a section on the host, for writing."""
         return self._records[name]
 
     def send(self) -> None:
+        """Copy all sections to the device, asynchronously."""
         _send(self._host, self._device)
 
 
 def _send(numbers: np.ndarray, target: Tensor) -> None:
-    """Copy without waiting for the device. `numbers` may be written to at once: what is sent is a
-    copy.
+    """Copy `numbers` to `target` asynchronously.
+
+    The caller may overwrite `numbers` at once, because a pinned copy of it is sent.
     """
     target.copy_(staged(torch.from_numpy(numbers), target.device), non_blocking=True)
 
@@ -344,7 +370,7 @@ def _heads(shape: KVSpec, q_heads: int) -> Any:
 
 
 def shared_memory(device: torch.device) -> int:
-    """Return how many bytes of shared memory a program of this device may have."""
+    """Return the bytes of shared memory that a program may use on this device."""
     return int(import_module("planish.model.kernels.triton.common").shared_memory(device))
 
 

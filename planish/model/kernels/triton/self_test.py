@@ -1,12 +1,12 @@
-"""Checks the Triton kernels on the GPU at hand before they are used, and keeps the verdicts.
+"""Test the Triton kernels on this machine's GPU before they are used, and store the verdicts.
 
-The checks run in a process of their own (engine/gpu_families.py), because an illegal memory access
-ends the CUDA context of its process, and a kernel may hang. They run once for each combination of
-GPU, driver, torch, Triton, kernel sources and shapes of the model. `planish.model.kernels.choose` then
-admits the families that passed. Torch does the work of all others, and one warning says why.
+The tests run in a separate process (engine/gpu_families.py), because an illegal memory access
+destroys the CUDA context of its process, and a kernel may hang. They run once for each combination
+of GPU, driver, torch, Triton, kernel sources and model shapes. kernels/choose.py then uses the
+families that passed. torch replaces all other families, and one warning gives the reason.
 
-A verdict of a passing or wrong kernel is kept. A failure that the user can mend, such as a missing
-compiler or too little memory, is not kept: the next start checks again.
+The verdict is stored if a family passed or gave wrong results. A failure that the user can remedy,
+such as a missing compiler or too little memory, is not stored, so the next start tests again.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from planish.model.kernels.verdicts import (
 
 CHECKER = (sys.executable, "-m", "planish.engine.gpu_families")
 SECONDS = 600
-"""Longest run of the checker's process: compiling takes one to two minutes, and more on a busy
-machine.
+"""The time limit of a test process in seconds.
+
+Compiling takes one to two minutes, and longer on a busy machine.
 """
 _PACKAGE = Path(__file__).parents[3]
 _SOURCES = (
@@ -51,7 +52,7 @@ _SOURCES = (
     "engine/sampling/cuda_graph_runner.py",
 )
 _COMPILER = ("c compiler", "python.h", "gcc", "clang")
-"""What the errors of Triton name when its launcher cannot be compiled, in lower case."""
+"""Lower-case words in Triton's errors which show that its launcher could not be compiled."""
 _MEMORY = ("out of memory", "outofmemory")
 
 _logger = logging.getLogger(__name__)
@@ -59,10 +60,10 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Request:
-    """What the checker reads from its standard input, as JSON."""
+    """The input of the test process, which reads it from standard input as JSON."""
 
     directory: str
-    """Of the base model, whose config.json has the shapes."""
+    """The directory of the base model, whose config.json has the shapes."""
     dtype: str
     device: str
     families: Sequence[str]
@@ -73,10 +74,11 @@ def check_kernels(
 ) -> list[Verdict]:
     """Return the verdicts on the families of kernels for this model on this GPU.
 
-    Families without a verdict are checked now, which takes a minute or two.
+    Families without a stored verdict are tested now, which takes a minute or two. One warning names
+    the families that failed, the reason and the remedy.
 
-    `shapes`: whatever else of the model the kernels are compiled for. One warning names the
-    families that are off, the reason and the remedy.
+    `shapes`: the model's other sizes for which kernels are compiled; they are part of the key of
+    the stored verdicts.
     """
     if cpu.wanted() in ("torch", "triton"):
         return []
@@ -117,15 +119,17 @@ def verdict_path(shapes: Collection[Any], heads: HeadShape, device: torch.device
 
 
 def known_verdicts(path: Path) -> list[Verdict]:
-    """Return the kept verdicts; none if the file is missing or damaged."""
+    """Return the stored verdicts; an empty list if the file is missing or damaged."""
     return [verdict for verdict in read_verdicts(path) or [] if verdict.family in FAMILIES]
 
 
 def run_checks(
     request: Request, command: Sequence[str] = CHECKER, seconds: float = SECONDS
 ) -> list[Verdict]:
-    """Return one verdict for each family of the request. A family during which the checker crashes
-    or hangs fails; the families after it are checked in a new process.
+    """Test the families of the request and return one verdict for each.
+
+    If the test process crashes or hangs, the family that it was testing fails, and a new process
+    tests the remaining families. `seconds`: the time limit of each process.
     """
     left, verdicts = list(request.families), list[Verdict]()
     while left:
@@ -143,8 +147,8 @@ def run_checks(
 
 
 def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdict]:
-    """The verdicts of one process: one at least."""
-    # A program may have found planish by a path that it added itself.
+    """Run one test process and return its verdicts, at least one."""
+    # The parent may have added planish's directory to its own path only.
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -176,7 +180,7 @@ def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdi
     verdicts = [verdict for verdict in verdicts if verdict.family in request.families]
     known = {verdict.family for verdict in verdicts}
     if len(known) < len(request.families) and (process.returncode != 1 or begun not in known):
-        # It ended without a verdict on what it had begun, or before it began anything.
+        # The process ended during the test of a family, or before the first test.
         said = errors.strip().splitlines()
         ended = ended or describe_exit(process.returncode) + (f": {said[-1]}" if said else "")
         failed = [family for family in request.families if family == begun]
@@ -187,8 +191,9 @@ def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdi
 
 
 def _read(out: str) -> tuple[list[Verdict], str | None]:
-    """The verdicts that the checker wrote, and the family that it began last. A library may print
-    lines of its own.
+    """Return the verdicts in the output of a test process, and the family that it began last.
+
+    Other lines are ignored, because libraries may print too.
     """
     verdicts, begun = [], None
     for line in out.splitlines():
@@ -204,13 +209,13 @@ def _read(out: str) -> tuple[list[Verdict], str | None]:
 
 
 def is_lasting(verdict: Verdict) -> bool:
-    """Whether the verdict stays true until a driver, torch, Triton or a source changes."""
+    """Return whether to store the verdict: the family passed, or the user cannot remedy it."""
     mendable = _names(verdict.reason, (*_COMPILER, *_MEMORY, "timeout", "cannot be started"))
     return verdict.passed or not mendable
 
 
 def warning_of(verdicts: Sequence[Verdict]) -> str:
-    """Return what the user should know of the families that failed; empty if none did."""
+    """Return the warning about the families that failed; empty if all passed."""
     failed = [verdict for verdict in verdicts if not verdict.passed]
     if not failed:
         return ""
@@ -224,7 +229,7 @@ def warning_of(verdicts: Sequence[Verdict]) -> str:
 
 
 def remedy_of(reason: str) -> str:
-    """Return what the user can do about this reason of a failure."""
+    """Return the remedy for this reason of a failure, as one or two sentences."""
     if _names(reason, ("python.h",)) or (
         _names(reason, _COMPILER) and has_compiler() and not has_headers()
     ):
@@ -244,18 +249,18 @@ def remedy_of(reason: str) -> str:
 
 
 def has_compiler() -> bool:
-    """Whether Triton finds a C compiler, by its own rule."""
+    """Return whether Triton would find a C compiler: CC, gcc or clang."""
     return bool(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"))
 
 
 def has_headers() -> bool:
-    """Whether the headers of this Python are installed."""
+    """Return whether the headers of this Python are installed."""
     return (Path(sysconfig.get_path("include")) / "Python.h").exists()
 
 
 @cache
 def source_digest() -> str:
-    """Return a digest of the sources of kernels and checks."""
+    """Return a digest of the sources of the kernels and their tests."""
     digest = hashlib.sha256()
     for pattern in _SOURCES:
         for path in sorted(_PACKAGE.glob(pattern)):
@@ -264,14 +269,14 @@ def source_digest() -> str:
 
 
 def triton_version() -> str:
-    """Return the version of Triton, whatever the name of the package that it came with."""
+    """Return the version of Triton. The package that installs Triton has various names."""
     return str(import_module("triton").__version__)
 
 
 def driver_version() -> str:
-    """Return what identifies the NVIDIA driver; empty where nothing does."""
+    """Return a string that identifies the NVIDIA driver; empty if there is no information."""
     try:
-        # Absent on WSL, where the driver is that of Windows.
+        # The file is absent on WSL, which uses the Windows driver.
         module = Path("/proc/driver/nvidia/version").read_text()
     except OSError:
         module = ""

@@ -1,14 +1,16 @@
-"""Attention of the trainer on a GPU: which tiles of queries and keys of a forest meet, for the
-kernels of tree_kernels.py.
+"""The trainer's attention on a GPU: the plan of visible tiles for the kernels of tree_kernels.py.
 
-Tiles are runs of rows, cut without regard to segments. A tile of keys is seen by rows from its
-first to the largest `until` in it, so two numbers a tile, its largest and its smallest `until`,
-tell which pairs of tiles have nothing visible, which all, and which need the mask. No tree is
-walked, whatever its form. One table, copied to the device once without waiting for it, serves all
-layers and the backward pass.
+Tiles are runs of consecutive rows; they ignore the borders of segments. `until` is the
+`subtree_end` of each row (model/prefix_tree.py): query i attends to key j if j <= i < until[j]. So
+the largest and the smallest `until` of a key tile classify each pair of a query tile and a key
+tile. Either no (query, key) pair is visible, or all pairs are, or the kernel needs a mask. This
+needs no tree traversal. The plan is one table, which is copied to the device asynchronously. All
+layers and the backward pass use the same table.
 
-The queries of a key tile may be many (a prefix shared by all) or few, so long runs are divided, and
-the parts added up afterwards.
+In the backward pass, a key tile may have few query tiles or very many (a prefix that all sequences
+share). A long run of query tiles is divided among programs, and their sums are added afterwards.
+
+Shapes: T rows, Hq and Hkv heads, E head_dim, G = Hq / Hkv.
 """
 
 from __future__ import annotations
@@ -28,18 +30,22 @@ if TYPE_CHECKING:
     from planish.model.kernels.triton.tree_kernels import Table, Tiles
 
 _PROGRAMS = 528
-"""How many programs the queries of all keys are to be divided among, at least: four for each
-multiprocessor of an H200.
+"""The number of programs among which the backward pass divides its work, at least.
+
+It is four for each multiprocessor of an H200.
 """
 _FEWEST_TILES = 16
-"""Query tiles of a part, at least: fewer would not pay for adding it."""
+"""The minimum number of query tiles of a part. Adding a smaller part would cost more than it saves.
+"""
 _ALIGNED = 4
-"""Entries to which a part of the table is padded: 16 bytes, by which Triton loads and specializes.
+"""The multiple, in entries, at which each array of the table begins.
+
+It is 16 bytes, the alignment for which Triton specializes kernels.
 """
 
 
 class GpuForest:
-    """An `Attend` of the decoder for one micro-batch, with gradients, in Triton's kernels."""
+    """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
     def __init__(self, packed: Packed, device: torch.device) -> None:
         # Triton is absent on machines without a GPU.
@@ -49,18 +55,21 @@ class GpuForest:
         self._tables: dict[tuple[torch.dtype, torch.Size, int], Table] = {}
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return the attention output [T, Hq, E] (see `Attend`)."""
         return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the output [T, Hq, E] and the log-sum-exp of the scores, float32 [T, Hq]."""
         return self._kernels.attend(q, k, v, self._table(q, k))
 
     def attend_backward(
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v, given the gradient of the output."""
         return self._kernels.attend_backward(grad, q, k, v, out, lse, self._table(q, k))
 
     def _table(self, q: Tensor, k: Tensor) -> Table:
-        """All layers of a model have one shape, so there is one table."""
+        """Return the table for this shape. All layers have the same shape and share one table."""
         shape = (q.dtype, q.shape[1:], k.shape[1])
         if shape not in self._tables:
             group = q.shape[1] // k.shape[1]
@@ -92,15 +101,16 @@ class _Forest(torch.autograd.Function):
 
 
 def visible_pairs(packed: Packed) -> int:
-    """How many (query, key) pairs of the forest there are, in one head: the useful work of its
-    attention.
+    """Return the number of visible (query, key) pairs of the forest per head.
+
+    This is the minimum work of the attention.
     """
     return int((packed.subtree_end - np.arange(len(packed))).sum())
 
 
 @dataclass(frozen=True, eq=False)
 class QueryPlan:
-    """`query_items` and `lists` of a Table."""
+    """The query tiles and their key tiles: the fields `query_items` and `lists` of a `Table`."""
 
     items: np.ndarray
     lists: np.ndarray
@@ -108,7 +118,7 @@ class QueryPlan:
 
 @dataclass(frozen=True, eq=False)
 class KeyPlan:
-    """`key_items`, `sums` and `places` of a Table."""
+    """The key tiles and their query tiles: `key_items`, `sums` and `places` of a `Table`."""
 
     items: np.ndarray
     sums: np.ndarray
@@ -116,8 +126,9 @@ class KeyPlan:
 
 
 def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
-    """For each tile of queries, the key tiles that it meets: those that it sees whole, then the
-    others.
+    """Return the key tiles that each query tile attends to.
+
+    The key tiles of which all pairs are visible come first; the others need a mask. `group`: G.
     """
     rows = tiles.forward.queries // group
     first = np.arange(0, len(until), rows)[:, None]
@@ -134,8 +145,9 @@ def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
 
 
 def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan:
-    """For each tile of keys, the query tiles that it meets: all from one to another, divided where
-    they are too many for one program.
+    """Return the query tiles that attend to each key tile, which are consecutive.
+
+    A run that is too long for one program is divided. `group`: G. `heads`: Hkv.
     """
     rows = tiles.backward_keys.queries // group
     keys = _KeyTiles.of(until, tiles.backward_keys.keys)
@@ -160,8 +172,10 @@ def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan
 
 @dataclass(frozen=True, eq=False)
 class _KeyTiles:
-    """Of each tile of keys: its first row, its last row were it whole, and the largest and smallest
-    `until`.
+    """The rows and the subtree ends of key tiles, as arrays with one entry per tile.
+
+    `first`, `last`: the first and the last row. `last` may exceed the number of rows in the last
+    tile. `longest`, `shortest`: the largest and the smallest `until` of the tile's rows.
     """
 
     first: np.ndarray
@@ -171,6 +185,7 @@ class _KeyTiles:
 
     @classmethod
     def of(cls, until: np.ndarray, keys: int) -> _KeyTiles:
+        """Return the tiles of `keys` rows each."""
         first = np.arange(0, len(until), keys)
         return cls(
             first,
@@ -181,7 +196,7 @@ class _KeyTiles:
 
 
 def _on_device(arrays: list[np.ndarray], device: torch.device) -> list[Tensor]:
-    """Integers as int32, in one copy that the host does not wait for."""
+    """Return the integer arrays as int32 tensors, sent to the device in one asynchronous copy."""
     sizes = [-(-array.size // _ALIGNED) * _ALIGNED for array in arrays]
     joined = np.zeros(sum(sizes), np.int32)
     starts = np.cumsum([0, *sizes[:-1]])

@@ -1,22 +1,24 @@
-"""Flash attention over a prefix forest in Triton: query row i sees key row j iff `j <= i <
-subtree_end[j]` (model/prefix_tree.py says why).
+"""Flash attention over a prefix forest in Triton.
 
-A tile of queries is M // G consecutive rows times the G query heads of a key head, so a key or
-value is loaded once for all heads that use it, a tile spans few rows, and segments of one row share
-a tile with their neighbours. The host says which tiles meet (`Table`): where all pairs of two tiles
-are visible no mask is computed, where none is, nothing. Online softmax and gradients from the kept
-log-sum-exp are those of FlashAttention-2 (Dao 2023). Sums are float32; weights are rounded to the
-inputs' dtype before their products, as tensor cores want.
+Query row i attends to key row j if and only if `j <= i < subtree_end[j]` (model/prefix_tree.py).
 
-Each number is written by one program, and a sum that was divided among programs is added up in a
-fixed order: no atomics, equal bits in each run.
+A query tile has M // G consecutive rows, with all G query heads of a key head. So a key or value is
+loaded once for all heads that use it. A tile spans few rows, and adjacent short segments share a
+tile. The host computes which query tiles attend to which key tiles (`Table`). The kernels skip
+pairs of tiles without a visible pair of rows, and compute no mask if all pairs are visible. The
+online softmax, and the gradients from the stored log-sum-exp, follow FlashAttention-2 (Dao 2023).
+Sums are float32. Weights are rounded to the inputs' dtype before their matmuls, because tensor
+cores require it.
 
-Shapes: T rows, Hq query heads, Hkv key heads, G = Hq / Hkv, E head_dim, EP the power of two that
-holds it; M queries and N keys of a tile.
+Results are bit-identical in each run, because there are no atomic additions. One program writes
+each number, and a sum that was divided among programs is added in a fixed order.
+
+Shapes: T rows, Hq query heads, Hkv key heads, G = Hq / Hkv, E head_dim, EP the smallest power of
+two that is at least E (and 16), M queries and N keys of a tile.
 """
 
 # pyright: reportGeneralTypeIssues=false
-# (To it, a kernel that another one calls never returns, so what it returns cannot be taken apart.)
+# pyright assumes that a Triton function never returns, so it rejects the unpacking of results.
 
 from __future__ import annotations
 
@@ -36,17 +38,18 @@ _SUM_ROWS = 16
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is cut and run."""
+    """The tile sizes and launch options of a kernel."""
 
     queries: int
-    """M, rows times heads: powers of two, as N is."""
+    """M, the queries of a tile (rows times heads of a group): a power of two."""
     keys: int
-    """N."""
+    """N, the keys of a tile: a power of two."""
     warps: int
     stages: int
 
     @property
     def options(self) -> dict[str, Any]:
+        """The keyword arguments of the launch."""
         return {
             "M": self.queries,
             "N": self.keys,
@@ -57,7 +60,10 @@ class Launch:
 
 @dataclass(frozen=True)
 class Tiles:
-    """The cut of each kernel. The first two go over the same lists: M and N are the same in both."""
+    """The launch of each kernel.
+
+    M and N of `forward` and `backward_queries` are equal, because both use the same lists of tiles.
+    """
 
     forward: Launch
     backward_queries: Launch
@@ -66,37 +72,44 @@ class Tiles:
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """What meets what in one micro-batch, on the device; int32 throughout. Costly entries come
-    first, so that the last to run are short.
+    """The plan of one micro-batch on the device: which query tiles attend to which key tiles.
+
+    All tensors are int32. The items with the most work come first, so that the last programs to
+    start are short.
     """
 
     tiles: Tiles
     until: Tensor
-    """[T]"""
+    """[T]: the end of the subtree of each row."""
     query_items: Tensor
-    """[n, 4]: query tile, then places in `lists`: from the first to before the second, key tiles
-    that need no mask; to before the third, others.
+    """[n, 4]: (query tile, a, b, c).
+
+    lists[a:b] are the key tiles that need no mask, and lists[b:c] are those that need one.
     """
     lists: Tensor
+    """The key tiles of all query tiles."""
     key_items: Tensor
-    """[n, 6]: key tile, then query tiles: from the first to before the fourth, without a mask from
-    the second to before the third; then the place of the sums in the scratch memory, or -1: they
-    are the whole gradient.
+    """[n, 6]: (key tile, a, b, c, d, place).
+
+    The query tiles are a .. d - 1, of which b .. c - 1 need no mask. `place`: the index of the sums
+    in the scratch memory, or -1 if they are the whole gradient.
     """
     sums: Tensor
-    """[n, 3]: key tile, first place and number of its parts in the scratch memory."""
+    """[n, 3]: (key tile, first place, number of places) of each gradient in the scratch memory."""
     places: int
-    """Of the scratch memory."""
+    """The number of places in the scratch memory."""
 
 
 def tiles_for(dtype: torch.dtype, head_dim: int, group: int, shared: int = HOPPER_SHARED) -> Tiles:
-    """The largest tiles that fit in `shared` bytes of shared memory; on Hopper about the largest
-    with which nothing spills. The smallest there are, if none fit.
+    """Return the largest tiles that fit in `shared` bytes of shared memory.
+
+    If none fit, return the smallest. On Hopper the tiles are about the largest without register
+    spills.
     """
     width = _width(head_dim)
-    least = _power_of_two(group)  # a tile has at least one row
+    least = _power_of_two(group)  # A tile has at least one row.
     if dtype == torch.float32:
-        # products without tensor cores hold whole rows of their operands in registers
+        # Matmuls without tensor cores keep whole rows of their operands in registers.
         forward, queries, keys = (
             ((32, 32, 4, 1), (32, 32, 4, 1), (32, 32, 4, 1)) if width <= 32
             else ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)) if width == 64
@@ -129,9 +142,11 @@ _CUTS: dict[int, tuple[tuple[_Cut, _Cut, _Cut], ...]] = {
         ((32, 16, 4, 1), (32, 16, 4, 1), (16, 32, 4, 1)),
     ),
 }
-"""Queries, keys, warps and stages of the forward, the queries' and the keys' backward kernel for
-bf16, by the width of heads: for 227 KiB of shared memory (H100; A100 up to a width of 128), 99 KiB
-(RTX 3090, 4090, 5090) and 64 KiB (MI300).
+"""The candidate tiles for bf16 by head width EP, the largest first.
+
+Each candidate gives (queries, keys, warps, stages) of `forward`, `backward_queries` and
+`backward_keys`. The candidates are for 227 KiB of shared memory (H100; A100 up to a width of 128),
+99 KiB (RTX 3090, 4090, 5090) and 64 KiB (MI300).
 """
 
 
@@ -140,8 +155,10 @@ def _tiles(least: int, *cuts: _Cut) -> Tiles:
 
 
 def _most_shared(tiles: Tiles, width: int, itemsize: int) -> int:
-    """Bytes of shared memory of the three kernels at most: what stays (queries and their gradients,
-    or keys and values), and of what is streamed, each stage.
+    """Return the maximum shared memory of the three kernels in bytes.
+
+    Each kernel keeps one operand in shared memory (queries and their gradients, or keys and
+    values). It streams the other operand, which needs memory for each stage.
     """
     first, second, third = tiles.forward, tiles.backward_queries, tiles.backward_keys
     rows = (
@@ -153,7 +170,10 @@ def _most_shared(tiles: Tiles, width: int, itemsize: int) -> int:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tensor]:
-    """Output [T, Hq, E] in q's dtype, and log-sum-exp of the scaled scores, float32 [T, Hq]."""
+    """Return the output [T, Hq, E] and the log-sum-exp of the scaled scores, float32 [T, Hq].
+
+    `q`: [T, Hq, E]. `k`, `v`: [T, Hkv, E]. The output has the dtype of `q`.
+    """
     q, k, v = _by_rows(q), _by_rows(k), _by_rows(v)
     out, lse = (
         torch.empty(q.shape, dtype=q.dtype, device=q.device),
@@ -171,7 +191,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, table: Table) -> tuple[Tensor, Tenso
 def attend_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, table: Table
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v, contiguous and in their dtypes, given the gradient of `out`."""
+    """Return the gradients of q, k and v, contiguous and in their dtypes.
+
+    `grad`: the gradient of `out`. `out`, `lse`: the results of `attend`.
+    """
     grad, q, k, v = (_by_rows(x) for x in (grad, q, k, v))
     shape = _Shape.of(q, k)
     grad_q, grad_k, grad_v = (
@@ -202,7 +225,7 @@ def attend_backward(
 @dataclass(frozen=True)
 class _Shape:
     heads: int
-    """Of the keys."""
+    """The number of key heads."""
     group: int
     size: int
     width: int
@@ -218,7 +241,7 @@ class _Shape:
 
     @property
     def factor(self) -> float:
-        """Of scores that exp2 takes."""
+        """The factor that scales scores for exp2."""
         return self.scale * LOG2_E.value
 
     @property
@@ -231,20 +254,21 @@ def _width(head_dim: int) -> int:
 
 
 def _power_of_two(number: int) -> int:
-    """The smallest that is not less."""
+    """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
 def _by_rows(x: Tensor) -> Tensor:
-    """[T, H, E]: rows may lie apart, as those of a part of a joint product do; a copy if more than
-    that.
+    """Return x [T, H, E] with contiguous rows, which may have any stride between them.
+
+    A slice of a joint matmul's output has such rows and is not copied.
     """
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @triton.jit
 def _load(base, at, E: tl.constexpr, EP: tl.constexpr):
-    """Rows of E entries from their places `at` [n], padded with zeros: [n, EP]."""
+    """Load rows of E entries at the offsets `at` [n], padded with zeros: [n, EP]."""
     entry = tl.arange(0, EP)
     if EP == E:
         x = tl.load(base + at[:, None] + entry[None, :])
@@ -262,12 +286,13 @@ def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
-    """Row and head within the group of each place of a query tile, and which are real; the others
-    repeat a real row, so that sums stay finite.
+    """Return the row, the head within the group, and whether it is real, for each query of a tile.
+
+    The queries that are padding repeat a real row, so that sums stay finite.
     """
     place = tl.arange(0, M)
-    # Counted from the first row of all: in a loop over tiles, quotients that do not change would be
-    # kept in registers.
+    # The division includes the tile's offset on purpose. A quotient of `place` alone would be
+    # constant in a loop over tiles, and the compiler would keep it in registers.
     number = tile * (M // G * G) + tl.minimum(place, M // G * G - 1)
     row = number // G
     there = (place < M // G * G) & (row < rows)
@@ -279,12 +304,13 @@ def _meet(
     tile, query, k, v, i, until, k_row, v_row, head, rows, factor,
     MASKED: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values of a tile, and the scores of queries of rows `i` for them: those of exp2,
-    -inf where nothing is visible.
+    """Return the keys and values of a tile, and the scores of the queries of rows `i` [M].
+
+    The scores [M, N] are scaled for exp2, and -inf for invisible pairs.
     """
     j = tile * N + tl.arange(0, N)
     near = j
-    if MASKED:  # the last tile may pass the end
+    if MASKED:  # The last tile may extend past the last row.
         near = tl.minimum(j, rows - 1)
     key = _load(k, near.to(tl.int64) * k_row + head * E, E, EP)
     value = _load(v, near.to(tl.int64) * v_row + head * E, E, EP)
@@ -307,7 +333,7 @@ def _forward_step(
     )
     found = tl.maximum(best, tl.max(scores, 1))
     shift = found
-    if MASKED:  # a row may see nothing of the tiles so far
+    if MASKED:  # A row may attend to no key of the tiles so far.
         shift = tl.where(found == float("-inf"), 0.0, found)
     weights = tl.exp2(scores - shift[:, None])
     fade = tl.exp2(best - shift)
@@ -321,7 +347,7 @@ def forward(
     q, k, v, out, lse, until, items, lists, q_row, k_row, v_row, rows, factor,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A program has one query tile and one key head."""
+    """Compute the output and the log-sum-exp of one query tile for one key head."""
     item = items + tl.program_id(0) * 4
     head = tl.program_id(1)
     i, inner, there = _queries(tl.load(item), rows, G, M)
@@ -359,8 +385,9 @@ def backward_queries(
     grad, q, k, v, out, lse, delta, grad_q, until, items, lists, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A program has one query tile and one key head; it writes `delta` too, sum(grad * out) of each
-    row and head, for backward_keys.
+    """Compute the gradient of one query tile for one key head.
+
+    The kernel also writes `delta`, sum(grad * out) of each row and head, for `backward_keys`.
     """
     item = items + tl.program_id(0) * 4
     head = tl.program_id(1)
@@ -409,8 +436,9 @@ def backward_keys(
     grad, q, k, v, lse, delta, grad_k, grad_v, parts, until, items, grad_row, q_row, k_row, v_row, rows, factor, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """A program has one key tile, one key head and some of the query tiles that see it, in all
-    heads of the group.
+    """Compute the gradients of one key tile for one key head, from one run of query tiles.
+
+    If other programs have the tile's other query tiles, the sums go to `parts`, for `add_parts`.
     """
     item = items + tl.program_id(0) * 6
     tile, first, end, place = tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 5)
@@ -450,7 +478,7 @@ def add_parts(
     parts, grad_k, grad_v, sums, rows, scale,
     HEADS: tl.constexpr, G: tl.constexpr, E: tl.constexpr, EP: tl.constexpr, N: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of `ROWS` keys of a tile whose queries were divided among programs."""
+    """Add the parts of the gradients of ROWS keys, if several programs computed their tile."""
     item = sums + tl.program_id(0) * 3
     tile, place, count = tl.load(item), tl.load(item + 1), tl.load(item + 2)
     head = tl.program_id(1)
