@@ -82,10 +82,12 @@ class CppBackend(TorchBackend):
 
     @property
     def name(self) -> str:
+        """The kernels and their instruction set, such as "C++ kernels (AVX2)"."""
         return f"C++ kernels ({cpu.instructions()}{', AMX' if 'amx' in self.families else ''})"
 
     @property
     def replaced_families(self) -> frozenset[str]:
+        """The families that torch computes, because they failed or do not support the model."""
         size = self.config.hidden_size
         served = {
             "matmul": self.packs(size, size),
@@ -100,11 +102,13 @@ class CppBackend(TorchBackend):
 
     @property
     def is_compiled(self) -> bool:
+        """Whether the kernels compute all matmuls and the attention."""
         return self.replaced_families.isdisjoint(("matmul", "lora", "attention"))
 
     # Matmuls with frozen weights
 
     def packs(self, fan_out: int, fan_in: int) -> bool:
+        """Return whether the matmul kernel supports weights [fan_out, fan_in]."""
         return multiplies(fan_out, fan_in, self.dtype)
 
     def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
@@ -118,6 +122,7 @@ class CppBackend(TorchBackend):
     def pack_adapter(
         self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
     ) -> AdapterPanels:
+        """Return the matrices of all target modules, packed as panels at first use."""
         # Use the kernel for all target modules of all adapters or for none. Otherwise the kernel
         # of one adapter would depend on the other adapters in the batch, and results would not be
         # batch-invariant.
@@ -125,6 +130,7 @@ class CppBackend(TorchBackend):
         return AdapterPanels(matrices, serves=is_head or self.packs_layer_adapters)
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        """Return the elements of an adapter's panels, with padding: (forward, backward)."""
         forward = backward = 0
         for entries in layout.sites:
             fan_in = entries[0].shape[1]
@@ -140,6 +146,7 @@ class CppBackend(TorchBackend):
         return forward, backward
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+        """Return the adapters of ranges of rows, which one kernel call per site applies."""
         if not self.packs_layer_adapters:
             return super().adapter_batch(adapters)
         packed = [
@@ -154,6 +161,7 @@ class CppBackend(TorchBackend):
     # Forward pass
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+        """Return a forward pass in one native call, or None if a family does not support it."""
         # One native call runs all layers, if the kernels support all weights and adapters.
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
             return None
@@ -185,6 +193,7 @@ class CppBackend(TorchBackend):
     def head_adapters(
         self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
     ) -> HeadAdapters:
+        """Return the head adapters of ranges of rows, applied by one kernel if possible."""
         return _CppHeadAdapters(self._rows, members, hidden, lora_hidden)
 
     def top_logits(
@@ -196,6 +205,7 @@ class CppBackend(TorchBackend):
         k: int,
         wide: Tensor | None = None,
     ) -> Exact:
+        """Return the k largest logits of each row, recomputed in float32."""
         single = self._single_logits(hidden, head, adapters)
         if single is None:
             return super().top_logits(hidden, head, adapters, logits, k, wide)
@@ -209,6 +219,7 @@ class CppBackend(TorchBackend):
         rows: Tensor,
         tokens: Tensor,
     ) -> Tensor:
+        """Return single logits [P], computed as float32 dot products."""
         single = self._single_logits(hidden, head, adapters)
         if single is None:
             return super().token_logits(hidden, head, adapters, rows, tokens)
@@ -231,14 +242,17 @@ class CppBackend(TorchBackend):
     # Attention
 
     def tree_attention(self, packed: Packed) -> Attend:
+        """Return the attention of a micro-batch of the trainer, with gradients."""
         return NativeForest(packed) if self.has_attention else super().tree_attention(packed)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        """Return the causal attention of prompt rows, which stores their keys and values."""
         return NativePrefill(spans) if self.has_attention else super().prefill_attention(spans)
 
     def decode_attention(
         self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> Attend:
+        """Return the attention of a decoding step with one new row per sample."""
         if not self.has_attention:
             return super().decode_attention(rows, prompts, samples)
         return NativeDecode(rows, prompts, samples)
@@ -248,12 +262,14 @@ class CppBackend(TorchBackend):
     def sample(
         self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
         if "sampling" not in self.families or not logits.is_contiguous():
             return super().sample(logits, rows, temperatures, uniforms)
         rows = torch.arange(len(logits)) if rows is None else rows
         return cpu_head.draw(logits, rows, temperatures, uniforms)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] at the uniform numbers, which are always within the vocabulary."""
         if "sampling" not in self.families or not weights.is_contiguous():
             return super().invert(weights, uniforms)
         return cpu_head.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
@@ -281,6 +297,7 @@ class _CppHeadAdapters(TorchHeadAdapters):
         return self.table.low(x.contiguous()) if self.table.is_served else super()._hidden(x)
 
     def add_(self, logits: Tensor) -> None:
+        """Add the adapters' part to `logits` [R, V], in place."""
         if self.table.is_served:
             self.table.add_(self.hidden, logits)
         else:

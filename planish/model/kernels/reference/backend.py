@@ -105,14 +105,17 @@ class TorchBackend:
 
     @property
     def name(self) -> str:
+        """The kernels: "torch"."""
         return "torch"
 
     @property
     def replaced_families(self) -> frozenset[str]:
+        """An empty set, because this backend never uses compiled kernels."""
         return frozenset()
 
     @property
     def is_compiled(self) -> bool:
+        """False, because this backend never uses compiled kernels."""
         return False
 
     def use_kernels(self, kernels: Any, families: Collection[str]) -> None:
@@ -134,6 +137,7 @@ class TorchBackend:
     # Matmuls with frozen weights
 
     def packs(self, fan_out: int, fan_in: int) -> bool:
+        """Return False, because torch computes the matmuls."""
         return False
 
     def pack(
@@ -143,6 +147,7 @@ class TorchBackend:
         *,
         keeps: bool = True,
     ) -> PackedLinear:
+        """Return linears that read the same input as one; bf16 is packed for oneDNN on a CPU."""
         return PackedLinear(
             weights, biases, packer=self._packed, joined=self.joins_weights, keeps=keeps
         )
@@ -154,6 +159,7 @@ class TorchBackend:
         return BlockedWeight(whole.t() if transposed else whole)
 
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
+        """Return x @ weights.T plus the bias: [T, out]; rows are padded for batch invariance."""
         rows = _ANY_ROWS if linear.is_batch_invariant else self._tiling(training)
         return rows.run(linear.matmul, x)
 
@@ -162,6 +168,7 @@ class TorchBackend:
         return _ANY_ROWS if training and self._rows.tile else self._rows
 
     def matmul_backward(self, grad: Tensor, linear: PackedLinear) -> Tensor:
+        """Return grad @ weights, the gradient of the input: [T, in]."""
         return linear.matmul_backward(grad)
 
     # LoRA
@@ -169,15 +176,19 @@ class TorchBackend:
     def pack_adapter(
         self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
     ) -> PackedAdapter | None:
+        """Return None, because torch multiplies by the unpacked matrices."""
         return None
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
+        """Return (0, 0), because torch does not pack adapters."""
         return 0, 0
 
     def can_stack(self, rank: int) -> bool:
+        """Return whether stacking adapters of this rank keeps the required batch invariance."""
         return self.tiling is None or self.tiling.stacks(rank)
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
+        """Return adapters that torch applies to one range of rows after another."""
         return _TorchAdapters(self, adapters)
 
     def add_lora_(
@@ -189,6 +200,10 @@ class TorchBackend:
         *,
         training: bool = True,
     ) -> Tensor:
+        """Add the LoRA outputs of one adapter to `out`; return the LoRA hidden states [T, n * r].
+
+        `training`: whether the rows are a micro-batch of the trainer.
+        """
         if training and lora.packed is not None:
             return lora.packed.add_(x, out, sizes)
         rows = self._tiling(training)
@@ -203,6 +218,7 @@ class TorchBackend:
         sizes: Sequence[int],
         lora: LoraMatrices,
     ) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the gradients of A and of the Bs; add the gradient of the input to `grad_x`."""
         if lora.packed is None or not lora.packed.has_backward:
             return lora_backward_(grad, x, lora_hidden, grad_x, sizes, lora)
         grad_hidden = lora.packed.backward_(grad, grad_x, sizes)
@@ -219,6 +235,7 @@ class TorchBackend:
         *,
         in_place: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x + residual, its RMSNorm in `dtype`, and the norm's scale per row."""
         total = x
         if residual is not None:
             total = x.add_(residual) if in_place else x + residual
@@ -234,6 +251,7 @@ class TorchBackend:
     def rms_norm_backward(
         self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
+        """Return the float32 gradient of the sum: that of its norm plus `grad_total`."""
         weighted = grad.to(total.dtype) * weight
         inner = (
             torch.linalg.vecdot(weighted, total)
@@ -246,6 +264,7 @@ class TorchBackend:
         return found if grad_total is None else found.add_(grad_total)
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
+        """Return x [T, H, E], rotated in float32 and rounded to its dtype."""
         sin = -sin if inverse else sin
         first, second = x.float().chunk(2, dim=-1)
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(
@@ -261,6 +280,7 @@ class TorchBackend:
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated."""
         q, k, _ = qkv.unflatten(-1, (-1, 2 * cos.shape[-1])).split([*heads, heads[1]], 1)
         if norms is not None:
             q, k = (
@@ -270,10 +290,12 @@ class TorchBackend:
         return self.rope(q, cos, sin), self.rope(k, cos, sin)
 
     def swiglu(self, gate_up: Tensor) -> Tensor:
+        """Return silu(gate) * up: [T, I]."""
         gate, up = gate_up.chunk(2, -1)
         return F.silu(gate).mul_(up)
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I]."""
         gate, up = gate_up.chunk(2, -1)
         return torch.cat(
             [torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1
@@ -282,6 +304,7 @@ class TorchBackend:
     # Head
 
     def base_logits(self, hidden: Tensor, head: PackedLinear, *, training: bool = False) -> Tensor:
+        """Return the base model's logits [R, V] in `logits_dtype`, on a GPU in float32."""
         if self.logits_dtype == self.dtype:
             return self.matmul(hidden, head, training=training)
 
@@ -293,6 +316,7 @@ class TorchBackend:
     def head_adapters(
         self, members: Sequence[HeadMember], hidden: Tensor, lora_hidden: Tensor | None = None
     ) -> HeadAdapters:
+        """Return head adapters that torch applies to one range of rows after another."""
         return TorchHeadAdapters(self._rows, members, hidden, lora_hidden)
 
     def top_logits(
@@ -304,6 +328,7 @@ class TorchBackend:
         k: int,
         wide: Tensor | None = None,
     ) -> Exact:
+        """Return the k largest logits of each row, recomputed with `token_logits`."""
         tokens = _top_tokens(logits, k)
         rows = torch.arange(hidden.shape[0], device=hidden.device).repeat_interleave(k)
         exact = self.token_logits(hidden, head, adapters, rows, tokens.flatten())
@@ -320,6 +345,7 @@ class TorchBackend:
         rows: Tensor,
         tokens: Tensor,
     ) -> Tensor:
+        """Return single logits [P] as sums of elementwise products in float32 or wider."""
         out = torch.empty(rows.shape[0], dtype=_wide_dtype(hidden), device=hidden.device)
         for part in _spans(rows.shape[0], max(1, self._gathered_entries // hidden.shape[1])):
             x, weight = hidden[rows[part]].to(out.dtype), head.weight[tokens[part]].to(out.dtype)
@@ -335,6 +361,7 @@ class TorchBackend:
         exact: Exact | None = None,
         weights: Tensor | None = None,
     ) -> Tensor:
+        """Return the log-sum-exp [R] of logits / temperature, computed a few rows at a time."""
         if weights is not None:
             weights = weights if weights is logits else weights.copy_(logits)
             if exact is not None:
@@ -355,6 +382,7 @@ class TorchBackend:
         grads: Tensor,
         exact: Exact | None = None,
     ) -> None:
+        """Overwrite logits [R, V] with the gradient (see `Backend`), a few rows at a time."""
         rows = torch.arange(len(logits), device=logits.device)
         row_of_pair = rows.repeat_interleave(first.diff(), output_size=len(targets))
         row_grad = log_total.new_zeros(len(logits)).index_add_(0, row_of_pair, grads)
@@ -383,17 +411,21 @@ class TorchBackend:
     # Attention
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
+        """Return None: torch has no faster forward pass for decoding steps."""
         return None
 
     def tree_attention(self, packed: Packed) -> Attend:
+        """Return torch's attention of a micro-batch of the trainer, with gradients."""
         return ForestAttention(packed, self.device)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
+        """Return torch's causal attention of prompt rows, which stores their keys and values."""
         return PrefillAttention(spans)
 
     def decode_attention(
         self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> Attend:
+        """Return torch's attention of a decoding step with one new row per sample."""
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
         return DecodeAttention(rows, prompts, samples, query_rows, self.device)
 
@@ -402,14 +434,17 @@ class TorchBackend:
     def sample(
         self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
     ) -> tuple[Tensor, Tensor]:
+        """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
         weights = logits.clone() if rows is None else logits[rows]
         normalizer = self.log_sum_exp(weights, temperatures, weights=weights)
         return self.invert(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
 
     def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
+        """Zero the weights [N, V] that top_k, then top_p, then min_p exclude."""
         self._filter_(weights, params)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] at the uniform numbers, which are always within the vocabulary."""
         # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
         return invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 
@@ -459,6 +494,7 @@ class TorchHeadAdapters:
         return hidden
 
     def add_(self, logits: Tensor) -> None:
+        """Add the adapters' part to `logits` [R, V], in place."""
         for start, stop, lora in self._members:
 
             def add(hidden: Tensor, logits: Tensor, lora: LoraMatrices = lora) -> Tensor:
@@ -472,6 +508,7 @@ class TorchHeadAdapters:
             self._tiling.run(add, self.hidden[start:stop], logits[start:stop], rank=lora.rank)
 
     def add_single_(self, out: Tensor, rows: Tensor, tokens: Tensor) -> None:
+        """Add the adapters' part to single logits `out` [P] of `rows` and `tokens` [P]."""
         for start, stop, lora in self._members:
             mine = ((rows >= start) & (rows < stop)).nonzero().squeeze(1)
             share, b = self.hidden[rows[mine], : lora.rank], lora.bs[0][tokens[mine]]

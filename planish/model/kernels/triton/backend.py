@@ -47,10 +47,12 @@ class TritonBackend(TorchBackend):
 
     @property
     def name(self) -> str:
+        """The name of the kernels."""
         return "Triton kernels"
 
     @property
     def replaced_families(self) -> frozenset[str]:
+        """The families that torch computes, because they failed or do not support the model."""
         return frozenset(FAMILIES) - self.families
 
     @property
@@ -67,6 +69,7 @@ class TritonBackend(TorchBackend):
         cos: Tensor,
         sin: Tensor,
     ) -> tuple[Tensor, Tensor]:
+        """Return q [T, Hq, E] and k [T, Hkv, E] of `qkv`, normed and rotated by one kernel."""
         # One kernel normalizes and rotates all heads, because launches take longer than the work.
         if not {"norms", "rope"} <= self.families:
             return super().qk_norm_rope(qkv, heads, norms, eps, cos, sin)
@@ -74,11 +77,13 @@ class TritonBackend(TorchBackend):
         return found
 
     def tree_attention(self, packed: Packed) -> Attend:
+        """Return the attention of the trainer, in deterministic mode that of torch."""
         if self.tiling is not None or "tree attention" not in self.families:
             return super().tree_attention(packed)
         return GpuForest(packed, self.device)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
+        """Sample tokens [N, K] at uniform numbers. The kernel supports only K = 1."""
         if "sampling" not in self.families or uniforms.shape[1] != 1:
             return super().invert(weights, uniforms)
         found: Tensor = self._module.sample(weights, uniforms.squeeze(1))
