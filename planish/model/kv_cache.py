@@ -346,7 +346,7 @@ class KVPools:
         pool_factory: Callable[[KVSpec, int], KVPool] = KVPool,
         budget: KVBudget | None = None,
     ) -> None:
-        """`pool_factory`: creates a pool of a capacity. `budget`: may be shared with other pools."""
+        """`pool_factory`: creates a pool of a capacity. `budget`: may cover other pools too."""
         self.spec = spec
         self._pool_factory = pool_factory
         self._budget = budget or KVBudget()

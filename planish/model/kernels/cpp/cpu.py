@@ -377,8 +377,8 @@ def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor |
     log-sum-exp.
 
     The keys and values must have the dtype of `q` and must not move during the call. Sums are
-    float32. On CPUs with bf16 matmuls, each weight exp(score - max) is rounded to bf16 before it
-    multiplies its value.
+    float32. If `q` is bf16 and the CPU has bf16 instructions, each weight exp(score - max) is
+    rounded to bf16 before it multiplies its value.
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
     arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer))

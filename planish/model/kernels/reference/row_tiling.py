@@ -105,7 +105,7 @@ class RowTiling:
     """
 
     def padded(self, rows: int, rank: int | None = None) -> int:
-        """Return the padded number of rows of a matmul with base weights, or with LoRA of `rank`."""
+        """Return the padded number of rows of a matmul with base weights or LoRA of `rank`."""
         least, multiple = self.least, self.multiple
         if rank is not None and self.lora is not None:
             needs = self.lora(rank)

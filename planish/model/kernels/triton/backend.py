@@ -77,7 +77,7 @@ class TritonBackend(TorchBackend):
         return found
 
     def tree_attention(self, packed: Packed) -> Attend:
-        """Return the attention of the trainer, in deterministic mode that of torch."""
+        """Return the attention of the trainer. torch computes it in deterministic mode."""
         if self.tiling is not None or "tree attention" not in self.families:
             return super().tree_attention(packed)
         return GpuForest(packed, self.device)

@@ -232,7 +232,7 @@ def _pieces_kernel(
             BLOCK_N,
             BLOCK_E,
         )
-    # Programs that had one prompt piece less than others continue with the first own pieces.
+    # The programs that had one prompt piece less than the others take the next pieces first.
     program += turns * step
     for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
         work = program + turn * step

@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from planish.model.kernels.triton.tree_kernels import Table, Tiles
 
 _PROGRAMS = 528
-"""The number of programs among which the backward pass divides its work, at least.
+"""The target number of programs that compute the gradients of all keys in one layer.
 
 It is four for each multiprocessor of an H200.
 """
 _FEWEST_TILES = 16
-"""The minimum number of query tiles of a part. Adding a smaller part would cost more than it saves.
-"""
+"""The minimum number of query tiles of a part; for fewer, the addition costs more than it saves."""
 _ALIGNED = 4
 """The multiple, in entries, at which each array of the table begins.
 
