@@ -47,8 +47,8 @@ class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
     def __init__(self, service: HostedService, data_dir: Path) -> None:
-        """Errors name files relative to `data_dir`: most errors reach clients, who need not know
-        where the directory is.
+        """Errors name files relative to `data_dir`. Most errors reach clients, and clients need not
+        know where the server stores its data.
         """
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
@@ -73,11 +73,13 @@ class EngineClient:
         return await (await self.submit(operation))
 
     def check_sample_now(self, base_model: str, operation: Sample) -> None:
-        """ValueError if no sampler of the base model could serve it. Runs in this thread."""
+        """Raise ValueError if no sampler of the base model could serve `operation`. Runs in the
+        calling thread.
+        """
         self._service.check_sample(base_model, operation)
 
     async def check_sample(self, base_model: str, operation: Sample) -> None:
-        """The same as `check_sample_now`, in a thread. Loads the base model."""
+        """Do the same as `check_sample_now` in another thread. Loads the base model if needed."""
         await self._in_thread(lambda: self._service.check_sample(base_model, operation))
 
     async def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
@@ -184,11 +186,12 @@ class EngineClient:
 
 
 class DeviceClock:
-    """Shares the time of one device among requests: a request that ends has used the device since
-    the previous one ended, or since it was submitted.
+    """Divides the time of one device among requests. A request is charged for the time from the end
+    of the previous request, or from its own submission if that was later, until its own end.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` returns seconds."""
         self._clock = clock
         self._last = clock()
 
@@ -197,8 +200,8 @@ class DeviceClock:
         return self._clock()
 
     def spent(self, submitted: float) -> float:
-        """Return the seconds of a request that ends now. All requests together get no more than the
-        time that passed.
+        """Return the seconds that a request which ends now is charged for. The charges of all
+        requests add up to at most the time that has passed.
         """
         now = self._clock()
         spent = now - max(submitted, self._last)

@@ -1,13 +1,14 @@
 """Recovery at a start, and cleanup in the background.
 
-At a start, what an earlier process left in the database is opened again, and unanswered requests
-resume. Models and samplers are loaded when they are used, or when one of their requests is
-unanswered.
+At a start, the sessions, models and samplers in the database are opened again, and unanswered
+requests resume. Models and samplers are loaded when they are used, or when one of their requests
+is unanswered.
 
-Later, idle adapters leave memory, expired results and checkpoints are deleted, stale sessions end,
-and what exceeds its share of the disk goes. Nothing that a restart needs is removed: a request
-after the last snapshot of its model keeps its row, but not its result. Training runs are kept for
-good, because checkpoints name them. Sessions and samplers are deleted a week after their end.
+Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
+end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. Nothing
+that a restart needs is removed: a request after its model's last snapshot keeps its row even when
+its result is deleted. Training runs are kept for good, because checkpoints name them. Sessions and
+samplers are deleted a week after their end.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Recovered:
-    """How many things were recovered."""
+    """The numbers of open sessions, models, samplers and unanswered requests at a start."""
 
     sessions: int
     models: int
@@ -47,17 +48,17 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Opens what an earlier process left."""
+    """Opens the sessions, models and samplers of an earlier process, and resumes its requests."""
 
     _services: Services
     _models: ModelRegistry
     _samplers: Samplers
     _loads: set[tuple[str, int]] = field(default_factory=set)
-    """Models and numbers of the loads that a replay would repeat."""
+    """(model id, sequence number) of each load_weights that a replay would repeat."""
 
     async def recover(self) -> Recovered:
-        """Open sessions, models and samplers, delete what no row names, and resume the unanswered
-        requests.
+        """Open sessions, models and samplers, delete private checkpoints that no row names, and
+        resume the unanswered requests.
         """
         store, sessions = self._services.store, self._services.sessions
         session_rows = await store.read(select, SessionRow, "ended IS NULL")
@@ -123,7 +124,7 @@ class Recovery:
             await self._samplers.close(sampler, "the request that should have published it failed")
 
     def _resume(self, row: RequestRow) -> None:
-        """Resume an unanswered request. Those of open models are in the models' queues already."""
+        """Resume an unanswered request. Requests of open models are in their queues already."""
         request_log = self._services.request_log
         if row.kind == "sample":
             sampler, request = self._samplers.get(row.owner), request_log.restore(row)
@@ -203,8 +204,8 @@ class Cleanup:
                 await self.clean()
 
     async def clean(self) -> None:
-        """Do what need not be done every second. Files are deleted first: on a full disk, every
-        write waits for space.
+        """Run the parts of the cleanup that are due only every 30 seconds. Files are deleted first,
+        because on a full disk every write to the database waits for space.
         """
         await self._guarded(self._services.checkpoints.remove_expired)
         await self._guarded(self._services.sessions.write_seen)

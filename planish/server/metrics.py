@@ -1,9 +1,9 @@
-"""What the server counts about itself. The parts that do the work write it; nothing here affects
-decisions.
+"""The server's counters and gauges. Each part of the server updates its own counters, and no
+decision depends on them.
 
 Counters only grow from the start of the process; gauges are current values. A field with a metric
-is shown at /metrics under its name. Labels are tenants' names, and kinds and states of requests
-(results.Done).
+is shown at /metrics under the metric's name. Labels are tenants' names, and kinds and states of
+requests (results.Done).
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from typing import Any
 
 
 def described(name: str, text: str, *labels: str) -> Mapping[str, Any]:
-    """Return the metadata of a field that is shown at /metrics. With `labels` it counts by them."""
+    """Return the metadata of a field that is shown at /metrics. With `labels`, the field maps label
+    values to counts.
+    """
     return {"name": name, "help": text, "labels": labels}
 
 
@@ -26,7 +28,7 @@ def metric(name: str, text: str, *labels: str, **default: Any) -> Any:
 
 @dataclass
 class Counters:
-    """Events since the start. Belongs to the event loop."""
+    """Counts of events since the start. Only code in the event loop may change them."""
 
     sampled_tokens: Counter[str] = field(
         default_factory=Counter,
@@ -65,8 +67,8 @@ class Counters:
     samples: int = 0
     """Sample requests given to the engine."""
     sequences_at_samples: int = 0
-    """The sum, over those requests, of the sequences in the engine. Divided by `samples` it is the
-    mean batch.
+    """The number of sequences in the engine at the start of each sample request, summed over all
+    sample requests. Divided by `samples`, it is the mean batch size.
     """
     snapshots: int = metric("planish_snapshots", "Snapshots of models", default=0)
     replayed: int = metric(
@@ -130,7 +132,7 @@ class Metrics:
 
 
 def resident_bytes() -> int:
-    """Return the memory of this process; 0 if the system does not tell."""
+    """Return the resident memory of this process in bytes; 0 on a system without /proc."""
     try:
         with open("/proc/self/status") as status:
             for line in status:

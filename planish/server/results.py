@@ -56,8 +56,8 @@ class Accepted:
 
 @dataclass(frozen=True)
 class Done:
-    """A result as the wire has it: protobuf (ForwardBackwardOutput, SampleResponse) or a JSON
-    object, by `media`.
+    """An encoded result. `media` says whether `content` is protobuf (a ForwardBackwardOutput or a
+    SampleResponse) or a JSON object.
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Done:
 
 @dataclass(frozen=True)
 class Failed:
-    """The request failed. Others are not affected."""
+    """The request failed. Other requests are not affected."""
 
     message: str
     category: Category
@@ -177,13 +177,13 @@ class NoSuchBaseModel(NotFound, UnknownModelError):
 
 
 class Conflict(ServerError):
-    """The change was made before."""
+    """The checkpoint is already in the requested state, for example public."""
 
     status = 409
 
 
 class Gone(ServerError):
-    """It existed, and has ended or expired."""
+    """The session, model, sampler or result existed, and has ended or expired."""
 
     status = 410
 

@@ -66,7 +66,7 @@ class Sampler:
         self.failure: str | None = None
         """Why the sampler cannot be used: its creation failed, or it is closed."""
         self.ready = asyncio.Event()
-        """Set once the weights are known: the sampler was made or published, or that failed."""
+        """Set once the sampler was created or published, or that failed (`failure`)."""
         self.used = time.time()
         self._engine = engine
         self._crash_guard = crash_guard
@@ -78,16 +78,16 @@ class Sampler:
 
     @property
     def memory_bytes(self) -> int:
-        """Its size in memory; 0 for a sampler of a base model."""
+        """The sampler's size in memory; 0 for a sampler of a base model."""
         return self.row.memory_bytes
 
     @property
     def is_evictable(self) -> bool:
-        """Whether its weights are on disk."""
+        """Whether the sampler's weights are on disk, so that it can be loaded again."""
         return self.row.source is not None
 
     def check(self) -> None:
-        """UserError if the sampler cannot be used."""
+        """Raise UserError if the sampler cannot be used."""
         if self.failure is not None:
             raise UserError(f"sampling_session_id={self.id!r}: {self.failure}")
 
@@ -114,8 +114,8 @@ class Sampler:
             assert row.model is None, f"{row.id} can only come back through its model"
             return CreateSampler(row.id, row.base_model)
         made_for = (await self._engine.checkpoint_info(row.source)).base_model
-        # Naming the base model allows one with other weights than the checkpoint's, which is what
-        # the client asked for.
+        # The engine accepts a base model with other weights than the checkpoint's only if the
+        # operation names it. The client named another base model if the two names differ.
         return CreateSampler(
             row.id, row.base_model if row.base_model != made_for else None, row.source
         )
@@ -134,7 +134,7 @@ class Samplers:
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Held while a sampler is created, by its id."""
         self._checked_models: set[str] = set()
-        """Base models whose first check, which loads them, is over."""
+        """Base models that are loaded, because their first check has loaded them."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The unanswered samples, by request id."""
         self._in_engine: set[str] = set()
@@ -217,7 +217,8 @@ class Samplers:
             check_source(operation.model_path)
             info = await self._services.checkpoints.info(tenant, operation.model_path)
             base_model = base_model or info.base_model
-            self._check_base_model(base_model)  # before the adapter's size needs its files
+            # Check first, because adapter_bytes reads the files of the base model.
+            self._check_base_model(base_model)
             size = await self._services.engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
             source = source_path(operation.sampler_id)
@@ -273,7 +274,9 @@ class Samplers:
             await sampler.unload()
 
     async def close(self, sampler: Sampler, reason: str) -> None:
-        """Close a sampler and delete its files. Samples that run on it are finished."""
+        """Close a sampler and delete its files. The engine still finishes the samples that it is
+        running on this sampler.
+        """
         if self._samplers.pop(sampler.id, None) is None:
             return
         if sampler.row.model is not None and sampler.row.seq is not None:
@@ -313,7 +316,7 @@ class Samplers:
     # Samples.
 
     async def check(self, base_model: str, operation: Sample) -> None:
-        """ValueError if no sampler of the base model could ever serve the request."""
+        """Raise ValueError if no sampler of the base model could ever serve the request."""
         stop = operation.sampling_params.stop
         has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
         is_long = operation.prompt.length > _INLINE_TOKENS
@@ -360,8 +363,9 @@ class Samplers:
             self._tasks[request_id].cancel()
 
     async def sample(self, tenant: Tenant, operation: Sample) -> SampleResponse:
-        """Sample in the tenant's turn without a journal, for a client that holds a connection.
-        Cancelling this cancels the sample. Gone if the sampler was closed.
+        """Sample for a client that keeps its connection open. The request is not journaled, but
+        waits for its tenant's turn like any other. Cancelling this call cancels the sample. Raise
+        Gone if the sampler was closed.
         """
         sampler = self.get(operation.sampler_id)
         if sampler is None:

@@ -1,13 +1,13 @@
 """When requests run: whose turn comes next, and which adapters are in memory.
 
-Turns. `FairQueue` gives the next turn to the tenant that has had the fewest tokens. Requests of one
-tenant wait in the order in which they were sent. The engine gets enough requests to be busy, and
-few enough that a newcomer does not wait behind all the work of an earlier tenant. While others are
-active, one tenant cannot take all slots, so some are free for newcomers. Some slots are kept for
-short requests of any tenant.
+Turns. `FairQueue` gives the next turn to the tenant that has used the fewest tokens. Requests of
+one tenant wait in the order in which they were sent. The engine gets enough requests to be busy,
+and few enough that a newcomer does not wait for all the work of an earlier tenant. While other
+tenants are active, one tenant cannot take all slots, so some are free for newcomers. Some slots are
+kept for short requests of any tenant.
 
 Memory. `AdapterCache` is an LRU cache. An adapter is loaded before its first use, stays in memory
-while it is pinned, and may be evicted afterwards. A caller that needs room waits until enough
+while it is pinned, and may be evicted afterwards. A caller that needs memory waits until enough
 adapters can be evicted; an adapter with a size of 0 never waits. An adapter larger than the budget
 is loaded alone. A load or an unload, once started, always completes even if the caller is
 cancelled, because the engine thread doing the work cannot be interrupted.
@@ -68,12 +68,13 @@ class FairQueue:
         long_capacity: int | None = None,
         long_tokens: int = 0,
     ) -> None:
-        """Turns whose sizes add up to at most `capacity` are granted at once; a larger one is
-        granted alone.
+        """`capacity` is the number of slots: the sizes of all granted turns add up to at most this.
+        A request larger than `capacity` takes all slots.
 
-        `max_per_tenant` limits the slots of one tenant while others are active, except for its
-        first turn. `long_capacity` limits the slots of long requests, those of more than
-        `long_tokens` tokens. By default both limits equal `capacity`.
+        `max_per_tenant` limits the slots of one tenant while other tenants are active. A tenant
+        without any slots may exceed this limit with its next turn. `long_capacity` limits the slots
+        of long requests, those with more than `long_tokens` tokens. By default both limits equal
+        `capacity`.
         """
         self._capacity = capacity
         self._max_per_tenant = capacity if max_per_tenant is None else max_per_tenant
@@ -86,10 +87,11 @@ class FairQueue:
         """When each tenant sent its last request."""
         self._queues: dict[str, deque[_Waiting]] = {}
         self._clocks: dict[str, int] = {}
-        """Tokens that each tenant has had. A tenant that was absent starts with the count of those
-        being served.
+        """Tokens that each tenant has used. A tenant without an entry counts as having used `_now`
+        tokens, so that a tenant that was absent has no advantage over the others.
         """
         self._now = 0
+        """Tokens that the tenant with the last granted turn had used before this turn."""
 
     @property
     def waiting(self) -> int:
@@ -104,8 +106,9 @@ class FairQueue:
         return self._held.total()
 
     async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
-        """Wait for the tenant's turn. `tokens` is the known cost of the request, `ahead` the cost
-        of what runs before it while it holds its slots.
+        """Wait for the tenant's turn. `tokens` is the known cost of the request. `ahead` is the
+        cost of earlier requests that must finish while this one already holds its slots; it only
+        helps to decide whether the request is long.
         """
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
@@ -188,20 +191,26 @@ class CachedAdapter(Protocol):
     """A training model or a sampler, as the cache sees it."""
 
     @property
-    def id(self) -> str: ...
+    def id(self) -> str:
+        """The id, unique among all models and samplers of the server."""
+        ...
 
     @property
-    def memory_bytes(self) -> int: ...
+    def memory_bytes(self) -> int:
+        """Memory that the adapter takes while it is loaded."""
+        ...
 
     @property
     def is_evictable(self) -> bool:
-        """Whether it can be loaded again. Only read while it is not pinned."""
+        """Whether the adapter can be loaded again. Only read while it is not pinned."""
         ...
 
-    async def load(self) -> None: ...
+    async def load(self) -> None:
+        """Load the adapter into memory. If this raises, the adapter is not loaded."""
+        ...
 
     async def unload(self) -> None:
-        """Remove it from memory. Must change nothing if it raises."""
+        """Remove the adapter from memory. Must change nothing if it raises."""
         ...
 
 
@@ -213,7 +222,7 @@ class _CacheEntry:
     pins: int = 0
     used: float = 0.0
     changing: asyncio.Task[Any] | None = None
-    """The task that loads or unloads it."""
+    """The task that loads or unloads the adapter; None if there is none."""
 
     @property
     def is_idle(self) -> bool:
@@ -226,12 +235,13 @@ class AdapterCache:
     """An LRU cache of adapters with a limit on their memory. Pinned adapters are never evicted."""
 
     def __init__(self, budget: int, counters: Counters) -> None:
+        """`budget` is the limit in bytes. `counters` counts loads and unloads."""
         self._counters = counters
         self._budget = budget
         self._entries: dict[str, _CacheEntry] = {}
         self._changed = asyncio.Event()
         self._room_lock = asyncio.Lock()
-        """Held by the caller that room is being made for. Later callers wait for the lock."""
+        """Held by the caller for which memory is being freed. Later callers wait for the lock."""
 
     @property
     def used_bytes(self) -> int:
@@ -269,8 +279,8 @@ class AdapterCache:
             self._notify(entry)
 
     def insert_loaded(self, adapter: CachedAdapter) -> None:
-        """Insert an adapter that is in memory already. It may exceed the budget until somebody
-        needs room.
+        """Insert an adapter that is in memory already. The cache may exceed its budget until
+        another adapter is loaded or `unload_idle` runs.
         """
         entry = self._entry(adapter)
         entry.is_loaded, entry.reserved, entry.used = True, adapter.memory_bytes, time.monotonic()
@@ -301,7 +311,8 @@ class AdapterCache:
                 self._notify(entry)
 
         entry.changing = task = asyncio.create_task(run())
-        # If all who waited were cancelled, its error stays unread.
+        # asyncio logs an error that nobody reads, as when all waiting callers were cancelled. So
+        # read the error here.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
@@ -317,7 +328,7 @@ class AdapterCache:
     async def _load(self, entry: _CacheEntry) -> None:
         if entry.adapter.memory_bytes:
             await self._reserve(entry)
-            if not entry.pins:  # all were cancelled while there was no room
+            if not entry.pins:  # all callers were cancelled while they waited for memory
                 return
         try:
             await entry.adapter.load()

@@ -53,7 +53,7 @@ _log = logging.getLogger(__name__)
 _DEPTH = 3
 """Requests of one model in the engine at once."""
 _PINNED_SECONDS = 10.0
-"""After this time a model leaves memory if others wait for room."""
+"""After this time a model leaves memory if another adapter waits for memory."""
 
 
 class Model:
@@ -110,7 +110,7 @@ class Model:
             self._settle(request, late, state="refused")
 
     def skip_below(self, seq: int) -> None:
-        """Skip all missing numbers below `seq`. The database has been told already."""
+        """Skip all missing numbers below `seq`. The caller records `seq` in the database."""
         self.queue.skipped_below = seq
         self.row = replace(self.row, passed=seq)
 
@@ -272,7 +272,9 @@ class Model:
 
         async def make_ready() -> AlsoWrite:
             await samplers.published(sampler)
-            return lambda transaction: None  # the answer is sent once it is on disk
+            # There is nothing to write, but `settle` sends an answer with `also` only once the
+            # answer is on disk.
+            return lambda transaction: None
 
         self._expect(steps.Step(request, operation, future, submitted, make_ready))
 
@@ -382,8 +384,8 @@ class Model:
             await self._free()
 
     async def close(self, reason: str) -> None:
-        """Take no more requests, and delete what was kept to bring the model back. To be called
-        while no request is in the engine.
+        """Take no more requests, and delete everything from which the model could be restored. Call
+        this only while no request of the model is in the engine.
         """
         while self.in_flight.unsaved or self.is_snapshotting:
             await self.in_flight.change()
@@ -411,7 +413,7 @@ class Model:
         """Restore the adapter to its state after the last dequeued request. If a file is damaged or
         missing, nothing changes, and the model can come back once the file is restored.
         """
-        # The rows tell which requests were answered.
+        # The replay reads the answered requests from the database, so all answers must be there.
         await asyncio.gather(*self.in_flight.unwritten.values())
         self.adapter = self.adapter.fresh()
         try:
@@ -454,8 +456,8 @@ class Model:
         return not is_behind
 
     async def begin_snapshot(self) -> asyncio.Task[bool]:
-        """Queue a snapshot behind the last operation in the engine. A snapshot that fails is
-        logged, and nothing is lost.
+        """Queue a snapshot after the last operation in the engine. The returned task ends with
+        False if the snapshot failed. A failure is logged and loses nothing.
         """
         crash_point("before snapshot")
         self.is_snapshotting, self.adapter.cost = True, ReplayCost()

@@ -1,14 +1,14 @@
 """How a model comes back into memory: from its last snapshot, and by replaying the requests that
 were answered since.
 
-A replayed request changes the weights to the same bits as before. A request that failed or was
-rejected repeats its effect too: a missing part of a gradient makes the next optim_step fail, and
-changes nothing else.
+A replay is bitwise reproducible: it computes the same weights as the first run. The replay also
+repeats the effect of requests that failed or were rejected. A forward_backward that failed leaves
+its part of the gradient missing, so the next optim_step must fail again.
 
-A snapshot holds the weights and the optimizer state after one request. It is taken where no
-gradient is pending. It counts once the answers of all requests up to it, and the weights of all
-samplers that were published up to it, are on disk. The transaction that records it also drops the
-bodies of those requests, and older snapshots are deleted afterwards.
+A snapshot holds the weights and the optimizer state after one request. It is taken while no
+gradient is pending. A snapshot of request n is recorded once the answers of all requests up to n
+are on disk, and the weights of all samplers that these requests published. The transaction that
+records it also drops the bodies of these requests. Older snapshots are deleted afterwards.
 """
 
 from __future__ import annotations
@@ -77,15 +77,15 @@ class AdapterState:
     """What the server knows of a model's adapter in memory."""
 
     applied: int = -1
-    """The number of the last request that the adapter has had."""
+    """The number of the last request that was run or replayed on the adapter; -1 if none was."""
     has_gradient: bool = False
-    """Whether a gradient may be pending. No snapshot holds one."""
+    """Whether a gradient may be pending. A snapshot cannot store a pending gradient."""
     lost_work: bool = False
     """Whether a published sampler could not be saved, or a running request ended without an answer.
     A snapshot would lose that work for good; loading the model again repeats it.
     """
     has_warned: bool = False
-    """Whether a replay was found to compute something else than the first run."""
+    """Whether a replay computed another result than the first run, which was logged."""
     cost: ReplayCost = field(default_factory=ReplayCost)
 
     def fresh(self) -> AdapterState:
@@ -98,7 +98,7 @@ class AdapterState:
         return self.applied >= 0 and not self.has_gradient and not self.lost_work
 
     def note_gradient(self, operation: Operation[Any]) -> None:
-        """Track the pending gradient through an operation that the engine has."""
+        """Update `has_gradient` for an operation that was submitted to the engine."""
         match operation:
             case ForwardBackward(forward_only=False):
                 self.has_gradient = True
@@ -124,8 +124,8 @@ async def restore(
     services: Services, row: ModelRow, next_seq: int, adapter: AdapterState, publish: Publish
 ) -> None:
     """Create the model of `row` in the engine from its snapshot, and repeat the requests below
-    `next_seq` that were answered since. `adapter` follows. DamagedFileError if a file was altered
-    or removed.
+    `next_seq` that were answered since. `adapter` is updated along the way. Raise DamagedFileError
+    if a file was altered or removed.
     """
     begun = row.last_snapshot
     try:
@@ -153,7 +153,7 @@ async def restore(
 async def repeat(
     services: Services, row: RequestRow, adapter: AdapterState, publish: Publish
 ) -> None:
-    """Repeat the effect of an answered request on a model. `adapter` follows."""
+    """Repeat the effect of an answered request on a model, and update `adapter`."""
     assert not row.is_to_do, row
     adapter.applied = row.seq
     adapter.cost.requests += 1
@@ -190,12 +190,13 @@ async def _run_again(
 async def repeat_failure(
     engine: EngineClient, row: RequestRow, why: Failed, adapter: AdapterState
 ) -> None:
-    """Repeat the effect of a request that failed. After a forward_backward the next optim_step
-    fails, after an optim_step this one does; other requests have none.
+    """Repeat the effect of a request that failed with `why`. A failed forward_backward makes the
+    next optim_step fail. A failed optim_step clears the gradient. Other failures have no effect.
     """
     if row.kind not in ("forward_backward", "optim_step"):
         return
     adapter.has_gradient = row.kind == "forward_backward"
+    # The engine rejects the optim_step that follows a forward_backward whose data never arrived.
     missing: Future[Sequence[Datum]] = Future()
     missing.set_exception(named_error(why.message, why.error_class))
     with suppress(ValueError):

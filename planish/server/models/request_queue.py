@@ -1,18 +1,19 @@
 """The requests of one model: which are accepted, the order in which they run, and those in flight.
 
-A rejected request has used up its number, because the client continues with the next one. It is
-journaled as refused: the optim_step after a missing part of a gradient must fail.
+A rejected request has used up its number, because the client continues with the next one. The
+journal records it as refused, so that a replay knows of it: after a refused forward_backward the
+next optim_step must fail.
 
 A request may be taken from the queue when all lower numbers were taken. A missing number blocks
-the requests after it until the model stops waiting for it. From then on the number is skipped, and
-a request that arrives with it is too late.
+the later requests until the model stops waiting for it. From then on the number is skipped, and a
+request that arrives with this number is rejected as too late.
 
-Clients that restart their numbers. logits-sdk makes a training client from a checkpoint in two
-steps: its SDK creates a model and loads the weights as request 1; then it wraps the model into a
-new client, whose first request is number 1 again. The server accepts this in that one case: if the
-only request of a model so far is a load_weights with number 1, a different request with number 1
-restarts the numbers. `RESTART` is added to the numbers of the second client, so that they stay
-unique. The model skips all numbers in between, and the database remembers that.
+Some clients restart their numbers. logits-sdk makes a training client from a checkpoint in two
+steps. It creates a model and loads the weights as request 1. Then it wraps the model into a new
+client, whose first request is number 1 again. The server accepts a restart only in this case: the
+only request of the model so far is a load_weights with number 1, and a different request with
+number 1 arrives. `RESTART` is added to the numbers of the second client, so that they stay unique.
+The model skips all numbers in between, and the database records the skip.
 """
 
 from __future__ import annotations
@@ -126,11 +127,12 @@ class RequestQueue(Generic[T]):
 
 
 class InFlight:
-    """What one model has in flight: requests in the engine, answers and samplers on their way to
-    disk, each by sequence number.
+    """The unfinished work of one model: requests in the engine, and answers and samplers that are
+    being written to disk. Each is listed by its sequence number.
     """
 
     def __init__(self) -> None:
+        """Start with nothing in flight."""
         self.running: dict[int, QueuedRequest] = {}
         """Requests that left the queue and have no answer yet."""
         self.unwritten: dict[int, asyncio.Future[None]] = {}
@@ -202,7 +204,9 @@ class RequestIntake:
         return accepted
 
     async def reject(self, seq_id: int, error: Exception, kind: str) -> None:
-        """Use up the number of a request whose body could not be read. `kind` is that of `Done`."""
+        """Use up the number of a request whose body could not be read. `kind` is the kind of the
+        request, as in `Done.kind`.
+        """
         seq = seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
         if 1 <= seq <= _MAX_SEQ:
             await self._use_up(seq, error, kind)
@@ -281,7 +285,7 @@ class RequestIntake:
         await self._journal(new_row(self._model.tenant, self._model.id, seq, entry), entry, sampler)
 
     async def _check(self, operation: Operation[Any]) -> None:
-        """Raise what is wrong with an operation, as far as it is known before it runs."""
+        """Raise BadRequest, NotFound or UserError if the operation is already known to fail."""
         limit = self._services.settings.journal_bytes
         match operation:
             case ForwardBackward(forward_only=False) if self._model.adapter.cost.bytes > limit:
@@ -303,7 +307,7 @@ class RequestIntake:
                     )
 
     async def expire_missing_request(self) -> None:
-        """Fail the requests that wait behind a number that has been missing for too long."""
+        """If a number has been missing for too long, fail the requests that wait for it."""
         now, timeout = time.monotonic(), self._services.settings.missing_request_timeout
         if not self._model.queue.is_blocked:
             self._blocked = None
@@ -325,7 +329,7 @@ class RequestIntake:
             self._model.wake()
 
     async def _refuse(self, requests: Sequence[QueuedRequest], why: Failed) -> None:
-        """Decide for good that queued requests will not run. The worker answers them in turn."""
+        """Record that queued requests will never run. The worker then answers each with `why`."""
         skipped = self._model.queue.skipped_below
 
         def refuse(transaction: Transaction) -> None:
@@ -345,7 +349,9 @@ class RequestIntake:
         await self._services.store.keep(refuse)
 
     async def _use_up(self, seq: int, error: Exception, kind: str) -> None:
-        """Journal a rejected request, unless its number cannot be used any more."""
+        """Journal a rejected request, unless its number is used already or is not below the number
+        of the unload request.
+        """
         is_late = self._unload_seq is not None and seq >= self._unload_seq
         if not (is_late or self._model.queue.is_used(seq) or seq in self.arriving):
             await self._arrive(seq, self._journal_rejected(seq, error, kind))

@@ -42,7 +42,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One request that the engine has."""
+    """One request that was submitted to the engine."""
 
     request: QueuedRequest
     operation: Operation[Any]
@@ -50,9 +50,11 @@ class Step:
     future: asyncio.Future[Any]
     """The engine's result."""
     submitted: float
-    """When the engine got it, by the device clock."""
+    """When the operation was submitted, by the device clock."""
     also_write: Callable[[], Awaitable[AlsoWrite]] | None = None
-    """Called with the result there; returns what to write in the transaction of the answer."""
+    """Called once the future has its result. Returns a function that adds its own rows to the
+    transaction that writes the answer.
+    """
 
 
 def source_of(operation: CreateModel | LoadWeights) -> str | None:
@@ -85,8 +87,8 @@ async def begin_load(
 
 
 async def _private_copy(services: Services, request: QueuedRequest, path: str) -> str:
-    """Copy the checkpoint that a request reads to where nobody else can change it, once, and return
-    the path of the copy.
+    """Return the path of a private copy of the checkpoint that a request reads. The copy is made
+    only once, so a replay reads the same files.
     """
     copy = loaded_path(request.row.owner, request.seq, path)
     if request.row.state == "accepted":
@@ -110,7 +112,9 @@ def _errors_naming(path: str | None, copy: str | None) -> Iterator[None]:
 async def begin_save(
     services: Services, request: QueuedRequest, operation: SaveWeights | SaveWeightsForSampler
 ) -> tuple[Step, asyncio.Lock]:
-    """Give a save to the engine. The caller releases the lock when the answer is being written."""
+    """Submit a save to the engine. Return its step and the acquired lock of the checkpoint's path.
+    The caller releases the lock once the answer is being written.
+    """
     tenant = Tenant(request.row.tenant)
     await services.checkpoints.check_quota(tenant)
     kind: CheckpointType = "training" if isinstance(operation, SaveWeights) else "sampler"
@@ -155,7 +159,9 @@ async def _save_at(
 async def publish(
     engine: EngineClient, seq: int, operation: PublishSampler
 ) -> tuple[asyncio.Future[str], asyncio.Future[SaveWeightsForSamplerResponse]]:
-    """Queue the publication of a sampler and, right behind it, the saving of its weights."""
+    """Queue the publication of a sampler, directly followed by a save of its weights. Return the
+    futures of both.
+    """
     published = await engine.submit(operation)
     saved = await engine.submit(
         SaveWeightsForSampler(operation.model_id, sampler_name(seq), overwrite=True)
