@@ -1,13 +1,15 @@
 """`planish serve`: the process. It builds the engine, the server and the application, and runs them
 on one socket.
 
-By default it listens on the loopback interface; another address requires keys. Everything that can
-be wrong is found before requests are taken: models that cannot be loaded, a data directory in use,
-an unreadable key file. SIGINT or SIGTERM stops the server gracefully: clients are told to retry,
-running requests are finished or kept in the journal, and the exit status is 0. A second signal ends
-the process at once with that signal; acknowledged requests are in the journal even then.
+By default it listens on the loopback interface; another address requires keys. Configuration errors
+are found before the server takes requests: base models that cannot be served, a data directory in
+use, an unreadable key file. SIGINT or SIGTERM stops the server gracefully: new requests get an
+error that makes clients retry, running requests are finished or kept in the journal, and the exit
+status is 0. A second signal kills the process at once; acknowledged requests are in the journal
+even then.
 
-The module also estimates the memory of the server, and puts tokenizers into the hub's cache.
+The module also estimates the memory of the server, and puts tokenizers into the cache of the
+Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ from planish.server.settings import HttpSettings, ServerSettings
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
 _KEEP_ALIVE_SECONDS = 120
-"""For idle connections. Longer than clients keep theirs, which might otherwise send a request on a
-connection that is being closed.
+"""How long the server keeps idle connections open. Clients close idle connections earlier. If the
+server closed them first, a client might send a request on a connection that is being closed.
 """
 _BACKLOG = 2048
 
@@ -65,7 +67,7 @@ _log = logging.getLogger("planish.server")
 
 @dataclass(frozen=True)
 class _Prepared:
-    """What was checked before anything was started."""
+    """The checked options, and what was derived from them before the server is started."""
 
     options: ServeOptions
     models: Mapping[str, Path]
@@ -132,8 +134,8 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """Logs when it is ready, loads the models then, and ends waiting polls as soon as it has to
-    stop.
+    """A uvicorn server that logs when it is ready and then loads the models. When it has to stop,
+    it ends waiting polls at once.
     """
 
     def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
@@ -159,7 +161,7 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.was_ready = self.started
         if self.started and self.should_exit:
-            # A signal came meanwhile. uvicorn would not shut down by itself.
+            # A signal arrived during the start. uvicorn does not shut down in this case.
             await self.shutdown(sockets)
         elif self.started and sockets:
             _log_ready(_url(sockets[0]), self._prepared)
@@ -264,16 +266,16 @@ def _raise_file_limit() -> None:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """An upper bound of the memory that a server may use. It is no measurement: it consists of what
-    each base model takes of its device (engine/memory.py), and of what the server holds of
-    adapters, requests and results. On a CPU, weights that are used in the dtype of their files are
-    mapped, so the operating system may drop and reread them.
+    """An upper bound on the memory of a server, computed and not measured. It is the sum of the
+    device memory of each base model (engine/memory.py) and of the limits for adapters, requests and
+    results. On a CPU, weights that are used in the dtype of their files are memory-mapped, so the
+    operating system may drop and reread them.
     """
 
     device: str
-    """Where models and adapters are: "cpu", or the name of a GPU, which has memory of its own."""
+    """The device of models and adapters: "cpu", or the name of a GPU."""
     models: Mapping[str, ModelMemory]
-    """By name. Two names of one directory share its memory."""
+    """The memory of each base model, by name. Two names of one directory share one value."""
     adapters: int
     requests: int
     """Requests and results."""
@@ -287,7 +289,7 @@ class MemoryPlan:
 
     @property
     def serving(self) -> int:
-        """Memory that is always main memory."""
+        """Main memory that the server needs on every device."""
         return RUNTIME_BYTES + self.requests
 
     def __str__(self) -> str:
@@ -321,8 +323,8 @@ def device_memory(
 def memory_plan(
     models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
 ) -> MemoryPlan:
-    """Return the memory plan. UserError if a model has too little memory; UnknownModelError or a
-    relative if one cannot be served.
+    """Return the memory plan. Raise UserError if there is too little memory for a model, or if a
+    model cannot be served.
     """
     for path in models.values():
         weight_files(path)
@@ -345,12 +347,13 @@ def hub_names(name: str) -> tuple[str, ...]:
 
 
 def cache_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
-    """Put the tokenizer of `directory` into the hub's cache under `name`, and return where; None if
-    the cache has the name already.
+    """Put the tokenizer of `directory` into the cache of the Hugging Face hub under `name`. Return
+    the directory in the cache, or None if the cache already has this name.
 
-    `SamplingClient.get_tokenizer()` of the official SDK knows only the base model's name, and asks
-    the hub for it; a training client is told a directory (routes_training.get_info). The files get
-    a revision of their own, without weights. A program with a network still gets the hub's files.
+    `SamplingClient.get_tokenizer()` of the official SDK knows only the name of the base model, and
+    loads the tokenizer from the hub. (A training client gets a directory from the server, see
+    routes_training.get_info.) The files become a new revision in the cache, which has no weights.
+    A program with a network connection still loads the files of the hub.
     """
     if not HUB_NAME.fullmatch(name):
         _log.info(

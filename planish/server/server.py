@@ -75,7 +75,9 @@ from planish.wire.models import SessionPlace, session_of
 _log = logging.getLogger(__name__)
 
 _LONG_TOKENS = 4096
-"""A training request with more tokens than this takes the engine more than a turn or two."""
+"""A training request with more tokens than this counts as long. One of several training slots is
+kept for short requests.
+"""
 _CREATION_SECONDS = 40.0
 """How long a request for a model's information waits for the model's creation."""
 
@@ -138,8 +140,8 @@ class Server:
     # Life of the process.
 
     async def start(self) -> None:
-        """Recover what an earlier process left, and resume it in the background. The server takes
-        requests when this returns.
+        """Recover the state of an earlier process, and resume its requests in the background. The
+        server takes requests when this returns.
         """
         begun = time.monotonic()
         await self.crash_guard.begin()
@@ -183,12 +185,12 @@ class Server:
         return self._is_open and self.engine.fault is None
 
     def check_open(self) -> None:
-        """Unavailable if the server takes no new work."""
+        """Raise Unavailable if the server takes no new work."""
         if not self.is_healthy():
             raise stopping()
 
     async def metrics(self) -> Metrics:
-        """Return what was counted since the start, and the current gauges."""
+        """Return the counters since the start, and the current gauges."""
         cache, request_log = self.adapter_cache, self.request_log
         snapshots = await self.store.read(count, ModelRow, "snapshot IS NOT NULL")
         return Metrics(
@@ -221,7 +223,7 @@ class Server:
         )
 
     def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
-        """Return what closes each model and sampler of a session."""
+        """Return a function for each model and sampler of a session that closes it."""
         models = [m for m in self.models.open.values() if m.row.session == session_id]
         samplers = [s for s in self.samplers.all() if s.row.session == session_id]
         return [
@@ -255,7 +257,7 @@ class Server:
         return accepted
 
     async def open_model(self, tenant: Tenant, model_id: str) -> Model:
-        """Return the tenant's model if it takes requests. NotFound; Gone if it is closed."""
+        """Return the tenant's model. Raise NotFound if there is none, Gone if it is closed."""
         model = self.models.open.get(model_id)
         if model is not None and model.row.tenant == tenant.name:
             return model
@@ -279,8 +281,8 @@ class Server:
             await model.intake.reject(seq_id, error, kind)
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
-        """Unload a model after everything that was accepted before. The model takes no more
-        requests; its checkpoints and samplers stay.
+        """Unload a model once all requests accepted so far have run. The model takes no more
+        requests. Its checkpoints and samplers are kept.
         """
         self.check_open()
         accepted = Accepted(f"{model_id}:unload", model_id)
@@ -307,8 +309,8 @@ class Server:
         return GetInfoResponse(model_id, data, True, row.rank)
 
     def _check_base_model(self, name: str) -> None:
-        """UnknownModelError for a base model that is not served: the name a client sends must not
-        start a download.
+        """Raise UnknownModelError for a base model that is not served. A name that a client sends
+        must not start a download.
         """
         if name not in self._base_models:
             raise UnknownModelError(

@@ -47,7 +47,7 @@ class Services:
 
 @dataclass(frozen=True)
 class ModelRegistry:
-    """The open models of one server, and what they share."""
+    """The open models of one server by id, and the services that they share."""
 
     services: Services
     samplers: Samplers

@@ -1,7 +1,7 @@
 """Sessions: everything that one client made belongs to its session and is closed with it, except
 named checkpoints.
 
-A session ends when its client says so, or when the client was not heard of for a long time.
+A session ends at its client's request, or when the client has sent nothing for a long time.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionS
 ENDED = "its session ended"
 
 _AWAY_SECONDS = 300.0
-"""Stale sessions are looked for every 30 seconds. After a longer pause than this, the server or its
-machine was suspended.
+"""The server looks for stale sessions every 30 seconds. If the pause between two such looks was
+longer than `_AWAY_SECONDS`, the process or its machine was suspended.
 """
 _RETURN_SECONDS = 600.0
-"""How long clients may take to return after a time in which the server could not hear them."""
+"""How long no session counts as stale after a start or a suspension, so that clients can return."""
 
 _log = logging.getLogger(__name__)
 
@@ -49,12 +49,14 @@ class Sessions:
     def __init__(
         self, store: Store, closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]]
     ) -> None:
-        """`closings` returns what closes each model and sampler of a session."""
+        """`closings(session_id)` returns a function for each model and sampler of the session that
+        closes it.
+        """
         self._store = store
         self._closings = closings
         self._open: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
-        """When a client was last heard of, per session, as far as it is not on disk."""
+        """The time of the last request of each session that was not written to disk yet."""
         self._clearing: set[asyncio.Task[None]] = set()
         self._looked = self._returned = time.time()
 
@@ -71,8 +73,8 @@ class Sessions:
         return row.id
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
-        """Note that a client was heard of, and return its open session. NotFound; Gone if the
-        session has ended.
+        """Note that the client sent a request, and return its open session. Raise NotFound if the
+        tenant has no such session, Gone if it has ended.
         """
         row = self._open.get(session_id)
         if row is None:
@@ -124,7 +126,9 @@ class Sessions:
         await asyncio.gather(*self._clearing)
 
     async def stop(self) -> None:
-        """Leave the clearing to the next start."""
+        """Stop clearing ended sessions; the next start resumes it. Write the times of the last
+        requests to disk.
+        """
         for task in self._clearing:
             task.cancel()
         await asyncio.gather(*self._clearing, return_exceptions=True)
@@ -153,8 +157,8 @@ class Sessions:
         return session_id in self._open
 
     def stale(self, seconds: float) -> list[str]:
-        """Return the sessions whose clients were not heard of for `seconds`, although the server
-        could have heard them.
+        """Return the ids of the sessions whose clients sent nothing for `seconds`. Shortly after a
+        start or a suspension of the server, return none.
         """
         now = time.time()
         if now - self._looked > _AWAY_SECONDS:
@@ -170,7 +174,7 @@ class Sessions:
         ]
 
     async def write_seen(self) -> None:
-        """Write down when each client was last heard of, for the next start."""
+        """Write the time of each session's last request to disk, for the next start."""
         await self._store.keep(self._take_seen())
 
     def _take_seen(self) -> Callable[[Transaction], None]:

@@ -37,10 +37,10 @@ class ServerSettings:
     max_training_slots_per_tenant: int = 2
     """Training slots of one tenant while others are active."""
     sampling_slots: int = 320
-    """Sequences in the engine at once: its batch, and some more to follow."""
+    """Sequences in the engine at once: a full batch, and some that wait to join it."""
     max_sampling_slots_per_tenant: int = 224
-    """Sequences of one tenant while others are active. Less than a batch, so that newcomers do not
-    wait behind all of them.
+    """Sequences of one tenant while other tenants are active. The default is less than a batch, so
+    that newcomers need not wait until this tenant's sequences end.
     """
 
     # Limits per key.
@@ -53,11 +53,11 @@ class ServerSettings:
 
     # Time.
     missing_request_timeout: float = 600
-    """How long a missing sequence number is waited for, in seconds; then the requests behind it
-    fail. Clients retry a request for 5 minutes.
+    """How long the server waits for a missing sequence number, in seconds. After that, the requests
+    with higher numbers fail. Clients retry a request for 5 minutes.
     """
     session_timeout: float = 24 * 3600
-    """A session ends when its client was not heard of for this long, in seconds."""
+    """A session ends when its client has sent nothing for this long, in seconds."""
     result_retention: float = 6 * 3600
     """How long a result can be read, in seconds."""
 
@@ -70,11 +70,12 @@ class ServerSettings:
     min_free_disk_bytes: int = 512 * _MIB
     """With less free space than this, no new work is accepted."""
 
-    # About how much may have to be replayed after a crash.
+    # A model takes a snapshot when it reaches one of the three replay_ limits, so a crash makes the
+    # server replay about as much at most.
     replay_seconds: float = 30
-    """Device time."""
+    """Device time of the requests since the last snapshot."""
     replay_bytes: int = 64 * _MIB
-    """Size of the requests."""
+    """Size of the bodies of these requests."""
     replay_requests: int = 20_000
     """Requests of any kind. Each has a row in the database until a snapshot covers it."""
     journal_bytes: int = 8 * _GIB
@@ -113,12 +114,12 @@ class HttpSettings:
     """How the routes behave."""
 
     poll_seconds: float = 22.0
-    """How long a request for a result is held. Clients give up after 45 seconds, and ask again at
-    once after a shorter wait.
+    """How long the server holds a poll for a result open (long polling). Clients give up after 45
+    seconds. If the poll ends earlier without a result, the client polls again at once.
     """
     tokenizer_directories: Mapping[str, Path] = field(default_factory=dict)
     """The directory of each base model's tokenizer, by the model's name."""
     keys: Mapping[str, str] | None = None
-    """Maps each API key to the name of its tenant. None: the server asks for no key and serves
-    programs of its own machine only, never a web page.
+    """Maps each API key to the name of its tenant. None: no key is needed. The server then accepts
+    only requests from its own machine, and none from web pages.
     """

@@ -1,8 +1,8 @@
 """Checkpoints that clients saved: who owns them, who may read them, when they expire, and how they
 are downloaded.
 
-A tenant sees its own checkpoints, and can read public ones of others. The files know their own time
-to live, and are rejected after it even before they are deleted.
+A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
+stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
 
 A client that saves external weights may name recipients, whose keys alone can read the download:
 the files are encrypted with age (age-encryption.org) as they are sent. The recipients are stored in
@@ -59,6 +59,7 @@ class CheckpointCatalog:
     """The named checkpoints of all tenants."""
 
     def __init__(self, engine: EngineClient, store: Store, settings: ServerSettings) -> None:
+        """`engine` has the files, and `store` has a row for each checkpoint."""
         self._engine = engine
         self._store = store
         self._settings = settings
@@ -130,8 +131,8 @@ class CheckpointCatalog:
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
     def changing(self, path: str) -> asyncio.Lock:
-        """Return the lock for making, changing or deleting a checkpoint. It is held until the row
-        is being written.
+        """Return the lock for making, changing or deleting a checkpoint. The caller holds the lock
+        until the change of the checkpoint's row is queued in the store.
         """
         return self._changing.setdefault(path, asyncio.Lock())
 
@@ -143,7 +144,7 @@ class CheckpointCatalog:
         await removed
 
     async def set_public(self, tenant: Tenant, path: str, public: bool) -> None:
-        """Publish or unpublish a checkpoint. Conflict if it is so already."""
+        """Publish or unpublish a checkpoint. Raise Conflict if this would change nothing."""
         row = await self.owned(tenant, path)
         if bool(row.public) == public:
             raise Conflict(f"{path} is {'already public' if public else 'not public'}")
@@ -164,7 +165,7 @@ class CheckpointCatalog:
         )
 
     async def check_quota(self, tenant: Tenant) -> None:
-        """UserError if the tenant's checkpoints take as many bytes as they may."""
+        """Raise UserError if the tenant's checkpoints have reached `storage_bytes`."""
         used = await self._store.read(
             lambda db: db.execute(
                 "SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]
@@ -188,17 +189,17 @@ class CheckpointCatalog:
         removed = []
         for row in expired:
             async with self.changing(row.path):
-                if not await self._is_alive(row.path):  # nobody saved it again meanwhile
+                # The tenant may have saved a new checkpoint under this path meanwhile.
+                if not await self._is_alive(row.path):
                     removed.append(await self._remove(row))
-        await asyncio.gather(
-            *removed
-        )  # after all deletions, since a full disk may need the space first
+        # Wait only after all deletions, because on a full disk the writes need the freed space.
+        await asyncio.gather(*removed)
 
     async def reconcile(self) -> None:
-        """Correct the rows at a start by what is on disk, because a crash may have interrupted a
-        change.
+        """Make the rows agree with the files on disk. Runs at a start, because a crash may have
+        interrupted a change.
 
-        A checkpoint that exists but cannot be read stays in the catalog: its file may be restored.
+        A checkpoint that exists but cannot be read stays in the catalog: its files may be restored.
         """
         on_disk = {
             checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()
@@ -236,8 +237,8 @@ class CheckpointCatalog:
         await self._store.write(record)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
-        """Return a token that lets its holder read the files of one checkpoint for some seconds, as
-        the tenant may.
+        """Return a token with which anybody can read the files of one checkpoint for `seconds`, as
+        long as the tenant may read them.
         """
         content = orjson.dumps([path, tenant.name, int(time.time() + seconds)]).hex()
         return f"{content}.{self._signature(content)}"
@@ -283,7 +284,7 @@ class CheckpointCatalog:
             return False
 
     async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
-        """Delete the files. The returned future ends when the row is deleted too."""
+        """Delete the files. The returned future is done when the row is deleted too."""
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
         return self._store.keep(remove, CheckpointRow, row.path)
@@ -303,7 +304,7 @@ def _not_found(path: str) -> NoSuchCheckpoint:
 
 
 def check_source(path: str) -> None:
-    """CheckpointError for the path of a private checkpoint, which clients cannot know."""
+    """Raise CheckpointError for the path of a private checkpoint, which no client may read."""
     if is_private(path):
         raise CheckpointError(f"there is no checkpoint {path[:300]!r}")
 
@@ -319,7 +320,7 @@ class CheckpointFiles:
 
     paths: Mapping[str, Path]
     recipients: tuple[str, ...]
-    """Keys that can read the download; empty: it is not encrypted."""
+    """Keys that can read the download. If empty, the download is not encrypted."""
 
     @property
     def names(self) -> list[str]:
@@ -443,7 +444,7 @@ def is_superseded(path: str, seq: int) -> bool:
 
 
 def check_name_is_not_private(name: str) -> None:
-    """UserError for a name that clients cannot give."""
+    """Raise UserError for a name that is reserved for private checkpoints."""
     if name.startswith(PRIVATE_PREFIX):
         raise UserError(
             f"path={name[:200]!r}: names that begin with {PRIVATE_PREFIX!r} are reserved for the "
@@ -475,7 +476,7 @@ def is_external(path: str) -> bool:
 
 
 def check_name_is_not_external(name: str) -> None:
-    """UserError for a name that is reserved for external weights."""
+    """Raise UserError for a name that is reserved for external weights."""
     if name.startswith(EXTERNAL_PREFIX):
         raise UserError(
             f"path={name[:200]!r}: names that begin with {EXTERNAL_PREFIX!r} are reserved for "

@@ -1,27 +1,28 @@
-"""The crash guard: it finds a request that crashes the server again and again, and abandons it, so
-that all others continue.
+"""The crash guard finds a request that crashes the server repeatedly, and abandons it, so that all
+other requests can continue.
 
 A request that exhausts the memory or crashes the process has no answer, and therefore runs again at
-each start. Nothing is recorded while the server shuts down cleanly. A server that starts after a
-crash watches for an hour:
+each start. As long as every shutdown is clean, the guard marks no requests. After a crash, the next
+process watches its requests for an hour:
 
-    marked     before the engine gets a request, the database records that it is running; the answer
-               removes the mark
-    suspect    a request that was marked when the server crashed. Suspects run apart from everything
-               else, at first an eighth of those that crashed together, at last one by one. All base
-               models are loaded before, so that loading them is no request's fault
-    abandoned  a suspect that was the only request running at `_ENDS_ALONE` crashes. An unanswered
-               request fails. A replay or the loading of an adapter is rejected from then on
+    marked     Before the engine gets a request, the database marks it as running. The answer
+               removes the mark.
+    suspect    A request that was marked when the server crashed. Suspects run only together with
+               suspects of equally many crashes, and only an eighth of these at once. So after
+               several crashes each runs alone. All base models are loaded first, so that a crash
+               during their loading is not blamed on a request.
+    abandoned  A suspect that was the only running request at `_ENDS_ALONE` crashes. If it has no
+               answer, it fails. If it is a replay or loads an adapter, it is rejected from then on.
 
-So a request is abandoned after two more crashes than those: the first, when nothing was marked, and
-the one that made it a suspect. Random crashes hit the same request each time only if the server
-lives for less time than the request takes. A request that is answered is no longer a suspect. A
-clean shutdown forgets everything but the abandoned keys, which have one more try: there may be more
-memory.
+A request is thus abandoned after `_ENDS_ALONE` + 2 crashes or more: at the first crash nothing was
+marked, and the second made the request a suspect. An innocent request is running at each of these crashes
+only if the server crashes faster than the request takes. A request that is answered is no longer a
+suspect. A clean shutdown clears all records except the abandoned keys. These get one more try after
+the next start, because the server may have more memory then.
 
-Besides journaled requests, these have a key: a replayed request (its own id), a model's snapshot
-(the model's id), a sampler's weights (the sampler's id), and a sample that is not journaled (its
-content).
+Each request is identified by a key: the id of a journaled or replayed request, the model's id for
+loading a snapshot, the sampler's id for loading its weights, and a digest of the content for a
+sample that is not journaled.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from planish.server.results import Abandoned, Failed
 _ENDS_ALONE = 3
 """Crashes with no other request running, after which a suspect is abandoned."""
 _GROUPS = 8
-"""Of the suspects that crashed together, one in this many runs at once."""
+"""Of n suspects with the same number of crashes, n / _GROUPS run at once, but at least one."""
 _WATCH_SECONDS = 3600.0
 """How long a server watches after a crash."""
 
@@ -56,15 +57,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _LookBack:
-    """What an earlier process left."""
+    """The records of the earlier process, read at a start."""
 
     was_stopped: bool
+    """Whether the earlier process shut down cleanly."""
     marked: list[str] = field(default_factory=list)
-    """Keys that were running when it ended."""
+    """Keys that were running when the earlier process ended."""
     suspects: dict[str, int] = field(default_factory=dict)
-    """Suspects, with the number of crashes that each was running at."""
+    """Maps each suspect to the number of crashes while it was running."""
     abandoned: set[str] = field(default_factory=set)
-    """Abandoned keys that can still be asked for."""
+    """Abandoned keys that are not unanswered requests, so `enter` must reject them."""
     failed: list[str] = field(default_factory=list)
     """Requests that were abandoned at this start."""
 
@@ -80,17 +82,17 @@ class CrashGuard:
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
         self._widths: dict[int, int] = {}
-        """How many suspects with this number of crashes run at once."""
+        """Maps a number of crashes to how many suspects with this number may run at once."""
         self._abandoned: set[str] = set()
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
         self._level = 0
-        """The number of crashes of the running keys, which is the same for all."""
+        """The number of crashes of each running key. Only keys with equal numbers run together."""
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
     @property
     def is_calm(self) -> bool:
-        """Whether there is nothing to watch, so that keys have no effect."""
+        """Whether the guard neither marks, delays nor rejects any request."""
         return not (self._suspects or self._abandoned or self._is_watching)
 
     @property
@@ -98,13 +100,13 @@ class CrashGuard:
         return time.monotonic() < self._watched_until
 
     async def begin(self) -> None:
-        """Look at how the last process ended, before anything is read or run, and fail the request
-        that crashed it.
+        """Check how the last process ended, and fail abandoned requests. Must run before any
+        request is read or run.
         """
         try:
             found = await self._store.write(_look_back)
         except StorageError:
-            return  # nothing can be marked either while the disk is full
+            return  # marking requests would fail on the full disk too
         self._suspects, self._abandoned = found.suspects, found.abandoned
         self._widths = {
             ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
@@ -132,8 +134,8 @@ class CrashGuard:
             await self._store.write(_stopped)
 
     async def enter(self, key: str) -> None:
-        """Wait until the key may run beside the running ones, and mark it. Abandoned if it was
-        abandoned.
+        """Wait until the key may run together with the running keys, and mark it if the guard
+        watches. Raise Abandoned for an abandoned key.
         """
         if key in self._abandoned:
             raise Abandoned(
@@ -162,21 +164,23 @@ class CrashGuard:
             raise
 
     def leave(self, key: str) -> None:
-        """Note that a key was answered. Does nothing if it is not running."""
+        """Note that the request of a key was answered. Does nothing if the key is not running."""
         if self._left(key):
             self._suspects.pop(key, None)
             self._written(self._store.keep(_forget, key))
         self._admit()
 
     def pause(self, key: str) -> None:
-        """Note that a key does not run now, but will again."""
+        """Note that a key is not running at the moment, but will run again."""
         if self._left(key):
             self._written(self._store.keep(_unmark, key))
         self._admit()
 
     @asynccontextmanager
     async def running(self, key: str) -> AsyncIterator[None]:
-        """`enter`, and `leave` unless the engine ended, which the key may have caused."""
+        """Call `enter` before the block and `leave` after it. If the engine fails in the block, the
+        key stays marked, because it may be the cause.
+        """
         await self.enter(key)
         try:
             yield
@@ -189,7 +193,9 @@ class CrashGuard:
 
     @asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
-        """`enter` and `pause`: a part of a request, after which it is not answered."""
+        """Call `enter` before the block and `pause` after it. For a block that decodes a request
+        but does not answer it.
+        """
         await self.enter(key)
         try:
             yield
@@ -209,7 +215,7 @@ class CrashGuard:
         return is_marked
 
     def _admit(self) -> None:
-        """Admit keys in the order of their arrival, so that none waits for ever."""
+        """Admit keys in the order of their arrival, so that no key waits forever."""
         while self._waiting:
             key, admitted = self._waiting[0]
             if not admitted.done():
@@ -227,7 +233,7 @@ class CrashGuard:
         return level == self._level and (not level or self._active.total() < self._widths[level])
 
     def _written(self, change: asyncio.Future[None]) -> None:
-        # At the end of the process the change fails, and its error may stay unread.
+        # The change may fail while the process ends. asyncio would log an error that nobody reads.
         change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 

@@ -1,8 +1,9 @@
 """The journal: the rows of requests, and how operations and results are encoded.
 
-The functions on rows run within a transaction or a read. Operations and results are stored as the
-bodies of the wire. An operation has one encoding, however it arrived, so that a repeated request
-has the same digest. Seeds that the server chose are part of the stored body, but not of the digest.
+The functions on rows run within a transaction or a read of the store. Operations and results are
+stored in the encoding of the wire protocol (planish/wire). Every operation has one encoding,
+whether it arrived as JSON or as protobuf, so that a repeated request has the same digest. Seeds
+that the server chose are part of the stored body, but not of the digest.
 """
 
 from __future__ import annotations
@@ -78,11 +79,12 @@ class RequestRow:
     tenant: str
     kind: str
     owner: str
-    """The id of its model or sampler."""
+    """The id of the request's model or sampler."""
     seq: int
     state: str
+    """accepted, started, done, failed or refused (store.py)."""
     digest: bytes | None
-    """None: it was rejected before its body was understood."""
+    """None if the request was rejected before its body was decoded."""
     accepted: float
     body_bytes: int = 0
     message: str | None = None
@@ -91,17 +93,17 @@ class RequestRow:
 
     @classmethod
     def of(cls, found: sqlite3.Row) -> Self:
-        """Return the row of a query result."""
+        """Return the RequestRow for a row of a query result."""
         return cls(*found)
 
     @property
     def is_to_do(self) -> bool:
-        """Whether it has no answer."""
+        """Whether the request has no answer."""
         return self.state in ("accepted", "started")
 
     @property
     def is_replayed(self) -> bool:
-        """Whether a replay of its model runs it again."""
+        """Whether a replay of the model runs this request again."""
         return self.state == "done" and self.kind in _REPLAYED
 
     @property
@@ -300,7 +302,7 @@ def _digest(kind: str, body: bytes) -> bytes:
 
 
 def kind_of(operation: Operation[Any]) -> str:
-    """Return the kind of an operation, as its row has it."""
+    """Return the kind of an operation, as in `RequestRow.kind`."""
     match operation:
         case ForwardBackward(forward_only=True):
             return "forward"
@@ -317,8 +319,8 @@ def operation_of(kind: str, body: bytes) -> Operation[Any]:
 
 
 def _seeded(operation: Operation[Any]) -> Operation[Any]:
-    """Return the operation with a seed, if it needs one: a repetition after a crash must sample the
-    same.
+    """Return the operation with a random seed if it needs one and has none. A repeated run after a
+    crash must sample the same tokens or initial weights.
     """
     match operation:
         case Sample(sampling_params=params) if params.seed is None:
@@ -333,7 +335,7 @@ def _seeded(operation: Operation[Any]) -> Operation[Any]:
 def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
     match operation:
         case ForwardBackward():
-            # The number of the request is its row's; here it would have to fit into 32 bits.
+            # The message's seq_id has only 32 bits, and the row stores the number. So write 1.
             message = ForwardBackwardRequestMessage.FromString(
                 forward_backward_to_message(operation, 1)
             )
@@ -387,7 +389,7 @@ def result_of(kind: str, operation: Operation[Any], result: Any) -> Done:
 
 
 def done_of(kind: str, content: bytes) -> Done:
-    """Return the result that is stored for a request of this kind."""
+    """Return the Done for the encoded result of a request of this kind."""
     media = "protobuf" if kind in ("forward", "forward_backward", "sample") else "json"
     return Done("save_weights_for_sampler" if kind == "publish_sampler" else kind, media, content)
 

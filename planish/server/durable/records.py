@@ -61,7 +61,7 @@ class ModelRow(Record):
     training_bytes: int
     """Memory of the adapter with its optimizer state."""
     sampling_bytes: int
-    """Memory of one version of its weights."""
+    """Memory of one version of the adapter's weights for sampling."""
     created: float
     used: float
     passed: int = 0
@@ -111,9 +111,11 @@ class SamplerRow(Record):
     seq: int | None
     """The request of `model` that published it."""
     source: str | None
-    """The private checkpoint of its weights. None: it has none, or they are not saved yet."""
+    """The private checkpoint of the sampler's weights. None for a sampler of a base model, and for
+    a published sampler until its weights are saved.
+    """
     memory_bytes: int
-    """0 for a sampler of a base model, which is in memory anyway."""
+    """Memory of the adapter's weights; 0 for a sampler of a base model, which has no adapter."""
     created: float
     used: float
     bytes: int = 0
@@ -177,7 +179,7 @@ def moment(seconds: float) -> datetime:
 
 
 def text_of(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
-    """Return the JSON of a column."""
+    """Return the JSON that a column stores for `value`."""
     return json.dumps(dict(value) if isinstance(value, Mapping) else asdict(value))
 
 

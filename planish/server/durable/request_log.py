@@ -1,10 +1,10 @@
 """Accepted requests: journaled before they are acknowledged, answered once, and readable until
 their results expire.
 
-An unanswered request is in memory, together with its operation as long as memory suffices;
-otherwise the operation is read from the journal when its turn comes. A successful result is sent to
-the client before it is on disk, because a replay after a crash reproduces it. A failure is on disk
-first, because a retry might succeed and contradict what the client was told.
+Unanswered requests are kept in memory. Their decoded operations are kept too as long as memory
+suffices; otherwise an operation is read from the journal when its turn comes. A successful result
+is sent to the client before it is on disk, because a replay after a crash reproduces it. A failure
+is written to disk first, because a replay might succeed and contradict the answer that was sent.
 """
 
 from __future__ import annotations
@@ -57,13 +57,13 @@ _RETRY_SECONDS = 10.0
 _UNKNOWN_SECONDS = 0.5
 """How long a client waits for the result of a request that is not in memory yet."""
 _ANSWER_BYTES = 500
-"""Memory of an answer beside its content."""
+"""Estimated memory of an answer in addition to its content."""
 
 
 _log = logging.getLogger(__name__)
 
 AlsoWrite = Callable[[Transaction], None]
-"""Writes more in the same transaction."""
+"""A function that adds further changes to the transaction that writes a request or an answer."""
 SettledState = Literal["done", "failed", "refused"]
 
 
@@ -111,7 +111,7 @@ def token_count(operation: Operation[Any]) -> int:
 
 @dataclass(eq=False)
 class RequestLog:
-    """The requests that are unanswered, or whose answers were given out recently."""
+    """The unanswered requests, and a cache of recent answers."""
 
     _store: Store
     _settings: ServerSettings
@@ -124,7 +124,7 @@ class RequestLog:
     """The size of the answers that are kept in memory."""
     _active: dict[str, QueuedRequest] = field(default_factory=dict)
     _recent: OrderedDict[str, tuple[str, Done | Failed]] = field(default_factory=OrderedDict)
-    """The answers that were given last, with their tenants. All of them are on disk."""
+    """The recent answers by request id, each with its tenant. All of them are on disk."""
     _was_full: bool = False
     """Whether the last request was rejected for lack of disk space."""
 
@@ -139,15 +139,15 @@ class RequestLog:
         return Counter((row.kind, row.tenant) for row in open_rows)
 
     async def encode(self, operation: Operation[Any], seq: int) -> JournalEntry:
-        """Encode an operation for the journal. ValueError if it cannot be right."""
+        """Encode an operation for the journal. Raise ValueError if it is invalid."""
         scored = targets_of(operation) if isinstance(operation, Sample) else 0
         if token_count(operation) + scored <= _INLINE_TOKENS:
             return encode_request(operation, seq)
         return await asyncio.to_thread(encode_request, operation, seq)
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
-        """Return whether this very request was accepted before. BadRequest if a different request
-        had its id, or if it was rejected.
+        """Return whether the same request was accepted before. Raise BadRequest if a different
+        request has this id, or if the request was rejected.
         """
         active = self._active.get(request_id)
         if active is not None:
@@ -162,8 +162,9 @@ class RequestLog:
     async def accept(
         self, row: RequestRow, journaled: JournalEntry, also: AlsoWrite | None = None
     ) -> QueuedRequest | None:
-        """Journal a request. Returns None if the same request was journaled before; BadRequest if a
-        different one was. Raises TooManyRequests and Unavailable before anything is written.
+        """Journal a request. Return None if the same request was journaled before. Raise BadRequest
+        if a different request has its id. TooManyRequests and Unavailable are raised before
+        anything is written.
         """
         known = self._active.get(row.id)
         if known is not None:
@@ -187,7 +188,8 @@ class RequestLog:
                 if isinstance(error, Exception)
                 else Unavailable("the request was cancelled; send it again")
             )
-            request.acknowledged.exception()  # its exception may stay unread
+            # asyncio would log an exception that no other caller reads.
+            request.acknowledged.exception()
             raise
         if found is not None:
             self._drop(request)
@@ -218,7 +220,9 @@ class RequestLog:
             return await self.journaled_operation(request.row)
 
     async def journaled_operation(self, row: RequestRow) -> Operation[Any]:
-        """Read the operation of a row from the journal. DamagedFileError if it was altered."""
+        """Read the operation of a row from the journal. Raise DamagedFileError if the stored body
+        is missing or was altered.
+        """
 
         def read(connection: sqlite3.Connection) -> Operation[Any]:
             stored = journal.body(connection, row.id)
@@ -234,13 +238,13 @@ class RequestLog:
         return await self._store.read(read)
 
     def release_operation(self, request: QueuedRequest) -> None:
-        """Free the memory of an operation that the engine has."""
+        """Drop the decoded operation of a request, which the engine has or nobody needs."""
         if request.operation is not None:
             self.operation_bytes -= request.row.body_bytes
             request.operation = None
 
     async def mark(self, request: QueuedRequest, state: str) -> None:
-        """Write down how far a request is, before its next action."""
+        """Write the state of a request to disk, before the request's next action."""
         await self._store.keep(journal.mark, request.id, state)
         request.row = request.row.with_state(state)
 
@@ -251,11 +255,11 @@ class RequestLog:
         also: AlsoWrite | None = None,
         state: SettledState | None = None,
     ) -> asyncio.Future[None]:
-        """Answer a request, and write the answer to disk. The returned future ends when it is
-        there. Only the first answer counts.
+        """Answer a request, and write the answer to disk. The returned future is done when the
+        answer is on disk. Only the first answer of a request counts.
 
-        A failure is on disk before it is sent; so is an answer with `also`, which writes what the
-        answer names. `state` is "done" or "failed" by default.
+        A failure is written before it is sent. An answer with `also` is written first too, because
+        `also` writes the rows that the answer refers to. `state` is "done" or "failed" by default.
         """
         if request.written is not None:
             return request.written
@@ -335,7 +339,7 @@ class RequestLog:
             self.recent_bytes -= _answer_bytes(old)
 
     def check_room(self, tenant: str, size: int) -> None:
-        """TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted now."""
+        """Raise TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted."""
         self._limits.check(tenant, size)
         is_full = self.disk_is_full(size)
         if is_full and not self._was_full and not self._store.is_refused:
@@ -422,7 +426,7 @@ async def run_uncancelled(work: Coroutine[Any, Any, R]) -> R:
 
 
 def failure(error: Exception) -> Failed:
-    """Return what a client is told of an error."""
+    """Return the answer that reports an error to the client."""
     category: Category = "user" if isinstance(error, ValueError) else "server"
     said = "\n".join([str(error) or type(error).__name__, *getattr(error, "__notes__", ())])
     return Failed(said, category, name_of(error))
@@ -434,7 +438,7 @@ _BUSY_SECONDS = 1.0
 
 @dataclass
 class _Account:
-    """What one tenant uses."""
+    """The unanswered requests and the token budget of one tenant."""
 
     requests: int = 0
     bytes: int = 0
@@ -449,6 +453,7 @@ class TenantLimits:
     def __init__(
         self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """`settings` has the limits. `clock` returns seconds."""
         self._settings = settings
         self._clock = clock
         self._accounts: dict[str, _Account] = {}

@@ -8,20 +8,21 @@ A body of a quarter of a MiB or more is a file of its own, synced before the tra
 it: SQLite would write a row of that size twice, to its log and then to the database. The next start
 removes files that no row names.
 
-If the disk is full, `write` raises StorageError, and `keep` retries until it succeeds. A damaged
-database rejects everything that touches the damage in the same way, and nothing is written on top
-of it. If the database is missing but other files of a server exist, it is not created anew: the
-start would then remove all files, because no row would name them.
+If the disk is full, `write` raises StorageError, and `keep` retries until it succeeds. If the
+database is damaged, every read or write that meets the damage fails in the same way, and the store
+does not repair or replace the damaged part. If the database is missing but other files of a server
+exist, the store refuses to start. With a new database it would remove all of these files, because
+no row names them.
 
 The module also holds the tables and the crash points of the tests. Times are seconds since 1970.
 Rows of ended sessions and closed samplers expire (maintenance.py); rows of models are kept for good.
 
-A request's id is made of what identifies it: `{model}:{seq_id}` for training (the creation is
-number 0), `{sampler}:{seq_id}` for sampling. Its state:
+A request's id is `{model}:{seq_id}` for training (the creation is number 0) and
+`{sampler}:{seq_id}` for sampling. The states of a request:
 
-    accepted   on disk, and to be run
-    started    a save whose name was free when it began, or a load whose checkpoint was copied: a
-               replay does not check again
+    accepted   on disk, and not run yet
+    started    a save that has found its name free, or a load that has copied its checkpoint; a
+               repeated run after a crash skips this check or copy
     done       has a result
     failed     ran, and has a message
     refused    never ran, and has a message: its body could not be read, or an earlier number never
@@ -79,13 +80,16 @@ class StoredBody:
 
 
 class Transaction:
-    """What a change can do. Belongs to the writing thread."""
+    """One database transaction, with files for large bodies. Only the writing thread uses it."""
 
     def __init__(self, connection: sqlite3.Connection, bodies: Path) -> None:
+        """`bodies` is the directory of the files."""
         self._connection = connection
         self._bodies = bodies
         self.written: list[str] = []
+        """Names of the files that were written in this transaction."""
         self.dropped: list[str] = []
+        """Names of the files to be deleted after the commit."""
 
     def execute(self, sql: str, values: Any = ()) -> sqlite3.Cursor:
         """Run one SQL statement."""
@@ -134,9 +138,11 @@ class Store:
     """One data directory, locked by this process until `close`."""
 
     def __init__(self, directory: Path) -> None:
-        """UserError if another process uses the directory, or if its database is of a newer
-        version; DamagedFileError if it is damaged, or missing beside files that it should name;
-        StorageError if the disk refuses access.
+        """Open and lock the directory.
+
+        Raise UserError if another process uses it, or if its database is of a newer version. Raise
+        DamagedFileError if the database is damaged, or missing while other files of a server exist.
+        Raise StorageError if the disk refuses access.
         """
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
@@ -153,7 +159,7 @@ class Store:
                 f"data_dir={directory}: {error}; give a directory that can be written to"
             ) from error
         self._connections: list[sqlite3.Connection] = []
-        """To be closed: the connection that writes, and one per thread that reads."""
+        """All open connections: one that writes, and one for each reading thread."""
         self._local = threading.local()
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         try:
@@ -170,8 +176,8 @@ class Store:
             raise
         self._queue: SimpleQueue[_Change[Any] | None] = SimpleQueue()
         self.is_refused = False
-        """Whether the last transaction failed because of the disk. While it is set, each
-        transaction writes something, even if no change does.
+        """Whether the last transaction failed because of the disk. While this is True, every
+        transaction writes at least the database version, to test whether writes work again.
         """
         self._thread = threading.Thread(target=self._run, name="planish-store", daemon=True)
         self._thread.start()
@@ -179,15 +185,17 @@ class Store:
     async def write(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Call `change` with a transaction and the arguments, and return when the change is on
-        disk. StorageError: the disk refused it, and nothing changed.
+        """Call `change` with a transaction and the arguments. Return its result when the change is
+        on disk. Raise StorageError if the disk refused the write; then nothing has changed.
         """
         return await asyncio.wrap_future(self._put(change, False, args, kwargs))
 
     def keep(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> asyncio.Future[R]:
-        """`write`, retried until the disk accepts it. Changes are made in the order of calls."""
+        """Do the same as `write`, but retry until the disk accepts the change. Changes of several
+        calls are made in the order of the calls.
+        """
         return asyncio.wrap_future(self._put(change, True, args, kwargs))
 
     async def read(
@@ -315,7 +323,8 @@ class Store:
         """Connect every reading thread now. A directory that is moved away later can still be read,
         whichever thread reads.
         """
-        all_waiting = threading.Barrier(_READERS)  # so each thread takes one of the calls
+        # Each call waits here until all calls run, so each thread runs exactly one.
+        all_waiting = threading.Barrier(_READERS)
 
         def connect() -> None:
             all_waiting.wait(timeout=60)
@@ -445,8 +454,8 @@ def _is_disk_error(error: Exception) -> bool:
 
 
 def _client_error(refusal: Exception) -> StorageError:
-    """Return the error that clients are told. They need not know the server's directories; the log
-    has the details.
+    """Return the error to send to clients. It does not name the server's directories; the log has
+    the details.
     """
     if isinstance(refusal, DamagedFileError):
         return StorageError(
@@ -571,13 +580,13 @@ _armed: _Armed | None = None
 
 
 def arm_crash_point(setting: str) -> None:
-    """Kill the process at NAME:COUNT."""
+    """Make the process kill itself at the crash point that `setting` (NAME:COUNT) names."""
     global _armed
     _armed = _Armed(setting)
 
 
 def crash_point(name: str) -> None:
-    """Kill the process if a test asked for that here."""
+    """Kill the process if a test armed the crash point `name`. Otherwise do nothing."""
     if _armed is not None and _armed.name == name:
         _armed.left -= 1
         if _armed.left == 0:
