@@ -15,10 +15,10 @@ process watches its requests for an hour:
                answer, it fails. If it is a replay or loads an adapter, it is rejected from then on.
 
 A request is thus abandoned after `_ENDS_ALONE` + 2 crashes or more: at the first crash nothing was
-marked, and the second made the request a suspect. An innocent request is running at each of these crashes
-only if the server crashes faster than the request takes. A request that is answered is no longer a
-suspect. A clean shutdown clears all records except the abandoned keys. These get one more try after
-the next start, because the server may have more memory then.
+marked, and the second made the request a suspect. An innocent request is running at each of these
+crashes only if the server crashes faster than the request takes. A request that is answered is no
+longer a suspect. A clean shutdown clears all records except the abandoned keys. These get one more
+try after the next start, because the server may have more memory then.
 
 Each request is identified by a key: the id of a journaled or replayed request, the model's id for
 loading a snapshot, the sampler's id for loading its weights, and a digest of the content for a

@@ -55,6 +55,7 @@ class RequestMetrics:
     """Prometheus metrics of HTTP requests."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
+        """Add the metrics to `registry`."""
         self.seconds = Histogram(
             "planish_http_request_seconds",
             "Time from a request to the end of its response; polls for results are held on purpose",
@@ -67,7 +68,7 @@ class RequestMetrics:
 
 @dataclass
 class _Seen:
-    """What is known of one response."""
+    """The status, size and start time of one response."""
 
     status: int = _CLOSED
     size: int = 0
@@ -112,7 +113,7 @@ class Access:
     def _record(self, scope: Scope, seen: _Seen) -> None:
         found = scope.get("route")
         route = found.path if isinstance(found, Route) else "none"
-        # A client without a key could invent methods, and each would be a series of its own.
+        # A client without a key could invent methods, and each would add a series to the metrics.
         is_known = isinstance(found, Route) and scope["method"] in (found.methods or ())
         method = scope["method"] if is_known else "any"
         self.metrics.seconds.labels(method, route, str(seen.status)).observe(seen.seconds)
@@ -183,8 +184,8 @@ def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | No
 
 
 def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
-    """Keep one record per minute of those that asyncio logs when the process has no file
-    descriptors left: it logs thousands per second.
+    """Return a log filter. When the process has no file descriptors left, asyncio logs thousands of
+    records per second, and the filter keeps one of them per minute.
     """
     last = -_REFUSED_SECONDS
 
@@ -207,9 +208,10 @@ def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. Values of any type can be logged."""
+    """Formats a record as one line with a JSON object. Values of any type can be logged."""
 
     def format(self, record: logging.LogRecord) -> str:
+        """Return the JSON object for a record."""
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname.lower(),
@@ -223,12 +225,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """TIME LEVEL logger: message name=value ..."""
+    """Formats a record as one line of text: TIME LEVEL logger: message  name=value ..."""
 
     def __init__(self) -> None:
+        """Show times as hours, minutes and seconds."""
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
 
     def formatMessage(self, record: logging.LogRecord) -> str:
+        """Return the line for a record, followed by the fields of `log_fields`."""
         text = super().formatMessage(record)
         named = " ".join(f"{name}={value}" for name, value in _fields_of(record).items())
         return f"{text}  {named}" if named else text

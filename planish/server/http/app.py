@@ -9,9 +9,9 @@
 
 A route decodes a body, calls one method of the server, and encodes what it returns.
 
-What the protocol has and this server has not is rejected with status 404, on which the SDK raises
-at once and does not retry. Unsupported options of supported endpoints are rejected where they are
-read.
+Endpoints of the protocol that this server does not have return status 404. The SDK then raises an
+error at once and does not retry. Unsupported options of supported endpoints are rejected by the
+code that reads the body.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def create_app(
     """Return the application. Its lifespan starts and stops the server; setting
     `app.state.http.stopping` ends waiting polls.
 
-    `more`: routes of other protocols (openai.routes.routes, metrics_page.metrics_route).
+    `more` are routes of other protocols (openai.routes.routes, metrics_page.metrics_route).
     """
 
     @asynccontextmanager
@@ -85,15 +85,15 @@ def create_app(
 
 
 async def healthz(request: Request) -> Response:
-    """Answer whether the process works, or must be restarted. Needs no key. The SDK asks for it
-    under /api/v1 too.
+    """Answer 200 if the process works, 503 if it stops or must be restarted. Needs no key. The SDK
+    requests this path under /api/v1 too.
     """
     healthy = request.app.state.http.server.is_healthy()
     return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
 
 
 async def readyz(request: Request) -> Response:
-    """Answer whether new work is accepted and starts at once. Needs no key."""
+    """Answer 200 if new work is accepted and starts at once, else 503. Needs no key."""
     state: HttpState = request.app.state.http
     if state.stopping.is_set() or not state.server.is_healthy():
         return answered({"status": "stopping"}, 503)

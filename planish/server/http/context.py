@@ -57,13 +57,13 @@ API = "/api/v1"
 MIB = 1 << 20
 SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
-"""Limit for the bodies of all requests together. One body may be in memory compressed and
-decompressed, which is half of it.
+"""Limit for the bodies of all requests together. It is four times TRAINING_BODY, so the largest
+body in compressed and decompressed form fits into the half that one tenant may use.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
-"""Limit for bodies above SMALL_BODY that are decoded at once; a larger one is decoded alone.
-Decoding takes many times the memory of the body.
+"""Limit for the total size of the bodies above SMALL_BODY that are decoded at the same time. A body
+above the limit is decoded alone. Decoding takes many times the memory of the body.
 """
 _STALL_SECONDS = 30.0
 """A request fails if its client sends nothing more of the body for this long."""
@@ -88,7 +88,7 @@ class BodyBudget:
         return self.held.total()
 
     def reserve(self, tenant: Tenant, size: int) -> None:
-        """Reserve bytes for a tenant. Unavailable if there is no room."""
+        """Reserve `size` bytes for a tenant. Raise Unavailable if they exceed the limit."""
         if self.used + size > self.limit or self.held[tenant.name] + size > self.limit // 2:
             raise Unavailable(
                 "too many large requests at once; send it again when others are done", 2.0
@@ -102,7 +102,7 @@ class BodyBudget:
 
 @dataclass
 class HttpState:
-    """What all requests of one server share."""
+    """The state that all requests to one server share."""
 
     server: Server
     settings: HttpSettings
@@ -198,8 +198,8 @@ class RequestContext:
 
     @asynccontextmanager
     async def body(self, limit: int) -> AsyncIterator[bytes]:
-        """The decompressed body. Unless it is small, it counts against the budget of all bodies
-        until the block ends.
+        """Yield the decompressed body, of at most `limit` bytes. Unless the body is small, it counts
+        against the budget of all bodies until the block ends.
         """
         budget, held, size = self.state.body_budget, 0, 0
 
@@ -232,7 +232,7 @@ class RequestContext:
 
     @asynccontextmanager
     async def fields(self, limit: int = SMALL_BODY) -> AsyncIterator[Fields]:
-        """The body as a JSON object."""
+        """Yield the body as a JSON object."""
         async with self.body(limit) as body:
             yield await self.compute(body, lambda: Fields.of(body))
 
@@ -332,8 +332,8 @@ def paged(name: str, page: Page[T], to_json: Callable[[T], Any]) -> dict[str, An
 
 
 def _refuse_web_pages(request: Request) -> None:
-    """Unauthorized for a request that a web page in a browser on this machine sends, from another
-    site or under a host name that resolves to this machine.
+    """Raise Unauthorized if a web page in a browser on this machine may have sent the request. Such
+    a request has an Origin and no key, or a Host that is not a loopback name (DNS rebinding).
     """
     host = request.url.hostname or ""
     is_foreign = (
@@ -440,6 +440,7 @@ class UnsupportedParameterError(UserError):
     code = "unsupported_parameter"
 
     def __init__(self, name: str, remedy: str) -> None:
+        """`name` is the parameter, and `remedy` says what to give instead."""
         super().__init__(f"{name} is not supported here: {remedy}")
         self.param = name
 
@@ -450,6 +451,7 @@ class WrongParameterError(UserError):
     code = "invalid_value"
 
     def __init__(self, name: str, message: str) -> None:
+        """`name` is the parameter, and `message` the whole error message."""
         super().__init__(message)
         self.param = name
 
@@ -462,8 +464,8 @@ class ModelNotFoundError(NotFound):
 
 
 def error_body(error: Exception) -> dict[str, Any]:
-    """Return the body that tells an OpenAI client of an error. Internal errors are logged, and
-    their details kept there.
+    """Return the body that reports an error to an OpenAI client. The details of internal errors are
+    logged, and the client gets only the error's class.
     """
     status = status_of(error)
     message = str(error)

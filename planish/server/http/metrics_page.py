@@ -4,9 +4,9 @@
     planish_...             gauges
     planish_http_request_seconds   a histogram by route and status (access.py)
 
-On a server without keys, the page is for this machine like everything else. With keys it needs the
-key that is named `metrics` in the key file, as a bearer token or in X-API-Key: the page names all
-tenants, so no tenant's own key opens it.
+On a server without keys, only programs on this machine can read the page, as any other endpoint. A
+server with keys requires the key that is named `metrics` in the key file, as a bearer token or in
+X-API-Key. Other keys are rejected, because the page names all tenants.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ READER = "metrics"
 
 
 def metrics_route(http: CollectorRegistry) -> Route:
-    """Return the route. `http` has the metrics of requests; everything else is asked of the server
-    when the page is read.
+    """Return the route of the page. `http` has the metrics of HTTP requests. All other metrics are
+    collected from the server when a client reads the page.
     """
 
     async def metrics(request: Request) -> Response:
@@ -97,13 +97,13 @@ def _families(
 
 @dataclass(frozen=True, eq=False)
 class SubstitutedLosses(Collector):
-    """Collects the counts of an engine: operations by the loss that was asked for and its
-    substitute.
-    """
+    """A collector of how often an engine computed a substitute for another loss."""
 
     counts: Mapping[tuple[str, str], int]
+    """Maps (requested loss, computed loss) to a number of operations."""
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the counts as one counter with the labels `loss` and `computed`."""
         family = CounterMetricFamily(
             "planish_substituted_losses",
             "Gradients of another loss than was asked for (--substitute-loss)",

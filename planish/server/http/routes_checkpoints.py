@@ -1,8 +1,8 @@
 """Training runs, checkpoints and their files, and tokenizers.
 
-To download a checkpoint, a client asks for URLs with its key, and reads from those without one, as
-from signed URLs of an object store. Newer SDKs ask for one URL per file; older ones for one
-archive, a tar file that is made while it is sent.
+To download a checkpoint, a client first requests URLs with its key. It then reads these URLs
+without a key, like the signed URLs of an object store. Newer SDKs request one URL per file. Older
+SDKs request one archive, a tar file that is made while it is sent.
 """
 
 from __future__ import annotations
@@ -83,9 +83,11 @@ async def publish(context: RequestContext) -> Response:
 
 
 async def unpublish(context: RequestContext) -> Response:
-    """Make a checkpoint private again, or delete one with the name "publish"."""
+    """Make a checkpoint private again, or delete a checkpoint with the name "publish"."""
     kind = context.path("checkpoint_id")
-    if "/" not in kind:  # the checkpoint has the name "publish"
+    # DELETE .../weights/publish deletes the checkpoint named "publish". DELETE
+    # .../weights/NAME/publish makes the checkpoint NAME private.
+    if "/" not in kind:
         path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
         await context.server.checkpoints.delete(context.tenant, path)
         return nothing()
@@ -113,8 +115,8 @@ async def weights_info(context: RequestContext) -> Response:
 
 
 async def copy_weights(context: RequestContext) -> Response:
-    """Copy a checkpoint into the run `model_seq_id` of a session, or, as the SDK asks, into a
-    project. A key has one project here, so that is a new session.
+    """Copy a checkpoint into the run `model_seq_id` of a session. The SDK names a destination
+    project instead of a session. This server has no projects, so it makes a new session.
     """
     async with context.fields() as fields:
         source = stored_path(fields.text("source_path"))
@@ -162,8 +164,8 @@ def checkpoint_path(context: RequestContext) -> str:
 
 
 def _checkpoint(context: RequestContext, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the JSON of a checkpoint. Clients that know no external weights are told that they are
-    sampler checkpoints.
+    """Return the JSON of a checkpoint. Older clients do not know the type "external", so they get
+    "sampler" instead.
     """
     fields = shown_checkpoint(checkpoint)
     is_unknown = fields["checkpoint_type"] == "external" and not context.knows_external
@@ -310,8 +312,8 @@ def _header(name: str, size: int) -> bytes:
 
 
 async def tokenizer(context: RequestContext) -> Response:
-    """Answer with the files of a base model's tokenizer, by name. The official SDK asks a hub; our
-    client can ask here.
+    """Answer with the files of a base model's tokenizer, by name. This is for planish's own client;
+    the official SDK loads tokenizers from the Hugging Face hub.
     """
     name = context.request.query_params.get("base_model", "")
     directory = context.state.settings.tokenizer_directories.get(name)

@@ -7,12 +7,12 @@ and the results of all requests.
     POST /planish/release  {"sampler_id"}: the sampler is no longer used
 
 Each request of a batch is treated like a single one: it is journaled, waits for its tenant's turn,
-and is identified by sampler and number. So a batch whose connection breaks is sent again as it is,
-and nothing is sampled twice.
+and is identified by its sampler and number. So if the connection breaks, the client can send the
+same batch again, and nothing is sampled twice.
 
-A request for a result is held until it is there, or for `poll_seconds`, after which the client asks
-again. "Not yet" is status 408: the SDK then asks again at once without a log line. Status 200 with
-the same body would log a warning on the user's side.
+A poll for a result is held open until the result exists, but at most for `poll_seconds`. Then the
+server answers with status 408, and the SDK polls again at once without a log line. With status 200
+and the same body, the SDK would log a warning for its user.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ async def release(context: RequestContext) -> Response:
 
 
 def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
-    """Decode the requests of a batch. One that cannot be read fails alone."""
+    """Decode the requests of a batch. For a request that cannot be read, return its error."""
     with fields:
         found: list[SampleRequest | PlanishError] = []
         asked = 0

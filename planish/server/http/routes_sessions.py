@@ -1,5 +1,5 @@
-"""What a client does first and last: its settings, its session, heartbeats, telemetry, the base
-models, and search among its sessions.
+"""Endpoints for client settings, sessions, heartbeats, telemetry, the list of base models, and the
+search for sessions.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
 async def client_config(context: RequestContext) -> Response:
-    """Answer with settings for the SDK. One call of the user is one request, so that shared
-    prefixes of a batch are computed once; the chunks of a call keep their order.
+    """Answer with settings for the SDK. They make the SDK send one forward_backward call as one
+    request if possible, so that the engine computes shared prefixes of its data once. A larger call
+    is sent in several chunks, one after the other.
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
@@ -149,7 +150,7 @@ class Query:
 
     session_id: str | None
     words: tuple[str, ...]
-    """Each must be in the display name, in lower case."""
+    """Lower-case words, all of which must be in the display name, whatever its case."""
     metadata: dict[str, str]
     states: tuple[str, ...]
     limit: int

@@ -56,13 +56,15 @@ class _Parsed:
 
     place: Place
     kind: str
-    """As in `Done`."""
+    """The kind of the request, as in `Done.kind`."""
     decode: Callable[[], Operation[Any]]
 
 
 async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Parsed]) -> Response:
-    """Decode an operation and submit it. Both parsing steps run together, because the parsed form
-    takes many times the memory of the body and of the operation.
+    """Decode an operation and submit it.
+
+    `parse` and `_Parsed.decode` run in one call. The parsed body takes many times the memory of the
+    body or of the operation, so it must not outlive this call.
     """
 
     def read() -> tuple[Place, str, Operation[Any] | ValueError]:
@@ -166,8 +168,8 @@ async def unload_model(context: RequestContext) -> Response:
 
 
 async def get_info(context: RequestContext) -> Response:
-    """A client on this machine is told where the tokenizer is, so that it needs no hub. For other
-    clients the path means nothing.
+    """Describe a model. The answer to a client on this machine contains the directory of the
+    tokenizer, so that the client does not need the Hugging Face hub.
     """
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")

@@ -232,7 +232,7 @@ def _token(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-# Fields that clients send when they return an answer.
+# Fields of earlier answers that clients send back in the conversation, empty or null.
 _ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 

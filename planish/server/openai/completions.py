@@ -1,8 +1,8 @@
 """POST /v1/completions: continues a prompt as it is, for base models and evaluation tools.
 
-A prompt is a string, a list of token ids, or a list of either; each has `n` choices. With `echo`
-and `logprobs` the response has the logprobs of the prompt, so a tool can score a text with
-max_tokens 0 (or 1), which samples nothing (or one token).
+A request has one prompt (a string or a list of token ids) or a list of prompts, with `n` choices
+for each. With `echo` and `logprobs` the response has the logprobs of the prompt. So a tool can score a
+text with max_tokens 0, which samples nothing, or max_tokens 1.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ def _scores(
         tops = response.topk_prompt_logprobs or [None] * len(tokens)
         for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
             text = texts.tokens.of(token)[0]
-            # the tokenizer's BOS
+            # A BOS token that the tokenizer added is not part of the client's text.
             is_added = not scores.tokens and not completion.prompt_texts[prompt].startswith(text)
             scores.add("" if is_added else text, logprob, _top(texts.tokens, top))
     if sequence is not None:

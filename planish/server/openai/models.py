@@ -1,9 +1,9 @@
-"""What a model name means to the OpenAI-compatible endpoints: a base model or the path of a
-checkpoint, for one tenant.
+"""Finds the models of the OpenAI-compatible endpoints by name, and keeps their samplers. A name is
+that of a base model, or the path of a checkpoint that the tenant may read.
 
-Each tenant has a session for these samplers. It begins at the first request and ends like any other
-session. If a checkpoint is saved again under its name, it gets a new sampler, and the old one is
-closed.
+Each tenant has a session for these samplers. The session begins at the first request and ends like
+any other session. If a checkpoint is saved again under its name, it gets a new sampler, and the old
+sampler is closed.
 
 Requests are not journaled, because their clients hold a connection to this process. Otherwise they
 are treated like all others: they wait for their tenant's turn, count against its limits, and have
@@ -46,6 +46,7 @@ class BaseTexts:
     """One base model's tokenizer, renderers and limits."""
 
     def __init__(self, name: str, directory: Path) -> None:
+        """Load the tokenizer from the model's directory."""
         self._name = name
         self._directory = directory
         tokenizer = load_tokenizer(directory)
@@ -77,8 +78,8 @@ class BaseTexts:
             return recommended_renderer_name(self._directory)
 
     def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
-        """Return the stop condition for the sampler, which takes tokens or strings, but not both. A
-        string may be that of a control token.
+        """Return the stop condition for a Sample, which takes token ids or strings, but not both.
+        If there are strings, the tokens are given as strings too, even control tokens.
         """
         if not strings:
             return sorted(ids)
@@ -95,8 +96,8 @@ class Served:
     renderer_name: str | None
     """The renderer in the checkpoint's metadata, which it was trained with."""
     made: float
-    """When the checkpoint was saved, in seconds. Another time means another version. 0 for a base
-    model.
+    """When the checkpoint was saved, in seconds since 1970; 0 for a base model. If this time
+    changes, the checkpoint was saved again under its name.
     """
 
 
@@ -156,8 +157,8 @@ class OpenAIModels:
         )
 
     async def sampler(self, tenant: Tenant, model: Served, operations: Sequence[Sample]) -> str:
-        """Return the id of a sampler of the model. Raises what is wrong with the operations, or
-        prevents their acceptance now.
+        """Return the id of a sampler of the model. Raise ValueError if an operation is invalid, and
+        TooManyRequests or Unavailable if the operations cannot be accepted now.
         """
         self.server.limits.check(tenant.name, 0)
         for operation in operations:

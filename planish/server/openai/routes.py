@@ -5,8 +5,8 @@ even one in training.
     POST /v1/completions        completions  text in, text out
     GET  /v1/models             here         base models and sampler checkpoints
 
-A model is named by its name, or by the tinker:// path of a checkpoint. The server's key is the
-bearer token.
+`model` in a request is the name of a base model, or the tinker:// path of a checkpoint. The API key
+of the server is sent as the bearer token.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]
 
 
 def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
-    """Return the routes. `directories` has the served base models."""
+    """Return the routes. `directories` maps the served base models to their directories."""
     models = OpenAIModels(server, directories)
     return [
         _posted("/v1/chat/completions", chat_completions, models),
