@@ -81,17 +81,21 @@ class ServerRecords:
     """The training runs and checkpoints of a server."""
 
     def __init__(self, url: str, key: str | None) -> None:
+        """`key` is the API key; None for a server without keys. Raise UserError for a wrong URL."""
         with as_user_errors("--base-url"):
             self._url = checked_url(url)
         self._headers = {"X-API-Key": key} if key else {}
 
     def runs(self, limit: int | None) -> list[Row]:
+        """Return at most `limit` training runs of the key's tenant (None: all)."""
         return self._pages("/training_runs", "training_runs", limit)
 
     def run(self, run_id: str) -> Row:
+        """Return one training run. Raise CheckpointError if it does not exist."""
         return self._call("GET", f"/training_runs/{quote(run_id, safe=':')}")
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
+        """Return at most `limit` checkpoints of a run, or of all runs."""
         if run_id is None:
             return self._pages("/checkpoints", "checkpoints", limit)
         found = self._call("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")[
@@ -100,18 +104,25 @@ class ServerRecords:
         return found[:limit]
 
     def checkpoint(self, path: str) -> Row:
+        """Return the row of a checkpoint, with its base model and adapter shape."""
         return _as_one(self._call("POST", "/weights_info", json={"tinker_path": path}))
 
     def delete(self, path: str) -> None:
+        """Delete a checkpoint on the server."""
         self._call("DELETE", _endpoint(path))
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
         self._call("PUT", f"{_endpoint(path)}/ttl", json={"ttl_seconds": seconds})
 
     def set_public(self, path: str, public: bool) -> None:
+        """Publish a checkpoint, or make it private again."""
         self._call("POST" if public else "DELETE", f"{_endpoint(path)}/publish")
 
     def download(self, path: str, directory: Path) -> list[Path]:
+        """Download the files of a checkpoint into an existing directory, and return their paths.
+        Raise StorageError if a file cannot be written.
+        """
         urls = self._call("GET", f"{_endpoint(path)}/external_weights_urls")["urls"]
         return [
             _run_coroutine(self._download_file(url, directory / _file_name(name)))
@@ -176,14 +187,17 @@ class LocalRecords:
     """The training runs and checkpoints that local engines saved in a directory."""
 
     def __init__(self, data_dir: Path | None) -> None:
+        """`data_dir` is the directory; None for the default of ServiceClient."""
         self._store = CheckpointStore(data_directory(data_dir))
 
     def runs(self, limit: int | None) -> list[Row]:
+        """Return at most `limit` training runs that have checkpoints (None: all)."""
         found = sorted(self._store.records(), key=_run_of)
         runs = [self._run(run_id, list(mine)) for run_id, mine in groupby(found, key=_run_of)]
         return sorted(runs, key=lambda run: run["last_request_time"], reverse=True)[:limit]
 
     def run(self, run_id: str) -> Row:
+        """Return one training run. Raise CheckpointError if it has no checkpoints."""
         checkpoints = self._store.records(run_id)
         if not checkpoints:
             raise CheckpointError(
@@ -192,26 +206,34 @@ class LocalRecords:
         return self._run(run_id, checkpoints)
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:
+        """Return at most `limit` checkpoints of a run, or of all runs."""
         return [
             checkpoint_to_json(checkpoint) for checkpoint in self._store.records(run_id)[:limit]
         ]
 
     def checkpoint(self, path: str) -> Row:
+        """Return the row of a checkpoint, with its base model and adapter shape."""
         parsed = _parsed(path)
         manifest = self._store.manifest(parsed)
         info = CheckpointInfo(manifest.base_model, manifest.lora, record_of(parsed, manifest))
         return _as_one(weights_info_to_json(info))
 
     def delete(self, path: str) -> None:
+        """Delete a checkpoint from the directory."""
         self._store.delete(_parsed(path))
 
     def set_ttl(self, path: str, seconds: int | None) -> None:
+        """Let a checkpoint expire `seconds` from now; None keeps it for ever."""
         self._store.set_ttl(_parsed(path), seconds)
 
     def set_public(self, path: str, public: bool) -> None:
+        """Raise UnsupportedError: only checkpoints of a server can be published."""
         raise UnsupportedError("checkpoints can be published on a server only; give --base-url")
 
     def download(self, path: str, directory: Path) -> list[Path]:
+        """Copy the files of a checkpoint into an existing directory, and return their paths. Raise
+        StorageError if a file cannot be written.
+        """
         files = self._store.files(_parsed(path))
         try:
             return [

@@ -1,9 +1,13 @@
 """`Pending`, the future that blocking and async code can wait for, and decorators for async
 methods.
 
-A method is written once and returns a `Pending`. Its `_async` form is derived from it: with
-`submitting`, awaiting the call returns the Pending; with `awaiting`, the result; `in_thread` and
-`reading` are for methods that block.
+Each client method is written once, and a decorator derives its `_async` form:
+
+    submitting  the method returns a Pending; awaiting the async form returns the Pending too
+    awaiting    the method returns a Pending; awaiting the async form returns the result
+    in_thread   the method blocks and returns the result; the async form runs it in a thread
+    reading     the method blocks and returns a completed Pending; the async form runs it in a
+                thread, and awaiting it returns the result
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ def connect(base_url: str, api_key: str | None, user_metadata: Mapping[str, str]
 
 
 def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | None:
-    """Return the `models` of a ServiceClient whose engine is to hold all these base models at once,
-    so that on a GPU each leaves room for the next. None for a server, or for a single base model.
+    """Return the `models` option for a ServiceClient that uses all the named base models at once.
+    With this option, an engine on a GPU divides the memory among them from the start. Return None
+    if a server is used, or if there are fewer than two base models.
     """
     distinct = {name for name in names if name is not None}
     if base_url or os.environ.get(URL_VARIABLE) or len(distinct) < 2:

@@ -75,7 +75,7 @@ def _refused(
 ) -> PlanishError:
     match status:
         case 401 | 403:
-            # Drop the server's remedy: ours names the same variable, and planish's own.
+            # The server's remedy names only the SDK's variable, so replace it by _KEY_REMEDY.
             problem = message.removesuffix(_SDK_REMEDY)
             return UserError(f"{problem}; {_KEY_REMEDY}")
         case 404:

@@ -6,7 +6,8 @@ than sampling a short answer. If the connection of a batch breaks, its unfinishe
 again; the server recognises them by sampler and number. Servers other than planish's do not support
 batches, so they get one request per sample.
 
-A sample can be cancelled until it is finished. The server is told, and stops sampling it.
+A sample can be cancelled until it is finished. The client then sends a cancel request, and the
+server stops sampling.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ class SampleSender:
     link: Link
     thread: LoopThread
     has_batches: bool = True
-    """Whether the server supports batches. Set to False when it answers that it does not."""
+    """Whether the server supports batches. Set to False if the server lacks the endpoint."""
     _waiting: asyncio.Queue[SampleRequest] = field(default_factory=asyncio.Queue)
     _streams: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_STREAMS))
 

@@ -55,6 +55,7 @@ class RestClient(RefusesMethods):
     }
 
     def __init__(self, service: Service) -> None:
+        """Use the checkpoints of `service`."""
         self._service = service
 
     def get_server_capabilities(self) -> Pending[GetServerCapabilitiesResponse]:

@@ -32,6 +32,9 @@ class SamplingClient(RefusesMethods):
     def __init__(
         self, session: Session, sampler_id: str, record_stability_info: bool = False
     ) -> None:
+        """Make the client of an existing sampler. `record_stability_info`: see
+        `planish.service.Sample`.
+        """
         info = session.service.sampler_info(sampler_id)
         self.sampler_id = sampler_id
         self.model_path = info.model_path

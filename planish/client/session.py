@@ -48,6 +48,7 @@ class Session:
     """The service, the counters for new ids, and the loaded tokenizers."""
 
     def __init__(self, service: Service, user_metadata: Mapping[str, str]) -> None:
+        """`user_metadata` is stored with every checkpoint of the session."""
         self.service = service
         self.user_metadata = dict(user_metadata)
         self._id = secrets.token_hex(8)
@@ -96,8 +97,8 @@ def refuse_to_pickle(self: object) -> NoReturn:
 
 
 def discard(service: Service, operation: Operation[Any]) -> None:
-    """Submit an operation that frees a model or sampler. Ignore that it is already freed or that
-    the service is closed.
+    """Submit an operation that frees a model or sampler. Do nothing if the model or sampler is
+    already freed, or if the service is closed.
     """
     with suppress(EngineClosedError, UserError):
         service.submit(operation)

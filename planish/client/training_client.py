@@ -70,6 +70,7 @@ class TrainingClient(RefusesMethods):
     }
 
     def __init__(self, session: Session, info: GetInfoResponse) -> None:
+        """Make the client of an existing training model, which `info` describes."""
         self._session = session
         self._info = info
         self._losses: set[int] = set()
@@ -289,7 +290,7 @@ class TrainingClient(RefusesMethods):
     get_tokenizer_async = in_thread(get_tokenizer)
 
     def _submit_failed_gradient(self, error: UserError) -> Future[ForwardBackwardOutput]:
-        """Submit, in place of a rejected forward_backward, one that fails with `error`."""
+        """Submit a forward_backward that fails with `error`, in place of the rejected one."""
         data: Future[Sequence[Datum]] = Future()
         data.set_exception(error)
         return self._submit(ForwardBackwardLater(self.model_id, data, "cross_entropy"))
@@ -302,9 +303,7 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client, so that code may treat the method that created it as returning a
-        future.
-        """
+        """Return this client, for code that expects a future from the method that made it."""
         return self
 
     def __await__(self) -> Generator[None, None, TrainingClient]:
