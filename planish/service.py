@@ -10,9 +10,9 @@ cancelled until its operation has begun; the future of a `Sample` can be cancell
 result.
 
 If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model fails too, so a
-pipelined pair is applied completely or not at all. A `ForwardBackward` that `submit` rejects does
-not count as failed, because it was never queued. A caller that queues an `OptimStep` anyway must
-submit a `ForwardBackwardLater` with the error instead, as TrainingClient does.
+pipelined pair is applied completely or not at all. A `ForwardBackward` that `submit` rejects was
+never queued, so it does not make the next `OptimStep` fail. A caller that wants this failure
+submits a `ForwardBackwardLater` whose data is the error, as TrainingClient does.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ def _check_kind(name: str, value: Any, kind: type, remedy: str | None = None) ->
 
 
 def _check_source(path_name: str, base_model: Any, path: Any) -> None:
-    """UserError unless there is a base model, the path of a checkpoint, or both."""
+    """Raise UserError unless there is a base model, the path of a checkpoint, or both."""
     if path is not None:
         CheckpointPath.parse(path)
     elif base_model is None:

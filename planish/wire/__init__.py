@@ -9,11 +9,11 @@ own types.
     sampling   asample
     models     create_model, save_weights, load_weights and similar requests
     records    sessions, training runs, checkpoints, samplers
-    client_operations, client_frames, client_errors    the requests of planish's own client, and
-        what it is told beyond the public protocol
+    client_operations   the requests of planish's own client
+    client_frames       planish's addition to the protocol: many answers in one response
+    client_errors       planish's addition to the protocol: the class of an error
 
-Server and client share this package. Each function reads or writes one thing, and its inverse,
-where it is needed, stands beside it. Invalid values raise a UserError that names the field. An
-unknown field is rejected unless it is empty, so that an option of a later client is never ignored
-silently.
+Server and client share this package. Functions come in pairs that read and write the same thing,
+where both are needed. Invalid values raise a UserError that names the field. An unknown field is
+rejected unless it is empty, so that an option of a later client is never ignored silently.
 """

@@ -1,8 +1,8 @@
-"""planish's errors on the wire: besides its message, an error carries the name of its class, so
+"""planish's errors on the wire: an error has the name of its class in addition to its message, so
 that a client can raise the same class.
 
-The name is an addition of planish. Without it, or with an unknown one, what the server says about a
-call is a UserError.
+The name is an addition of planish to the protocol. If it is missing or unknown, the client raises a
+UserError for an error that the call has caused.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _CLASSES = {
 
 
 def name_of(error: BaseException) -> str | None:
-    """Return the name of the nearest class that both sides know; None for an error that does not
-    blame the call.
+    """Return the name of the error's class, or of its nearest base class that clients know. None
+    for an error that the call has not caused.
     """
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES), None)
 
 
 def named_error(message: str, name: object, default: type[UserError] = UserError) -> UserError:
-    """Return the error whose class `name_of` named."""
+    """Return an error of the class with this name; of class `default` if the name is unknown."""
     kind = _CLASSES.get(name, default) if isinstance(name, str) else default
     return kind(message)

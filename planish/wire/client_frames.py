@@ -1,5 +1,7 @@
-"""Frames: many answers in one body, each sent as soon as it is there. A frame is the lengths of a
-JSON header and of a content, followed by both.
+"""Frames: many answers in one response body, each sent as soon as it exists.
+
+A frame consists of two lengths (uint32, little-endian), a JSON header of the first length, and
+content of the second length.
 
 This is an addition of planish to the protocol: its client gets many samples with one request (POST
 /planish/draw), where the public SDK needs two requests per sample.

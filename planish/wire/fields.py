@@ -66,7 +66,7 @@ class Fields:
             self.refuse_others()
 
     def refuse_others(self) -> None:
-        """UserError for a field that is set and was not read."""
+        """Raise UserError for a field that is set and was not read."""
         for name, value in self._values.items():
             if name not in self._read and value not in (None, False, 0, "", [], {}):
                 raise UserError(
@@ -87,7 +87,7 @@ class Fields:
         return self._values.get(name) is not None
 
     def skip(self, *names: str) -> None:
-        """Mark fields as read that do not matter here."""
+        """Mark fields as read without reading them, because their values have no effect."""
         self._read.update(names)
 
     @overload
@@ -95,7 +95,9 @@ class Fields:
     @overload
     def optional(self, read: Callable[[str], T], name: str, default: D) -> T | D: ...
     def optional(self, read: Callable[[str], Any], name: str, default: Any = None) -> Any:
-        """`read(name)`, a method of this object, or the default if the field is absent or null."""
+        """Return `read(name)`, where `read` is usually a method of this object. Return the default
+        if the field is absent or null.
+        """
         self._read.add(name)
         return read(name) if self.has(name) else default
 
@@ -120,7 +122,8 @@ class Fields:
         """Read an integer from `low` to `high`."""
         value = self._get(name)
         if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
-            value = int(value)  # a client without integers writes them so
+            # A client whose language has no integers may write 3 as 3.0.
+            value = int(value)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._wrong(name, f"a whole number from {low} to {high}")
         return value
@@ -199,7 +202,7 @@ class Fields:
 
 
 def check_identifier(name: str, value: str) -> None:
-    """UserError unless `value` can be an id."""
+    """Raise UserError unless `value` can be an id."""
     if not _ID.fullmatch(value):
         raise UserError(
             f"{name}={shown(value)} is not an id: give up to 256 letters, digits and _ . : -"

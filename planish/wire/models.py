@@ -1,7 +1,7 @@
 """Requests that create, save and load models and samplers. All of them are JSON.
 
-Ids are made of the session and a number, because clients compute them too: model
-`{session}:train:{n}`, sampler `{session}:sample:{n}`.
+The id of a model is `{session}:train:{n}`, and the id of a sampler `{session}:sample:{n}`. Clients
+compute these ids too, from the session and the number that they send.
 """
 
 from __future__ import annotations
@@ -126,8 +126,8 @@ def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
 
 
 def refuse_access_token(fields: Fields, header: str | None = None) -> None:
-    """UnsupportedError for a token that would open another key's checkpoint, in the body or in a
-    header.
+    """Raise UnsupportedError if the body or the header has a token for reading another key's
+    checkpoint.
     """
     if fields.optional(fields.text, "weights_access_token") or header:
         raise UnsupportedError(
@@ -180,8 +180,9 @@ def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler 
     """Read a save_weights_for_sampler: with `path`, a checkpoint with that name; with
     `sampling_session_seq_id`, a sampler without a named checkpoint.
 
-    In the protocol, a sampler of kind "inflight" may follow the weights as they are trained, or
-    stay as it is. Here it stays. `overwrite` is an addition of planish.
+    The protocol allows a sampler of kind "inflight" to change with the model's weights during
+    training. In planish it keeps its weights, as one of kind "snapshot" does. `overwrite` is an
+    addition of planish.
     """
     with fields:
         place = place_from_json(fields)
@@ -309,7 +310,7 @@ def _check_optimizer(fields: Fields) -> None:
 
 
 def _name(fields: Fields, seq_id: int) -> str:
-    """Read the name of a checkpoint. The default is the number of the request, which a repeated
-    request has too.
+    """Read the name of a checkpoint. The default is the number of the request, so that a repeated
+    request gets the same name.
     """
     return fields.optional(fields.text, "path", f"{seq_id:06d}")

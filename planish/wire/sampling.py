@@ -52,8 +52,8 @@ class SampleRequest:
     """The body of asample."""
 
     seq_id: int
-    """Identifies the request in its sampling session. Copies of one client use ranges that are far
-    apart.
+    """The number of the request in its sampling session. Several copies of one client share a
+    session, and each copy uses its own range of numbers.
     """
     operation: Sample
 
@@ -148,8 +148,8 @@ def sample_response_to_message(response: SampleResponse) -> bytes:
 def sample_response_from_message(
     body: bytes, sequence_ids: Sequence[str] | None = None
 ) -> SampleResponse:
-    """Read a response. `sequence_ids` came with the acceptance of the request; without them, the
-    sequences have empty ids.
+    """Read a response from protobuf. `sequence_ids` are the ids that the server sent when it
+    accepted the request. Without them, the sequences have empty ids.
     """
     message = SampleResponseMessage()
     try:
@@ -254,8 +254,8 @@ def _count(fields: Fields, name: str) -> int:
 
 
 def _targets(tensor: TensorData) -> TensorData:
-    """Return the targets in dense form. Entries that a CSR tensor does not list are -1, which asks
-    for nothing.
+    """Return the targets in dense form. Entries that a CSR tensor does not list become -1, which
+    means no token.
     """
     if tensor.sparse_crow_indices is None:
         return tensor

@@ -1,10 +1,10 @@
 """TensorData and token chunks in both encodings: little-endian bytes in protobuf, lists of numbers
 in JSON.
 
-A CSR tensor stays sparse; its reader makes it dense. Its shape is only a claim, so the elements of
-all tensors of a body in dense form are counted against `MAX_DENSE_ELEMENTS` before anything is
-allocated. The number of small parts is limited too. Text is the only kind of chunk that planish
-reads.
+A CSR tensor stays sparse here; the code that uses it converts it to dense form. A small body can
+claim a huge shape. So before any dense tensor is allocated, the elements of all CSR tensors of a
+body in dense form are counted and limited to `MAX_DENSE_ELEMENTS`. The number of datums, chunks and
+tensors is limited too. planish reads only chunks of text tokens.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ _OTHER_CHUNKS = {"image": "images", "image_asset_pointer": "images", "dmel": "au
 
 
 def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
-    """Return bytes as numbers, without a copy."""
+    """Return bytes as a one-dimensional array of `dtype`, without a copy. Raise UserError if the
+    length is not a multiple of the item size.
+    """
     item = np.dtype(dtype)
     if len(data) % item.itemsize:
         raise UserError(
@@ -50,7 +52,9 @@ def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
 
 
 def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, TensorDtype]:
-    """Return the bytes of a tensor as int64 or float32, from any of the wire's four types."""
+    """Return the values of a tensor as int64 or float32, and which of the two. The bytes may have
+    any of the wire's four types.
+    """
     if dtype not in _STORED:
         raise UserError(f"{where}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")
     item, name = _STORED[dtype]
@@ -204,7 +208,7 @@ def _sparse(
 
 
 def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> None:
-    """UserError if CSR tensors have too many elements in dense form."""
+    """Raise UserError if CSR tensors have more than `most` elements in dense form."""
     if elements > most:
         raise UserError(
             f"{where}: CSR tensors have {elements:,} elements in dense form; give at most {most:,}"
@@ -212,7 +216,7 @@ def check_filled(where: str, elements: int, most: int = MAX_DENSE_ELEMENTS) -> N
 
 
 def check_parts(where: str, parts: int) -> None:
-    """UserError for too many datums, chunks and tensors."""
+    """Raise UserError if there are too many datums, chunks and tensors."""
     if parts > MAX_PARTS:
         raise UserError(
             f"{where} has more than {MAX_PARTS:,} datums, chunks of tokens and tensors; send fewer "
@@ -226,8 +230,8 @@ def filled(tensor: TensorData) -> int:
 
 
 def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
-    """Check a shape against the number of values. An empty shape, which is one dimension, gives
-    None.
+    """Return a shape after checking that `size` values fill it. Return None for an empty shape,
+    which on the wire means one dimension.
     """
     if not shape:
         return None
@@ -255,7 +259,7 @@ def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
             raise UserError(f"{where} holds {str(value)[:40]!r}; give one flat list of numbers")
     if dtype == "float32":
         with np.errstate(over="ignore"):
-            # An overflow becomes infinite, and is reported where values must be finite.
+            # An overflow becomes infinite. Code that needs finite values reports it later.
             return np.asarray(values, dtype=np.float64).astype(np.float32)
     for value in values:
         if not (math.isfinite(value) and value == math.trunc(value) and -(2**63) <= value < 2**63):

@@ -1,8 +1,8 @@
 """forward_backward, forward and optim_step, in both encodings.
 
-The SDK 0.38 uses protobuf for forward_backward, and says in the body whether it is forward only.
-The SDK 0.21 sends JSON, and uses another path for forward only. Spans that tell which sampler a
-datum's tokens come from matter to no loss here, and are not read.
+The SDK 0.38 sends forward_backward and forward as protobuf, with a flag for forward only. The SDK
+0.21 sends JSON, and sends forward to another path. Datums may contain spans that say which sampler
+their tokens come from. No loss of planish uses these spans, so they are not read.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from planish.wire.tensors import (
 _REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
 _MAX_FIELDS = 1 << 19
-"""Limit of fields in one body and its datums together. They are counted before parsing, because
-empty ones take 30 times their bytes as objects.
+"""Limit for the number of protobuf fields in one body and its datums together. The fields are
+counted before parsing, because an empty field takes 30 times its bytes when it is parsed.
 """
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
 @dataclass(frozen=True)
 class Place:
-    """A request of a model."""
+    """The model of a request, and the request's number."""
 
     model_id: str
     seq_id: int
-    """Its number, starting at 1."""
+    """The number of the request in its model, starting at 1."""
 
 
 def place_from_json(fields: Fields) -> Place:
@@ -70,14 +70,16 @@ def place_from_message(message: Any) -> Place:
 
 
 def parse_forward_backward_head(body: bytes) -> Any:
-    """Parse a protobuf body without its data, and without anything behind too many fields."""
+    """Parse a protobuf body without its datums. Only the first `_MAX_FIELDS` fields are read, so
+    that a body with too many fields cannot exhaust the memory.
+    """
     fields = islice(_fields_of(body, 0, len(body)), _MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
     return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """Parse a protobuf body. UserError before parsing if it has too many parts."""
+    """Parse a protobuf body. If it has too many fields, raise UserError before parsing it."""
     count = 0
     for number, _, begin, end in _fields_of(body, 0, len(body)):
         inside = _fields_of(body, begin, end) if number == _DATA_FIELD else ()
@@ -266,8 +268,8 @@ def _parsed(message: Any, body: bytes) -> Any:
 
 
 def _config(message: Any) -> Mapping[str, float]:
-    """Read the config of a loss. Clients write numbers twice; strings are only in the newer map,
-    and the loss rejects them by name.
+    """Read the options of a loss. Newer clients write every option to `loss_fn_config_v2`, and the
+    numbers to `loss_fn_config` too. A string is returned as it is; the loss then rejects it.
     """
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
