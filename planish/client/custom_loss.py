@@ -1,8 +1,9 @@
 """Custom losses: any differentiable function of the logprobs, computed in two passes.
 
-For a loss L(l) of the logprobs l, let w = -dL/dl, held constant. Weighted cross entropy, -sum w l,
-then has the same gradient as L. So a forward pass returns l, the caller's function computes L,
-autograd computes dL/dl, and a second forward and backward pass accumulates the gradient.
+For a loss L(l) of the logprobs l, let w = -dL/dl be constant weights. The weighted cross entropy
+-sum(w * l) then has the same gradient as L. So a first forward pass returns l. The caller's
+function computes L, and autograd computes dL/dl. A second pass, forward and backward, accumulates
+the gradient of the weighted cross entropy.
 """
 
 from __future__ import annotations

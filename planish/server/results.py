@@ -141,6 +141,7 @@ class ServerError(PlanishError):
     status = 500
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
+        """A retry may succeed after `retry_after` seconds; None if that is not known."""
         super().__init__(message)
         self.retry_after = retry_after
         """Seconds, for the header Retry-After."""

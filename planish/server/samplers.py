@@ -60,6 +60,7 @@ class Sampler:
         crash_guard: CrashGuard,
         origin: CachedAdapter | None,
     ) -> None:
+        """Describe the sampler of `row` without loading it."""
         self.row = row
         self.origin = origin
         """The model that publishes the sampler."""
@@ -92,7 +93,9 @@ class Sampler:
             raise UserError(f"sampling_session_id={self.id!r}: {self.failure}")
 
     async def load(self) -> None:
-        """Create the sampler in the engine. UserError if it was closed meanwhile."""
+        """Create the sampler in the engine. Raise UserError if it is closed during the creation,
+        DamagedFileError or CheckpointError if its weights cannot be read.
+        """
         async with self._crash_guard.running(self.id):
             try:
                 await self._engine.perform(await self._creation())
@@ -249,7 +252,7 @@ class Samplers:
         return sampler
 
     async def published(self, sampler: Sampler) -> None:
-        """Note that the engine has published a sampler. A sampler closed meanwhile is released."""
+        """Note that the engine has published a sampler. If it was closed by then, release it."""
         if sampler.failure is not None:
             await self._services.engine.perform(ReleaseSampler(sampler.id))
             return
@@ -268,7 +271,7 @@ class Samplers:
         await self._services.store.keep(change, SamplerRow, sampler.id, source=source, bytes=size)
 
     async def release(self, sampler: Sampler) -> None:
-        """Remove a sampler from memory, for good or before it is published again."""
+        """Remove a sampler from memory, if it is loaded. The caller may publish it again later."""
         if self._services.adapter_cache.is_loaded(sampler):
             self._services.adapter_cache.discard(sampler)
             await sampler.unload()

@@ -47,6 +47,7 @@ class Turn:
     """A request's slots in the engine, until they are given back."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
+        """`give_back` returns the slots to the queue. It is called once."""
         self._give_back: Callable[[], None] | None = give_back
 
     def give_back(self) -> None:
@@ -57,7 +58,7 @@ class Turn:
 
 
 class FairQueue:
-    """Gives turns to the tenants by the number of tokens that each has had."""
+    """Gives the next turn to the tenant that has used the fewest tokens."""
 
     def __init__(
         self,
@@ -250,7 +251,7 @@ class AdapterCache:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a caller waits for room."""
+        """Whether a caller waits for memory."""
         return self._room_lock.locked()
 
     def loaded(self) -> list[CachedAdapter]:
@@ -311,13 +312,13 @@ class AdapterCache:
                 self._notify(entry)
 
         entry.changing = task = asyncio.create_task(run())
-        # asyncio logs an error that nobody reads, as when all waiting callers were cancelled. So
-        # read the error here.
+        # asyncio logs an error that no code reads. Read it here, because all waiting callers may
+        # have been cancelled.
         task.add_done_callback(lambda task: task.cancelled() or task.exception())
         return task
 
     def _notify(self, entry: _CacheEntry) -> None:
-        """Wake the callers that wait for room, and drop the entry if nothing uses it."""
+        """Wake the callers that wait for memory, and drop the entry if nothing uses it."""
         if (
             not (entry.is_loaded or entry.pins or entry.changing)
             and self._entries.get(entry.adapter.id) is entry
@@ -339,7 +340,9 @@ class AdapterCache:
         self._counters.loads += 1
 
     async def _reserve(self, entry: _CacheEntry) -> None:
-        """Wait for room, in the order of the callers, for as long as the entry is pinned."""
+        """Evict adapters until there is memory for the entry, and reserve it. Callers are served in
+        their order. The wait ends early if the entry is no longer pinned.
+        """
         needed = entry.adapter.memory_bytes
         async with self._room_lock:
             while entry.pins and (used := self.used_bytes) and used + needed > self._budget:

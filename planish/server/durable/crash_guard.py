@@ -233,7 +233,7 @@ class CrashGuard:
         return level == self._level and (not level or self._active.total() < self._widths[level])
 
     def _written(self, change: asyncio.Future[None]) -> None:
-        # The change may fail while the process ends. asyncio would log an error that nobody reads.
+        # The change may fail while the process ends. asyncio logs an error that no code reads.
         change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 

@@ -105,7 +105,7 @@ class SamplerRow(Record):
     session: str
     base_model: str
     model_path: str | None
-    """The checkpoint that the client asked for."""
+    """The checkpoint that the client named; None if it named only a base model."""
     model: str | None
     """The model that published the sampler without a name."""
     seq: int | None

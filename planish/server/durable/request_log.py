@@ -238,7 +238,7 @@ class RequestLog:
         return await self._store.read(read)
 
     def release_operation(self, request: QueuedRequest) -> None:
-        """Drop the decoded operation of a request, which the engine has or nobody needs."""
+        """Drop the decoded operation of a request, once it is submitted or no longer needed."""
         if request.operation is not None:
             self.operation_bytes -= request.row.body_bytes
             request.operation = None
@@ -459,7 +459,7 @@ class TenantLimits:
         self._accounts: dict[str, _Account] = {}
 
     def check(self, tenant: str, size: int) -> None:
-        """TooManyRequests if a request of `size` bytes cannot be accepted now."""
+        """Raise TooManyRequests if a request of `size` bytes cannot be accepted now."""
         account, settings = self._account(tenant), self._settings
         if account.requests >= settings.max_queued_requests:
             raise TooManyRequests(

@@ -15,7 +15,8 @@ exist, the store refuses to start. With a new database it would remove all of th
 no row names them.
 
 The module also holds the tables and the crash points of the tests. Times are seconds since 1970.
-Rows of ended sessions and closed samplers expire (maintenance.py); rows of models are kept for good.
+Rows of ended sessions and closed samplers expire (maintenance.py). Rows of models are never
+deleted.
 
 A request's id is `{model}:{seq_id}` for training (the creation is number 0) and
 `{sampler}:{seq_id}` for sampling. The states of a request:

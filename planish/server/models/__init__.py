@@ -1,0 +1,1 @@
+"""Training models on the server: the order of their requests, their execution and their replay."""

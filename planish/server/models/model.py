@@ -1,10 +1,10 @@
 """A training model on the server: one actor that owns the model's requests and its state.
 
 A request is checked, journaled and queued by `intake.submit` (request_queue.py). A worker, which
-runs while there is something to do, pins the model's adapter in memory and gives the requests to
-the engine in the order of their numbers. A few requests are in the engine at once, so that the device
-does not wait for the event loop. Requests that read or write a named checkpoint wait until all
-earlier ones are answered.
+runs while there is something to do, pins the model's adapter in memory and submits the requests to
+the engine in the order of their numbers. A few requests are in the engine at once, so that the
+device does not wait for the event loop. Requests that read or write a named checkpoint wait until
+all earlier requests are answered.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class RequestQueue(Generic[T]):
 
     @property
     def is_blocked(self) -> bool:
-        """Whether items wait behind a missing number."""
+        """Whether items wait for a missing lower number."""
         return bool(self._waiting) and not self.is_ready
 
     @property

@@ -1,8 +1,8 @@
 """POST /v1/completions: continues a prompt as it is, for base models and evaluation tools.
 
 A request has one prompt (a string or a list of token ids) or a list of prompts, with `n` choices
-for each. With `echo` and `logprobs` the response has the logprobs of the prompt. So a tool can score a
-text with max_tokens 0, which samples nothing, or max_tokens 1.
+for each. With `echo` and `logprobs` the response has the logprobs of the prompt. So a tool can
+score a text with max_tokens 0, which samples nothing, or max_tokens 1.
 """
 
 from __future__ import annotations

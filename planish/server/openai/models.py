@@ -6,13 +6,13 @@ any other session. If a checkpoint is saved again under its name, it gets a new 
 sampler is closed.
 
 Requests are not journaled, because their clients hold a connection to this process. Otherwise they
-are treated like all others: they wait for their tenant's turn, count against its limits, and have
-their sampler loaded.
+are treated like other requests: they wait for their tenant's turn, count against its limits, and
+have their sampler loaded.
 
 The module also turns single tokens into text and bytes, for lists of logprobs. A token may be only
-a part of a character. Its text then contains a replacement character, but its bytes are exact;
+a part of a character. Its text then contains a replacement character, but its bytes are exact:
 joined, the bytes of several tokens are UTF-8 again. Byte-level vocabularies write each byte as a
-character; others write text, or `<0x0A>` for a byte.
+character. Other vocabularies write text, or `<0x0A>` for a byte.
 """
 
 from __future__ import annotations

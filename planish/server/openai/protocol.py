@@ -155,9 +155,9 @@ def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
 
 
 def check_text(name: str, given: Any, max_characters: int) -> None:
-    """WrongParameterError if a JSON value contains too much text for the model's context.
+    """Raise WrongParameterError if a JSON value contains too much text for the model's context.
 
-    This check comes before tokenizing, which takes about 280 bytes per character.
+    Call this before tokenizing, because the tokenizer needs about 280 bytes per character.
     """
     size = _characters(given)
     if size > max_characters:
@@ -185,7 +185,9 @@ def _characters(value: Any) -> int:
 
 
 def check_size(operations: Sequence[Sample], context: int) -> None:
-    """WrongParameterError if the answer could need more memory than one request may use."""
+    """Raise WrongParameterError if the answer could need more memory than one request may use.
+    `context` is the length of the model's context in tokens.
+    """
     size = sum(_max_bytes(operation, context) for operation in operations)
     if size > _MAX_ANSWER:
         raise WrongParameterError(
