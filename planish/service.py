@@ -327,8 +327,8 @@ def _keep_metadata(operation: Any) -> None:
 
 
 def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **bounds: int) -> None:
-    """Convert the named fields to Python ints. UserError if one is not a whole number or is out of
-    bounds.
+    """Convert the named fields to Python ints. Raise UserError if a field is not a whole number or
+    is out of bounds.
     """
     for name in names:
         try:
@@ -339,7 +339,7 @@ def _keep_whole(operation: Any, *names: str, remedy: str = "a whole number", **b
 
 
 def _keep_flag(operation: Any, name: str) -> None:
-    """Convert the field to a Python bool. UserError unless it is a Python or numpy bool."""
+    """Convert the field to a Python bool. Raise UserError unless it is a Python or numpy bool."""
     value = getattr(operation, name)
     if not isinstance(value, (bool, np.bool_)):
         raise UserError(f"{name}={value!r}: give True or False")
@@ -392,7 +392,7 @@ class Service(Protocol):
         ...
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return saved checkpoints, newest first. CheckpointError if the run is unknown."""
+        """Return saved checkpoints, newest first. Raise CheckpointError if the run is unknown."""
         ...
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
@@ -478,8 +478,8 @@ SUBSTITUTE_REMEDY = (
 
 
 def checked_substitutes(given: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `given`, which maps rejected losses to losses of planish. UserError names an
-    invalid entry.
+    """Return a copy of `given`, which maps rejected losses to losses of planish. Raise UserError,
+    which names the entry, if an entry is invalid.
     """
     substitutes = [name for name in LOSS_OPTIONS if name != "cross_entropy"]
     for name, by in given.items():
@@ -496,8 +496,8 @@ def checked_substitutes(given: Mapping[str, str]) -> dict[str, str]:
 
 
 def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, float]:
-    """Return the checked options of loss `name`, with defaults for missing ones. UserError names an
-    invalid key.
+    """Return the checked options of loss `name`, with defaults for missing ones. Raise UserError,
+    which names the option, if an option is unknown or invalid.
     """
     config: dict[str, float] = {"temperature": 1.0, **LOSS_OPTIONS[name]}
     for key, value in (given or {}).items():
@@ -522,7 +522,9 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
 
 
 def option_value(key: str, value: Any) -> float:
-    """Convert `value` to a float. UserError, which names `key`, unless it is a finite number."""
+    """Convert `value` to a float. Raise UserError, which names `key`, unless `value` is a finite
+    number.
+    """
     number = value.item() if isinstance(value, np.generic) else value
     is_number = isinstance(number, (int, float)) and not isinstance(value, bool)
     if not is_number or not -sys.float_info.max <= number <= sys.float_info.max:

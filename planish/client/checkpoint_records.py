@@ -49,7 +49,7 @@ class Records(Protocol):
         ...
 
     def run(self, run_id: str) -> Row:
-        """Return one training run. CheckpointError if it does not exist."""
+        """Return one training run. Raise CheckpointError if it does not exist."""
         ...
 
     def checkpoints(self, run_id: str | None, limit: int | None) -> list[Row]:

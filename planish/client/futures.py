@@ -39,7 +39,9 @@ class Pending(Generic[T]):
         )
 
     def result(self, timeout: float | None = None) -> T:
-        """Wait for the result. TimeoutError after `timeout` seconds; the operation continues."""
+        """Wait for the result. Raise TimeoutError after `timeout` seconds; the operation then
+        continues.
+        """
         try:
             return self._future.result(timeout)
         except KeyboardInterrupt:
@@ -48,7 +50,7 @@ class Pending(Generic[T]):
             raise
 
     async def result_async(self, timeout: float | None = None) -> T:
-        """Wait for the result without blocking the event loop. TimeoutError after `timeout`
+        """Wait for the result without blocking the event loop. Raise TimeoutError after `timeout`
         seconds; the operation continues.
         """
         try:

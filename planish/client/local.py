@@ -50,9 +50,10 @@ def used_together(base_url: str | None, *names: str | None) -> dict[str, str] | 
 def chosen_url(
     base_url: str | None, api_key: str | None, engine_options: Mapping[str, Any]
 ) -> str | None:
-    """Return the server URL: `base_url`, else that of the environment; None means this process.
+    """Return the server URL: `base_url`, else that of the environment. None means an engine in this
+    process.
 
-    UserError if there is a URL and also `engine_options` that only a local engine has, or an
+    Raise UserError if there is a URL and also `engine_options` that only a local engine has, or an
     `api_key` without a URL.
     """
     source, url = (

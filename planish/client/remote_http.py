@@ -30,7 +30,9 @@ class Http:
     """A connection pool without a size limit, for use in one event loop."""
 
     def __init__(self, url: str, headers: Mapping[str, str]) -> None:
-        """Create a pool for `url`, with `headers` on every request. UserError if it is not a URL."""
+        """Create a pool for `url`, with `headers` on every request. Raise UserError if `url` is
+        invalid.
+        """
         import httpx2  # takes 0.1 s, so import it only for a server
 
         try:

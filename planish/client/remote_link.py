@@ -73,11 +73,11 @@ class Link:
         await self._polling.close()
 
     async def get(self, path: str, params: Mapping[str, str | int] | None = None) -> Response:
-        """Return the response of a GET request, after retries; PlanishError if it is an error."""
+        """Return the response of a GET request, after retries. Raise PlanishError for an error."""
         return await self._request("GET", path, params=params)
 
     async def delete(self, path: str) -> None:
-        """Send a DELETE request, with retries; PlanishError if it fails."""
+        """Send a DELETE request, with retries. Raise PlanishError if it fails."""
         await self._request("DELETE", path)
 
     async def post(
@@ -88,8 +88,8 @@ class Link:
         patience: float | None = None,
         silence: float | None = None,
     ) -> Response:
-        """Return the response of a POST request, after retries. PlanishError for an error status,
-        unless it is in `returned`.
+        """Return the response of a POST request, after retries. Raise PlanishError for an error
+        status, unless the status is in `returned`.
 
         `patience` limits all retries together and `silence` the wait for one response, in seconds.
         """
@@ -103,7 +103,7 @@ class Link:
         """Yield the frames of a streamed response to `request()`.
 
         When the stream ends or breaks, `request` is called again: it returns the next request, or
-        None to stop. NoSuchEndpointError if the server does not have the endpoint.
+        None to stop. Raise NoSuchEndpointError if the server does not have the endpoint.
         """
         patience = Patience(self.patience, self.url)
         posted = request()
@@ -132,8 +132,8 @@ class Link:
                 await patience.after_silence(broken)
 
     async def result(self, request_id: str, takes_protobuf: bool) -> bytes:
-        """Wait without a time limit for the result of an accepted request. PlanishError if it
-        failed.
+        """Wait without a time limit for the result of an accepted request. Raise PlanishError if
+        the request failed.
         """
         posted = Posted.json(
             "/retrieve_future", {"request_id": request_id, "allow_metadata_only": False}
@@ -203,7 +203,7 @@ class Link:
 
 
 def checked_url(base_url: str) -> str:
-    """Return the URL without trailing slash and API path. UserError if it is not a server URL."""
+    """Return the URL without trailing slash and API path. Raise UserError if it is invalid."""
     parts = urlsplit(base_url.strip()) if isinstance(base_url, str) else None
     if parts is None or parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(f"base_url={base_url!r}: give a URL such as http://127.0.0.1:8000")
@@ -218,7 +218,9 @@ def checked_url(base_url: str) -> str:
 
 
 def checked_key(given: str | None) -> str | None:
-    """Return the API key: `given`, else the environment's, else None. UserError if it is invalid."""
+    """Return the API key: `given`, else the environment's, else None. Raise UserError if the key
+    is invalid.
+    """
     named = [("api_key", given), *((name, os.environ.get(name)) for name in _KEY_VARIABLES)]
     source, key = next(((source, key) for source, key in named if key), ("", None))
     if key is not None and not _KEY.fullmatch(key):

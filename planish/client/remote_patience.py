@@ -39,7 +39,9 @@ class Patience:
         self._delay, self._silent_since, self._faults = _FIRST_DELAY, None, 0
 
     async def after_silence(self, error: Exception) -> None:
-        """Wait before the next try. ServerUnreachableError after `seconds` without an answer."""
+        """Wait before the next try. Raise ServerUnreachableError if there was no answer for
+        `seconds`.
+        """
         if self._is_over():
             raise ServerUnreachableError(
                 f"no server answers at {self.url} ({error}); start one with `planish serve` or check the URL, "

@@ -37,8 +37,8 @@ class RemoteSession:
 
     @classmethod
     async def begin(cls, link: Link, user_metadata: Mapping[str, str]) -> RemoteSession:
-        """Begin a session. ServerUnreachableError if no server answers; UserError if it is not a
-        planish server, speaks another version, or rejects the key.
+        """Begin a session. Raise ServerUnreachableError if no server answers, and UserError if the
+        server is not a planish server, speaks another version, or rejects the key.
         """
         sdk = {"sdk_version": f"planish {version('planish')}"}
         settings = await _first(link, Posted.json("/client/config", sdk))

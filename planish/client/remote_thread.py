@@ -91,7 +91,7 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the coroutine `function(...)` in the loop, wait, and return its result.
+        """Run the coroutine `function(...)` in the loop, wait, and return its result. Raise
         EngineClosedError if the loop thread ends before that.
         """
         assert not self._thread.is_current, "a future's callback must not wait for the server"

@@ -29,7 +29,8 @@ def keep_tokenizer(files: Mapping[str, str], cache: Path) -> Path:
     """Return the directory in `cache` with these files (name to text), and write it if it is
     missing.
 
-    UserError if a name or a content is invalid, StorageError if the directory cannot be written.
+    Raise UserError if a name or a content is invalid, StorageError if the directory cannot be
+    written.
     """
     for name, text in files.items():
         if not _FILE_NAME.fullmatch(name) or not isinstance(text, str):

@@ -88,7 +88,7 @@ class RestClient(RefusesMethods):
     def get_training_run(
         self, training_run_id: str, access_scope: str = "owned"
     ) -> Pending[TrainingRun]:
-        """Return one training run. CheckpointError if it has no checkpoints."""
+        """Return one training run. Raise CheckpointError if it has no checkpoints."""
         found = self._service.checkpoints(training_run_id)
         if not found:
             raise CheckpointError(

@@ -166,7 +166,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def options_of(arguments: argparse.Namespace) -> ServeOptions:
-    """Return the parsed options. UserError names the option that is wrong."""
+    """Return the parsed options. Raise UserError, which names the option, for a wrong value."""
     return ServeOptions(
         host=arguments.host,
         port=arguments.port,

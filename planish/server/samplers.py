@@ -156,7 +156,9 @@ class Samplers:
         return list(self._samplers.values())
 
     async def row(self, tenant: Tenant, sampler_id: str) -> SamplerRow:
-        """Return the row of any sampler that the tenant ever made. NotFound if there is none."""
+        """Return the row of a sampler of the tenant, open or closed. Raise NotFound if there is no
+        such sampler.
+        """
         rows = await self._services.store.read(
             select, SamplerRow, "id = ? AND tenant = ?", [sampler_id, tenant.name]
         )
@@ -167,7 +169,7 @@ class Samplers:
         return rows[0]
 
     async def info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
-        """Return what a client may know of its sampler. NotFound if there is none."""
+        """Return a sampler's base model and checkpoint. Raise NotFound if there is none."""
         row = await self.row(tenant, sampler_id)
         return SamplerInfo(sampler_id, row.base_model, row.model_path)
 

@@ -297,7 +297,9 @@ class Server:
         return accepted
 
     async def model_info(self, tenant: Tenant, model_id: str) -> GetInfoResponse:
-        """Return a model's information; waits for its creation. UserError if that failed."""
+        """Wait for a model's creation, and return the model's information. Raise UserError if the
+        creation failed.
+        """
         row = await self._model_row(tenant, model_id)
         if row.arch is None:
             outcome = await self.request_log.outcome(tenant, f"{model_id}:0", _CREATION_SECONDS)
@@ -319,7 +321,9 @@ class Server:
             )
 
     async def _model_row(self, tenant: Tenant, model_id: str) -> ModelRow:
-        """Return the row of any model that the tenant ever made. NotFound if there is none."""
+        """Return the row of a model of the tenant, open or closed. Raise NotFound if there is no
+        such model.
+        """
         rows = await self.store.read(
             select, ModelRow, "id = ? AND tenant = ?", [model_id, tenant.name]
         )
@@ -372,7 +376,7 @@ class Server:
         return Page([await self._run_of(item) for item in found], offset, limit, total)
 
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
-        """Return one run. NotFound if the tenant has none with this id."""
+        """Return one run. Raise NotFound if the tenant has none with this id."""
         row = await self._model_row(tenant, run_id)
         [found] = await self.store.read(_with_last_request, "id = ?", [row.id])
         return await self._run_of(found)
@@ -380,8 +384,8 @@ class Server:
     async def list_checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> Page[Checkpoint]:
-        """Return a page of the tenant's checkpoints, newest first. NotFound for a run that is not
-        the tenant's.
+        """Return a page of the tenant's checkpoints, newest first. Raise NotFound for a run that is
+        not the tenant's.
         """
         if run_id is not None:
             await self._model_row(tenant, run_id)
@@ -434,7 +438,9 @@ class Server:
         return path
 
     async def _is_copied(self, run_id: str, why_closed: str) -> bool:
-        """Return whether the run holds this copy. UserError if it is used by another model."""
+        """Return whether the run already holds this copy. Raise UserError if another model uses
+        the id of the run.
+        """
         runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
         if runs and runs[0].closed != why_closed:
             raise UserError(

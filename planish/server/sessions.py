@@ -202,7 +202,7 @@ class Sessions:
         return Page([row.id for row in rows], offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:
-        """Return a session, open or ended. NotFound if the tenant has none with this id."""
+        """Return a session, open or ended. Raise NotFound if the tenant has none with this id."""
         row = await self._row(tenant, session_id)
         models, samplers = await self._store.read(
             lambda db: (

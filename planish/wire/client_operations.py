@@ -114,7 +114,9 @@ def training_request(operation: Operation[Any], seq_id: int) -> Posted:
 
 
 def training_result(operation: Operation[Any], content: bytes) -> Any:
-    """Read the result of an operation from the body of the answer. UserError if it is invalid."""
+    """Read the result of an operation from the body of the answer. Raise UserError if the body is
+    invalid.
+    """
     match operation:
         case ForwardBackward():
             return output_from_message(content)

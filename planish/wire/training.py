@@ -221,8 +221,8 @@ def optim_step_response_from_json(fields: Fields) -> OptimStepResponse:
 
 
 def _fields_of(body: bytes, begin: int, end: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the fields of the message between `begin` and `end`: number, where the field begins,
-    where its content begins, and where it ends. UserError if it is not a message.
+    """Yield (field number, start of the field, start of its content, end) for each field of the
+    message in `body[begin:end]`. Raise UserError if these bytes are not a message.
     """
     while begin < end:
         tag, content = _varint(body, begin, end)

@@ -68,8 +68,8 @@ class CheckpointCatalog:
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """Return a checkpoint that is the tenant's or public. NotFound otherwise, or if it has
-        expired.
+        """Return a checkpoint that the tenant may read: its own, or a public one. Raise
+        NoSuchCheckpoint for another one, or if the checkpoint has expired.
         """
         row = await self._row(path)
         if row.tenant != tenant.name and not row.public:
@@ -77,7 +77,9 @@ class CheckpointCatalog:
         return row
 
     async def owned(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """Return a checkpoint of the tenant. NotFound otherwise, or if it has expired."""
+        """Return a checkpoint of the tenant. Raise NoSuchCheckpoint for another one, or if the
+        checkpoint has expired.
+        """
         row = await self._row(path)
         if row.tenant != tenant.name:
             raise _not_found(path)
@@ -244,7 +246,7 @@ class CheckpointCatalog:
         return f"{content}.{self._signature(content)}"
 
     async def files_of_token(self, token: str) -> CheckpointFiles:
-        """Return the files that a token is for. NotFound if it is invalid or has expired."""
+        """Return the files that a token is for. Raise NotFound for an invalid or expired token."""
         content, _, signature = token.partition(".")
         if not hmac.compare_digest(_encode(signature), _encode(self._signature(content))):
             raise NotFound(
@@ -328,8 +330,8 @@ class CheckpointFiles:
         return [name + SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
-        """Open one of `names` for reading. KeyError for another name, FileNotFoundError if the
-        checkpoint was deleted.
+        """Open one of `names` for reading. Raise KeyError for another name, FileNotFoundError if
+        the checkpoint was deleted.
         """
         if not self.recipients:
             return open(self.paths[name], "rb")
@@ -340,7 +342,7 @@ def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
     """Return the metadata for a checkpoint's recipients: age1... keys or SSH public keys, at most
     ten.
 
-    UserError for anything else, UnsupportedError if the package for encryption is not installed.
+    Raise UserError for anything else, UnsupportedError if the package for encryption is missing.
     """
     if not recipients:
         return {}

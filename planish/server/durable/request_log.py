@@ -278,8 +278,8 @@ class RequestLog:
         return request.written
 
     async def outcome(self, tenant: Tenant, request_id: str, seconds: float) -> Outcome:
-        """Wait up to `seconds` for the answer. NotFound if there is no such request; Gone if its
-        result has expired.
+        """Wait up to `seconds` for the answer, and return it or TryAgain. Raise NotFound if there
+        is no such request, Gone if its result has expired.
         """
         request = self._active.get(request_id)
         if request is not None and request.row.tenant == tenant.name:

@@ -92,9 +92,10 @@ class Access:
     app: ASGIApp
     metrics: RequestMetrics
     authenticate: Callable[[str | None], Tenant]
-    """Returns the tenant of a key. PlanishError if the key is unknown."""
+    """Returns the tenant of a key. Raises PlanishError if the key is unknown."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the application for one request, and record the request when its response ends."""
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return

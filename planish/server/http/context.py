@@ -138,7 +138,7 @@ class RequestContext:
 
     @property
     def open_server(self) -> Server:
-        """The server, if it takes new work. Unavailable otherwise."""
+        """The server. Raise Unavailable if it takes no new work."""
         self.server.check_open()
         return self.server
 
@@ -296,8 +296,8 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
 
 def context_of(request: Request, key: str | None) -> RequestContext:
-    """Return the context of a request. Unauthorized if the key is unknown, or if a server without
-    keys gets the request of a web page.
+    """Return the context of a request. Raise Unauthorized if the key is unknown, or if a web page
+    sent the request to a server without keys.
     """
     state: HttpState = request.app.state.http
     if state.settings.keys is None:
@@ -364,8 +364,8 @@ _KEY = re.compile(r"[\x21-\x7e]{8,500}")
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
-    """Return the tenants' names by key. UserError for a file that cannot be read, is empty, or has
-    an invalid line.
+    """Return the tenants' names by key. Raise UserError if the file cannot be read, is empty, or
+    has an invalid line.
     """
     try:
         lines = Path(path).expanduser().read_text().splitlines()
@@ -415,7 +415,7 @@ class ApiKeys:
         )
 
     def tenant(self, key: str | None) -> Tenant:
-        """Return the tenant of a key. Unauthorized if it is missing or unknown."""
+        """Return the tenant of a key. Raise Unauthorized if the key is missing or unknown."""
         if self._tenants is None:
             return EVERYBODY
         if not key:

@@ -365,8 +365,8 @@ class Model:
         return True
 
     async def load(self) -> None:
-        """Bring the adapter back into memory: load the snapshot, then replay. UserError if the
-        model was closed; DamagedFileError if a file was altered or removed.
+        """Bring the adapter back into memory: load the snapshot, then replay. Raise UserError if
+        the model was closed, DamagedFileError if a file was altered or removed.
         """
         if self.row.closed is not None:
             raise UserError(

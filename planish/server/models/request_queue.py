@@ -187,7 +187,7 @@ class RequestIntake:
 
         The same number with the same operation returns the same request id; with another operation
         it raises BadRequest. An operation that is rejected (BadRequest, NotFound) has used up its
-        number. Gone if the model or its session has ended.
+        number. Raise Gone if the model or its session has ended.
         """
         if not 1 <= seq_id <= _MAX_SEQ:
             raise BadRequest(f"seq_id={seq_id}: the requests of a model are numbered from 1")
@@ -253,8 +253,8 @@ class RequestIntake:
         return await asyncio.shield(task)
 
     async def _is_repeated(self, seq: int, request_id: str, digest: bytes) -> bool:
-        """Return whether this request was accepted before. BadRequest or Gone if its number cannot
-        be used.
+        """Return whether this request was accepted before. Raise BadRequest or Gone if its number
+        cannot be used.
         """
         while (arriving := self.arriving.get(seq)) is not None:
             await asyncio.wait([arriving])

@@ -237,8 +237,8 @@ _ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 
 def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
-    """Return the prompt for `messages` and `tools`. WrongParameterError names what cannot be
-    rendered.
+    """Return the prompt for `messages` and `tools`. Raise WrongParameterError, which names the
+    field, if the renderer cannot express a message or tool.
     """
     messages = [
         _message(one, f"messages[{index}]") for index, one in enumerate(_list(fields, "messages"))

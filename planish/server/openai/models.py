@@ -128,8 +128,8 @@ class OpenAIModels:
         """Samplers to be closed when their running requests end."""
 
     async def find(self, tenant: Tenant, name: str) -> Served:
-        """Return a model. ModelNotFoundError if it is neither a base model nor a checkpoint that
-        the tenant may read.
+        """Return the model with this name. Raise ModelNotFoundError if the name is neither a base
+        model nor a checkpoint that the tenant may read.
         """
         if name in self._directories:
             return Served(name, name, await self._base_texts(name), None, 0.0)
