@@ -134,8 +134,8 @@ class CrashGuard:
             await self._store.write(_stopped)
 
     async def enter(self, key: str) -> None:
-        """Wait until the key may run together with the running keys, and mark it if the guard
-        watches. Raise Abandoned for an abandoned key.
+        """Wait until the key may run together with the running keys. Mark the key if the guard
+        watches, or if the key is a suspect. Raise Abandoned for an abandoned key.
         """
         if key in self._abandoned:
             raise Abandoned(
