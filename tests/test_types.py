@@ -376,7 +376,9 @@ def test_invalid_checkpoint_paths_are_rejected(path):
     ],
 )
 def test_stop_conditions_at_the_limits_are_accepted(stop):
-    assert len(SamplingParams(stop=stop).stop) == len(stop)
+    kept = SamplingParams(stop=stop).stop
+    assert kept is not None
+    assert len(kept) == len(stop)
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "seed", "top_k", "stop"])
