@@ -41,7 +41,10 @@ class ModelTokenizer(Protocol):
         ...
 
     def convert_tokens_to_ids(self, tokens: str) -> Any:
-        """Return the id of the token with this text, None or that of the unknown token."""
+        """Return the id of the token with this text.
+
+        If there is no such token, return None or the id of the unknown token.
+        """
         ...
 
     def convert_ids_to_tokens(self, ids: int) -> Any:

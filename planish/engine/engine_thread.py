@@ -104,7 +104,7 @@ class EngineThread:
         """
         is_here = self._thread.is_alive()
         if self._ended.is_set():
-            raise self._closed()
+            raise self._closed_error()
         if not is_here:
             raise EngineClosedError(
                 "the engine is in the process that this one was forked from; sample and train there, or make a ServiceClient here"
@@ -166,7 +166,7 @@ class EngineThread:
     def _check_abort(self) -> None:
         """Raise the error of a closed engine if the work in progress must stop."""
         if self._is_aborted:
-            raise self._closed()
+            raise self._closed_error()
 
     def _receive(self) -> None:
         """Take all items from the inbox, and wait for one if there is no work."""
@@ -189,8 +189,8 @@ class EngineThread:
         """Return whether the thread was asked to stop and has nothing left to finish."""
         if self._stop is None:
             return False
-        # Check for awaited data first. If the data become ready between the two checks, their
-        # operation counts as work in the second check.
+        # Check for awaited data first. In the other order, data that become ready between the two
+        # checks would be missed by both. The thread would then end before their operation ran.
         return not (self._stop.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:
@@ -204,7 +204,7 @@ class EngineThread:
         )
 
     def _reset_shares(self) -> None:
-        """Start to count the time used by training, sampling and each model at 0."""
+        """Reset the used time of training, of sampling and of every model to 0."""
         self._side_shares, self._training_shares = FairShare(), FairShare()
         self._sampling_shares = FairShare()
 
@@ -396,7 +396,7 @@ class EngineThread:
     def _end(self) -> None:
         """Fail all operations that are left and release all tensors."""
         self._ended.set()
-        error = self._closed()
+        error = self._closed_error()
         for model in self._models:
             if model.work is not None:
                 model.work.close()
@@ -406,8 +406,9 @@ class EngineThread:
         self._reject_inbox()
         for base in self._bases:
             base.sampler.abort_all(error)
-        # Tensors must be released here: not while the thread shuts down, and not by another thread
-        # that drops the last reference to this object.
+        # Drop the references to all tensors here. Otherwise the tensors would be freed while the
+        # thread shuts down, or later in any other thread that drops the last reference to this
+        # object.
         self._models, self._bases, self._sampler_sessions = [], [], []
         self._reset_shares()
         self._on_end()
@@ -420,9 +421,9 @@ class EngineThread:
             except Empty:
                 return
             if isinstance(item, QueuedOperation):
-                item.fail(self._closed())
+                item.fail(self._closed_error())
 
-    def _closed(self) -> PlanishError:
+    def _closed_error(self) -> PlanishError:
         """Return the error for operations that the thread can no longer run."""
         if self._fault is None:
             return EngineClosedError(
@@ -458,7 +459,8 @@ def _check_device(error: Exception, base: BaseModel) -> None:
     """
     if not isinstance(error, PlanishError) and base.is_lost():
         raise EngineClosedError(
-            f"{base.device} does nothing more for this process, after this error: {error}; start the program again"
+            f"{base.device} is no longer usable in this process after this error: {error}; "
+            "start the program again"
         ) from error
 
 

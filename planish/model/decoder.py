@@ -138,11 +138,12 @@ class _Forward:
     def layer(
         self, index: int, layer: Layer, x: Tensor, residual: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Run one decoder layer on the float32 residual stream.
+        """Run one decoder layer, whose input is the float32 hidden state x + residual [T, D].
 
-        The residual stream is the sum of `x` [T, D] and `residual` [T, D], the output of the
-        previous layer's MLP. The next norm adds the two in one fused kernel. Return the same pair
-        for the next layer.
+        `residual` is the output of the previous layer's MLP, or None in the first layer. The two
+        summands are separate, because a fused kernel adds them and computes the layer's input norm.
+        Return the hidden state after this layer's attention, and the output of its MLP: the same
+        two arguments for the next layer.
         """
         x, h = self.add_norm(x, residual, layer.input_norm)
         q, k, v = self.qkv(self.linear(h, layer.qkv, index, "attn_in"), layer)
@@ -190,7 +191,7 @@ class _Forward:
 
 @dataclass(frozen=True)
 class _Loader:
-    """Weights from files, converted to the dtype and moved to the device of a backend on access."""
+    """Provides a checkpoint's weights in the dtype and on the device of a backend."""
 
     weights: Mapping[str, Tensor]
     backend: Backend

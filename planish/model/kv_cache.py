@@ -4,12 +4,15 @@ A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1, be
 moves into any gap. So a whole pool is one matmul operand, and no gathering is needed. The GPU
 kernels look up the address of each slot, so a GPU's pools leave gaps open (`GappedKVPool`).
 
-Capacities are multiples of SPAN. On a CPU a full slot moves to a pool of about twice the capacity.
-On a GPU a sample gets a slot of its final capacity at once.
+Capacities are multiples of SPAN, the number of positions whose values attention sums in one matmul
+(model/positions.py). On a CPU a full slot moves to a pool of about twice the capacity. On a GPU a
+sample gets a slot of its final capacity at once.
 
 Prompts and sampled tokens are in different pools, so that all samples of a prompt share its slot.
-The first position of a sample's slot is the last multiple of SPAN within the prompt. The prompt's
-remaining positions are copied into the sample's slot. So no attention span is split between slots.
+A span is never split between the two slots: samples share only the whole spans of the prompt, and
+each sample's slot starts with a copy of the prompt's remaining positions. For example, let SPAN be
+64 and the prompt have 150 tokens. All samples then read positions 0 .. 127 from the prompt's slot.
+The slot of each sample starts with a copy of positions 128 .. 149, followed by the sampled tokens.
 
 Keys and values have the model's dtype where matmuls accumulate in float32: on a GPU, and in
 planish's own CPU kernels. Elsewhere on a CPU they are float32, because torch's bf16 matmuls would
@@ -65,8 +68,9 @@ class KVSpec:
 def max_pool_bytes(reserved: int) -> int:
     """Return the maximum bytes that the pools may allocate for `reserved` bytes of reservations.
 
-    The result is 1/8 more than `reserved`, because a freed slot stays allocated for the next owner
-    of its capacity. Shrinking the pool at every free would copy all slots in use each time.
+    The result is `reserved` plus 1/8 of it for freed slots that stay allocated until another
+    sample or prompt needs a slot of that capacity. Without this margin, a pool could often grow
+    only after another pool has shrunk, and shrinking a pool copies all of its slots in use.
     """
     return reserved + reserved // 8
 
@@ -249,8 +253,8 @@ class GappedKVPool(KVPool):
         """Create a pool without slots."""
         super().__init__(spec, capacity)
         self._slots_in_use: list[int] = []
-        """The slot of each of `owners` in this pool. During a move to another pool, the owner's
-        `slot` attribute already names the new slot.
+        """The slot of each of `owners` in this pool. `owner.slot` cannot replace this list: during
+        a move it already has the index of the slot in the target pool.
         """
         self._gaps: list[int] = []
         """A heap of the freed slots, which `allocate` assigns again, the lowest first."""
@@ -302,8 +306,9 @@ class GappedKVPool(KVPool):
 class KVBudget:
     """A shared memory budget of several pools, counted in positions.
 
-    Freed slots stay in their pool for the next owner. They are deallocated only when the pools
-    would together exceed `max_positions`.
+    Freed slots usually stay in their pool for the next owner. A pool deallocates them in two cases:
+    when less than about half of its slots are in use (`KVPool.free`), and when the pools would
+    together exceed `max_positions` (`reclaim_for`).
     """
 
     def __init__(self, max_positions: float = inf) -> None:
@@ -323,9 +328,10 @@ class KVBudget:
     def reclaim_for(self, wanted: Mapping[KVPool, int]) -> None:
         """Deallocate unused slots until the wanted slots fit into the budget.
 
-        `wanted` maps each pool that is about to grow to its number of additional owners. Nothing
-        is deallocated if all of them fit already. Trimming a pool copies its slots in use. So this
-        method trims as few pools as possible, those with the most unused positions first.
+        The keys of `wanted` are the pools that are about to grow, and the values are the numbers of
+        their additional owners. Nothing is deallocated if all additional owners fit already.
+        Trimming a pool copies its slots in use. So this method trims as few pools as possible: it
+        starts with the pool that has the most unused positions.
         """
         spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
         missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)

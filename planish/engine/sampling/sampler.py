@@ -8,10 +8,10 @@ Rows are grouped by adapter. Samples of one prompt share its keys and values. Pr
 prefix compute that prefix only once.
 
 Deterministic mode is batch-invariant: the bits of a sample's tokens and logprobs do not depend on
-the rest of the batch or on the prefix cache. For this, every matmul has a row count at which this
-machine's matmuls are known to be batch-invariant (see row_tiling.py). Attention sums in the order
-of positions (see ordered_attention.py). The trainer follows the same two rules, so it reproduces
-the sampler's logprobs.
+the rest of the batch or on the prefix cache. For this, torch's matmuls are padded to row counts at
+which they are batch-invariant on this machine (see row_tiling.py). Attention sums in the order of
+positions (see ordered_attention.py). The trainer follows the same two rules, so it reproduces the
+sampler's logprobs.
 """
 
 from __future__ import annotations
@@ -170,8 +170,9 @@ class Sampler:
         if needed > self._scheduler.max_positions:
             raise UserError(
                 f"a prompt of {tokens} tokens with max_tokens={max_tokens} needs "
-                f"{needed * self._kv_spec.bytes_per_position:,} bytes of keys and values, and kv_cache_bytes="
-                f"{self.settings.kv_cache_bytes:,}; lower max_tokens or raise kv_cache_bytes"
+                f"{needed * self._kv_spec.bytes_per_position:,} bytes for keys and values, more "
+                f"than the limit kv_cache_bytes={self.settings.kv_cache_bytes:,}; "
+                "lower max_tokens or raise kv_cache_bytes"
             )
 
     def submit(
@@ -181,7 +182,9 @@ class Sampler:
         version: Hashable,
         future: Future[SampleResponse],
     ) -> None:
-        """Queue a validated request. Its response is set on `future`; cancelling it withdraws it.
+        """Queue a validated request. Its response is set on `future`.
+
+        To withdraw the request, cancel `future`.
 
         `version` identifies the weights in the prefix cache. `weights` is None for the base model.
         """
@@ -239,9 +242,9 @@ class Sampler:
         leave the scheduler or the pools inconsistent.
         """
         requests, self._requests = self._requests, []
-        settings = self._scheduler
+        old = self._scheduler
         self._scheduler = Scheduler(
-            settings.max_batch, settings.max_positions, settings.max_prefill_tokens_per_step
+            old.max_batch, old.max_positions, old.max_prefill_tokens_per_step
         )
         self._make_pools()
         self._last_hidden.clear()
@@ -273,9 +276,9 @@ class Sampler:
             if request is None or request.scores is None
             else request.scores.first_position // CHUNK
         )
-        # Cached positions are scored right here, while all other requests wait. So at most
-        # `max_prefill_tokens_per_step` cached positions are scored, and later steps prefill the
-        # remainder.
+        # Cached positions are scored right here, while all other requests wait. So this prompt uses
+        # at most `max_prefill_tokens_per_step` cached positions that need scores. The rest of the
+        # cache hit is discarded, and later steps prefill those positions again.
         known = known[: first + self.settings.max_prefill_tokens_per_step // CHUNK]
         if known:
             keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
@@ -445,12 +448,12 @@ class Sampler:
                 self._samples.pool_for(need).allocate(sample)
                 fresh.setdefault((need, sample.prompt.capacity), []).append(sample)
             sample.capacity = need
-        for (capacity, source), same in grown.items():
-            self._samples.pool_for(source).move(same, self._samples.pool_for(capacity))
-        for (capacity, source), same in fresh.items():
+        for (capacity, old_capacity), same in grown.items():
+            self._samples.pool_for(old_capacity).move(same, self._samples.pool_for(capacity))
+        for (capacity, prompt_capacity), same in fresh.items():
             lengths = [sample.prompt.length for sample in same]
             self._samples.pool_for(capacity).copy_from(
-                self._prompts.pool_for(source),
+                self._prompts.pool_for(prompt_capacity),
                 [sample.prompt.slot for sample in same],
                 [length - length % SPAN for length in lengths],
                 [sample.slot for sample in same],

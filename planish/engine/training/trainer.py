@@ -11,9 +11,9 @@ gradient fails the call, and also the optimizer step that may already be queued 
 `forward_backward` is a generator. It yields between micro-batches, so the engine can interleave
 other work on the device.
 
-Shapes of one micro-batch: P is the number of distinct (row, target) pairs. A row is a token of the
-packed prefix trees. M is the total number of targets of all datums, which is larger than P if
-datums share pairs.
+Shapes of one micro-batch: a row is one token of the packed prefix trees. M is the total number of
+targets of all datums. P is the number of distinct (row, target) pairs. P is smaller than M if
+several datums have the same target after a shared prefix.
 """
 
 from __future__ import annotations
@@ -76,8 +76,8 @@ class TrainerSettings:
         itemsize, logit_itemsize = backend.dtype.itemsize, backend.logits_dtype.itemsize
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         # Two residual states and the log-sum-exp of the attention are float32. The other tensors
-        # have the dtype of the matmuls: normed inputs, rotated q and k, v, the attention output,
-        # gate, up, the SwiGLU output, and the hidden states of the LoRA.
+        # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
+        # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
         low = sum(padded_lora_columns(len(site) * rank) for site in LAYER_SITES)
         narrow = (
@@ -147,8 +147,11 @@ class Trainer:
     def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
         """Create a trainer for the adapters of one base model.
 
-        With a batch-invariant backend the trainer reproduces the sampler's logprobs bit for bit.
-        The exception is a sampler that computes in fixed tiles.
+        If the backend is batch-invariant, the trainer reproduces the sampler's logprobs: bit for
+        bit with the C++ kernels, and except for rounding in the last bit with torch. An exception
+        is a backend that runs the sampler's matmuls in tiles of a fixed number of rows. The trainer
+        does not use tiles, because they are too slow for its many rows. So its logprobs then differ
+        more (see `describe` in engine/numerics.py).
         """
         self._decoder = decoder
         self.settings = settings
@@ -358,7 +361,8 @@ def _losses(call: _Call, packed: Packed, logprobs: Tensor) -> Tensor:
     if not all(finite):
         datum = packed.datums[finite.index(False)]
         raise NonFiniteError(
-            f"the loss of data[{datum}] is not finite; check that its logprobs are those of its target_tokens, and its advantages"
+            f"the loss of data[{datum}] is not finite; check that its logprobs belong to its "
+            "target_tokens and that its advantages are not too large"
         )
     return stacked
 
@@ -375,8 +379,9 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
         inputs = call.batch.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
-    # exp overflows float64 beyond 709, so `_exp` clips the logprob difference at 700. Losses that
-    # clip the ratio or square the difference can be finite even for larger differences.
+    # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700.
+    # Larger differences are possible here, because some losses stay finite: ppo clips the ratio,
+    # and dro squares the difference instead of computing a ratio.
     return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
 
 

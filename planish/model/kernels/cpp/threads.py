@@ -1,9 +1,9 @@
 """The number of threads that compute on the CPU, how they wait, and how long Python's threads wait
 for the interpreter lock.
 
-Our kernels run on a pool of their own (cpp/pool.h). torch's operations run on OpenMP threads, which
-by default spin for milliseconds after each operation and so keep cores from the pool and from other
-processes.
+Our kernels run on a thread pool of their own (cpp/src/pool.h). torch's operations run on OpenMP
+threads. By default, OpenMP threads spin for milliseconds after each operation, on cores that the
+pool and other processes need.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ SPIN_VARIABLE = "GOMP_SPINCOUNT"
 sleeps. Other OpenMP libraries ignore it.
 """
 SPINS = "1000"
-"""Some ten microseconds; docs/log.md has what other values cost."""
+"""planish's value of SPIN_VARIABLE: about ten microseconds. docs/log.md has measurements with 1000
+and with 10000.
+"""
 _WAITING = (SPIN_VARIABLE, "OMP_WAIT_POLICY")
 _COUNTING = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _GROUPS = Path("/sys/fs/cgroup")
@@ -34,7 +36,7 @@ Every torch operation releases the interpreter lock and then takes it back. If a
 is busy, taking it back can wait for one switch interval. With Python's default of 5 ms, a decoding
 step of 45 operations takes 58 ms instead of 1 ms.
 """
-_PYTHONS_OWN = 5e-3
+_PYTHON_DEFAULT_SECONDS = 5e-3
 _lock = Lock()
 _holders = 0
 
@@ -49,24 +51,26 @@ def spin_shortly() -> None:
 
 
 def limit_threads() -> None:
-    """Reduce the threads of torch and of our kernels to the processors that this process may keep
-    busy, and log it. A number that the user chose stays: OMP_NUM_THREADS, MKL_NUM_THREADS or
-    torch.set_num_threads.
+    """Limit the number of threads of torch and of our kernels to `usable_cpus()`, and log a change.
+
+    This function does nothing if the user has chosen the number with OMP_NUM_THREADS,
+    MKL_NUM_THREADS or torch.set_num_threads.
     """
     import torch
 
     allowed, chosen = usable_cpus(), torch.get_num_threads()
-    of_torch = {
-        count // threads_of_a_core
+    torch_defaults = {
+        count // threads_per_core
         for count in (_affinity(), os.cpu_count() or 1)
-        for threads_of_a_core in (1, 2)
+        for threads_per_core in (1, 2)
     }
-    if any(name in os.environ for name in _COUNTING) or chosen not in of_torch:
+    if any(name in os.environ for name in _COUNTING) or chosen not in torch_defaults:
         return
     if allowed < chosen:
         torch.set_num_threads(allowed)
         logging.getLogger(__name__).info(
-            "computing with %d threads instead of %d: this process may use no more processor time",
+            "computing with %d threads instead of %d: the CPU affinity or quota of this process "
+            "allows no more",
             allowed,
             chosen,
         )
@@ -134,7 +138,7 @@ def short_switch_interval() -> Iterator[None]:
     global _holders
     with _lock:
         _holders += 1
-        if _is_interval(_PYTHONS_OWN):
+        if _is_interval(_PYTHON_DEFAULT_SECONDS):
             sys.setswitchinterval(SWITCH_SECONDS)
     try:
         yield
@@ -142,7 +146,7 @@ def short_switch_interval() -> Iterator[None]:
         with _lock:
             _holders -= 1
             if not _holders and _is_interval(SWITCH_SECONDS):
-                sys.setswitchinterval(_PYTHONS_OWN)
+                sys.setswitchinterval(_PYTHON_DEFAULT_SECONDS)
 
 
 def _is_interval(seconds: float) -> bool:

@@ -1,21 +1,24 @@
 """Batch invariance: the numbers of rows for which matmuls are bitwise reproducible per row.
 
-A matrix library chooses its kernel, and thereby the order of additions, by the number of rows. So
-the last bits of a sample's logits depend on the batch size, unless every matmul uses a number of
-rows from a set of row counts that agree bit for bit.
+A matrix library chooses its kernel by the number of rows, and each kernel has its own order of
+additions. So the last bits of a sample's logits depend on the batch size. To prevent this, matmuls
+are padded to row counts that agree bit for bit.
 
-`probe` runs matmuls of the model's own shapes. It searches for the smallest `multiple` whose
-multiples all agree from some number of rows on. If there is none, matmuls can run in tiles of a
-fixed number of rows. Such tiles are batch-invariant by construction, but slower. The LoRA matmuls
-of a rank are probed when an adapter of that rank is first used, in the form that the decoder uses.
+`probe` runs matmuls of the model's own shapes at many row counts. It looks for the cheapest rule of
+this form: pad to at least `least` rows and to a multiple of `multiple`. A rule is valid if all
+tested row counts that it allows agree bit for bit. If no rule is valid, matmuls can run in tiles of
+a fixed number of rows. All tiles use the same kernel, so they are batch-invariant, but slower. The
+LoRA matmuls of a rank are probed at the first use of an adapter of that rank. For this, the probe
+runs matmuls of the same form as the decoder does.
 
 The C++ matmuls (cpp/cpu_products.py) are not probed, because their order of additions does not
-depend on the number of rows. torch's matmuls on other CPUs are probed, and so are adapters of a
-head whose vocabulary size is not a multiple of 16.
+depend on the number of rows. The probe covers the matmuls that torch computes: all matmuls if the
+C++ kernels are not in use, else those with unsupported shapes. One example is the LoRA of a head
+whose vocabulary size is not a multiple of 16.
 
-In practice only few rows differ. oneDNN uses another kernel for one row of more than 1024 columns.
-torch uses its own loops for small matrices of up to 16 ** 3 multiplications, such as few rows of a
-LoRA of low rank.
+In practice only small row counts differ. oneDNN uses another kernel for one row of more than 1024
+columns. torch uses its own loops for matmuls of up to 16 ** 3 multiplications, for example for a
+few rows of a low-rank LoRA.
 """
 
 from __future__ import annotations
@@ -56,9 +59,11 @@ A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multip
 1 of a narrow model that happens below about a hundred rows.
 """
 _LORA_ROWS = 32
-"""Minimum number of result rows that the probe compares for each row count of a LoRA matmul.
+"""For row counts below this number, the probe compares several LoRA matmuls: as many as fit into
+this number of rows.
 
-The sums of such a matmul are short, so a different order of additions changes only few entries.
+A sum over a low rank is short. So a different order of additions changes only a few entries, which
+one small matmul may not contain.
 """
 _LOW_RANK = 16
 _LOW_RANK_DRAWS = 6
@@ -118,8 +123,9 @@ class RowTiling:
     ) -> Tensor:
         """Return function(*tensors), computed with batch-invariant numbers of rows.
 
-        `tensors` [T, *] and the result [T, *] have one row per row of the batch. The function may
-        change all tensors but the first in place. `rank`: for LoRA matmuls of this rank.
+        `tensors` and the result are matrices with T rows, one per row of the batch. The function
+        may modify every tensor except the first in place. `rank`: the LoRA rank if the function
+        computes LoRA matmuls, else None.
         """
         rows = tensors[0].shape[0]
         missing = self.padded(rows, rank) - rows
@@ -158,7 +164,7 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     """
     config, dtype, device = backend.config, backend.dtype, backend.device
     shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
-    base = _look(dtype, device).agreeing(shapes, backend)
+    base = _prober(dtype, device).agreeing(shapes, backend)
     sites = _torch_sites(backend)
     by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
     for multiple in _MULTIPLES:
@@ -194,8 +200,8 @@ def _needs(
     least, multiple = min(fitting, key=max, default=(None, multiple))
     if least is None:
         logging.getLogger(__name__).warning(
-            "samples of LoRA adapters of rank %d are not batch-invariant on this machine: with %d "
-            "rows and more, torch's matmuls still differ (deterministic=True pads to %d)",
+            "LoRA adapters of rank %d are not batch-invariant on this machine: torch's matmuls "
+            "depend on the batch even if padded to %d rows; deterministic=True pads to up to %d",
             rank,
             max(choices),
             max(_LORA_LEAST),
@@ -213,8 +219,11 @@ def cancelling(
     The terms of each sum are pairs a and -a, and one or two terms that are 2 ** 18 times smaller.
     So a rounding error of the large terms changes the leading bits of the result, and a different
     order of additions changes a large part of all entries. With ordinary inputs, rounding to bf16
-    hides the difference in all but one of thousands of entries. Pairs alone are not enough: the
-    product of two bf16 numbers has 16 bits, so float32 adds a few of them without rounding.
+    hides the difference in all but one of thousands of entries.
+
+    Pairs alone are not enough, because the product of two bf16 numbers has only 16 significant
+    bits. So float32 adds a few such products without rounding, and the pairs then sum to exactly 0
+    in every order. The smaller terms make the additions round.
 
     Sums of one or two terms have only one order; their inputs are ordinary random numbers.
     """
@@ -229,7 +238,7 @@ def cancelling(
 
 
 @dataclass(frozen=True)
-class _Look:
+class _Prober:
     dtype: torch.dtype
     device: torch.device
     generator: torch.Generator
@@ -240,9 +249,10 @@ class _Look:
         return [tensor.to(self.device, self.dtype) for tensor in pair]
 
     def agreeing(self, shapes: Iterable[tuple[int, int]], backend: Backend) -> set[int]:
-        """Return the row counts of _ROWS that are bit-identical to max(_ROWS) rows.
+        """Return the row counts of _ROWS at which matmuls with all of these weights agree.
 
-        `shapes`: (out, in) of the frozen weights; the row counts must agree for all of them.
+        A row count agrees if its result is bit-identical to the same rows of a matmul with
+        max(_ROWS) rows. `shapes`: (out, in) of each frozen weight.
         """
         agreeing: set[int] = set(_ROWS)
         for fan_out, fan_in in sorted(set(shapes)):
@@ -251,8 +261,8 @@ class _Look:
         return agreeing
 
 
-def _look(dtype: torch.dtype, device: torch.device) -> _Look:
-    return _Look(dtype, device, torch.Generator().manual_seed(0))
+def _prober(dtype: torch.dtype, device: torch.device) -> _Prober:
+    return _Prober(dtype, device, torch.Generator().manual_seed(0))
 
 
 @dataclass(frozen=True)
@@ -287,12 +297,12 @@ def _agreeing_with_lora(
     The matmuls have the same form as in the decoder. The linears that read the same input share
     one A, and the B of each linear multiplies its slice of the LoRA hidden states.
     """
-    look, agreeing = _look(dtype, device), set(_ROWS)
+    prober, agreeing = _prober(dtype, device), set(_ROWS)
     for site in sites:
-        x, a = look.cancelling(len(site.sizes) * rank, site.fan_in)
+        x, a = prober.cancelling(len(site.sizes) * rank, site.fan_in)
         agreeing &= _agreeing(lambda x, a=a: x @ a.t(), x, _LORA_ROWS)
         for _ in range(_LOW_RANK_DRAWS if rank < _LOW_RANK else 1):
-            pairs = [look.cancelling(size, rank) for size in site.sizes]
+            pairs = [prober.cancelling(size, rank) for size in site.sizes]
             low = torch.cat([low for low, _ in pairs], 1)
             if site.is_head:  # the head pads its LoRA hidden states to whole SIMD vectors
                 low = F.pad(low, (0, -rank % LORA_COLUMNS))[:, :rank]
@@ -312,9 +322,10 @@ def _lora_outputs(
 def _agreeing(
     product: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, least_rows: int
 ) -> set[int]:
-    """Return the row counts of _ROWS at which `product` is bit-identical to `product(x)`.
+    """Return the row counts of _ROWS at which `product` is bit-identical to the rows of product(x).
 
-    At least `least_rows` rows are compared, with several matmuls if one has fewer rows.
+    For a row count below `least_rows`, all whole groups of rows among the first `least_rows` rows
+    are compared.
     """
     whole = product(x)
     return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
@@ -337,10 +348,10 @@ def _stacks_agree(
     """Return whether batched matmuls of several adapters of this rank are bit-identical to separate
     ones.
     """
-    look = _look(dtype, device)
+    prober = _prober(dtype, device)
     for site in sites:
-        for is_a in (True, False):
-            made = [_cancelling_site(look, site, rank, is_a) for _ in range(_STACKED)]
+        for cancels_in_a in (True, False):
+            made = [_probe_inputs(prober, site, rank, cancels_in_a) for _ in range(_STACKED)]
             xs, members = [x for x, _ in made], [own for _, own in made]
             whole = [
                 _lora_outputs(x @ own.a.t(), site.sizes, own.bs)
@@ -359,28 +370,32 @@ def _stacks_agree(
     return True
 
 
-def _cancelling_site(
-    look: _Look, site: _TorchSite, rank: int, is_a: bool
+def _probe_inputs(
+    prober: _Prober, site: _TorchSite, rank: int, cancels_in_a: bool
 ) -> tuple[torch.Tensor, LoraMatrices]:
     """Return an input x and an adapter with cancelling sums.
 
-    The terms cancel in the matmul of x and A if `is_a`, else in the matmuls with the Bs.
+    The terms cancel in the matmul of x and A if `cancels_in_a`, else in the matmuls with the Bs.
     """
     columns = len(site.sizes) * rank
-    pairs = [look.cancelling(size, rank) for size in site.sizes]
+    pairs = [prober.cancelling(size, rank) for size in site.sizes]
     bs = tuple(b for _, b in pairs)
-    if is_a:
-        x, a = look.cancelling(columns, site.fan_in)
+    if cancels_in_a:
+        x, a = prober.cancelling(columns, site.fan_in)
         return x, LoraMatrices(a, bs)
-    # A only selects columns of x, which is exact. So the LoRA hidden states are the cancelling
-    # inputs of the Bs.
+    # Here the matrix A is an identity: it selects columns of x without rounding. So the LoRA hidden
+    # states are exactly the cancelling inputs of the Bs.
     low = torch.cat([low for low, _ in pairs], 1)[:, : site.fan_in]
     x = F.pad(low, (0, site.fan_in - low.shape[1]))
     return x, LoraMatrices(torch.eye(columns, site.fan_in, dtype=x.dtype, device=x.device), bs)
 
 
 def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
-    """Return the first of `choices` from which on all multiples of `multiple` agree, or None."""
+    """Return the first of `choices` that is a valid minimum number of rows, or None.
+
+    A minimum is valid if every multiple of `multiple` in _ROWS that is at least the minimum is in
+    `agreeing`.
+    """
     for least in choices:
         if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
             return least
@@ -390,8 +405,8 @@ def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | N
 def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
     """Return the minimum number of rows for batch-invariant float32 matmuls in the attention."""
     generator = torch.Generator().manual_seed(0)
-    # Probe the smallest batch of matmuls that occurs, one per key-value head. A single matmul would
-    # be divided among threads by its rows.
+    # Probe a batched matmul with one member per key-value head, the smallest batch in use. A single
+    # matmul is no substitute, because its rows would be divided among threads.
     heads = config.num_kv_heads
     q = torch.randn(heads, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
     keys = (
