@@ -41,7 +41,8 @@ class SamplingClient(RefusesMethods):
         self._base_model = info.base_model
         self._session = session
         self._record_stability_info = record_stability_info
-        # At exit the whole engine or session is closed, so no finalizer is needed.
+        # Without atexit=False, the finalizer would also run at interpreter exit. There it is not
+        # needed: the engine or session ends, and that frees the sampler.
         weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
@@ -126,11 +127,13 @@ class SamplingClient(RefusesMethods):
         """Return None: planish sends no telemetry."""
 
     def result(self, timeout: float | None = None) -> SamplingClient:
-        """Return this client, for code that expects a future from the method that made it."""
+        """Return this client. So callers of `create_sampling_client` and similar methods can treat
+        the client as a future.
+        """
         return self
 
     def __await__(self) -> Generator[None, None, SamplingClient]:
-        """Return this client, for code that awaits the method that made it."""
+        """Return this client. So callers can await `create_sampling_client` and similar methods."""
         return self
         yield
 

@@ -75,14 +75,17 @@ class TrainingClient(RefusesMethods):
         self._info = info
         self._losses: set[int] = set()
         """Ids of the threads that compute custom losses of this client."""
-        # At exit the whole engine or session is closed, so no finalizer is needed.
+        # Without atexit=False, the finalizer would also run at interpreter exit. There it is not
+        # needed: the engine or session ends, and that frees the model.
         weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
 
     @property
     def model_id(self) -> str:
-        """The id of the training model, which is RUN in the paths of its checkpoints."""
+        """The id of the training model. Its checkpoints have paths that begin with this id:
+        tinker://MODEL_ID/weights/NAME and tinker://MODEL_ID/sampler_weights/NAME.
+        """
         return self._info.model_id
 
     def forward(
@@ -136,7 +139,9 @@ class TrainingClient(RefusesMethods):
         except UserError as error:
             return Pending(self._submit_failed_gradient(error))
         weighted: Future[Sequence[Datum]] = Future()
-        weighted.set_running_or_notify_cancel()  # so that `close` waits for it
+        # Closing the service waits for the data of a ForwardBackwardLater only if their future is
+        # running, so mark it as running before it is submitted.
+        weighted.set_running_or_notify_cancel()
         metrics: dict[str, float] = {}
 
         def differentiate() -> None:
@@ -303,10 +308,14 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client, for code that expects a future from the method that made it."""
+        """Return this client. So callers of `create_lora_training_client` and similar methods can
+        treat the client as a future.
+        """
         return self
 
     def __await__(self) -> Generator[None, None, TrainingClient]:
-        """Return this client, for code that awaits the method that made it."""
+        """Return this client. So callers can await `create_lora_training_client` and similar
+        methods.
+        """
         return self
         yield

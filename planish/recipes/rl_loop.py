@@ -76,15 +76,15 @@ class Config(CheckpointOptions, StartOptions):
     learning_rate: float = 4e-5
     max_tokens: int = chz.field(default=256, doc="longest answer")
     temperature: float = chz.field(
-        default=1.0, doc="of sampling; the loss is computed at the same one"
+        default=1.0, doc="sampling temperature; the loss uses the same temperature"
     )
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     max_steps: int | None = chz.field(default=None, doc="none = once through the data")
     eval_problems: int = chz.field(
-        default=0, doc="test problems answered greedily before and after; 0 = none"
+        default=0, doc="test problems answered greedily before and after training; 0 = none"
     )
     eval_every: int = chz.field(
-        default=0, doc="steps between further tests; 0 = only before and after"
+        default=0, doc="steps between further tests during training; 0 = none"
     )
 
 
@@ -133,8 +133,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                # A finished run logged its final evaluation under this step. Extending the run
-                # drops that row of metrics.jsonl, so evaluate again.
+                # If this run extends a finished run, resume_at has dropped the row of that run's
+                # final evaluation from metrics.jsonl, so evaluate again.
                 is_test_due = step == 0 or (step == start.batch and start.was_finished)
                 if config.eval_every > 0 and step % config.eval_every == 0:
                     is_test_due = True
@@ -351,7 +351,7 @@ def check(config: Config) -> None:
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_every=(needs_problems, "eval_problems too"),
+        eval_every=(needs_problems, "0, or a number above 0 and eval_problems too"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 

@@ -81,7 +81,7 @@ class Config(CheckpointOptions, StartOptions):
     num_epochs: int = 1
     max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
     eval_examples: int = chz.field(
-        default=0, doc="test examples whose nll is measured before and after; 0 = none"
+        default=0, doc="test examples whose nll is measured before and after training; 0 = none"
     )
 
 

@@ -257,7 +257,7 @@ class Options(RLOptions):
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=12, doc="longest message")
     temperature: float = chz.field(
-        default=0.7, doc="of sampling; the loss is computed at the same one"
+        default=0.7, doc="sampling temperature; the loss uses the same temperature"
     )
     max_steps: int | None = 30
     eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")

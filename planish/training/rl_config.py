@@ -60,7 +60,7 @@ class LossOptions:
     """How rewards become a loss."""
 
     temperature: float = chz.field(
-        default=1.0, doc="of sampling; the loss is computed at the same one"
+        default=1.0, doc="sampling temperature; the loss uses the same temperature"
     )
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     loss_fn_config: dict[str, float] | None = chz.field(

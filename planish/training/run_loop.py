@@ -111,9 +111,10 @@ class RunLoop:
         )
 
     def is_first_or_last(self, step: int) -> bool:
-        """Return whether all evaluators run before `step`. They run after the last step, and at the
-        first step when a finished run is extended. The row of that first step replaces the row of
-        the earlier run's final evaluation.
+        """Return whether every evaluator runs at `step`, whatever its interval: at the end of the
+        run (`step` is the number of steps), and at the first step if this run extends a finished
+        run. Resuming has dropped the metrics row of the finished run's final evaluation, and the
+        row of the first step replaces it.
         """
         return step == self.steps or (step == self.start.batch and self.start.was_finished)
 
@@ -199,7 +200,9 @@ class RunLoop:
             if not await self.learner.settle_after_error():
                 return
             await self.save_if_needed()
-        except Exception as another:  # e.g. the disk or server is gone; `error` is the cause
+        except Exception as another:
+            # For example, the disk is full or the server is down. The run still ends with `error`,
+            # so report the failed save as a note.
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
         else:
             self.display.say(
@@ -265,7 +268,8 @@ async def run_training(
 
     `config` is written to config.json, and must be that of the run that is resumed, except for the
     names in `may_change`. `console_metrics` maps names of metrics to how the console shows them;
-    None shows all. If the run is already finished, a message that ends with `remedy` is printed.
+    None shows all. If the run is already finished, no step runs and a message is printed.
+    `remedy` is the part of this message that says how to extend the run.
 
     After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
     planish.processes.interruption.Terminated is raised.

@@ -474,7 +474,7 @@ class BadGrades(Group):
         ([(0.0, {})] * 3 + [(0.0, None)], r"gave \(0.0, None\) for trajectory 3"),
         (
             [(0.0, {}), (0.0, {"won": [1]})] * 2,
-            r"of trajectory 1, gave the metric won=\[1\]; give a number",
+            r"for trajectory 1, gave the metric won=\[1\]; give a number",
         ),
         ([("much", {})] * 4, "gave the reward 'much' for trajectory 0"),
         ([(0.0, {}), (float("nan"), {})] * 2, "gave the reward nan for trajectory 1"),

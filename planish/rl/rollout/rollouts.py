@@ -138,8 +138,8 @@ async def graded(
 def clamp_reward(
     grade: Grade, finished: FinishedRollout, termination: TerminationRewardPolicy
 ) -> Grade:
-    """Return `grade` with a group reward that makes the total reward of the trajectory what
-    `termination.clamp` allows.
+    """Return `grade` with its group reward changed so that the trajectory's total reward (group
+    reward plus step rewards) becomes the result of `termination.clamp`.
     """
     reward, metrics = grade
     trajectory = finished.trajectory
@@ -177,7 +177,7 @@ def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Gra
             raise NonFiniteError(
                 f"{name} gave the reward {reward} for trajectory {index}; give a finite number"
             )
-        grades.append((reward, checked_metrics(grade[1], f"{name}, of trajectory {index},")))
+        grades.append((reward, checked_metrics(grade[1], f"{name}, for trajectory {index},")))
     return grades
 
 
