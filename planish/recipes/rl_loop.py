@@ -64,28 +64,20 @@ CONSOLE_METRICS = {
 class Config(CheckpointOptions, StartOptions):
     """Options of the recipe."""
 
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
+    model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a directory")
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
-    log_path: str = chz.field(
-        default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
-    )
-    batch_size: int = chz.field(default=16, doc="problems a step")
+    log_path: str = chz.field(default="/tmp/planish-examples/rl-loop", doc="the run's directory")
+    batch_size: int = chz.field(default=16, doc="problems per step")
     group_size: int = chz.field(default=8, doc="answers to each problem")
     learning_rate: float = 4e-5
-    max_tokens: int = chz.field(default=256, doc="longest answer")
-    temperature: float = chz.field(
-        default=1.0, doc="sampling temperature; the loss uses the same temperature"
-    )
+    max_tokens: int = chz.field(default=256, doc="maximum tokens of an answer")
+    temperature: float = chz.field(default=1.0, doc="temperature of sampling and of the loss")
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     max_steps: int | None = chz.field(default=None, doc="none = once through the data")
     eval_problems: int = chz.field(
         default=0, doc="test problems answered greedily before and after training; 0 = none"
     )
-    eval_every: int = chz.field(
-        default=0, doc="steps between further tests during training; 0 = none"
-    )
+    eval_every: int = chz.field(default=0, doc="steps between tests during training; 0 = none")
 
 
 def main(config: Config) -> Path:
@@ -149,10 +141,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
                 display.say(step_line(steps, steps, metrics, CONSOLE_METRICS))
             record = checkpoints.final(steps)
             draw(config, run)
-            display.say(
-                f"weights for sampling: {record.sampler_path}\nreward curve: "
-                f"{run.path / 'reward.png'}"
-            )
+            display.say(f"weights for sampling: {record.sampler_path}")
+            display.say(f"reward curve: {run.path / 'reward.png'}")
         return run.path
 
 
@@ -336,7 +326,7 @@ def draw(config: Config, run: RunDirectory) -> None:
 def check(config: Config) -> None:
     """Raise UserError for an invalid option, before anything is loaded."""
     whole, steps = "a whole number of at least 1", config.max_steps
-    needs_problems = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
+    can_evaluate = config.eval_every == 0 or (config.eval_every > 0 and config.eval_problems > 0)
     training_run.require(
         config,
         batch_size=(config.batch_size >= 1, whole),
@@ -351,7 +341,7 @@ def check(config: Config) -> None:
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_every=(needs_problems, "0, or a number above 0 and eval_problems too"),
+        eval_every=(can_evaluate, "0, or a number above 0 and eval_problems too"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 
