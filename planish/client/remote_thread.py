@@ -1,7 +1,7 @@
 """An event loop in a thread of its own, so that blocking and async code can share a connection.
 
-All coroutines run in that thread, as tasks of one group that ends with the thread. Nothing in the
-thread may block.
+Every coroutine given to a `LoopThread` runs in its thread, and is cancelled when the thread stops.
+No coroutine may block the thread.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -32,6 +32,9 @@ class LoopThread:
         have ended. An error while starting is raised here.
         """
         self._started = threading.Event()
+        self._calls: set[Future[Any]] = set()
+        self._calls_lock = threading.Lock()
+        self._accepts_calls = True
         self._failure: BaseException | None = None
         self.at_exit: Callable[[], object] | None = None
         """Called in the main thread at exit, before the thread is asked to stop."""
@@ -60,6 +63,7 @@ class LoopThread:
             self._failure = error
         finally:
             self._started.set()
+            loop.run_until_complete(_cancel_other_tasks())
             loop.run_until_complete(loop.shutdown_asyncgens())
             pool.shutdown()
             loop.close()
@@ -70,9 +74,24 @@ class LoopThread:
         self._running: set[asyncio.Task[Any]] = set()
         async with context, asyncio.TaskGroup() as self._tasks:
             self._started.set()
-            await self._stopping.wait()
+            try:
+                await self._stopping.wait()
+            finally:
+                self._cancel_calls()
             for task in self._running:
                 task.cancel()
+
+    def _cancel_calls(self) -> None:
+        """Reject further calls, and wake the threads that wait in `call`.
+
+        The task group does not contain the coroutines of `call`. The loop may close before such a
+        coroutine finishes, and then a thread that waits for its result would never wake up.
+        """
+        with self._calls_lock:
+            self._accepts_calls = False
+            calls = list(self._calls)
+        for future in calls:
+            future.cancel()
 
     def spawn(
         self, function: Callable[P, Coroutine[Any, Any, None]], *args: P.args, **kwargs: P.kwargs
@@ -91,20 +110,32 @@ class LoopThread:
             self._loop.call_soon_threadsafe(function, *args)
 
     def call(self, function: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run the coroutine `function(...)` in the loop, wait, and return its result. Raise
-        EngineClosedError if the loop thread ends before that.
+        """Run the coroutine `function(...)` in the loop, wait, and return its result.
+
+        Raise EngineClosedError if the loop thread stops before the coroutine has finished. The loop
+        thread itself must not use `call`, because waiting there would block the loop.
         """
-        assert not self._thread.is_current, "a future's callback must not wait for the server"
+        assert not self._thread.is_current, (
+            "a callback of a future runs in the loop thread, so it must not wait for the server"
+        )
 
         async def work() -> T:
             return await function(*args, **kwargs)
 
         if not self._thread.is_alive():
             raise _ended()
+        with self._calls_lock:
+            if not self._accepts_calls:
+                raise _ended()
+            future = asyncio.run_coroutine_threadsafe(work(), self._loop)
+            self._calls.add(future)
         try:
-            return asyncio.run_coroutine_threadsafe(work(), self._loop).result()
+            return future.result()
         except CancelledError:
             raise _ended() from None
+        finally:
+            with self._calls_lock:
+                self._calls.discard(future)
 
     def stop(self) -> None:
         """Cancel all tasks and end the thread. Waits for the end, except when called in the thread."""
@@ -129,6 +160,14 @@ class LoopThread:
         task = self._tasks.create_task(work)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+
+
+async def _cancel_other_tasks() -> None:
+    """Cancel the remaining tasks of the running loop, and wait until they have ended."""
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
 
 
 async def in_pool(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

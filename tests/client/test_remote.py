@@ -2,6 +2,7 @@
 that say what to do.
 """
 
+import asyncio
 import http.server
 import itertools
 import json
@@ -281,6 +282,45 @@ def test_a_thread_that_cannot_start_raises():
 
     with pytest.raises(OSError, match="no more open files"):
         LoopThread("broken", Broken())
+
+
+class Nothing:
+    async def __aenter__(self):
+        pass
+
+    async def __aexit__(self, *_):
+        pass
+
+
+def test_stopping_the_loop_thread_ends_a_call_that_waits():
+    loop_thread = LoopThread("waiting", Nothing())
+    begun, ended = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    errors: list[BaseException] = []
+
+    def call() -> None:
+        try:
+            loop_thread.call(wait)
+        except EngineClosedError as error:
+            errors.append(error)
+
+    caller = threading.Thread(target=call, daemon=True)
+    caller.start()
+    assert begun.wait(WAIT)
+    loop_thread.stop()
+    caller.join(WAIT)
+    assert not caller.is_alive()
+    assert len(errors) == 1
+    assert ended.is_set()
+    with pytest.raises(EngineClosedError):
+        loop_thread.call(wait)
 
 
 @pytest.mark.parametrize(
