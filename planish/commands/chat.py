@@ -36,22 +36,33 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help="base model, checkpoint (tinker://...) or run directory (%(default)s)",
+        help="base model, checkpoint (tinker://...) or run directory (default: %(default)s)",
     )
     parser.add_argument(
         "--renderer",
         metavar="NAME",
-        help="chat format (default: the checkpoint's or the model's own)",
+        help="chat format (default: that of the checkpoint, else that of the model)",
     )
-    parser.add_argument("--system", metavar="TEXT", help="system message")
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: none)")
     parser.add_argument(
-        "--temperature", type=float, default=0.7, metavar="T", help="0: the likeliest (%(default)s)"
+        "--temperature",
+        type=float,
+        default=0.7,
+        metavar="T",
+        help="sampling temperature; 0 = greedy (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=512, metavar="N", help="longest answer (%(default)s)"
+        "--max-tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="maximum number of tokens in an answer (default: %(default)s)",
     )
     parser.add_argument(
-        "--seed", type=int, metavar="N", help="the same lines give the same answers"
+        "--seed",
+        type=int,
+        metavar="N",
+        help="seed of sampling; with a seed, the same messages get the same answers",
     )
     add_place_arguments(parser)
 

@@ -1,4 +1,4 @@
-"""A conversation that is held line by line: its messages, and the commands that change it."""
+"""A chat in the terminal: the conversation and its commands, such as /reset and /undo."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from planish.completers import derived_seed
 from planish.errors import StorageError, UserError
 
 HELP = """\
-/help              this list
-/reset             forget what was said; the system message stays
-/system [TEXT]     set the system message for all that follows; without TEXT, none
-/retry             another answer to the last message
-/undo              take back the last message and its answer
-/save FILE         append the conversation to a JSONL file, as chat_sl reads it
-/temperature T     of the next answers; 0 is the likeliest
-/quit              end, as Ctrl-D does
-//...              a message that begins with a slash"""
+/help              show this list
+/reset             clear the conversation, but keep the system message
+/system [TEXT]     set the system message from now on; without TEXT, remove it
+/retry             replace the last answer with another one
+/undo              remove the last message and its answer
+/save FILE         append the conversation to a JSONL file that the recipe chat_sl can train on
+/temperature T     set the sampling temperature of the next answers; 0 = greedy
+/quit              end the chat, as Ctrl-D does
+//TEXT             send the message /TEXT, which begins with a slash"""
 
 
 @dataclass
@@ -47,15 +47,17 @@ class Draws:
 
 @dataclass(frozen=True)
 class Taken:
-    """The result of a line."""
+    """The result of a processed line, if the chat continues."""
 
     note: str = ""
+    """Text to show to the user after the line was processed, such as "temperature 0.5"."""
     is_answer: bool = False
+    """Whether the model has written an answer."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The line was /quit."""
+    """The result of /quit: the chat ends."""
 
 
 class ChatSession:
@@ -95,7 +97,8 @@ class ChatSession:
         }
         if name not in commands:
             raise UserError(
-                f"/{name} is no command; /help lists them, and // begins a message with a slash"
+                f"/{name} is not a command; /help lists the commands, and //TEXT sends the message "
+                "/TEXT"
             )
         if argument.strip() and name not in ("system", "save", "temperature"):
             raise UserError(f"/{name} takes nothing after it")
@@ -131,7 +134,7 @@ class ChatSession:
 
     def _reset(self, _: str) -> Taken:
         self.turns = []
-        return Taken("forgotten")
+        return Taken("conversation cleared")
 
     def _set_system(self, text: str) -> Taken:
         self.system = text or None
@@ -141,7 +144,7 @@ class ChatSession:
         if not self.turns:
             raise UserError("/undo: nothing was said yet")
         self.turns = self.turns[:-2]
-        return Taken(f"taken back; {len(self.turns) // 2} exchanges are left")
+        return Taken(f"last exchange removed; {len(self.turns) // 2} left")
 
     def _save(self, name: str) -> Taken:
         if not name:
@@ -179,7 +182,7 @@ def _note(answer: Answer) -> str:
         for call in answer.reading.calls
     ]
     ends = {
-        "length": f"cut off after {answer.num_tokens} tokens; --max-tokens",
+        "length": f"cut off after {answer.num_tokens} tokens; --max-tokens sets the limit",
         "stopped": "stopped",
     }
     return "\n".join([*calls, *([ends[answer.ended]] if answer.ended in ends else [])])

@@ -31,42 +31,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return added
 
     listing = action("list", "list checkpoints, newest first")
-    listing.add_argument("--run", metavar="RUN", help="of this training run only")
+    listing.add_argument("--run", metavar="RUN", help="list only checkpoints of this training run")
     listing.add_argument(
-        "--limit", type=int, default=_SHOWN, help="most that are listed; 0: all (%(default)s)"
+        "--limit",
+        type=int,
+        default=_SHOWN,
+        metavar="N",
+        help="maximum number of checkpoints to list; 0 = all (default: %(default)s)",
     )
-    action("show", "tell what a checkpoint holds").add_argument(
-        "path", metavar="PATH", help="tinker://RUN/KIND/NAME"
+    action("show", "show the details of a checkpoint").add_argument(
+        "path", metavar="PATH", help="path of the checkpoint: tinker://RUN/KIND/NAME"
     )
-    delete = action("delete", "delete checkpoints for good")
-    delete.add_argument("paths", metavar="PATH", nargs="+")
-    delete.add_argument("--yes", "-y", action="store_true", help="do not ask")
-    action("publish", "let every key of the server read a checkpoint").add_argument(
-        "path", metavar="PATH"
+    delete = action("delete", "delete checkpoints permanently")
+    delete.add_argument("paths", metavar="PATH", nargs="+", help="paths of the checkpoints")
+    delete.add_argument(
+        "--yes", "-y", action="store_true", help="delete without asking for confirmation"
     )
-    action("unpublish", "take that back").add_argument("path", metavar="PATH")
-    ttl = action("ttl", "let a checkpoint expire after a time, or keep it")
-    ttl.add_argument("path", metavar="PATH")
+    action("publish", "let every API key of the server read a checkpoint").add_argument(
+        "path", metavar="PATH", help="path of the checkpoint"
+    )
+    action("unpublish", "make a published checkpoint private again").add_argument(
+        "path", metavar="PATH", help="path of the checkpoint"
+    )
+    ttl = action("ttl", "set the time after which a checkpoint expires, or keep it forever")
+    ttl.add_argument("path", metavar="PATH", help="path of the checkpoint")
     ttl.add_argument(
-        "time", metavar="TIME", help="from now on: seconds, or 30m, 12h, 7d; `never` keeps it"
+        "time",
+        metavar="TIME",
+        help="time from now, in seconds or as 30m, 12h or 7d; `never` = keep the checkpoint",
     )
     imported = action(
-        "import", "make an adapter that PEFT, TRL, Unsloth or a hosted service saved a checkpoint"
+        "import",
+        "create a checkpoint from an adapter saved by PEFT, TRL, Unsloth or a hosted service",
     )
-    imported.add_argument("directory", type=Path, metavar="DIR", help="the adapter's directory")
+    imported.add_argument("directory", type=Path, metavar="DIR", help="directory of the adapter")
     imported.add_argument(
-        "--base-model", metavar="NAME", help="what it was trained on (default: what its files say)"
+        "--base-model",
+        metavar="NAME",
+        help="base model that the adapter was trained on (default: the one named in its files)",
     )
-    imported.add_argument("--run", metavar="RUN", help="of the path (default: imported-DIR)")
-    imported.add_argument("--name", default="imported", help="of the path (%(default)s)")
-    imported.add_argument("--overwrite", action="store_true", help="replace one of this path")
+    imported.add_argument(
+        "--run", metavar="RUN", help="RUN in the checkpoint's path (default: imported-DIR)"
+    )
+    imported.add_argument(
+        "--name",
+        default="imported",
+        help="NAME in the checkpoint's path (default: %(default)s)",
+    )
+    imported.add_argument(
+        "--overwrite", action="store_true", help="replace an existing checkpoint of the same path"
+    )
     download = action(
         "download",
-        "get the files of a checkpoint: a PEFT adapter, and of weights/ the optimizer's state too",
+        "download the files of a checkpoint: a PEFT adapter, and for weights/ the optimizer state",
     )
-    download.add_argument("path", metavar="PATH")
+    download.add_argument("path", metavar="PATH", help="path of the checkpoint")
     download.add_argument(
-        "--out", type=Path, metavar="DIR", help="an empty or new directory (default: ./NAME)"
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="new or empty directory for the files (default: ./NAME)",
     )
 
 
@@ -110,7 +134,7 @@ def _import(arguments: argparse.Namespace) -> None:
 
     if chosen_url(arguments.base_url, arguments.api_key, {}):
         raise UnsupportedError(
-            "an adapter is imported into a directory of this machine; leave --base-url out"
+            "an adapter can be imported only into a directory of this machine; leave --base-url out"
         )
     found = import_adapter(
         arguments.directory.expanduser(),
@@ -164,9 +188,11 @@ def _delete(records: Records, arguments: argparse.Namespace) -> None:
     paths: list[str] = arguments.paths
     if not arguments.yes:
         if not sys.stdin.isatty():
-            raise UserError("nobody can be asked here; give --yes to delete without a question")
+            raise UserError(
+                "cannot ask for confirmation without a terminal; give --yes to delete without it"
+            )
         try:
-            answer = input(f"delete {', '.join(paths)} for good? [y/N] ")
+            answer = input(f"permanently delete {', '.join(paths)}? [y/N] ")
         except EOFError:
             answer = ""
         if answer.strip().lower() not in ("y", "yes"):

@@ -55,22 +55,22 @@ COMMANDS = (
     Command(
         "models",
         "planish.commands.models",
-        "list the base models that can be loaded, and from where",
+        "list the base models that can be loaded, and where their files are",
     ),
     Command(
         "plot",
         "planish.commands.plot",
-        "draw the curves of runs: curves.png, and curves.html to explore",
+        "plot the metrics of runs as curves.png and as an interactive curves.html",
     ),
     Command(
         "trace",
         "planish.commands.trace",
-        "turn the events of a run with enable_trace=True into trace.json",
+        "write a timeline of a run that had enable_trace=True, for Perfetto (trace.json)",
     ),
     Command(
         "eval",
         "planish.commands.evaluate",
-        "measure a model or checkpoint: GSM8K, MATH-500, multiple choice",
+        "evaluate a model or checkpoint on GSM8K, MATH-500 or your own questions",
     ),
     Command(
         "run",
@@ -80,23 +80,25 @@ COMMANDS = (
     Command(
         "serve",
         "planish.server.serve",
-        "serve base models to the tinker SDK, to planish and to OpenAI's client",
+        "serve base models to the tinker SDK, planish clients and OpenAI clients",
     ),
     Command(
         "rollouts",
         "planish.commands.rollouts",
-        "show what was said in a run: prompts, answers, rewards",
+        "show the rollouts of a run: prompts, answers and rewards",
     ),
     Command(
         "play",
         "planish.commands.play",
-        "answer an environment of a recipe yourself, and see the rewards",
+        "answer in an environment of a recipe yourself, and see the rewards",
     ),
-    Command("runs", "planish.commands.runs", "list training runs, of a server or of this machine"),
+    Command(
+        "runs", "planish.commands.runs", "list the training runs of a server or of this machine"
+    ),
     Command(
         "checkpoints",
         "planish.commands.checkpoints",
-        "list, show, delete, publish or download checkpoints",
+        "list, show, delete, publish, expire, download or import checkpoints",
     ),
     Command(
         "export",
@@ -161,7 +163,10 @@ def _parser(named: Sequence[str]) -> argparse.ArgumentParser:
         prog="planish", description="Reinforcement learning of language models, locally."
     )
     parser.add_argument(
-        "--version", action=_Version, nargs=0, help="what a report of a fault should name"
+        "--version",
+        action=_Version,
+        nargs=0,
+        help="print the versions of planish, torch and Python, for bug reports, and exit",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

@@ -13,6 +13,7 @@ from rich.text import Text
 from planish.doctor.examination import Questions, examine
 from planish.doctor.findings import Report, Section, collected_warnings
 from planish.engine.settings import EngineSettings
+from planish.model.sources import DEFAULT_MODEL
 from planish.server.options import ServeOptions
 
 _WIDTH = 100
@@ -24,17 +25,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         metavar="NAME",
-        help="base model whose memory plan is shown (default: the embedded model)",
+        help=f"base model whose memory plan is shown (default: {DEFAULT_MODEL})",
     )
-    parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto (%(default)s)")
+    parser.add_argument(
+        "--device", default="auto", help="device: cpu, cuda, cuda:N, or auto (default: %(default)s)"
+    )
     parser.add_argument(
         "--data-dir",
         type=Path,
         default=ServeOptions.data_dir,
         metavar="DIR",
-        help="data directory of `planish serve` (%(default)s)",
+        help="data directory of `planish serve` (default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -27,34 +27,51 @@ DRAWS = ("samples", "max_tokens", "temperature", "seed")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish eval`."""
     default = Sampling()
-    parser.add_argument("task", metavar="TASK", choices=TASKS, help=", ".join(TASKS))
+    parser.add_argument(
+        "task", metavar="TASK", choices=TASKS, help=f"task to evaluate: {', '.join(TASKS)}"
+    )
     parser.add_argument(
         "--model",
         required=True,
         metavar="NAME",
-        help="a base model, tinker://RUN/..., or a run's directory",
+        help="base model, checkpoint (tinker://...) or run directory to evaluate",
     )
     parser.add_argument(
-        "--data", metavar="PLACE", help="JSONL or parquet file, directory with test.jsonl, hub name"
+        "--data",
+        metavar="PLACE",
+        help="questions: a JSONL or parquet file, a directory with test.jsonl, or a hub name",
     )
     parser.add_argument(
-        "--limit", type=int, metavar="N", help="the first N questions (default: all)"
+        "--limit", type=int, metavar="N", help="evaluate only the first N questions (default: all)"
     )
     parser.add_argument(
-        "--samples", type=int, metavar="N", help=f"answers to each question ({default.samples})"
+        "--samples",
+        type=int,
+        metavar="N",
+        help=f"number of answers per question (default: {default.samples})",
     )
-    parser.add_argument("--k", type=_numbers, metavar="K,...", help="the k of pass@k (1)")
     parser.add_argument(
-        "--max-tokens", type=int, metavar="N", help=f"longest answer ({default.max_tokens})"
+        "--k", type=_numbers, metavar="K,...", help="values of k for pass@k (default: 1)"
     )
     parser.add_argument(
-        "--temperature", type=float, metavar="T", help=f"0 is greedy ({default.temperature:g})"
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help=f"maximum number of tokens in an answer (default: {default.max_tokens})",
     )
-    parser.add_argument("--seed", type=int, metavar="S", help=f"of the draws ({default.seed})")
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help=f"sampling temperature; 0 = greedy (default: {default.temperature:g})",
+    )
+    parser.add_argument(
+        "--seed", type=int, metavar="S", help=f"seed of sampling (default: {default.seed})"
+    )
     parser.add_argument(
         "--renderer",
         choices=FORMATS,
-        help="chat format (default: the checkpoint's, or the model's)",
+        help="chat format (default: that of the checkpoint, else that of the model)",
     )
     add_place_arguments(parser)
     parser.add_argument(
@@ -62,13 +79,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=CONCURRENCY,
         metavar="N",
-        help="questions at a time (%(default)s)",
+        help="number of questions in progress at the same time (default: %(default)s)",
     )
     parser.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="where to keep answers, and to go on (evaluations/TASK-MODEL)",
+        help="directory of the answers; a repeated command resumes from them "
+        "(default: evaluations/TASK-MODEL)",
     )
 
 

@@ -20,38 +20,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="tinker://RUN/KIND/NAME, a run directory (its last one), or an adapter",
+        help="tinker://RUN/KIND/NAME, a run directory (its last checkpoint), or the directory "
+        "of an adapter",
     )
     parser.add_argument(
-        "directory", type=Path, metavar="DIRECTORY", help="what is made; new or empty"
+        "directory",
+        type=Path,
+        metavar="DIRECTORY",
+        help="new or empty directory that the export is written to",
     )
     parser.add_argument(
         "--format",
         choices=FORMATS,
         default="peft",
-        help="an adapter, or the whole model (%(default)s)",
+        help="peft = an adapter, merged = the whole model (default: %(default)s)",
     )
     parser.add_argument(
         "--dtype",
         choices=list(DTYPES),
-        help="of the files (default: float32 of an adapter, else that of the base)",
+        help="dtype of the exported tensors (default: float32 for peft, that of the base model "
+        "for merged)",
     )
     parser.add_argument(
         "--base-model",
         metavar="NAME",
-        help="a name or directory (default: what the checkpoint was trained on)",
+        help="name or directory of the base model (default: the one the checkpoint was trained on)",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="DIR", help="the checkpoint's run directory, for the model card"
+        "--run",
+        type=Path,
+        metavar="DIR",
+        help="run directory of the checkpoint, for the options and metrics in the model card",
     )
     parser.add_argument(
         "--shard-mib",
         type=int,
         default=4096,
         metavar="N",
-        help="of a merged model's files (%(default)s)",
+        help="maximum size of one file of a merged model, in MiB (default: %(default)s)",
     )
-    parser.add_argument("--overwrite", action="store_true", help="replace an export that is there")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing export")
     add_source_arguments(parser)
 
 

@@ -13,7 +13,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         nargs="?",
         const=DEFAULT_MODEL,
-        help="get ready for NAME (by default the embedded model): download, convert, compile, instead of listing",
+        help="download and convert the base model NAME and compile the kernels, instead of listing "
+        "models (without NAME: %(const)s)",
     )
 
 

@@ -42,19 +42,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "recipe",
         metavar="RECIPE",
-        help="a recipe of planish (math_rl), or a module or .py file of yours that is made like one, or a script that trains",
+        help="name of a recipe (math_rl), your own recipe as a module or .py file, or a script "
+        "that starts an RL run",
     )
     parser.add_argument(
-        "options", metavar="name=value", nargs="*", help="options of the recipe (RECIPE --help)"
+        "options", metavar="name=value", nargs="*", help="options of the recipe, as in training"
     )
     parser.add_argument(
-        "--number", type=int, default=0, metavar="N", help="which problem, from 0 (%(default)s)"
+        "--number",
+        type=int,
+        default=0,
+        metavar="N",
+        help="index of the problem, counted from 0 (default: %(default)s)",
     )
-    parser.add_argument("--test", action="store_true", help="of the test set")
+    parser.add_argument("--test", action="store_true", help="take the problem from the test set")
     parser.add_argument(
         "--group",
         action="store_true",
-        help="play every environment of the group, for rewards that compare them",
+        help="answer in every environment of the group, because some rewards compare the answers",
     )
 
 

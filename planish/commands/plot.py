@@ -8,16 +8,27 @@ from planish.runlog.plotting import plot_runs
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish plot`."""
     parser.add_argument(
-        "runs", metavar="RUN", nargs="+", help="the log_path of a run, or its metrics.jsonl"
+        "runs",
+        metavar="RUN",
+        nargs="+",
+        help="directory of a run (its log_path), or its metrics.jsonl",
     )
     parser.add_argument(
-        "--out", metavar="DIR", help="where to write (the run itself, or here for several runs)"
+        "--out",
+        metavar="DIR",
+        help="output directory (default: that of the run; with several runs, the current one)",
     )
     parser.add_argument(
-        "--metrics", metavar="A,B", help="metrics or patterns such as 'test/*', a panel each"
+        "--metrics",
+        metavar="A,B",
+        help="metrics or patterns such as 'test/*'; each gets its own panel",
     )
     parser.add_argument(
-        "--smooth", metavar="N", type=int, default=1, help="also draw the mean over N steps"
+        "--smooth",
+        metavar="N",
+        type=int,
+        default=1,
+        help="also draw the running mean over N steps; 1 = no running mean (default: %(default)s)",
     )
 
 

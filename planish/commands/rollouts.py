@@ -26,27 +26,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish rollouts`."""
     parser.add_argument("run", metavar="RUN", type=Path, help="directory of a run (its log_path)")
     parser.add_argument(
-        "--step", type=int, metavar="N", help="step to show (default: the last that was recorded)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="training step to show (default: the last recorded step)",
     )
     parser.add_argument(
-        "--eval", metavar="NAME", help="show the evaluation of this name, not training"
+        "--eval", metavar="NAME", help="show the evaluation NAME instead of training"
     )
     order = parser.add_mutually_exclusive_group()
-    order.add_argument("--best", type=int, metavar="K", help="the K trajectories of highest reward")
-    order.add_argument("--worst", type=int, metavar="K", help="the K of lowest reward")
-    parser.add_argument(
-        "--reward", metavar="MIN:MAX", help="only rewards in this range; either end may be left out"
+    order.add_argument(
+        "--best", type=int, metavar="K", help="show only the K trajectories with the highest reward"
     )
-    parser.add_argument("--tag", metavar="TAG", help="only groups with this tag")
-    parser.add_argument("--text", metavar="WORD", help="only trajectories whose text contains WORD")
+    order.add_argument(
+        "--worst", type=int, metavar="K", help="show only the K trajectories with the lowest reward"
+    )
+    parser.add_argument(
+        "--reward",
+        metavar="MIN:MAX",
+        help="show only rewards in this range; MIN or MAX may be left out",
+    )
+    parser.add_argument("--tag", metavar="TAG", help="show only groups with this tag")
+    parser.add_argument(
+        "--text", metavar="WORD", help="show only trajectories whose text contains WORD"
+    )
     parser.add_argument(
         "--limit",
         type=int,
         default=_SHOWN,
         metavar="K",
-        help="most trajectories without --best or --worst; 0: all (%(default)s)",
+        help="maximum number of trajectories if neither --best nor --worst is given; 0 = all "
+        "(default: %(default)s)",
     )
-    parser.add_argument("--json", action="store_true", help="print a row of JSON for each")
+    parser.add_argument("--json", action="store_true", help="print one JSON object per trajectory")
 
 
 def run(arguments: argparse.Namespace) -> None:

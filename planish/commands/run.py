@@ -39,37 +39,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH",
-        help="where the base model NAME is: a Hugging Face directory or a .gguf file; may be repeated",
+        help="Hugging Face directory or .gguf file of the base model NAME; may be repeated",
     )
-    parser.add_argument("--data-dir", metavar="DIR", help="where checkpoints are kept")
-    parser.add_argument("--device", help="cpu, cuda, cuda:N, or auto")
-    parser.add_argument("--dtype", help="bfloat16, float32, or auto")
+    parser.add_argument("--data-dir", metavar="DIR", help="directory of the checkpoints")
+    parser.add_argument("--device", help="device: cpu, cuda, cuda:N, or auto")
+    parser.add_argument("--dtype", help="dtype of weights and matmuls: bfloat16, float32, or auto")
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
-        help="a sample's bits do not depend on what else runs",
+        help="make samples batch-invariant: bitwise the same, whatever else runs",
     )
     for name in _FLAGS:
         parser.add_argument(
-            f"--{name.replace('_', '-')}", type=int, metavar="N", help="as of ServiceClient"
+            f"--{name.replace('_', '-')}",
+            type=int,
+            metavar="N",
+            help=f"the argument {name} of ServiceClient",
         )
     parser.add_argument(
         "--substitute-loss",
         action="append",
         default=[],
         metavar="stable_reinforce=LOSS",
-        help="compute LOSS where the script asks for stable_reinforce, whose formula is not public",
+        help="compute LOSS if the script requests stable_reinforce, whose formula is not public",
     )
     parser.add_argument(
-        "--base-url", metavar="URL", help="use this server of planish instead of an own engine"
+        "--base-url",
+        metavar="URL",
+        help="use this planish server instead of an engine in the process",
     )
-    parser.add_argument("--api-key", metavar="KEY", help="a key of that server")
+    parser.add_argument("--api-key", metavar="KEY", help="API key for that server")
     parser.add_argument(
         "--hub-tokenizers",
         action="store_true",
-        help="put the tokenizers of --model into the hub's cache, where transformers finds them without a network",
+        help="copy the tokenizers of --model into the hub's cache, so that transformers finds them "
+        "without a network",
     )
-    parser.add_argument("-m", dest="is_module", action="store_true", help="run a module by name")
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as `python -m` does"
+    )
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -101,7 +109,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of ServiceClient that were given; UserError names the invalid option."""
     if arguments.base_url and arguments.model:
         raise UserError(
-            "--model is for an own engine, and --base-url names a server; leave one out"
+            "--model is for an engine in this process, and --base-url names a server; leave one out"
         )
     given: dict[str, Any] = {
         "substitute_losses": checked_substitutes(

@@ -18,10 +18,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish runs`."""
     add_source_arguments(parser)
     parser.add_argument(
-        "run", metavar="RUN", nargs="?", help="tell of this run, rather than list all"
+        "run",
+        metavar="RUN",
+        nargs="?",
+        help="id of a training run whose details are shown (default: list all runs)",
     )
     parser.add_argument(
-        "--limit", type=int, default=_SHOWN, help="most runs that are listed; 0: all (%(default)s)"
+        "--limit",
+        type=int,
+        default=_SHOWN,
+        metavar="N",
+        help="maximum number of runs to list; 0 = all (default: %(default)s)",
     )
 
 
@@ -34,16 +41,20 @@ def add_source_arguments(parser: argparse.ArgumentParser) -> None:
 def add_place_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `chosen_url`: a server and its key, or a directory of this machine."""
     parser.add_argument(
-        "--base-url", metavar="URL", help="a server (default: PLANISH_BASE_URL, else this machine)"
+        "--base-url",
+        metavar="URL",
+        help="URL of a server (default: PLANISH_BASE_URL, else no server)",
     )
     parser.add_argument(
-        "--api-key", metavar="KEY", help="for the server (default: PLANISH_API_KEY, TINKER_API_KEY)"
+        "--api-key",
+        metavar="KEY",
+        help="API key for the server (default: PLANISH_API_KEY, else TINKER_API_KEY)",
     )
     parser.add_argument(
         "--data-dir",
         type=Path,
         metavar="DIR",
-        help="of this machine's checkpoints (default: PLANISH_DATA)",
+        help="directory of this machine's checkpoints (default: PLANISH_DATA)",
     )
 
 

@@ -7,8 +7,10 @@ from planish.runlog.spans import write_trace
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `planish trace`."""
-    parser.add_argument("traced", metavar="RUN", help="the log_path of a run")
-    parser.add_argument("--out", metavar="FILE", help="where to write (trace.json in the run)")
+    parser.add_argument("traced", metavar="RUN", help="directory of a run (its log_path)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="output file (default: trace.json in the run's directory)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> None:

@@ -1,9 +1,10 @@
-"""Data sets whose groups name their teachers.
+"""RL data sets for distillation from several teachers.
 
-A data set has several parts, each with its own teacher. A batch consists of one batch of each part,
-so every step learns from every teacher. An epoch has as many batches as the shortest part, and the
-next epoch restarts all parts. The test set concatenates the test sets of the parts. The tags of
-groups separate the parts in metrics.
+A data set has several parts, each with its own teacher, and each of its groups stores the name of
+its teacher. A batch consists of one batch of each part, so every step learns from every teacher. An
+epoch has as many batches as the shortest part, and the next epoch restarts all parts. The test set
+concatenates the test sets of the parts. Groups keep the logging tags of the original data set, so
+metrics (env/TAG/...) are reported per part only if the parts have different tags.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,9 @@ class DistillationDatasetConfig:
 
     dataset_builder: RLDatasetBuilder
     teacher_config: TeacherConfig
-    groups_per_batch: int | None = chz.field(default=None, doc="none = the data set's own batches")
+    groups_per_batch: int | None = chz.field(
+        default=None, doc="groups per batch; none = the data set's own batches"
+    )
 
 
 def teacher_name(index: int) -> str:

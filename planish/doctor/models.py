@@ -1,4 +1,4 @@
-"""The base models of this machine, and the memory that one of them would be given."""
+"""Findings of `planish doctor` about base models and the memory that they need."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 
 def models() -> Iterator[Finding]:
-    """Each model that can be named here, and each entry of PLANISH_MODELS that leads nowhere."""
+    """Yield a finding for each known base model, and for each entry of PLANISH_MODELS whose path
+    cannot be used.
+    """
     for entry in list_models():
         value = {"source": entry.source, "path": str(entry.path) if entry.path else None}
         if entry.problem is not None:
@@ -33,7 +35,9 @@ def models() -> Iterator[Finding]:
 
 
 def directory_of(name: str | None) -> Path | None:
-    """The directory of this base model, or of the embedded one; None if it cannot be loaded."""
+    """Return the directory of the base model `name`, or None if it cannot be loaded. Without a
+    name, use the default model, SmolLM2-135M-Instruct.
+    """
     try:
         return resolve_model(name or DEFAULT_MODEL, fetch=False)
     except PlanishError:
@@ -41,8 +45,8 @@ def directory_of(name: str | None) -> Path | None:
 
 
 def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
-    """How memory would be divided for the base model `name`; None: for the embedded one, if it is
-    here.
+    """Yield findings about the memory of this machine, and how the engine would divide it for the
+    base model `name`. Without a name, use the default model, if it is on this machine.
     """
     whole = main_memory_bytes()
     if whole is not None:
@@ -66,12 +70,12 @@ def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
 
 def _without_model(name: str | None, error: UnknownModelError) -> Finding:
     if name is None:
-        text = f"not made: {DEFAULT_MODEL} is not on this machine yet"
+        text = f"no memory plan, because {DEFAULT_MODEL} is not on this machine yet"
         return Finding("plan", text, {"model": DEFAULT_MODEL})
     value = {"model": name, "error": str(error)}
     remedy = (
-        f"name one of those that `planish models` lists, or a path; `planish models --fetch {name}` "
-        "downloads a model of the hub"
+        "give the path of a model, or a name that `planish models` lists; `planish models --fetch "
+        f"{name}` downloads a model from the hub"
     )
     return Finding("plan", f"--model {name}: not on this machine", value, remedy)
 

@@ -1,4 +1,4 @@
-"""Export functions under the names that the public cookbooks use.
+"""Functions that export checkpoints. Their names are the ones that the public cookbooks use.
 
     from planish.export import weights
 
@@ -36,7 +36,8 @@ def download(
 ) -> str:
     """Download the files of a checkpoint into a new or empty directory, and return that directory.
 
-    The checkpoint is one of the server at `base_url`, or of this machine's `data_dir`.
+    The checkpoint is read from the server at `base_url`. Without a server it is read from
+    `data_dir`, the directory of this machine's checkpoints.
     """
     records = records_of(base_url, api_key, None if data_dir is None else Path(data_dir))
     out = Path(output_dir).expanduser()
@@ -96,7 +97,8 @@ def publish_to_hf_hub(
     directory = Path(model_path).expanduser()
     if not (directory / MARKER).is_file():
         raise UserError(
-            f"model_path={directory}: it has no {MARKER}, so it is no whole export; give one of build_hf_model"
+            f"model_path={directory} has no {MARKER}, so it is not a complete export; give a "
+            "directory that build_hf_model or build_lora_adapter has written"
         )
     api = HfApi(token=token)
     url = api.create_repo(repo_id, private=private, exist_ok=True)

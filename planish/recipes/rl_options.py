@@ -66,21 +66,22 @@ class RLOptions(
     log_path: str = chz.field(
         default="/tmp/planish-examples/rl", doc="directory of the run's files"
     )
-    seed: int = chz.field(default=0, doc="of initial weights, the data's order and every draw")
-    learning_rate: float = 4e-5
-    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
-    max_tokens: int = chz.field(default=256, doc="longest answer")
+    seed: int = chz.field(default=0, doc="seed of initial weights, data order and sampling")
+    learning_rate: float = chz.field(default=4e-5, doc="learning rate before the schedule")
+    lr_schedule: str = chz.field(
+        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+    )
+    max_tokens: int = chz.field(default=256, doc="maximum number of tokens in an answer")
     remove_constant_reward_groups: bool = chz.field(
         default=True,
-        doc="leave out groups whose rewards are all equal: they have no gradient, but cost as much "
-        "as others",
+        doc="leave out groups whose rewards are all equal, because their advantages are 0",
     )
     kl_reference_model: str | None = chz.field(
-        default=None, doc="base model of the reference; none = model_name"
+        default=None, doc="base model of the KL reference; none = model_name"
     )
     kl_reference_checkpoint: str | None = chz.field(
         default=None,
-        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
+        doc="checkpoint or run directory of the KL reference; none = load_checkpoint_path, or the "
         "base model",
     )
     max_steps_off_policy: int = chz.field(
@@ -88,14 +89,15 @@ class RLOptions(
         doc="maximum number of steps that sampling runs ahead of training; 0 = synchronous",
     )
     num_minibatches: int = chz.field(
-        default=1, doc="more than 1 = gradients of parts of a batch while the rest is still sampled"
+        default=1,
+        doc="minibatches per substep; with more than 1, training begins before sampling ends",
     )
     rollout_error_tolerance: bool = chz.field(
-        default=False, doc="retry rollouts that fail, instead of ending the run"
+        default=False, doc="retry rollouts that fail instead of ending the run"
     )
-    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
     eval_temperature: float | None = chz.field(
-        default=0.0, doc="of tests; 0 = the likeliest answer, none = temperature"
+        default=0.0, doc="sampling temperature in evaluations; 0 = greedy, none = temperature"
     )
 
 

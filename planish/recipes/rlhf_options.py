@@ -60,22 +60,26 @@ class SFTStage:
     """Options of the supervised training."""
 
     dataset: str | None = chz.field(
-        default=None, doc="chats: hub name, local directory or JSONL file; none = generated sums"
+        default=None, doc="conversations: hub name, directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
-        default=64, doc="of dataset: test conversations; none = the whole test split"
+        default=64, doc="number of test conversations in dataset; none = the whole test split"
     )
-    batch_size: int = chz.field(default=16, doc="conversations a step")
+    batch_size: int = chz.field(default=16, doc="conversations per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
-    learning_rate: float = chz.field(default=5e-4, doc="of the first step")
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    learning_rate: float = chz.field(default=5e-4, doc="learning rate before the schedule")
+    lr_schedule: str = chz.field(
+        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+    )
     warmup_steps: int = 0
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
+    max_steps: int | None = chz.field(
+        default=None, doc="maximum number of steps; none = num_epochs passes"
+    )
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
 
 @chz.chz
@@ -83,28 +87,34 @@ class PreferenceStage:
     """Options of the training of the preference model."""
 
     kind: Kind = chz.field(
-        default="bradley_terry", doc="chat = reads both answers, bradley_terry = a score for each"
+        default="bradley_terry",
+        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
     )
     dataset: str | None = chz.field(
         default=None, doc="comparisons: hub name, directory or JSONL file; none = generated sums"
     )
     test_size: int | None = chz.field(
-        default=64, doc="of dataset: test pairs; none = the whole test split"
+        default=64, doc="number of test pairs in dataset; none = the whole test split"
     )
     calibration_size: int = chz.field(
-        default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration"
+        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
     )
-    batch_size: int = chz.field(default=16, doc="comparisons a step")
+    batch_size: int = chz.field(default=16, doc="comparisons per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
+        default=1024,
+        doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
     )
-    learning_rate: float = chz.field(default=1e-3, doc="of the first step")
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
+    learning_rate: float = chz.field(default=1e-3, doc="learning rate before the schedule")
+    lr_schedule: str = chz.field(
+        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+    )
     warmup_steps: int = 0
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
-    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
+    max_steps: int | None = chz.field(
+        default=None, doc="maximum number of steps; none = num_epochs passes"
+    )
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
 
 @chz.chz
@@ -112,44 +122,55 @@ class RLStage:
     """Options of the RL stage."""
 
     dataset: str | None = chz.field(
-        default=None, doc="prompts: hub name, directory or JSONL file; none = the comparisons'"
+        default=None,
+        doc="prompts: hub name, directory or JSONL file; none = those of the comparisons",
     )
     test_size: int | None = chz.field(
-        default=64, doc="of dataset: test prompts; none = the whole test split"
+        default=64, doc="number of test prompts in dataset; none = the whole test split"
     )
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="longer prompts are left out; none = all are taken"
+        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
     )
-    batch_size: int = chz.field(default=8, doc="prompts a step")
-    group_size: int = chz.field(default=4, doc="answers to each prompt")
-    matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
+    batch_size: int = chz.field(default=8, doc="prompts per step")
+    group_size: int = chz.field(default=4, doc="answers per prompt")
+    matchup_group_size: int = chz.field(
+        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
+    )
     tournament_pattern: TournamentPattern | None = chz.field(
         default=None,
-        doc="none = all_pairs_both_ways for kind=chat, all_pairs_one_way for bradley_terry",
+        doc="pairs that are compared; none = all_pairs_both_ways for kind=chat, "
+        "all_pairs_one_way for bradley_terry",
     )
     learning_rate: float = 2e-4
-    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    lr_schedule: str = chz.field(
+        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+    )
     warmup_steps: int = 0
-    max_tokens: int = chz.field(default=64, doc="longest answer, also in tests")
-    temperature: float = chz.field(default=1.0, doc="of sampling, also in tests")
+    max_tokens: int = chz.field(default=64, doc="maximum tokens in an answer, also in evaluations")
+    temperature: float = chz.field(default=1.0, doc="sampling temperature, also in evaluations")
     advantage: str = "mean"
     loss_fn: str = "importance_sampling"
-    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the SFT policy")
+    kl_penalty_coef: float = chz.field(
+        default=0.0, doc="coefficient of the KL penalty against the SFT policy; 0 = none"
+    )
     kl_discount_factor: float = 0.0
     max_steps_off_policy: int = chz.field(
-        default=0, doc="maximum number of steps that sampling runs ahead; 0 = synchronous"
+        default=0,
+        doc="maximum number of steps that sampling runs ahead of training; 0 = synchronous",
     )
     rollout_error_tolerance: bool = chz.field(
-        default=False, doc="retry what fails, instead of ending the run"
+        default=False, doc="retry rollouts that fail instead of ending the run"
     )
     num_epochs: int = chz.field(
-        default=10, doc="times through the prompts, if max_steps allows as many"
+        default=10, doc="number of passes through the prompts, limited by max_steps"
     )
-    max_steps: int | None = chz.field(default=20, doc="none = through the prompts num_epochs times")
+    max_steps: int | None = chz.field(
+        default=20, doc="maximum number of steps; none = num_epochs passes"
+    )
     eval_every: int = chz.field(
-        default=10, doc="steps between tests against the SFT policy; 0 = never"
+        default=10, doc="steps between evaluations against the SFT policy; 0 = never"
     )
-    save_every: int = chz.field(default=10, doc="steps between checkpoints; 0 = only the last")
+    save_every: int = chz.field(default=10, doc="steps between checkpoints; 0 = only a last one")
 
 
 @chz.chz
@@ -160,27 +181,35 @@ class Options(LoraOptions):
         default=DEFAULT_MODEL, doc="base model of policy and preference model"
     )
     log_path: str = chz.field(
-        default="/tmp/planish-examples/rlhf", doc="directory of the run; each stage has one in it"
+        default="/tmp/planish-examples/rlhf",
+        doc="directory of the run, with one subdirectory per stage",
     )
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    base_url: str | None = chz.field(
+        default=None, doc="URL of a server; none = train in this process"
+    )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    seed: int = chz.field(default=0, doc="of initial weights, data and every draw")
-    deterministic: bool | None = chz.field(default=None, doc="as in ServiceClient")
+    seed: int = chz.field(default=0, doc="seed of initial weights, data and sampling")
+    deterministic: bool | None = chz.field(
+        default=None, doc="batch-invariant sampling; none = the default of ServiceClient"
+    )
     sums: WordySums = WordySums()
     sft: SFTStage = SFTStage()
     preference: PreferenceStage = PreferenceStage()
     rl: RLStage = RLStage()
     test_prompts: int | None = chz.field(
-        default=None, doc="held-out prompts that policies are compared on; none = all"
+        default=None, doc="number of held-out prompts on which policies are compared; none = all"
     )
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last of each stage"
+        default=604800,
+        doc="seconds until a checkpoint expires, except the last of each stage; none = never",
     )
     loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+        default=(), doc="loggers in addition to files and console: wandb, trackio, tensorboard"
     )
-    wandb_project: str | None = None
-    wandb_name: str | None = chz.field(default=None, doc="of the run; each stage adds its own")
+    wandb_project: str | None = chz.field(default=None, doc="project in W&B or Trackio")
+    wandb_name: str | None = chz.field(
+        default=None, doc="name in W&B or Trackio; each stage appends its own name"
+    )
 
     @property
     def draws_sums(self) -> bool:

@@ -38,34 +38,38 @@ class SLOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpti
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
     dataset: str = chz.field(
-        default="HuggingFaceH4/no_robots", doc="hub name, local directory or JSONL file"
+        default="HuggingFaceH4/no_robots",
+        doc="conversations: hub name, local directory or JSONL file",
     )
     test_size: int | None = chz.field(
         default=None,
-        doc="test conversations; none = the whole test split, if there is one; 0 = no tests",
+        doc="number of test conversations; none = the whole test split, if any; 0 = no evaluation",
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl", doc="directory of the run's files"
     )
-    batch_size: int = chz.field(default=128, doc="conversations a step")
+    batch_size: int = chz.field(default=128, doc="conversations per step")
     max_length: int = chz.field(
-        default=16384, doc="tokens of a conversation; what is beyond is cut off and counted"
+        default=16384, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
     train_on_what: TrainOnWhat = chz.field(
-        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES, doc=f"one of {', '.join(TrainOnWhat)}"
+        default=TrainOnWhat.ALL_ASSISTANT_MESSAGES,
+        doc=f"messages to train on: one of {', '.join(TrainOnWhat)}",
     )
     reduction: Literal["mean", "none"] = chz.field(
-        default="mean", doc="mean = each example weighs 1, none = each token weighs 1"
+        default="mean", doc="weights in the loss: mean = 1 per example, none = 1 per token"
     )
     learning_rate: float | None = chz.field(
-        default=None, doc="of the first step; none = get_lr(model_name)"
+        default=None, doc="learning rate before the schedule; none = get_lr(model_name)"
     )
-    weight_decay: float = 0.0
-    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    weight_decay: float = chz.field(default=0.0, doc="weight decay of AdamW")
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+    )
     submit_ahead: int = chz.field(
-        default=1, doc="steps submitted before the results of one are waited for"
+        default=1, doc="maximum number of unfinished steps while the next step is prepared"
     )
-    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 def run(

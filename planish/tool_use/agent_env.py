@@ -1,13 +1,18 @@
 """An episode with tools: the model calls tools until it answers without a call, and is graded at
 the end.
 
-Each turn, the environment runs the calls of the message and appends their results as messages of
-role "tool". The episode ends when a message has no calls (completed), when a tool stops it
-(tool_stopped), when a message has more calls than are left (max_tool_calls; the calls within the
-limit run), or after `max_turns` answers. Then `reward_fn` grades the conversation, and its reward
-becomes the reward of the last turn. The grading time does not count towards the episode's time
-limit. An episode that a rollout limit ends is graded too. An episode that ends with a parse error,
-a truncated answer or a full context is not graded and gets the fixed rewards of EnvFromMessageEnv.
+Each turn, the environment runs the tool calls of the model's message and appends their results as
+messages of role "tool". The episode ends for one of these reasons (stop reasons in parentheses):
+- The message has no tool calls (completed).
+- A tool ends the episode (tool_stopped).
+- The message has more calls than `max_tool_calls` still allows (max_tool_calls). The environment
+  runs the calls that are allowed and drops the rest.
+- The model has written `max_turns` messages (max_turns).
+
+Then `reward_fn` grades the conversation, and its result becomes the reward of the last turn. The
+episode's time limit does not include the grading. Episodes that a rollout limit ends are graded
+too, unless the `termination` policy skips the grading. EnvFromMessageEnv gives a fixed reward,
+without grading, to an episode that ends with a parse error, a truncated answer or a full context.
 
 Metrics of a turn: tool_calls (calls that the model wrote), tool_errors (calls whose result is an
 error), tool_calls/NAME for each tool, and the metrics of the tools and the reward function.
@@ -62,9 +67,12 @@ class AgentToolMessageEnv(MessageEnv):
         max_result_chars: int = 16384,
         termination: TerminationRewardPolicy | None = None,
     ) -> None:
-        """`initial_messages` must offer the tools already; see `offer_tools`. With a `termination`
-        policy, the reward function gets only the messages after the initial ones, unless the policy
-        passes all messages, and the policy bounds its reward.
+        """Create the environment of one episode.
+
+        `initial_messages` must already offer the tools to the model, as the result of `offer_tools`
+        does. By default `reward_fn` gets all messages. With a `termination` policy it gets only the
+        messages after the initial ones, unless `pass_all_messages_to_grader` is set. The policy may
+        also limit the reward (see `TerminationRewardPolicy.clamp`).
         """
         if max_turns < 1:
             raise UserError(f"max_turns={max_turns!r}: give a whole number of at least 1")
@@ -75,7 +83,7 @@ class AgentToolMessageEnv(MessageEnv):
         self.termination = termination
         self.history = cast(list[Message], list(initial_messages))
         self._first = len(self.history)
-        """Index in the history of the episode's first message."""
+        """The number of initial messages, which is the index of the first later message."""
         self._turns = 0
         self._calls_run = 0
         self._clock: asyncio.Timeout | None = None
@@ -183,8 +191,8 @@ def offer_tools(renderer: Renderer, tools: Sequence[Tool], messages: Messages) -
     names = [tool.name for tool in tools]
     if offered and sorted(spec.get("function", spec)["name"] for spec in offered) != sorted(names):
         raise UserError(
-            f"initial_messages offer other tools than {names}, which will be run; give the same to "
-            "both"
+            f"initial_messages offer other tools than tools={names}; give the same tools in both "
+            "arguments"
         )
     if offered or not tools:
         return given
@@ -215,11 +223,12 @@ def build_agent_tool_env(
     terminate_on_length: bool | None = None,
     parse_error_policy: ParseErrorPolicy | None = None,
 ) -> EnvFromMessageEnv:
-    """Return a token-level environment for an episode with tools. An argument that is given takes
-    precedence over `rollout_config`.
+    """Return a token-level environment for an episode with tools.
 
-    `max_turns` is 5 by default. `terminate_on_length` is False by default if the config limits
-    tokens, because then a truncated answer does not end the episode. UserError for a bad argument.
+    An argument that is given takes precedence over the same setting in `rollout_config`.
+    `max_turns` is 5 by default. `terminate_on_length` says whether a truncated answer ends the
+    episode. Its default is False if `rollout_config` has a token limit, else True. UserError for an
+    invalid argument.
     """
     config = rollout_config or RolloutConfig()
     turns = max_turns if max_turns is not None else config.limits.max_turns or MAX_TURNS

@@ -27,7 +27,7 @@ class KLReferenceConfig:
 
     base_model: str
     load_checkpoint_path: str | None = chz.field(
-        default=None, doc="a checkpoint; none = the base model itself"
+        default=None, doc="checkpoint of the reference; none = the base model itself"
     )
 
 
@@ -36,10 +36,11 @@ class AsyncConfig:
     """Options of asynchronous runs, in which sampling runs ahead of training."""
 
     max_steps_off_policy: int = chz.field(
-        doc="most training steps between the weights that played a group and its step"
+        doc="maximum number of steps between the weights that sample a group and the step that "
+        "trains on it"
     )
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups a training step; none = the data set's batches"
+        default=None, doc="groups per step; none = the data set's own batches"
     )
 
 
@@ -49,9 +50,9 @@ class StreamMinibatchConfig:
     batch are still being rolled out.
     """
 
-    num_minibatches: int = chz.field(doc="parts of a substep; each is one forward_backward")
+    num_minibatches: int = chz.field(doc="minibatches per substep; each is one forward_backward")
     groups_per_batch: int | None = chz.field(
-        default=None, doc="groups a training step; none = the data set's batches"
+        default=None, doc="groups per step; none = the data set's own batches"
     )
 
 
@@ -59,26 +60,31 @@ class StreamMinibatchConfig:
 class LossOptions:
     """How rewards become a loss."""
 
-    temperature: float = chz.field(
-        default=1.0, doc="sampling temperature; the loss uses the same temperature"
+    temperature: float = chz.field(default=1.0, doc="sampling temperature, which the loss uses too")
+    loss_fn: str = chz.field(
+        default="importance_sampling", doc=f"loss: one of {', '.join(RL_LOSSES)}"
     )
-    loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
     loss_fn_config: dict[str, float] | None = chz.field(
-        default=None, doc="of the loss, such as loss_fn_config.clip_high_threshold=1.3"
+        default=None, doc="options of the loss, such as loss_fn_config.clip_high_threshold=1.3"
     )
-    advantage: str = chz.field(default="mean", doc=f"one of {', '.join(ADVANTAGES)}")
+    advantage: str = chz.field(
+        default="mean", doc=f"advantage estimator: one of {', '.join(ADVANTAGES)}"
+    )
     remove_constant_reward_groups: bool = chz.field(
         default=False,
-        doc="leave groups out whose rewards are all equal: they have no gradient, but cost as much as others",
+        doc="leave out groups whose rewards are all equal, because their advantages are 0",
     )
-    num_substeps: int = chz.field(default=1, doc="optimizer steps a batch")
-    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
-    kl_penalty_coef: float = chz.field(default=0.0, doc="0 = no penalty for leaving the reference")
+    num_substeps: int = chz.field(default=1, doc="optimizer steps per batch")
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+    )
+    kl_penalty_coef: float = chz.field(default=0.0, doc="coefficient of the KL penalty; 0 = none")
     kl_discount_factor: float = chz.field(
-        default=0.0, doc="0 = a token pays for itself alone, 1 = for all that follow"
+        default=0.0,
+        doc="discount of the later tokens' KL terms; 0 = each token gets only its own term",
     )
     compute_post_kl: bool = chz.field(
-        default=False, doc="report how far each step moved the policy"
+        default=False, doc="log the KL between the policies before and after each step"
     )
 
 
@@ -86,22 +92,23 @@ class LossOptions:
 class RolloutOptions:
     """How environments are rolled out, and which rollouts are written to files."""
 
-    max_tokens: int = chz.field(doc="longest answer")
+    max_tokens: int = chz.field(doc="maximum number of tokens in an answer")
     rollout_processes: int = chz.field(
-        default=0, doc="processes that play environments; 0 = this one"
+        default=0, doc="number of processes that run environments; 0 = only this process"
     )
     eval_temperature: float | None = chz.field(
-        default=None, doc="of tests; 0 = the likeliest answer, none = temperature"
+        default=None, doc="sampling temperature in evaluations; 0 = greedy, none = temperature"
     )
     num_groups_to_log: int = chz.field(
         default=4,
-        doc="groups whose logs are kept in the reports; a page shows as many at least, and none for 0",
+        doc="number of groups per step whose environment logs are written; pages of rollouts "
+        "show at least as many groups, and none for 0",
     )
     rollout_layout: Literal["flat", "folders"] = chz.field(
-        default="flat", doc="one directory, or one an iteration"
+        default="flat", doc="flat = all files in one directory, folders = one directory per step"
     )
     deterministic: bool | None = chz.field(
-        default=None, doc="as in ServiceClient: samples that have the same bits in any company"
+        default=None, doc="batch-invariant sampling; none = the default of ServiceClient"
     )
 
 
@@ -110,7 +117,9 @@ class Config(RolloutOptions, LossOptions, RunOptions):
     """The options of an RL run."""
 
     dataset_builder: RLDatasetBuilder
-    lr_schedule: str = chz.field(default="constant", doc=f"one of {', '.join(SCHEDULES)}")
+    lr_schedule: str = chz.field(
+        default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
+    )
     kl_reference_config: KLReferenceConfig | None = None
     async_config: AsyncConfig | None = None
     stream_minibatch_config: StreamMinibatchConfig | None = None

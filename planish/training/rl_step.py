@@ -1,12 +1,17 @@
 """One training step: train on a batch of groups with one or several optimizer steps.
 
-Legend: P groups of a batch, S substeps, M minibatches of a substep, D sequences.
+A batch is split into `num_substeps` substeps, and each substep ends with an optimizer step. With
+`stream_minibatch_config`, a substep is split into minibatches of groups. The forward_backward call
+of a minibatch is submitted as soon as its groups have been rolled out, and the gradients of a
+substep's minibatches add up. Without this option, a substep is a single forward_backward call,
+which is submitted after the whole batch has been rolled out.
 
-The groups of a batch are split into S substeps, and each substep into M minibatches. Each minibatch
-is one forward_backward call. Gradients add up over the minibatches of a substep, and an optimizer
-step ends the substep. The split depends only on the order of the groups, not on which rollout
-finishes first. So the same seed gives the same sums. All operations are submitted before their
-results are awaited, and the engine executes them in order.
+The split depends only on the order of the groups, not on which rollout finishes first. So the same
+seed gives the same minibatches. A step submits all its operations before it awaits their results,
+and the engine executes them in order.
+
+Suffixes of variable names: `_P` has one entry per group of the batch, `_D` one per training
+sequence, and `_P_D` one list of training sequences per group.
 """
 
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -58,7 +63,7 @@ class TrainingStep:
         return bool(self._updates)
 
     async def forward_backward(self, data_D: Sequence[TrainingSequence]) -> None:
-        """Submit the gradient of one minibatch. Empty data submit nothing."""
+        """Submit the forward_backward call of one minibatch. Do nothing if `data_D` is empty."""
         if not data_D:
             return
         config = self.config

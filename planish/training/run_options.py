@@ -33,12 +33,15 @@ class ModelOptions:
     """The model that a run starts from."""
 
     model_name: str = chz.field(doc="base model: a name or a local directory")
-    base_url: str | None = chz.field(default=None, doc="a server; none = train in this process")
+    base_url: str | None = chz.field(
+        default=None, doc="URL of a server; none = train in this process"
+    )
     load_checkpoint_path: str | None = chz.field(
-        default=None, doc="weights to begin with: a checkpoint or a run directory"
+        default=None,
+        doc="weights to start from: a checkpoint or a run directory; none = a new adapter",
     )
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    seed: int = chz.field(default=0, doc="of initial weights and the data's order")
+    seed: int = chz.field(default=0, doc="seed of the initial weights and of the order of the data")
 
 
 @chz.chz
@@ -49,15 +52,15 @@ class LoraOptions:
     whatever the checkpoint has.
     """
 
-    lora_rank: int = 32
+    lora_rank: int = chz.field(default=32, doc="rank of the LoRA matrices")
     train_mlp: bool | None = chz.field(
-        default=None, doc="adapt the MLPs; none = yes, or what the loaded checkpoint has"
+        default=None, doc="adapt the MLPs; none = as in the loaded checkpoint, else yes"
     )
     train_attn: bool | None = chz.field(
-        default=None, doc="adapt the attention; none = yes, or what the loaded checkpoint has"
+        default=None, doc="adapt the attention; none = as in the loaded checkpoint, else yes"
     )
     train_unembed: bool | None = chz.field(
-        default=None, doc="adapt the output head; none = yes, or what the loaded checkpoint has"
+        default=None, doc="adapt the output head; none = as in the loaded checkpoint, else yes"
     )
 
     @chz.validate
@@ -86,21 +89,25 @@ class StartOptions(LoraOptions, ModelOptions):
 class ScheduleOptions:
     """How long a run is, and how large its updates are."""
 
-    lr_schedule: str = chz.field(default="linear", doc=f"one of {', '.join(SCHEDULES)}")
-    warmup_steps: int = chz.field(
-        default=0, doc="steps in which the learning rate rises to its value"
+    lr_schedule: str = chz.field(
+        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
     )
-    num_epochs: int = chz.field(default=1, doc="times through the data")
-    max_steps: int | None = chz.field(default=None, doc="none = through the data num_epochs times")
+    warmup_steps: int = chz.field(
+        default=0, doc="number of steps in which the learning rate rises to learning_rate"
+    )
+    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
+    max_steps: int | None = chz.field(
+        default=None, doc="maximum number of steps; none = num_epochs passes"
+    )
 
 
 @chz.chz
 class CheckpointOptions:
     """What a run saves."""
 
-    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only the last")
+    save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
     ttl_seconds: int | None = chz.field(
-        default=604800, doc="life of the checkpoints before the last"
+        default=604800, doc="seconds until a checkpoint expires, except the last; none = never"
     )
 
 
@@ -109,7 +116,8 @@ class RollingCheckpointOptions(CheckpointOptions):
     """What a run saves, short-lived checkpoints included."""
 
     rolling_save_every: int = chz.field(
-        default=0, doc="steps between short-lived checkpoints; 0 = none"
+        default=0,
+        doc="steps between rolling checkpoints, each of which replaces the one before; 0 = none",
     )
 
 
@@ -118,12 +126,12 @@ class LogOptions:
     """Where a run writes."""
 
     log_path: str = chz.field(doc="directory of the run's files")
-    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl")
+    enable_trace: bool = chz.field(default=False, doc="write trace_events.jsonl, for planish trace")
     loggers: tuple[str, ...] = chz.field(
-        default=(), doc="besides files and console: wandb, trackio, tensorboard"
+        default=(), doc="loggers in addition to files and console: wandb, trackio, tensorboard"
     )
-    wandb_project: str | None = None
-    wandb_name: str | None = None
+    wandb_project: str | None = chz.field(default=None, doc="project in W&B or Trackio")
+    wandb_name: str | None = chz.field(default=None, doc="name of the run in W&B or Trackio")
 
 
 @chz.chz
@@ -131,9 +139,13 @@ class RunOptions(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOpt
     """What `planish.training.run_loop` needs to know of any run."""
 
     learning_rate: float
-    recipe_name: str | None = chz.field(default=None, doc="recorded with the checkpoints")
-    rolling_ttl_seconds: int = chz.field(default=7200, doc="life of the short-lived checkpoints")
-    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    recipe_name: str | None = chz.field(default=None, doc="name that the checkpoints record")
+    rolling_ttl_seconds: int = chz.field(
+        default=7200, doc="seconds until a rolling checkpoint expires"
+    )
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+    )
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 

@@ -18,20 +18,20 @@ class Config(RunOptions):
     """The options of a supervised run."""
 
     dataset_builder: SupervisedDatasetBuilder
-    learning_rate: float = 1e-4
+    learning_rate: float = chz.field(default=1e-4, doc="learning rate before the schedule")
     adam_beta1: float = 0.9
     adam_beta2: float = 0.95
     adam_eps: float = 1e-8
     weight_decay: float = 0.0
     submit_ahead: int = chz.field(
-        default=1, doc="steps submitted before the results of one are waited for"
+        default=1, doc="maximum number of unfinished steps while the next step is prepared"
     )
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
     evaluator_builders: Sequence[Callable[[], Evaluator]] = chz.field(
-        default=(), doc="besides the test set's"
+        default=(), doc="evaluators in addition to that of the test set"
     )
     infrequent_eval_every: int = chz.field(
-        default=100, doc="the same for infrequent_evaluator_builders"
+        default=100, doc="steps between runs of infrequent_evaluator_builders; 0 = never"
     )
     infrequent_evaluator_builders: Sequence[Callable[[], Evaluator]] = ()
 

@@ -135,7 +135,7 @@ def test_an_error_ends_a_piped_chat_but_not_an_interactive_one(session, capsys):
     assert contents(session) == ["Be brief.", "a", "a!", "b", "b!"]
     printed = capsys.readouterr()
     assert printed.out == "a!\nb!\n"
-    assert "/nothing is no command" in printed.err
+    assert "/nothing is not a command" in printed.err
 
 
 def test_reasoning_is_printed_only_to_a_terminal():
@@ -243,7 +243,7 @@ def test_lines_of_a_pipe_are_answered(model, tmp_path, monkeypatch, capsys):
     assert answers(lines, "--seed", "1", "--system", "S")[1] == out
     assert answers(lines, "--seed", "2", "--system", "S")[1] != out
     status, out, err = answers("Hi\n/nothing\nHi\n")
-    assert (status, "no command" in err, len(out) > 0) == (1, True, True)
+    assert (status, "not a command" in err, len(out) > 0) == (1, True, True)
     assert answers("", "--max-tokens", "0")[0] == 1
     assert answers("", "--renderer", "nothing")[0] == 1
 

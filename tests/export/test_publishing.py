@@ -103,5 +103,5 @@ def test_an_export_is_published_as_it_is(hub, trained, tmp_path, monkeypatch):
 
 def test_what_is_no_whole_export_is_not_published(tmp_path):
     (tmp_path / "README.md").write_text("mine")
-    with pytest.raises(UserError, match="no whole export"):
+    with pytest.raises(UserError, match="not a complete export"):
         weights.publish_to_hf_hub(model_path=tmp_path, repo_id="me/model")

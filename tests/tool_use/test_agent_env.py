@@ -354,7 +354,7 @@ def test_tools_that_are_offered_already(play, renderer):
     )
     _, prompts = play(says("5"), messages=[*offered, *QUESTION])
     assert prompts[0].count('"name": "add"') == 1
-    with pytest.raises(UserError, match="give the same to both"):
+    with pytest.raises(UserError, match="give the same tools in both arguments"):
         play(says("5"), messages=[*offered, *QUESTION], tools=[add])
 
 

@@ -83,8 +83,8 @@ class Manifest:
         Raises ValueError, KeyError or TypeError if the text is not a manifest of this format.
         """
         fields = json.loads(text)
-        if fields.pop("format") != FORMAT:
-            raise ValueError("it is of another version of planish")
+        if (found := fields.pop("format")) != FORMAT:
+            raise ValueError(f"its format is {found!r}, and this planish reads format {FORMAT}")
         expires_at = fields.pop("expires_at")
         return cls(
             lora=LoraConfig(**fields.pop("lora")),
@@ -143,7 +143,7 @@ def read_manifest(directory: Path) -> Manifest:
         return Manifest.from_json(path.read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFileError(
-            f"{path} cannot be used ({error}); the checkpoint is damaged, use another one"
+            f"{path} cannot be used ({error}); use another checkpoint"
         ) from error
 
 

@@ -6,8 +6,12 @@ backends: torch (the reference implementation, for any device), C++ (CPUs) and T
 compiled backends inherit from the torch backend. So they compute with torch what their kernels do
 not support, such as odd widths or a family of kernels that failed its self-test.
 
-Shapes: T rows (tokens), D hidden, H heads, E head_dim, R rows of the head, V vocabulary, P (row,
-token) pairs, n linears that read one input, r rank.
+Letters in shapes:
+- Decoder: T tokens of a batch (its rows), D hidden size, H attention heads (Hq query heads, Hkv KV
+  heads), E size of a head, I hidden size of the MLP.
+- LM head: R rows (hidden states) whose logits are computed, V vocabulary size, P pairs of a row and
+  a token, N rows that a token is sampled from.
+- LoRA: r rank, n linears that read the same input (3 for q, k and v).
 """
 
 from __future__ import annotations
@@ -51,7 +55,10 @@ def padded_lora_columns(columns: int) -> int:
 
 
 HeadMember = tuple[int, int, "LoraMatrices"]
-"""(start, stop, head adapter) of rows start .. stop - 1: A [r, D] and one B [V, r]."""
+"""An adapter of the LM head, and the rows that it applies to: (start, stop, matrices).
+
+The rows are start .. stop - 1. The matrices are A [r, D] and a single B [V, r].
+"""
 
 
 class PackedMatrices(Protocol):
@@ -71,7 +78,11 @@ class PackedMatrices(Protocol):
     def gradients(
         self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return the gradients of A and of the Bs, given the results of `add_` and `backward_`."""
+        """Return the gradients of A and of the Bs.
+
+        `x`, `grad`: the input and the gradient of the output. `low`: the LoRA hidden states, as
+        `add_` returned them. `low_grad`: their gradient, as `backward_` returned it.
+        """
         ...
 
 
@@ -157,15 +168,19 @@ class Backend(Protocol):
     packs_head_adapters: bool
     """Whether a compiled kernel applies the adapters of the head."""
     has_attention: bool
-    """Whether the attention of sampler and trainer is a compiled kernel for CPUs."""
+    """Whether sampler and trainer use the C++ attention kernel.
+
+    False for torch and also for Triton, whose attention kernels are not covered by this flag.
+    """
     logits_dtype: torch.dtype
     """The dtype in which logits are computed, and stored for the backward pass."""
     kv_dtype: torch.dtype
     """The dtype of stored keys and values."""
     logits_are_exact: bool
-    """Whether the logits of `base_logits` are exact, so that no logit must be recomputed.
+    """Whether the sampler may use the result of `base_logits` without recomputing any logit.
 
-    That is the case on a GPU without batch invariance, because its matmuls accumulate in float32.
+    True on a GPU without batch invariance, because its matmuls accumulate in float32. Otherwise
+    `top_logits` and `token_logits` recompute the logits that a result depends on.
     """
     joins_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
@@ -176,9 +191,11 @@ class Backend(Protocol):
     forward pass, and the weights packed for the backward pass.
     """
     uses_main_memory: bool
-    """Whether tensors are in main memory, whose pages cost nothing until they are used.
+    """Whether tensors are in main memory, which is the case on a CPU.
 
-    Then the KV slot of a sample can grow with the sample, and memory limits can be fixed sizes.
+    The operating system provides a page of main memory only when the page is first used, so
+    reserved memory costs nothing until then. On such a device the KV slot of a sample grows with
+    the sample, and the memory limits are fixed sizes instead of shares of the free memory.
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
@@ -197,8 +214,9 @@ class Backend(Protocol):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether all matmuls and the attention are compiled kernels with one order of additions
-        for any batch.
+        """Whether C++ kernels compute all matmuls and the attention.
+
+        These kernels are batch-invariant: they add in the same order for every batch.
         """
         ...
 
@@ -254,7 +272,7 @@ class Backend(Protocol):
         ...
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
-        """Return the adapters of ranges of rows as a batch."""
+        """Return an `AdapterBatch` of these adapters, each with the rows that it applies to."""
         ...
 
     def add_lora_(self, x: Tensor, out: Tensor, sizes: Sequence[int], lora: LoraMatrices) -> Tensor:
@@ -300,7 +318,11 @@ class Backend(Protocol):
     def rms_norm_backward(
         self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
-        """Return the float32 gradient of the sum: that of its norm plus `grad_total`."""
+        """Return the float32 gradient of `total`, the sum that `rms_norm` normed.
+
+        `grad`: gradient of the normed output. `total`, `scale`: results of `rms_norm`.
+        `grad_total`: gradient that reaches `total` on other paths than through the norm, if any.
+        """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
@@ -428,18 +450,22 @@ class Backend(Protocol):
         ...
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample tokens [N, K] at uniform numbers, float64 [N, K], from weights, float32 [N, V].
+        """Sample K tokens from each row of unnormalized probabilities. Return them as [N, K].
 
-        A token is the first entry at which the cumulative sum exceeds uniform * total. The tokens
-        of a row that is not finite are undefined.
+        `weights`: the probabilities, float32 [N, V]. `uniforms`: uniform random numbers, float64
+        [N, K]. Each token is the first one at which the cumulative sum of the row exceeds its
+        uniform number times the row's total. The tokens of a row that is not finite are undefined.
         """
         ...
 
     # Attention
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
-        """Return a faster `Decoder.forward` for decoding steps, which takes the attention of
-        `decode_attention` and a batch of `adapter_batch`; None if there is none.
+        """Return a forward pass for decoding steps that is faster than `Decoder.forward`, or None
+        if this backend has none.
+
+        The attention passed to it must come from `decode_attention`, the adapters from
+        `adapter_batch`.
         """
         ...
 
