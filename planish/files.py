@@ -110,7 +110,7 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
             os.fsync(file.fileno())
         give_usual_mode(Path(temporary))  # mkstemp creates files that only the owner can read
         os.replace(temporary, path)
-        sync_directory(path.parent)
+        sync(path.parent)
     except OSError as error:
         raise StorageError(
             f"cannot write {path} ({error}); check free space and permissions there"
@@ -232,8 +232,8 @@ def _to_json(value: Any) -> Any:
     return f"{named.__module__}.{named.__qualname__}"
 
 
-def sync_directory(path: Path) -> None:
-    """Flush a directory to disk (fsync), so that renames in it are durable."""
+def sync(path: Path) -> None:
+    """Flush a file to disk (fsync), or a directory, so that renames in it are durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -15,6 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from planish.errors import StorageError, UserError
+from planish.files import sync
 
 _LOCK = ".lock"
 
@@ -81,9 +82,9 @@ def _clear(aside: Path) -> None:
 
 def _put(aside: Path, target: Path) -> None:
     for entry in aside.iterdir():
-        _sync(entry)
+        sync(entry)
     (aside / _LOCK).unlink()
-    _sync(aside)
+    sync(aside)
     if target.is_dir() and any(target.iterdir()):
         previous = target.with_name(f".{target.name}.previous")
         shutil.rmtree(previous, ignore_errors=True)
@@ -92,12 +93,4 @@ def _put(aside: Path, target: Path) -> None:
         shutil.rmtree(previous)
     else:
         aside.rename(target)
-    _sync(target.parent)
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    sync(target.parent)

@@ -17,6 +17,11 @@ OPEN_FILES = 64
 PENDING_SIGNALS = 64
 STACK_BYTES = 8 * MIB
 USER = "1000"
+ISOLATION = (
+    *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
+    *("--cap-drop", "ALL", "--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"),
+)
+"""The options of bubblewrap that every sandbox has, besides its file system and its filter."""
 ENVIRONMENT = {
     "HOME": SCRATCH,
     "LANG": "C.UTF-8",
@@ -45,15 +50,7 @@ def sandbox_command(
 
     `file_descriptors` maps paths in the sandbox to open descriptors of their contents.
     """
-    options = [
-        "--unshare-all",
-        "--unshare-user",
-        "--die-with-parent",
-        "--new-session",
-        "--cap-drop",
-        "ALL",
-    ]
-    options += ["--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"]
+    options = list(ISOLATION)
     for name, value in ENVIRONMENT.items():
         options += ["--setenv", name, value]
     for host_path, sandbox_path in runtime.binds:

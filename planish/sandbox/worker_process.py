@@ -27,9 +27,10 @@ from typing import Any
 
 from planish.errors import PlanishError
 from planish.processes.interruption import interrupts_held_back
-from planish.sandbox.command import ENVIRONMENT, SCRATCH, START, START_SOURCE, USER
+from planish.sandbox.command import ENVIRONMENT, ISOLATION, SCRATCH, START, START_SOURCE
 from planish.sandbox.errors import SandboxUnavailableError
 from planish.sandbox.limits import MIB
+from planish.sandbox.python_runtime import PACKAGES
 from planish.sandbox.sandbox import ALLOW_NAMESPACES, INSTALL, memory_file
 from planish.sandbox.system_calls import compiled_filter
 
@@ -40,7 +41,6 @@ SCRATCH_BYTES = 64 * MIB
 RUNNER = Path(__file__).with_name("worker_program.py")
 SYSTEM_LIBRARIES = ("/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/local/lib")
 LINKER_CACHE = "/etc/ld.so.cache"
-PACKAGES = ("site-packages", "dist-packages")
 RESOURCE_LIMITS = {
     "RLIMIT_AS": (MEMORY_BYTES, MEMORY_BYTES),
     "RLIMIT_FSIZE": (SCRATCH_BYTES, SCRATCH_BYTES),
@@ -161,11 +161,10 @@ def _command(
     bwrap = shutil.which("bwrap")
     if sys.platform != "linux" or bwrap is None:
         raise SandboxUnavailableError(INSTALL)
-    options = ["--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"]
-    options += ["--cap-drop", "ALL", "--uid", USER, "--gid", USER, "--hostname", "sandbox"]
+    options = list(ISOLATION)
     options += ["--size", str(SCRATCH_BYTES), "--tmpfs", SCRATCH]
     packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
-    options += ["--clearenv", "--setenv", "PYTHONPATH", os.pathsep.join(packages)]
+    options += ["--setenv", "PYTHONPATH", os.pathsep.join(packages)]
     for name, value in ENVIRONMENT.items():
         if name != "LD_LIBRARY_PATH":  # the libraries are where the linker looks for them
             options += ["--setenv", name, value]

@@ -1,6 +1,5 @@
 """Programs as answers, from a scripted policy to a whole run."""
 
-import asyncio
 import json
 import pickle
 import re
@@ -36,8 +35,6 @@ from planish.sandbox import (
     FunctionTest,
     Limits,
     Outcome,
-    Sandbox,
-    SandboxUnavailableError,
     StdinTest,
     TestResult,
 )
@@ -58,18 +55,12 @@ ECHO = CodeProblem(
     (StdinTest("a\n", "a\n"), StdinTest("b\n", "b\n")),
     (StdinTest("a\n", "a\n"),),
 )
+pytestmark = pytest.mark.sandbox
+
 RIGHT = as_answer("def f(x):\n    return 2 * x")
 WRONG = as_answer("def f(x):\n    return x + 2")
 HALF = as_answer("def f(x):\n    return abs(2 * x) if x != 2 else 5")
 """Passes the public test, and one more."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def sandbox():
-    try:
-        asyncio.run(Sandbox().check())
-    except SandboxUnavailableError as error:
-        pytest.skip(str(error))
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError
 
 from planish.errors import CheckpointError, DamagedFileError, StorageError
-from planish.files import give_usual_mode
+from planish.files import give_usual_mode, sync
 from planish.types import LoraConfig
 
 if TYPE_CHECKING:
@@ -188,15 +187,6 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
         "modules_to_save": None,
         "inference_mode": True,
     }
-
-
-def sync(path: Path) -> None:
-    """fsync a file or a directory."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:

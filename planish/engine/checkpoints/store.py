@@ -34,12 +34,11 @@ from planish.engine.checkpoints.files import (
     Manifest,
     read_manifest,
     read_state,
-    sync,
     write_manifest,
     write_tensors,
 )
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import write_whole
+from planish.files import sync, write_whole
 from planish.types import (
     Checkpoint,
     CheckpointPath,

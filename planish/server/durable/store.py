@@ -54,7 +54,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.files import sync_directory
+from planish.files import sync
 from planish.server.metrics import Disk
 
 P = ParamSpec("P")
@@ -168,7 +168,7 @@ class Store:
             self._connection = self._opened()
             self._connect_readers()
             self._remove_orphans()
-            sync_directory(directory)
+            sync(directory)
         except (OSError, sqlite3.DatabaseError) as error:
             self._release()
             raise self._described(error) from error
@@ -410,7 +410,7 @@ class Store:
             if self.is_refused:  # a transaction without a write would always succeed
                 transaction.execute(f"PRAGMA user_version = {VERSION}")
             if transaction.written:
-                sync_directory(self.directory / BODIES)
+                sync(self.directory / BODIES)
                 crash_point("bodies written")
             crash_point("before commit")
             self._connection.execute("COMMIT")
