@@ -21,11 +21,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from planish.errors import PlanishError
+from planish.processes.background import BackgroundThread
 from planish.processes.interruption import interrupts_held_back
 from planish.sandbox.command import ENVIRONMENT, ISOLATION, SCRATCH, START, START_SOURCE
 from planish.sandbox.errors import SandboxUnavailableError
@@ -69,6 +71,7 @@ class WorkerProcess:
         self._program = program
         self._arguments = tuple(arguments)
         self._process: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
         self._lock = threading.Lock()
 
     def ask(self, question: dict[str, Any], timeout_seconds: float) -> dict[str, Any]:
@@ -110,15 +113,7 @@ class WorkerProcess:
             # Ctrl-C is for this process, which then kills the worker. bubblewrap stays in our
             # process group, so that whatever ends a whole terminal or job ends the worker too.
             with interrupts_held_back():
-                self._process = process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    bufsize=0,
-                    env={},
-                    cwd="/",
-                    pass_fds=(start, system_calls),
-                )
+                self._process = process = self._started(command, (start, system_calls))
         try:
             reply = self._receive(process, START_SECONDS)
         except EndedError as error:
@@ -131,6 +126,37 @@ class WorkerProcess:
         if "error" in reply:
             raise WorkerStartError(reply["error"])
         return process
+
+    def _started(
+        self, command: Sequence[str], descriptors: Sequence[int]
+    ) -> subprocess.Popen[bytes]:
+        """Start a process in a thread that lives until `_stop`.
+
+        Linux carries out bubblewrap's --die-with-parent when the thread that started it ends. A
+        caller's thread may end long before the next request.
+        """
+        started: Future[subprocess.Popen[bytes]] = Future()
+        self._ended = ended = threading.Event()
+
+        def run() -> None:
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    bufsize=0,
+                    env={},
+                    cwd="/",
+                    pass_fds=descriptors,
+                )
+            except BaseException as error:
+                started.set_exception(error)
+                return
+            started.set_result(process)
+            ended.wait()
+
+        BackgroundThread(run, "planish-worker-process", stop=ended.set)
+        return started.result()
 
     def _receive(self, process: subprocess.Popen[bytes], seconds: float) -> dict[str, Any]:
         assert process.stdout is not None
@@ -149,6 +175,7 @@ class WorkerProcess:
             return
         process.kill()
         process.wait()
+        self._ended.set()
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:
                 pipe.close()

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -227,6 +228,14 @@ def test_threads_take_turns(worker):
     for thread in threads:
         thread.join()
     assert answers == {n: n for n in range(8)}
+
+
+def test_the_process_outlives_the_thread_that_started_it(worker):
+    process = worker()
+    with ThreadPoolExecutor(1) as thread:
+        before = thread.submit(process.ask, {}, 30.0).result()["run"]
+    time.sleep(0.2)  # a signal at the thread's end would have arrived by now
+    assert process.ask({}, 30.0)["run"] == before
 
 
 def test_a_request_after_close_starts_a_new_process(worker):
