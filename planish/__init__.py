@@ -29,6 +29,7 @@ from planish.moved_modules import find_former_names
 from planish.types import (
     AdamParams,
     Checkpoint,
+    Constraint,
     Datum,
     EncodedTextChunk,
     ForwardBackwardOutput,
@@ -51,6 +52,7 @@ __all__ = [
     "AdamParams",
     "Checkpoint",
     "CheckpointError",
+    "Constraint",
     "DamagedFileError",
     "Datum",
     "EncodedTextChunk",

@@ -7,6 +7,7 @@ are made by the service. Importing this module does not import torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import reprlib
@@ -16,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 
@@ -33,7 +34,14 @@ MAX_STOP_TOKENS = 1024
 stop string after each token, so an unlimited `stop` would delay all tenants.
 """
 
+MAX_CONSTRAINT_BYTES = 1 << 16
+MAX_CONSTRAINT_CHOICES = 1024
+"""Limits of Constraint: the bytes of its text, or of all its choices together, and the number of
+its choices. A longer text could take too long to compile.
+"""
+
 StopReason = Literal["stop", "length"]
+ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark"]
 
 _SHOWN_TOKENS = 16
 
@@ -234,8 +242,91 @@ def check_data(data: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Constraint:
+    """A language that the text of a sample belongs to, for structured output.
+
+    Only tokens that can continue to a text of the language are sampled. The sample ends when its
+    text is complete: it may sample a stop token at the end of every complete text, and must do so
+    where no longer text exists. A sample that reaches `max_tokens` is incomplete.
+
+    - `Constraint("json_object")`: any JSON object.
+    - `Constraint("json_schema", text)`: JSON that `text`, a JSON schema as JSON text, accepts.
+    - `Constraint("regex", text)`: text that the regular expression `text` matches as a whole, in
+      the syntax of Rust's `regex` library (no look-around, no back-references).
+    - `Constraint("choice", choices=[...])`: one of these strings.
+    - `Constraint("lark", text)`: text of the Lark grammar `text`, in the dialect of `llguidance`.
+
+    The text has at most MAX_CONSTRAINT_BYTES bytes, and so have all choices together.
+    """
+
+    kind: ConstraintKind
+    text: str = ""
+    choices: Sequence[str] = ()
+
+    def __post_init__(self) -> None:
+        kinds = get_args(ConstraintKind)
+        if self.kind not in kinds:
+            raise UserError(f"Constraint.kind={self.kind!r}: give one of {', '.join(kinds)}")
+        if not isinstance(self.text, str):
+            raise UserError(
+                f"Constraint.text is a {type(self.text).__name__}; give a string (a JSON schema as JSON text: json.dumps(schema))"
+            )
+        needs_text = self.kind not in ("json_object", "choice")
+        if bool(self.text) is not needs_text:
+            remedy = "give its text" if needs_text else "leave it out"
+            raise UserError(
+                f"Constraint.text={reprlib.repr(self.text)} of kind {self.kind}: {remedy}"
+            )
+        choices: list[Any] = (
+            [None] if isinstance(self.choices, (str, bytes)) else list(self.choices)
+        )
+        is_choice = self.kind == "choice"
+        if bool(self.choices) is not is_choice or not all(
+            isinstance(choice, str) and choice for choice in choices
+        ):
+            remedy = "a list of non-empty strings" if is_choice else "no choices"
+            raise UserError(
+                f"Constraint.choices={reprlib.repr(self.choices)} of kind {self.kind}: give {remedy}"
+            )
+        if len(choices) > MAX_CONSTRAINT_CHOICES:
+            raise UserError(
+                f"Constraint.choices has {len(choices)} strings: give at most {MAX_CONSTRAINT_CHOICES}"
+            )
+        object.__setattr__(self, "choices", tuple(choices))
+        try:
+            size = sum(len(text.encode()) for text in (self.text, *choices))
+        except UnicodeEncodeError:
+            raise UserError(
+                "Constraint.text or a choice contains a lone surrogate; give Unicode text"
+            ) from None
+        if size > MAX_CONSTRAINT_BYTES:
+            raise UserError(
+                f"Constraint.text and choices have {size} bytes: give at most {MAX_CONSTRAINT_BYTES}"
+            )
+        if self.kind == "json_schema":
+            _check_schema(self.text)
+
+
+def _check_schema(text: str) -> None:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"Constraint.text is not JSON ({error}); give a JSON schema as JSON text"
+        ) from None
+    if not isinstance(schema, (dict, bool)):
+        raise UserError(
+            f"Constraint.text is a JSON {type(schema).__name__}; give a JSON schema, which is an object"
+        )
+
+
+@dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are sampled."""
+    """How tokens are sampled.
+
+    The returned logprobs are those of the model at `temperature`. The filters, the penalties,
+    `min_tokens` and `constraint` change which token is sampled, and never the returned logprobs.
+    """
 
     max_tokens: int | None = None
     """Maximum number of tokens to sample; None = until the model's context is full."""
@@ -253,6 +344,22 @@ class SamplingParams:
     """1 = off."""
     min_p: float = 0.0
     """Keep only tokens whose probability is at least `min_p` times the highest one; 0 = off."""
+    stop_token_ids: Sequence[int] = ()
+    """Token ids that end a sample in addition to `stop`; at most MAX_STOP_TOKENS."""
+    min_tokens: int = 0
+    """Minimum number of tokens before a stop token or a stop string can end a sample. Until then,
+    stop tokens are not sampled, unless `constraint` allows no other token.
+    """
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens in the prompt and the sample, and multiplies their
+    negative logits; 1 = off.
+    """
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit once for each time the sample contains it; 0 = off."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of every token that the sample contains; 0 = off."""
+    constraint: Constraint | None = None
+    """Sample only text of a language, such as JSON of a schema; None = off."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -270,6 +377,19 @@ class SamplingParams:
         _keep_number(self, "top_p", low=0.0, high=1.0, open_low=True)
         _keep_number(self, "min_p", low=0.0, high=1.0)
         object.__setattr__(self, "stop", _stop(self.stop))
+        object.__setattr__(self, "stop_token_ids", _stop_token_ids(self.stop_token_ids))
+        _keep_whole(self, "min_tokens", "a whole number of at least 0", low=0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"SamplingParams.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: give at most that"
+            )
+        _keep_number(self, "repetition_penalty", low=0.01, high=100.0)
+        _keep_number(self, "frequency_penalty", low=-100.0, high=100.0)
+        _keep_number(self, "presence_penalty", low=-100.0, high=100.0)
+        if self.constraint is not None and not isinstance(self.constraint, Constraint):
+            raise UserError(
+                f"SamplingParams.constraint is a {type(self.constraint).__name__}; give a Constraint or None"
+            )
 
 
 @dataclass(frozen=True)
@@ -773,6 +893,18 @@ def _stop(stop: Any) -> Any:
     raise UserError(
         f"SamplingParams.stop={reprlib.repr(stop)}: give a string, a list of non-empty strings, a list of token ids, or None"
     )
+
+
+def _stop_token_ids(given: Any) -> tuple[int, ...]:
+    name = "SamplingParams.stop_token_ids"
+    ids = () if given is None else given
+    try:
+        stop = None if isinstance(ids, str) else _stop(ids)
+    except UserError as error:
+        raise UserError(str(error).replace("SamplingParams.stop", name)) from None
+    if stop is None or any(isinstance(item, str) for item in stop):
+        raise UserError(f"{name}={reprlib.repr(given)}: give a list of token ids")
+    return stop
 
 
 def _is_int(value: Any) -> bool:

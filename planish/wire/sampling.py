@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError
 from planish.errors import UserError
 from planish.service import MAX_SAMPLES, Sample
 from planish.types import (
+    Constraint,
     PromptAltTokens,
     SampledSequence,
     SampleResponse,
@@ -59,7 +60,11 @@ class SampleRequest:
 
 
 def sample_request_from_json(fields: Fields) -> SampleRequest:
-    """Read a sample request. `prompt_only` and `sampling_params.min_p` are additions of planish."""
+    """Read a sample request.
+
+    `prompt_only` is an addition of planish. So are, within `sampling_params`, `min_p`,
+    `stop_token_ids`, `min_tokens`, the penalties and `constraint`.
+    """
     with fields:
         fields.skip("type")
         if not fields.has("sampling_session_id"):
@@ -216,9 +221,30 @@ def _params_from_json(fields: Fields) -> SamplingParams:
                 top_k=fields.optional(fields.integer, "top_k", -1),
                 top_p=fields.optional(fields.number, "top_p", 1.0),
                 min_p=fields.optional(fields.number, "min_p", 0.0),
+                stop_token_ids=fields.optional(fields.array, "stop_token_ids", ()),
+                min_tokens=fields.optional(fields.integer, "min_tokens", 0),
+                repetition_penalty=fields.optional(fields.number, "repetition_penalty", 1.0),
+                frequency_penalty=fields.optional(fields.number, "frequency_penalty", 0.0),
+                presence_penalty=fields.optional(fields.number, "presence_penalty", 0.0),
+                constraint=fields.optional(
+                    lambda name: _constraint_from_json(fields.object(name)), "constraint"
+                ),
             )
         except (UserError, TypeError) as error:
             raise UserError(str(error).replace("SamplingParams.", "sampling_params.")) from None
+
+
+def _constraint_from_json(fields: Fields) -> Constraint:
+    with fields:
+        kind: Any = fields.text("kind")  # Constraint checks that it is one of its kinds.
+        text = fields.optional(fields.text, "text", "")
+        choices = fields.optional(fields.array, "choices", [])
+        try:
+            return Constraint(kind, text, choices)
+        except UserError as error:
+            raise UserError(
+                str(error).replace("Constraint", "sampling_params.constraint", 1)
+            ) from None
 
 
 def _stop_from_json(fields: Fields) -> Any:
@@ -244,8 +270,25 @@ def _params_to_json(params: SamplingParams) -> dict[str, Any]:
     }
     if params.stop is not None:
         fields["stop"] = params.stop if isinstance(params.stop, str) else list(params.stop)
-    if params.min_p:
-        fields["min_p"] = params.min_p
+    # The SDK knows none of these fields, so they are sent only where they are set.
+    defaults = SamplingParams()
+    fields |= {
+        name: value
+        for name in (
+            "min_p",
+            "min_tokens",
+            "repetition_penalty",
+            "frequency_penalty",
+            "presence_penalty",
+        )
+        if (value := getattr(params, name)) != getattr(defaults, name)
+    }
+    if params.stop_token_ids:
+        fields["stop_token_ids"] = list(params.stop_token_ids)
+    if (constraint := params.constraint) is not None:
+        fields["constraint"] = {"kind": constraint.kind, "text": constraint.text} | (
+            {"choices": list(constraint.choices)} if constraint.choices else {}
+        )
     return fields
 
 

@@ -17,6 +17,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import Sample
 from planish.tensors import TensorData
 from planish.types import (
+    Constraint,
     ModelInput,
     PromptAltTokens,
     SampledSequence,
@@ -107,9 +108,33 @@ def test_we_decode_what_the_sdk_encodes(request):
     assert plain(sample_request_from_json(Fields.of(sdk_body(request)))) == plain(request)
 
 
-@given(REQUESTS, st.booleans(), st.floats(0, 1))
-def test_request_round_trip(request, prompt_only, min_p):
-    params = SamplingParams(**{**vars(request.operation.sampling_params), "min_p": min_p})
+CONSTRAINTS = st.one_of(
+    st.none(),
+    st.just(Constraint("json_object")),
+    st.just(Constraint("json_schema", '{"type": "integer"}')),
+    st.builds(Constraint, st.sampled_from(["regex", "lark"]), st.text(min_size=1)),
+    st.builds(
+        Constraint,
+        st.just("choice"),
+        choices=st.lists(st.text(min_size=1), min_size=1, max_size=3),
+    ),
+)
+ADDED = st.fixed_dictionaries(
+    {
+        "min_p": st.floats(0, 1),
+        "stop_token_ids": st.lists(TOKENS, max_size=3),
+        "min_tokens": st.integers(0, 1),
+        "repetition_penalty": st.floats(0.01, 100),
+        "frequency_penalty": st.floats(-100, 100),
+        "presence_penalty": st.floats(-100, 100),
+        "constraint": CONSTRAINTS,
+    }
+)
+
+
+@given(REQUESTS, st.booleans(), ADDED)
+def test_request_round_trip(request, prompt_only, added):
+    params = SamplingParams(**{**vars(request.operation.sampling_params), **added})
     operation = Sample(
         **{**vars(request.operation), "prompt_only": prompt_only, "sampling_params": params}
     )

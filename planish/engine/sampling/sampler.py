@@ -198,7 +198,7 @@ class Sampler:
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
             version=version,
-            stop=StopCondition.from_params(params.stop, self._decoder.config.eos_token_ids),
+            stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids),
             seed=seed,
             scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
             future=future,

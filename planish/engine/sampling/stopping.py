@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from planish.types import SamplingParams
+
 
 @dataclass(frozen=True)
 class StopCondition:
@@ -20,20 +22,17 @@ class StopCondition:
     strings: tuple[str, ...] = ()
 
     @classmethod
-    def from_params(
-        cls, stop: str | Sequence[str] | Sequence[int] | None, eos_token_ids: Sequence[int]
-    ) -> StopCondition:
-        """Return the stop condition for the `stop` of SamplingParams.
+    def from_params(cls, params: SamplingParams, eos_token_ids: Sequence[int]) -> StopCondition:
+        """Return the stop condition for `stop` and `stop_token_ids` of `params`.
 
-        None means the model's end-of-sequence tokens. Any other value replaces these.
+        If `stop` is None, it means the model's end-of-sequence tokens.
         """
-        if stop is None:
-            return cls(token_ids=frozenset(eos_token_ids))
-        if isinstance(stop, str):
-            return cls(strings=(stop,))
+        stop = eos_token_ids if params.stop is None else params.stop
+        items: Sequence[str | int] = (stop,) if isinstance(stop, str) else stop
+        ids = [item for item in items if not isinstance(item, str)]
         return cls(
-            token_ids=frozenset(item for item in stop if not isinstance(item, str)),
-            strings=tuple(item for item in stop if isinstance(item, str)),
+            token_ids=frozenset([*ids, *params.stop_token_ids]),
+            strings=tuple(item for item in items if isinstance(item, str)),
         )
 
     def is_met(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:

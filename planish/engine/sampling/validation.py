@@ -6,9 +6,10 @@ import math
 from collections.abc import Sequence
 
 from planish.engine.sampling.prompt_logprobs import wants_scores
-from planish.errors import UserError
+from planish.errors import UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
+from planish.types import SamplingParams
 
 MAX_RESPONSE_BYTES = 512 << 20
 """The maximum size of one response in bytes, in memory and as a message to a client."""
@@ -48,6 +49,10 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
             f"{config.max_context}, and max_tokens={max_tokens} asks for more; shorten the prompt or lower max_tokens"
         )
     _check_stop_ids(op.sampling_params.stop, config.vocab_size)
+    _check_vocabulary(
+        "SamplingParams.stop_token_ids", op.sampling_params.stop_token_ids, config.vocab_size
+    )
+    _check_supported(op.sampling_params)
     _check_prompt_scores(op, len(tokens), config.vocab_size)
     _check_response_size(op, len(tokens), max_tokens)
 
@@ -67,6 +72,18 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
         _check_vocabulary(
             "SamplingParams.stop", [item for item in stop if not isinstance(item, str)], vocab_size
         )
+
+
+def _check_supported(params: SamplingParams) -> None:
+    for name in (
+        "min_tokens",
+        "repetition_penalty",
+        "frequency_penalty",
+        "presence_penalty",
+        "constraint",
+    ):
+        if getattr(params, name) != getattr(SamplingParams(), name):
+            raise UnsupportedError(f"SamplingParams.{name} is not supported yet; leave it out")
 
 
 def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> None:
