@@ -54,8 +54,8 @@ class TeacherSampler:
             self.client, self.max_tokens, self.temperature, self.context_window
         )
         stop = self.renderer.get_stop_sequences()
-        drawn = await policy.seeded(derived_seed(self.seed, index))(prompt, stop)
-        message, termination = self.renderer.parse_response(drawn.tokens)
+        sampled = await policy.seeded(derived_seed(self.seed, index))(prompt, stop)
+        message, termination = self.renderer.parse_response(sampled.tokens)
         return {"index": index, "messages": [*messages, message]} if termination.is_clean else None
 
 
@@ -76,15 +76,13 @@ class SampledFile:
         self._record = self.path.with_name(self.path.name + ".json")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self._record.exists():
-            self._go_on(json.loads(self._record.read_text()))
+            self._resume(json.loads(self._record.read_text()))
         elif self.path.exists():
-            raise UserError(
-                f"{self.path} is there, and was not sampled by planish; give another place"
-            )
+            raise UserError(f"{self.path} exists and was not sampled by planish; give another path")
         else:
             self._write_record()
 
-    def _go_on(self, record: Row) -> None:
+    def _resume(self, record: Row) -> None:
         """Continue from the record, and drop rows of prompts that it does not count as done. A
         process that is killed after writing rows and before the record leaves such rows.
         """
@@ -102,13 +100,14 @@ class SampledFile:
                 for name in changed
             )
             raise UserError(
-                f"{self.path} was sampled with other options: {listed}; give the same to go on with it, or another place"
+                f"{self.path} was sampled with other options: {listed}; give the same options to "
+                "continue it, or another path"
             )
         rows = read_rows(self.path)
         kept = [row for row in rows if row["index"] < self.done]
         if len(kept) != self.done - self.left_out:
             raise DamagedFileError(
-                f"{self.path} has not the rows that {self._record.name} speaks of; remove both"
+                f"{self.path} does not contain the rows that {self._record.name} counts; remove both"
             )
         write_whole(self.path, "".join(json.dumps(row) + "\n" for row in kept))
 
@@ -151,12 +150,15 @@ async def sample_conversations(
             display.step_done()
         if kept.left_out:
             display.say(
-                f"{kept.left_out} of {kept.done} answers were cut off or had no room, and are left out"
+                f"{kept.left_out} of {kept.done} answers are left out: they were cut off, or their "
+                "prompts fill the context window"
             )
     if kept.done == kept.left_out:
         raise UserError(
-            f"none of {kept.done} answers has an end: they are cut off at max_tokens={sampler.max_tokens}, or their prompts fill "
-            "the context; give a larger max_tokens, or shorter prompts"
+            f"none of {kept.done} answers is complete: they were cut off at "
+            f"max_tokens={sampler.max_tokens}, or their prompts fill the context window; give "
+            "another path with a larger max_tokens, shorter prompts, or a teacher that ends its "
+            "answers"
         )
     return kept
 

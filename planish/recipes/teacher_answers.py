@@ -130,7 +130,8 @@ async def write_answers(
     shows_examples: bool,
 ) -> None:
     """Sample the teacher's answer to each prompt that has no answer in the file yet. The teacher
-    sees the messages of `prefix` before each prompt.
+    sees the messages of `prefix` before each prompt. UserError if there are too few prompts or too
+    few complete answers for a training batch and the test set.
 
     The run's directory is locked meanwhile, as it is during training, since two processes must not
     append to the same file.
@@ -166,9 +167,17 @@ async def write_answers(
             prefix,
             (await service_client.get_server_capabilities_async()).context_of(teacher.base_model),
         )
-        await sample_conversations(sampler, prompts, path, origin)
+        sampled = await sample_conversations(sampler, prompts, path, origin)
     finally:
         held.release()
+    complete = sampled.done - sampled.left_out
+    if complete < needed:
+        raise UserError(
+            f"the teacher completed {complete} of {sampled.done} answers within max_tokens="
+            f"{options.max_tokens}, and batch_size={options.batch_size} with "
+            f"test_size={options.test_size or 0} needs {needed}; give smaller sizes, or another "
+            "log_path with a larger max_tokens or a teacher that ends its answers"
+        )
 
 
 def prompts_of(

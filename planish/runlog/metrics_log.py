@@ -59,7 +59,7 @@ class JsonlLog(MetricLog):
 
 
 class TableLog(MetricLog):
-    """Prints all metrics of a step as a table."""
+    """Prints the main metrics of a step as a table."""
 
     def __init__(self, console: Console, steps: int) -> None:
         self.console = console

@@ -1,8 +1,9 @@
-"""The metrics of one step as a table for a terminal: rewards first, then environments, tests,
+"""The main metrics of one step as a table for a terminal: rewards first, then environments, tests,
 optimizer, and time last.
 
-The table is compact: each line holds as many metrics as fit. Of a span that ran several times, only
-the total time is shown; metrics.jsonl has the other values.
+The table is compact, about ten lines for a step of RL. Each line holds as many metrics as fit.
+Three kinds of metrics are only in metrics.jsonl: details such as totals over the run, counts of
+rare events while they are 0, and spans that take little of the step's time.
 """
 
 import re
@@ -19,7 +20,17 @@ FIRST = ("reward", "env", "test", "optim", "kl")
 LAST = ("progress", "tokens", "time")
 """The families of metrics that come first and last. The others are between, in order of names."""
 _ENVIRONMENT = re.compile(r"((?:[^/]+/)?env/[^/]+)/(.+)")
-_SPAN_DETAIL = re.compile(r"time/.+:(count|mean|max)")
+_DETAIL = re.compile(
+    r"time/.+:(count|mean|max)|time/sampling_time_\w+|progress/.+|tokens/(cumulative|prefill).+"
+    r"|optim/(adam_step|step|micro_batches:sum|forest_tokens:sum|tokens:sum|kl_sample_train_v1|ratio:min)"
+    r"|(sampling|training)_client/.+|async/staleness_(min|mean)"
+    r"|(.+/)?env/.+/(total_\w+|ob_tokens_per_turn|stop/completed|by_group/frac_(all|degenerate)\w*)"
+)
+_RARE_EVENT = re.compile(
+    r"(.+/)?env/.+/(stop/\w+|unjudged|tool_errors)|num_(truncated|left_out)|rollout_errors/.+"
+)
+LEAST_SHARE_OF_TIME = 0.05
+"""The share of the step's time from which on a span is shown."""
 
 
 @dataclass(frozen=True, order=True)
@@ -29,10 +40,12 @@ class _Section:
 
 
 def metrics_table(step: int, steps: int, metrics: Mapping[str, float], width: int) -> Table:
-    """Return a table of at most `width` columns. Names that are too long end in an ellipsis."""
+    """Return the main metrics as a table of at most `width` columns. Names that are too long end in
+    an ellipsis.
+    """
     sections: dict[_Section, list[tuple[str, float]]] = {}
     for key, value in metrics.items():
-        if not _SPAN_DETAIL.fullmatch(key):
+        if _is_main(key, value, metrics.get("time/total", 0.0)):
             section, name = _place(key)
             sections.setdefault(section, []).append((name, value))
     cells = max(1, (width - SECTION_WIDTH - 1) // (NAME_WIDTH + VALUE_WIDTH + 2))
@@ -71,6 +84,17 @@ def number(value: float) -> str:
         return whole if len(whole) <= VALUE_WIDTH else str(int(value))
     text = f"{value:.4g}"
     return f"{value:.2e}" if "e" in text else text
+
+
+def _is_main(key: str, value: float, step_seconds: float) -> bool:
+    """Return whether the table shows the metric. `step_seconds` is the duration of the step."""
+    if _DETAIL.fullmatch(key):
+        return False
+    if _RARE_EVENT.fullmatch(key):
+        return value != 0
+    if key.startswith("time/"):
+        return value >= LEAST_SHARE_OF_TIME * step_seconds
+    return True
 
 
 def _place(key: str) -> tuple[_Section, str]:

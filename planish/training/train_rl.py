@@ -7,7 +7,7 @@ from typing import Any
 import chz
 
 from planish import ServiceClient
-from planish.errors import UserError
+from planish.errors import UnsupportedError, UserError
 from planish.reports.rollout_files import RolloutFiles, split_label
 from planish.rl.environments.datasets import (
     ConcatenatedRLDataset,
@@ -42,8 +42,14 @@ async def train(
     config: Config, service_client: ServiceClient, shaping: AdvantageShaping | None = None
 ) -> Path:
     """Train a run, and return its directory. `shaping` changes the advantages. If it is None, the
-    KL penalty of the options is used, if they have one.
+    KL penalty of the options is used, if they have one. UnsupportedError for `shaping` together
+    with `stream_minibatch_config`.
     """
+    if shaping is not None and config.stream_minibatch_config is not None:
+        raise UnsupportedError(
+            "shaping with stream_minibatch_config: shaping needs the advantages of the whole "
+            "batch, and streaming does not wait for them; leave one of them out"
+        )
     train_set, test_set = checked_datasets(await config.dataset_builder())
     dataset = planned(train_set, config)
     steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)

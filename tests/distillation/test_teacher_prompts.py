@@ -180,7 +180,7 @@ def test_a_file_of_other_origin_is_left_alone(renderer, tmp_path):
     with pytest.raises(UserError, match="was not sampled by planish"):
         SampledFile(foreign, {})
     path.write_text("")
-    with pytest.raises(DamagedFileError, match="has not the rows"):
+    with pytest.raises(DamagedFileError, match="does not contain the rows"):
         SampledFile(path, {"temperature": 1.0})
 
 
@@ -189,5 +189,5 @@ def test_overlong_prompts_are_dropped_and_endless_answers_are_errors(renderer, t
     long = [{"role": "user", "content": "x" * 200}]
     kept = sample(teacher, [ask(0), long], tmp_path / "a.jsonl", context_window=100)
     assert (kept.done, kept.left_out, len(teacher.asked)) == (2, 1, 1)
-    with pytest.raises(UserError, match="none of 1 answers has an end.*max_tokens=8"):
+    with pytest.raises(UserError, match="none of 1 answers is complete.*max_tokens=8"):
         sample(Teacher(renderer, lambda text: True), [ask(0)], tmp_path / "b.jsonl")

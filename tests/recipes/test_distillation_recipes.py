@@ -273,6 +273,24 @@ def test_too_few_prompts_are_rejected_before_the_teacher_is_asked(small_model, t
     assert not (tmp_path / "run").exists()
 
 
+def test_too_few_complete_answers_are_blamed_on_the_teacher(
+    small_model, tmp_path, engine, monkeypatch
+):
+    """A weak teacher ends 4 of its 24 answers."""
+    remaining = iter([Termination.STOP_SEQUENCE] * 4 + [Termination.MALFORMED] * 20)
+    parse = Renderer.parse_response
+    monkeypatch.setattr(
+        Renderer,
+        "parse_response",
+        lambda self, tokens: Parsed(parse(self, tokens).message, next(remaining)),
+    )
+    options = taught_options(prompt_distillation, small_model, tmp_path)
+    message = "the teacher completed 4 of 24 answers within max_tokens=8, and batch_size=4 with"
+    with pytest.raises(UserError, match=message):
+        prompt_distillation.main(options, engine)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

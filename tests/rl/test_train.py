@@ -4,7 +4,7 @@ import asyncio
 import json
 import random
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, cast
 
 import chz
 import pytest
@@ -16,10 +16,12 @@ from metric_tables import definition_of
 from planish.errors import UnsupportedError, UserError
 from planish.files import read_rows
 from planish.processes.interruption import Interruption
+from planish.rl.kl import AdvantageShaping
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
 from planish.runlog.evaluators import SamplingClientEvaluator, TrainingClientEvaluator
 from planish.training.rl_config import AsyncConfig, Config, KLReferenceConfig, StreamMinibatchConfig
 from planish.training.train_rl import main
+from planish.training.train_rl import train as train_with_client
 
 STEPS = 6
 
@@ -337,6 +339,18 @@ def test_streaming_trains_while_other_groups_are_rolled_out(service, tmp_path):
         stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2),
     )
     assert service.clients[0].calls == [2, 2]
+
+
+def test_shaping_of_advantages_with_streaming_is_rejected(service, tmp_path):
+    async def shaping(data):
+        return data, {}
+
+    config = config_of(
+        tmp_path / "run", stream_minibatch_config=StreamMinibatchConfig(num_minibatches=2)
+    )
+    with pytest.raises(UnsupportedError, match="shaping with stream_minibatch_config"):
+        asyncio.run(train_with_client(config, service, cast(AdvantageShaping, shaping)))
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_batch_is_split_into_substeps_and_minibatches(tokenizer, tmp_path):
