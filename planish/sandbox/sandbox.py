@@ -157,6 +157,10 @@ class Sandbox:
             if not work.done():
                 process.end(Ending.EXITED)
                 await asyncio.wait([work])
+                # asyncio logs a traceback for an error that nobody retrieves. Here it says only
+                # that the program was killed.
+                if not work.cancelled():
+                    work.exception()
 
     async def _execute(
         self,

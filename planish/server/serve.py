@@ -127,9 +127,7 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
         metrics_route(registry),
     ]
     app = create_app(server, http, more)
-    app.add_middleware(
-        Access, metrics=RequestMetrics(registry), authenticate=app.state.http.keyring.tenant
-    )
+    app.add_middleware(Access, metrics=RequestMetrics(registry))
     return app
 
 
@@ -234,7 +232,8 @@ def _url(listener: socket.socket) -> str:
 def _log_plan(prepared: _Prepared) -> None:
     for name, path in prepared.models.items():
         _log.info("base model %s from %s", name, path)
-    _log.info("%s", prepared.plan)
+    for line in str(prepared.plan).splitlines():
+        _log.info("%s", line)
     _log.info("data in %s", prepared.data_dir)
 
 

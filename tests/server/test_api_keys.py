@@ -57,3 +57,11 @@ def test_a_key_is_not_cut_short_at_a_hash(tmp_path):
     file.write_text("## ours #\na tml-12345678#rest\n")
     with pytest.raises(UserError, match="line 2: a # within a key"):
         read_keys(file)
+
+
+@pytest.mark.parametrize("line", ["anna=tml-12345678", "anna:tml-12345678", "a=12345678"])
+def test_a_name_joined_to_its_key_is_rejected(tmp_path, line):
+    file = tmp_path / "keys"
+    file.write_text(f"bob tml-87654321\n{line}\n")
+    with pytest.raises(UserError, match="line 2: .*NAME KEY"):
+        read_keys(file)

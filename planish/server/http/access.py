@@ -17,11 +17,11 @@ siblings of the message:
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal, TextIO
@@ -32,8 +32,7 @@ from starlette.datastructures import Headers
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from planish.errors import PlanishError, UserError
-from planish.server.results import Tenant
+from planish.errors import UserError
 
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 300)
 _REPEATED = (
@@ -44,6 +43,8 @@ _REPEATED = (
     "/metrics",
     "/telemetry",
 )
+TENANT = "planish.tenant"
+"""The entry of an ASGI scope with the tenant whose key the request was accepted with."""
 _POLL_AGAIN = 408
 _CLOSED = 499
 """The status that proxies use when the client closed the connection before the response."""
@@ -91,8 +92,6 @@ class Access:
 
     app: ASGIApp
     metrics: RequestMetrics
-    authenticate: Callable[[str | None], Tenant]
-    """Returns the tenant of a key. Raises PlanishError if the key is unknown."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Run the application for one request, and record the request when its response ends."""
@@ -136,8 +135,8 @@ class Access:
             "milliseconds": round(seen.seconds * 1000, 1),
         }
         described["bytes"] = seen.size
-        with suppress(PlanishError):
-            described["tenant"] = self.authenticate(given_key(Headers(scope=scope))).name
+        if TENANT in scope:
+            described["tenant"] = scope[TENANT].name
         if scope.get("client") is not None:
             described["client"] = scope["client"][0]
         return described
@@ -208,6 +207,25 @@ def _limit_connection_errors() -> Callable[[logging.LogRecord], bool]:
     return is_kept
 
 
+_UNPRINTABLE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+"""Control characters, line separators, marks that reorder text, and surrogates."""
+
+
+def printable(text: str) -> str:
+    """Return `text` on one line, with control characters as escapes such as `\\x1b` and `\\n`.
+
+    Parts of a log message may come from a client. Unescaped, they could forge log lines or send
+    commands to the terminal that shows the log.
+    """
+    return _UNPRINTABLE.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _without_surrogates(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
 class JsonFormatter(logging.Formatter):
     """Formats a record as one line with a JSON object. Values of any type can be logged."""
 
@@ -222,7 +240,14 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info and record.exc_info[0] is not None:
             line["error"] = "".join(traceback.format_exception(*record.exc_info))
-        return orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        line = {
+            name: _without_surrogates(value) if isinstance(value, str) else value
+            for name, value in line.items()
+        }
+        text = orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
+        # orjson escapes the control characters below 32 only. The others occur within strings only,
+        # where JSON allows this escape.
+        return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 class TextFormatter(logging.Formatter):
@@ -236,7 +261,12 @@ class TextFormatter(logging.Formatter):
         """Return the line for a record, followed by the fields of `log_fields`."""
         text = super().formatMessage(record)
         named = " ".join(f"{name}={value}" for name, value in _fields_of(record).items())
-        return f"{text}  {named}" if named else text
+        return printable(f"{text}  {named}" if named else text)
+
+    def formatException(self, ei: Any) -> str:
+        """Return the traceback, each line of it indented, so that none looks like a record."""
+        lines = super().formatException(ei).split("\n")
+        return "\n".join(f"    {printable(line)}" for line in lines)
 
 
 def _fields_of(record: logging.LogRecord) -> Mapping[str, object]:

@@ -7,7 +7,7 @@ so that the event loop stays free.
 
 A key file has one key per line, `KEY` or `NAME KEY`; a comment begins with #. Keys with the same
 name belong to one tenant, so a key can be replaced without losing what was made with it. Without a
-name, the tenant is named by the key's digest.
+name, the tenant is named by the key's digest. A key with the name `metrics` reads /metrics only.
 
 OpenAI's clients expect errors as {"error": {"message", "type", "param", "code"}}.
 """
@@ -34,6 +34,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from planish.errors import PlanishError, UnsupportedError, UserError
+from planish.server.http.access import TENANT
 from planish.server.results import (
     NotFound,
     Page,
@@ -295,14 +296,29 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
     return Route(API + path, answer, methods=[method])
 
 
-def context_of(request: Request, key: str | None) -> RequestContext:
-    """Return the context of a request. Raise Unauthorized if the key is unknown, or if a web page
-    sent the request to a server without keys.
+METRICS_READER = "metrics"
+"""The name in the key file whose key reads the page /metrics, and nothing else."""
+
+
+def context_of(request: Request, key: str | None, is_metrics_page: bool = False) -> RequestContext:
+    """Return the context of a request. Raise Unauthorized if the key is unknown or is for other
+    pages, or if a web page sent the request to a server without keys.
     """
     state: HttpState = request.app.state.http
-    if state.settings.keys is None:
+    has_keys = state.settings.keys is not None
+    if not has_keys:
         _refuse_web_pages(request)
-    return RequestContext(request, state, state.keyring.tenant(key))
+    tenant = state.keyring.tenant(key)
+    request.scope[TENANT] = tenant
+    if has_keys and (tenant.name == METRICS_READER) != is_metrics_page:
+        raise Unauthorized(
+            f"/metrics is for the server's operator: it needs a key with the name {METRICS_READER} "
+            "in the key file"
+            if is_metrics_page
+            else f"this key has the name {METRICS_READER} in the key file, and reads the page "
+            "/metrics only; use a key with another name"
+        )
+    return RequestContext(request, state, tenant)
 
 
 def refused(error: PlanishError) -> Response:
@@ -361,6 +377,8 @@ EVERYBODY = Tenant("everybody")
 _TENANT_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
 _COMMENT = re.compile(r"(?:^|\s)#")
 _KEY = re.compile(r"[\x21-\x7e]{8,500}")
+_NAME_AND_KEY = re.compile(r"[^=]=[^=]|.[:,;=]tml-")
+"""Matches NAME=KEY, which must not become a key without a name. Base64 has = at its end only."""
 
 
 def read_keys(path: str | Path) -> dict[str, str]:
@@ -384,6 +402,11 @@ def read_keys(path: str | Path) -> dict[str, str]:
         words = text.split()
         if words:
             *names, key = words
+            if not names and _NAME_AND_KEY.search(key):
+                raise UserError(
+                    f"api_key_file={path}, line {number}: this looks like a name and a key in one "
+                    "word; put a space between them, NAME KEY"
+                )
             if (
                 not _KEY.fullmatch(key)
                 or len(names) > 1

@@ -24,12 +24,8 @@ from starlette.routing import Route
 
 from planish.errors import PlanishError
 from planish.server.http.access import given_key
-from planish.server.http.context import RequestContext, context_of, refused
+from planish.server.http.context import context_of, refused
 from planish.server.metrics import Counters, Disk, Metrics
-from planish.server.results import Unauthorized
-
-READER = "metrics"
-"""The tenant whose key opens the page."""
 
 
 def metrics_route(http: CollectorRegistry) -> Route:
@@ -39,8 +35,7 @@ def metrics_route(http: CollectorRegistry) -> Route:
 
     async def metrics(request: Request) -> Response:
         try:
-            context = context_of(request, given_key(request.headers))
-            _check_reader(context)
+            context = context_of(request, given_key(request.headers), is_metrics_page=True)
         except PlanishError as error:
             return refused(error)
         measured = await context.server.metrics()
@@ -48,14 +43,6 @@ def metrics_route(http: CollectorRegistry) -> Route:
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})
 
     return Route("/metrics", metrics, methods=["GET"])
-
-
-def _check_reader(context: RequestContext) -> None:
-    if context.state.settings.keys is not None and context.tenant.name != READER:
-        raise Unauthorized(
-            f"this page is for the server's operator: it needs a key with the name {READER} in the "
-            "key file"
-        )
 
 
 @dataclass(frozen=True)

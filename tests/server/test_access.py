@@ -1,0 +1,113 @@
+"""The access log, the form of log lines, and which key opens which page."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+from starlette.applications import Starlette
+from starlette.responses import Response
+from starlette.testclient import TestClient
+
+from planish.server.http import access
+from planish.server.http.context import HttpState, RequestContext, answered, endpoint
+from planish.server.http.metrics_page import metrics_route
+from planish.server.metrics import Counters, Disk, Metrics
+from planish.server.settings import HttpSettings
+
+KEYS = {"tml-alice-key": "alice", "tml-reader-key": "metrics"}
+
+
+@contextmanager
+def logging_to(stream: io.StringIO, log_format: access.LogFormat) -> Iterator[None]:
+    kept = [logging.getLogger(name) for name in ("", "planish", *access._LIBRARIES)]
+    before = [(logger, logger.handlers[:], logger.level, logger.propagate) for logger in kept]
+    try:
+        access.set_up_logging(log_format, "info", stream)
+        yield
+    finally:
+        for logger, handlers, level, propagate in before:
+            logger.handlers[:], logger.propagate = handlers, propagate
+            logger.setLevel(level)
+        logging.captureWarnings(False)
+
+
+class StubServer:
+    """Has what the page for Prometheus reads."""
+
+    async def metrics(self) -> Metrics:
+        fields: dict[str, Any] = dict.fromkeys(
+            set(Metrics.__dataclass_fields__) - {"counters", "disk"}, 0
+        )
+        fields["queued"] = fields["checkpoint_bytes"] = {}
+        return Metrics(counters=Counters(), disk=Disk(0, 0, 0, 0), **fields)
+
+
+@pytest.fixture
+def client() -> TestClient:
+    async def whoami(context: RequestContext) -> Response:
+        return answered({"tenant": context.tenant.name})
+
+    registry = CollectorRegistry()
+    app = Starlette(routes=[endpoint("/whoami", whoami, "GET"), metrics_route(registry)])
+    server: Any = StubServer()
+    app.state.http = HttpState(server, HttpSettings(keys=KEYS))
+    app.add_middleware(access.Access, metrics=access.RequestMetrics(registry))
+    return TestClient(app)
+
+
+def test_the_access_log_names_the_tenant_beside_a_bad_authorization_header(client: TestClient):
+    stream = io.StringIO()
+    with logging_to(stream, "json"):
+        headers = {"x-api-key": "tml-alice-key", "authorization": "Bearer tml-unknown-key"}
+        assert client.get("/api/v1/whoami", headers=headers).json() == {"tenant": "alice"}
+        assert client.get("/api/v1/whoami").status_code == 401
+    records = [json.loads(line) for line in stream.getvalue().splitlines()]
+    first, second = [record for record in records if record["logger"] == "planish.access"]
+    assert first["tenant"] == "alice"
+    assert "tenant" not in second
+
+
+def test_the_metrics_key_reads_the_metrics_and_nothing_else(client: TestClient):
+    reader, alice = {"x-api-key": "tml-reader-key"}, {"x-api-key": "tml-alice-key"}
+    assert client.get("/metrics", headers=reader).status_code == 200
+    refused = client.get("/api/v1/whoami", headers=reader)
+    assert refused.status_code == 401
+    assert "/metrics only" in refused.json()["detail"]
+    assert client.get("/metrics", headers=alice).status_code == 401
+
+
+HOSTILE = "a\x1b[2Jb\r\nERROR forged\x9b31mc\u202edone\udc80\x7f"
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_log_lines_hold_no_control_characters(log_format: access.LogFormat):
+    stream = io.StringIO()
+    with logging_to(stream, log_format):
+        log = logging.getLogger("planish.server")
+        log.warning("path %s", HOSTILE, extra=access.log_fields(name=HOSTILE))
+        try:
+            raise ValueError(HOSTILE)
+        except ValueError:
+            log.exception("failed")
+    lines = stream.getvalue().split("\n")
+    assert lines.pop() == ""
+    assert not any(access._UNPRINTABLE.search(line) for line in lines)
+    assert not any(line.startswith("ERROR forged") for line in lines)
+    assert "ERROR forged" in lines[0]
+    if log_format == "json":
+        first, second = map(json.loads, lines)
+        assert first["name"].startswith("a\x1b[2Jb\r\n")  # JSON keeps the text, escaped
+        assert "Traceback" in second["error"]
+
+
+def test_printable_text_is_kept():
+    assert access.printable("Grüße 你好 \N{PARTY POPPER} C:\\new") == (
+        "Grüße 你好 \N{PARTY POPPER} C:\\new"
+    )
