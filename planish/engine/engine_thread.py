@@ -346,10 +346,10 @@ class EngineThread:
             return False
         except BaseException as error:
             _prepare(error, model.base)
+            _check_device(error, model.base)
             queued.fail(error)
             if not isinstance(error, Exception):
                 raise
-            _check_device(error, model.base)
             return False
         return True
 
@@ -379,8 +379,8 @@ class EngineThread:
             base.sampler.step()
         except Exception as error:
             _prepare(error, base)
-            base.sampler.abort_all(error)
             _check_device(error, base)
+            base.sampler.abort_all(error)
 
     def _drop_unused_sessions(self) -> None:
         """Free the weights and cached prefixes of released samplers without open requests."""
@@ -452,10 +452,11 @@ def _prepare(error: BaseException, base: BaseModel) -> None:
         )
 
 
-def _check_device(error: Exception, base: BaseModel) -> None:
+def _check_device(error: BaseException, base: BaseModel) -> None:
     """Raise EngineClosedError if this process can no longer use the device after `error`.
 
-    All later work on the device would fail in the same way.
+    All later work on the device would fail in the same way. The operations in progress fail with
+    this error too, so a server keeps their requests and runs them again after a restart.
     """
     if not isinstance(error, PlanishError) and base.is_lost():
         raise EngineClosedError(

@@ -65,7 +65,7 @@ class EngineClient:
         future = await self._call(
             self._slow if slow else self._quick, lambda: self._service.submit(operation)
         )
-        future.add_done_callback(self._note_error)
+        future.add_done_callback(self._note_outcome)
         return asyncio.wrap_future(future)
 
     async def perform(self, operation: Operation[R]) -> R:
@@ -148,10 +148,13 @@ class EngineClient:
         self._quick.shutdown(wait=False)
         self._slow.shutdown(wait=False)
 
-    def _note_error(self, future: Future[Any]) -> None:
+    def _note_outcome(self, future: Future[Any]) -> None:
         error = None if future.cancelled() else future.exception()
         if error is not None:
-            self._hide_directory(error)
+            self._note_error(error)
+
+    def _note_error(self, error: BaseException) -> None:
+        self._hide_directory(error)
         if isinstance(error, EngineClosedError) and not self._is_closed and self.fault is None:
             self.fault = str(error)
             _log.critical(
@@ -164,12 +167,10 @@ class EngineClient:
     async def _call(self, threads: Executor, work: Callable[[], R]) -> R:
         try:
             return await asyncio.get_running_loop().run_in_executor(threads, work)
-        except RuntimeError as error:
-            if "shutdown" in str(error):
-                raise EngineClosedError("the server is stopping") from error
-            raise
         except Exception as error:
-            self._hide_directory(error)
+            if str(error).startswith("cannot schedule new futures"):
+                raise EngineClosedError("the server is stopping") from error
+            self._note_error(error)
             raise
 
     def _hide_directory(self, error: BaseException) -> None:

@@ -8,6 +8,9 @@ error that makes clients retry, running requests are finished or kept in the jou
 status is 0. A second signal kills the process at once; acknowledged requests are in the journal
 even then.
 
+If the engine fails, the server stops too, and the exit status is `ENGINE_FAULT`. A supervisor such
+as systemd or a container runtime then starts it again, and it repeats the acknowledged requests.
+
 The module also estimates the memory of the server, and puts tokenizers into the cache of the
 Hugging Face hub.
 """
@@ -18,6 +21,7 @@ import argparse
 import asyncio
 import hashlib
 import logging
+import os
 import signal
 import socket
 import time
@@ -25,7 +29,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
+from threading import Thread, Timer
 from types import FrameType
 
 import uvicorn
@@ -61,6 +65,13 @@ _KEEP_ALIVE_SECONDS = 120
 server closed them first, a client might send a request on a connection that is being closed.
 """
 _BACKLOG = 2048
+ENGINE_FAULT = 70
+"""The exit status after a fault of the engine (EX_SOFTWARE)."""
+_FAULT_SECONDS = 3 * STOP_SECONDS
+"""After a fault of the engine, the process ends within this time even if its stop hangs."""
+
+_TICKS_PER_SECOND = 10
+"""How often uvicorn calls `on_tick`."""
 
 _log = logging.getLogger("planish.server")
 
@@ -97,6 +108,8 @@ def serve(options: ServeOptions) -> int:
         engine = Engine(directories, prepared.data_dir, options.engine, prepared.memory)
         server = _Server(_application(engine, prepared), engine, prepared)
         server.run([listener])
+    if server.fault is not None:
+        return ENGINE_FAULT
     return 0 if server.was_ready else 1
 
 
@@ -133,7 +146,7 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 class _Server(uvicorn.Server):
     """A uvicorn server that logs when it is ready and then loads the models. When it has to stop,
-    it ends waiting polls at once.
+    it ends waiting polls at once. It stops after a fault of the engine.
     """
 
     def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
@@ -149,6 +162,8 @@ class _Server(uvicorn.Server):
             )
         )
         self.was_ready = False
+        self.fault: str | None = None
+        """Why the engine failed, if the server stops for that reason."""
         self._loop: asyncio.AbstractEventLoop | None = None
         self._engine = engine
         self._prepared = prepared
@@ -163,8 +178,32 @@ class _Server(uvicorn.Server):
             await self.shutdown(sockets)
         elif self.started and sockets:
             _log_ready(_url(sockets[0]), self._prepared)
+            notify("READY=1")
             self._http.is_loading = True
             Thread(target=self._load, name="planish-load").start()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Check the engine, and tell systemd every second that the event loop runs."""
+        fault = self._http.server.engine.fault
+        if fault is not None and not self.should_exit:
+            self.fault = fault
+            _log.critical(
+                "stopping with exit status %d, because the engine failed; acknowledged requests "
+                "stay in the journal, and the next start repeats them",
+                ENGINE_FAULT,
+            )
+            end = Timer(_FAULT_SECONDS, os._exit, (ENGINE_FAULT,))
+            end.daemon = True
+            end.start()
+            self.should_exit = True
+            self._http.stopping.set()
+        elif counter % _TICKS_PER_SECOND == 0:
+            notify("WATCHDOG=1")
+        return await super().on_tick(counter)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        notify("STOPPING=1")
+        await super().shutdown(sockets)
 
     def _load(self) -> None:
         """Load each base model before a client waits for it. A model that cannot be loaded fails
@@ -249,6 +288,16 @@ def _log_ready(url: str, prepared: _Prepared) -> None:
     _log.info(
         "use it with the tinker SDK: TINKER_BASE_URL=%s TINKER_API_KEY=%s%s", url, key, access_note
     )
+
+
+def notify(state: str) -> None:
+    """Send a state such as "READY=1" to systemd (sd_notify), if systemd started this process."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if address[:1] not in ("/", "@"):
+        return
+    with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
+        # A name that begins with @ is in the abstract namespace, where it begins with a zero byte.
+        sender.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
 def _raise_file_limit() -> None:

@@ -532,10 +532,10 @@ def test_a_lost_gpu_closes_the_engine(engine, monkeypatch, side):
         request("s") if side == "sampling" else ForwardBackward("a", [datum()], "cross_entropy")
     )
     waiting = engine.submit(ForwardBackwardLater("b", Future(), "cross_entropy"))
-    with pytest.raises(RuntimeError, match="illegal memory access"):
-        engine.submit(operation).result(WAIT)
-    with pytest.raises(EngineClosedError, match="illegal memory access.*start the program again"):
-        waiting.result(WAIT)
+    # A server does not answer requests that end with EngineClosedError, so it repeats all of these.
+    for future in (engine.submit(operation), waiting):
+        with pytest.raises(EngineClosedError, match="illegal memory access.*start the program"):
+            future.result(WAIT)
     with pytest.raises(EngineClosedError, match="start the program again"):
         engine.submit(request("s"))
 

@@ -38,9 +38,15 @@ class ServerProcess:
 
 
 def start_server(
-    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
+    data_dir: Path,
+    model: Path,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    prelude: str = "",
 ) -> ServerProcess:
-    """Start a server for `model` on any free port, without access to a network."""
+    """Start a server for `model` on any free port, without access to a network. `prelude` is Python
+    that the process runs first.
+    """
     served = f"{BASE_MODEL}={model}"
     arguments: Sequence[str] = (
         "--port",
@@ -52,7 +58,7 @@ def start_server(
         *options,
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", COMMAND, *arguments],
+        [sys.executable, "-c", prelude + COMMAND, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
