@@ -21,9 +21,28 @@ The classes also derive from the built-in exceptions in parentheses, so `except 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MAX_MESSAGE = 8000
+"""Maximum number of characters of an error message."""
+_TAIL = 2000
+"""Characters that a shortened message keeps of its end, where the remedy is."""
+
+
+def shortened(message: str) -> str:
+    """Return `message`, without its middle if it has more than MAX_MESSAGE characters."""
+    if len(message) <= MAX_MESSAGE:
+        return message
+    gap = f" [... {len(message) - MAX_MESSAGE:,} characters left out ...] "
+    return message[: MAX_MESSAGE - _TAIL - len(gap)] + gap + message[-_TAIL:]
+
 
 class PlanishError(Exception):
-    """Base of all errors that planish raises on purpose."""
+    """Base of all errors that planish raises on purpose. Messages may quote an argument of any
+    size, so messages of more than MAX_MESSAGE characters are shortened.
+    """
+
+    def __init__(self, *args: object) -> None:
+        """Usually the only argument is the message."""
+        super().__init__(*(shortened(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class UserError(PlanishError, ValueError):

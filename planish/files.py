@@ -232,6 +232,17 @@ def _to_json(value: Any) -> Any:
     return f"{named.__module__}.{named.__qualname__}"
 
 
+def make_directory(path: Path, mode: int = 0o777) -> None:
+    """Create a directory with its missing parents, and flush the new entries to disk (fsync).
+
+    `mode`, without the umask, is the mode of the directory, not of its parents.
+    """
+    missing = [each for each in (path, *path.parents) if not each.is_dir()]
+    path.mkdir(mode, parents=True, exist_ok=True)
+    for made in missing:
+        sync(made.parent)
+
+
 def sync(path: Path) -> None:
     """Flush a file to disk (fsync), or a directory, so that renames in it are durable."""
     handle = os.open(path, os.O_RDONLY)

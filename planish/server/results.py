@@ -28,6 +28,7 @@ from planish.errors import (
     StorageError,
     UnknownModelError,
     UserError,
+    shortened,
 )
 from planish.types import Checkpoint
 from planish.wire.bodies import BodyTooLargeError
@@ -73,9 +74,13 @@ class Failed:
     """The request failed. Other requests are not affected."""
 
     message: str
+    """At most MAX_MESSAGE characters; a longer message is shortened."""
     category: Category
     error_class: str | None = None
     """The name of the error in planish/wire/client_errors.py."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", shortened(self.message))
 
 
 @dataclass(frozen=True)

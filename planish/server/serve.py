@@ -42,7 +42,7 @@ from planish.engine.engine import Engine
 from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
-from planish.files import write_whole
+from planish.files import make_directory, write_whole
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
@@ -118,7 +118,7 @@ def _prepared(options: ServeOptions) -> _Prepared:
     keys = None if options.api_key_file is None else read_keys(options.api_key_file)
     directory = options.data_dir.expanduser().absolute()
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, 0o700)  # prompts and training data of all tenants
     except OSError as error:
         raise UserError(
             f"--data-dir {directory}: it cannot be created ({error}); give another directory"

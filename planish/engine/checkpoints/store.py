@@ -38,7 +38,7 @@ from planish.engine.checkpoints.files import (
     write_tensors,
 )
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import sync, write_whole
+from planish.files import make_directory, sync, write_whole
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -300,7 +300,7 @@ class CheckpointStore:
         temporary = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
         try:
             with self._locked(target.parent.parent, create=True):
-                target.parent.mkdir(exist_ok=True)
+                make_directory(target.parent)
                 self._clear_leftovers(target)
                 temporary.mkdir()
                 manifest = write(temporary)
@@ -387,7 +387,7 @@ class CheckpointStore:
         lock, is_held = FileLock(run / _LOCK), False
         while not is_held:
             if create:
-                run.mkdir(parents=True, exist_ok=True)
+                make_directory(run)
             try:
                 lock.acquire()
                 is_held = True
@@ -472,6 +472,7 @@ def _remove(target: Path) -> None:
     try:
         shutil.rmtree(_previous(target), ignore_errors=True)
         os.rename(target, temporary)  # atomic, so that no reader sees a partly removed checkpoint
+        sync(target.parent)
         shutil.rmtree(temporary)
     finally:
         _remove_if_empty(target.parent)
@@ -507,7 +508,9 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
     os.rename(temporary, target)
-    sync(target.parent)
+    # A process that was killed may have made the run's directories without syncing their entries.
+    for directory in target.parents[:3]:
+        sync(directory)
     shutil.rmtree(previous, ignore_errors=True)
 
 

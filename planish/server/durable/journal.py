@@ -17,6 +17,7 @@ from typing import Any, Self
 
 import orjson
 
+from planish.errors import shortened
 from planish.server.durable.store import StoredBody, Transaction
 from planish.server.results import Category, Done, Failed
 from planish.service import (
@@ -143,7 +144,8 @@ def insert(
                 new.accepted,
                 new.body_bytes,
             ),
-            *(new.message, new.category, new.error_class, stored.inline, stored.file),
+            None if new.message is None else shortened(new.message),
+            *(new.category, new.error_class, stored.inline, stored.file),
         ),
     )
     if not new.is_to_do:

@@ -463,20 +463,21 @@ class TenantLimits:
         account, settings = self._account(tenant), self._settings
         if account.requests >= settings.max_queued_requests:
             raise TooManyRequests(
-                f"{account.requests} requests of this key are unanswered, which is the limit; wait "
-                "for some of them",
+                f"{account.requests:,} requests of this tenant are unanswered, which is the limit "
+                "(max_queued_requests); wait for some of them",
                 _BUSY_SECONDS,
             )
         if account.requests and account.bytes + size > settings.max_queued_bytes:
             raise TooManyRequests(
-                f"the unanswered requests of this key have {account.bytes:,} bytes; wait for some "
-                "of them",
+                f"the unanswered requests of this tenant have {account.bytes:,} bytes, and may have "
+                f"{settings.max_queued_bytes:,} (max_queued_bytes); wait for some of them",
                 _BUSY_SECONDS,
             )
         if account.tokens < 0:
             rate = settings.tokens_per_minute
             raise TooManyRequests(
-                f"this key may use {rate:,} tokens per minute, and has used more; wait",
+                f"this tenant may use {rate:,} tokens per minute (tokens_per_minute), and has used "
+                "more; wait",
                 _MINUTE * -account.tokens / rate,
             )
 

@@ -42,6 +42,7 @@ import secrets
 import shutil
 import signal
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -54,7 +55,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.files import sync
+from planish.files import make_directory, sync
 from planish.server.metrics import Disk
 
 P = ParamSpec("P")
@@ -66,6 +67,7 @@ PRIVATE_PREFIX = "_planish."
 _log = logging.getLogger(__name__)
 
 DATABASE, BODIES = "server.db", "bodies"
+_DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
 _INLINE_BYTES = 1 << 18
 _GROUP = 512
 _RETRY_SECONDS = 0.5
@@ -148,7 +150,8 @@ class Store:
         self.directory = directory
         self._lock = FileLock(directory / ".server.lock", thread_local=False)
         try:
-            (directory / BODIES).mkdir(parents=True, exist_ok=True)
+            for made in (directory, directory / BODIES):
+                make_directory(made, _DIRECTORY_MODE)
             self._lock.acquire(timeout=0)
         except Timeout as error:
             raise UserError(
@@ -165,6 +168,7 @@ class Store:
         self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="planish-store-read")
         try:
             self._check_complete()
+            self._make_private()
             self._connection = self._opened()
             self._connect_readers()
             self._remove_orphans()
@@ -276,6 +280,36 @@ class Store:
                 "or start with another one (`planish checkpoints --data-dir` still finds the "
                 "checkpoints in this one)"
             )
+
+    def _make_private(self) -> None:
+        """Create the database if it is missing, and close directory and database to other users.
+        The database holds prompts and training data, whatever the umask is.
+        """
+        database = self.directory / DATABASE
+        database.touch(_FILE_MODE)  # SQLite gives its log the mode of the database
+        for path in (self.directory, self.directory / BODIES, *self.directory.glob(DATABASE + "*")):
+            found = stat.S_IMODE(path.stat().st_mode)
+            private = found & ~0o077
+            if found == private:
+                continue
+            try:
+                path.chmod(private)
+            except OSError as error:
+                _log.warning(
+                    "%s can be used by other users of this machine (mode %04o), and this cannot "
+                    "be changed: %s",
+                    path,
+                    found,
+                    error,
+                )
+            else:
+                _log.warning(
+                    "%s could be used by other users of this machine (mode %04o); its mode is "
+                    "%04o now",
+                    path,
+                    found,
+                    private,
+                )
 
     def _described(self, error: Exception) -> Exception:
         """Return the error that the operator is shown for an error of SQLite or the disk."""

@@ -1,0 +1,78 @@
+"""The data directory is closed to other users, and its new entries are durable."""
+
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from server_client import Client, run, running
+
+from planish.engine.checkpoints import store as checkpoint_store
+from planish.server.durable.store import BODIES, DATABASE, Store
+
+
+@pytest.fixture
+def open_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_new_data_directory_is_private_whatever_the_umask(tmp_path, open_umask, caplog):
+    store = Store(tmp_path / "data")
+    assert [mode(path) for path in (store.directory, store.directory / BODIES)] == [0o700] * 2
+    databases = sorted(store.directory.glob(DATABASE + "*"))
+    assert len(databases) > 1  # with its log
+    assert {mode(path) for path in databases} == {0o600}
+    store.close()
+    assert not caplog.records
+
+
+def test_an_open_data_directory_is_closed_at_the_start_with_a_log_line(tmp_path, caplog):
+    Store(tmp_path / "data").close()
+    (tmp_path / "data").chmod(0o755)
+    (tmp_path / "data" / DATABASE).chmod(0o644)
+    with caplog.at_level(logging.WARNING):
+        Store(tmp_path / "data").close()
+    assert mode(tmp_path / "data") == 0o700
+    assert mode(tmp_path / "data" / DATABASE) == 0o600
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "(mode 0755); its mode is 0700 now" in told[0]
+    assert f"{DATABASE} could be used by other users of this machine (mode 0644)" in told[1]
+
+
+def test_the_first_save_of_a_run_syncs_its_new_directory_entries(model_dir, data_dir, monkeypatch):
+    synced: list[Path] = []
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            checkpoints, sync = data_dir / "checkpoints", checkpoint_store.sync
+            assert not checkpoints.exists()
+
+            def spy(path: Path) -> None:
+                synced.append(path)
+                sync(path)
+
+            monkeypatch.setattr(checkpoint_store, "sync", spy)
+            monkeypatch.setattr("planish.files.sync", spy)
+            await model.save("a")
+            segment = checkpoints / model.model_id / "weights"
+            for directory in (segment, *segment.parents[:3]):
+                assert directory in synced, directory
+            # Each of them is synced again after the rename: a killed process may have made it.
+            assert synced[-3:] == [segment, segment.parent, checkpoints]
+            synced.clear()
+            await server.checkpoints.delete(
+                model.client.tenant, f"tinker://{model.model_id}/weights/a"
+            )
+            assert segment in synced
+
+    run(scenario())
