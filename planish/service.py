@@ -434,10 +434,15 @@ class HostedService(Service, Protocol):
         ...
 
     def copy_checkpoint(
-        self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
+        self,
+        source: str,
+        destination: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        keep_metadata: bool = True,
     ) -> None:
-        """Copy the checkpoint `source`, with its metadata, to the path `destination`. The copy
-        stays when `source` is deleted.
+        """Copy the checkpoint `source` to the path `destination`, with its metadata if
+        `keep_metadata`. The copy stays when `source` is deleted.
         """
         ...
 

@@ -223,12 +223,18 @@ class Engine:
         return adapter_bytes(choose_backend(config, dtype, device, deterministic=False), lora)
 
     def copy_checkpoint(
-        self, source: str, destination: str, ttl_seconds: int | None = None, overwrite: bool = False
+        self,
+        source: str,
+        destination: str,
+        ttl_seconds: int | None = None,
+        overwrite: bool = False,
+        keep_metadata: bool = True,
     ) -> None:
         """Copy a checkpoint to another tinker:// path, with hard links where possible."""
+        metadata = None if keep_metadata else {}
         self._store.copy(
             CheckpointPath.parse(source),
-            Label(CheckpointPath.parse(destination), ttl_seconds, overwrite),
+            Label(CheckpointPath.parse(destination), ttl_seconds, overwrite, metadata),
         )
 
     def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:

@@ -118,6 +118,16 @@ class EngineClient:
             lambda: self._service.copy_checkpoint(source, destination, ttl_seconds, overwrite=True)
         )
 
+    async def copy_weights(self, source: str, destination: str) -> None:
+        """Make a private copy of a checkpoint, without its metadata, which may be large and cannot
+        be shared by hard links.
+        """
+        await self._in_thread(
+            lambda: self._service.copy_checkpoint(
+                source, destination, overwrite=True, keep_metadata=False
+            )
+        )
+
     async def set_checkpoint_ttl(self, path: str, ttl_seconds: int | None) -> None:
         """Set the time to live of a checkpoint."""
         await self._in_thread(lambda: self._service.set_checkpoint_ttl(path, ttl_seconds))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
@@ -30,6 +31,7 @@ from planish.server.models.request_queue import QueueItem, RequestQueue
 from planish.server.results import Failed
 from planish.server.samplers import Sampler, Samplers
 from planish.server.services import ModelRegistry, Services
+from planish.server.sessions import drop_sessions
 from planish.service import UnloadModel
 from planish.types import CheckpointPath
 
@@ -232,22 +234,33 @@ class Cleanup:
             await sessions.end(session_id, "its client was not heard of for too long")
 
     async def _close_samplers(self) -> None:
-        """Close the least recently used published samplers while all together exceed their limit on
-        disk.
+        """Close the least recently used published samplers while those of a tenant are too many, or
+        while all together exceed their limit on disk. The tenant that stores most loses first.
         """
-        published = [
-            sampler for sampler in self._samplers.all() if sampler.row.model and sampler.row.source
-        ]
-        total = sum(sampler.row.bytes for sampler in published)
-        for sampler in sorted(published, key=lambda sampler: sampler.used):
-            if total <= self._services.settings.unnamed_sampler_bytes:
-                return
-            total -= sampler.row.bytes
+        settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
+        for sampler in sorted(self._samplers.all(), key=lambda sampler: sampler.used):
+            if sampler.row.model and sampler.row.source:
+                saved[sampler.row.tenant].append(sampler)
+        for published in saved.values():
+            while len(published) > settings.max_samplers:
+                await self._samplers.close(
+                    published.pop(0),
+                    "it was the least recently used one when this tenant had more than "
+                    f"{settings.max_samplers:,} unnamed samplers (max_samplers); save weights "
+                    "under a name to keep them",
+                )
+        sizes = {
+            tenant: sum(sampler.row.bytes for sampler in published)
+            for tenant, published in saved.items()
+        }
+        while sum(sizes.values()) > settings.unnamed_sampler_bytes:
+            largest = max(sizes, key=lambda tenant: sizes[tenant])
+            sampler = saved[largest].pop(0)
+            sizes[largest] -= sampler.row.bytes
             await self._samplers.close(
                 sampler,
                 "it was the least recently used one when unnamed samplers took more than "
-                f"{self._services.settings.unnamed_sampler_bytes:,} bytes; save weights under a name to "
-                "keep them",
+                f"{settings.unnamed_sampler_bytes:,} bytes; save weights under a name to keep them",
             )
 
     async def _drop_results(self) -> None:
@@ -255,7 +268,7 @@ class Cleanup:
         while await self._services.store.keep(self._drop_before, now) == _BATCH:
             pass
         await self._services.store.keep(self._drop_large, now)
-        await self._services.store.keep(_drop_sessions, now - _ENDED_SECONDS)
+        await self._services.store.keep(drop_sessions, "ended < ?", [now - _ENDED_SECONDS])
         await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:
@@ -285,15 +298,3 @@ class Cleanup:
                 return
             total -= size
             journal.drop_results(transaction, "id = ?", [request_id])
-
-
-def _drop_sessions(transaction: Transaction, oldest: float) -> None:
-    ended = "SELECT id FROM sessions WHERE ended < ?"
-    transaction.execute(
-        f"DELETE FROM samplers WHERE closed IS NOT NULL AND session IN ({ended})", [oldest]
-    )
-    open_parts = " AND ".join(
-        f"NOT EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"
-        for table in ("models", "samplers")
-    )
-    transaction.execute(f"DELETE FROM sessions WHERE ended < ? AND {open_parts}", [oldest])

@@ -24,9 +24,10 @@ from planish.errors import CheckpointError, DamagedFileError, EngineClosedError,
 from planish.server.durable.checkpoints import check_source, source_path
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry, encode_request, result_of
+from planish.server.durable.quotas import ROW_BYTES, check_samplers
 from planish.server.durable.records import SamplerRow, change, put, select
 from planish.server.durable.request_log import QueuedRequest, failure, new_row, run_uncancelled
-from planish.server.durable.store import crash_point
+from planish.server.durable.store import Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import (
     Abandoned,
@@ -36,6 +37,7 @@ from planish.server.results import (
     Failed,
     Gone,
     NotFound,
+    ServerError,
     Tenant,
 )
 from planish.server.scheduling import CachedAdapter
@@ -202,10 +204,22 @@ class Samplers:
         return True
 
     async def _create(self, tenant: Tenant, operation: CreateSampler) -> None:
-        self._services.request_log.check_room(tenant.name, 0)
+        services = self._services
+        services.request_log.check_room(tenant.name, 0)
+        await services.store.read(check_samplers, tenant.name, services.settings)
         row = await self._new_row(tenant, operation)
         crash_point("pinned before recording")
-        await self._services.store.write(put, row)
+
+        def record(transaction: Transaction) -> None:
+            check_samplers(transaction, tenant.name, services.settings)
+            put(transaction, row)
+
+        try:
+            await services.store.write(record)
+        except ServerError:
+            if row.source is not None:
+                await services.engine.delete_checkpoint(row.source)
+            raise
         sampler = self.add(row)
         sampler.ready.set()
         self._services.sessions.clear_if_ended(row.session)
@@ -217,7 +231,7 @@ class Samplers:
             raise
 
     async def _new_row(self, tenant: Tenant, operation: CreateSampler) -> SamplerRow:
-        base_model, source, memory_bytes = operation.base_model, None, 0
+        base_model, source, memory_bytes, size_on_disk = operation.base_model, None, 0, 0
         if operation.model_path is not None:
             check_source(operation.model_path)
             info = await self._services.checkpoints.info(tenant, operation.model_path)
@@ -227,7 +241,8 @@ class Samplers:
             size = await self._services.engine.adapter_bytes(base_model, info.lora)
             memory_bytes = size.sampling
             source = source_path(operation.sampler_id)
-            await self._services.engine.copy_checkpoint(info.checkpoint.tinker_path, source)
+            await self._services.engine.copy_weights(info.checkpoint.tinker_path, source)
+            size_on_disk = info.checkpoint.size_bytes or 0
         assert base_model is not None
         self._check_base_model(base_model)
         now = time.time()
@@ -243,6 +258,7 @@ class Samplers:
             memory_bytes=memory_bytes,
             created=now,
             used=now,
+            bytes=size_on_disk + ROW_BYTES,
         )
 
     def add(self, row: SamplerRow, origin: CachedAdapter | None = None) -> Sampler:

@@ -30,6 +30,7 @@ from planish.errors import UnknownModelError, UserError
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry
+from planish.server.durable.quotas import check_models, text_bytes
 from planish.server.durable.records import (
     ModelRow,
     count,
@@ -96,7 +97,7 @@ class Server:
         rejected before the engine sees its name. `data_dir` holds the database, the journal and the
         bodies; UserError if another process uses it.
         """
-        settings = settings or ServerSettings()
+        self._settings = settings = settings or ServerSettings()
         self._base_models = tuple(base_models)
         self.engine = engine = EngineClient(service, data_dir)
         self.store = store = Store(data_dir)
@@ -115,7 +116,7 @@ class Server:
         self.sampling_queue = FairQueue(
             settings.sampling_slots, settings.max_sampling_slots_per_tenant
         )
-        self.sessions = Sessions(store, self._closings)
+        self.sessions = Sessions(store, settings, self.request_log.check_disk, self._closings)
         services = Services(
             settings=settings,
             engine=engine,
@@ -210,7 +211,7 @@ class Server:
             resident_bytes=resident_bytes(),
             models_with_snapshot=snapshots,
             checkpoint_bytes=await self.checkpoints.bytes_by_tenant(),
-            unnamed_sampler_bytes=sum(sampler.row.bytes for sampler in self.samplers.all()),
+            unnamed_sampler_bytes=sum(s.row.bytes for s in self.samplers.all() if s.row.model),
             disk=await asyncio.to_thread(self.store.disk),
             disk_is_full=request_log.disk_is_full(),
         )
@@ -340,24 +341,29 @@ class Server:
         assert base_model is not None
         self._check_base_model(base_model)
         size, now = await self.engine.adapter_bytes(base_model, lora), time.time()
+        metadata = text_of(operation.user_metadata)
         return ModelRow(
             id=operation.model_id,
             tenant=tenant.name,
             session=session_of(operation.model_id),
             base_model=base_model,
             lora=text_of(lora),
-            user_metadata=text_of(operation.user_metadata),
+            user_metadata=metadata,
             training_bytes=size.training,
             sampling_bytes=size.sampling,
             created=now,
             used=now,
+            bytes=text_bytes(metadata, metadata),
         )
 
     async def _journal_creation(self, row: ModelRow, entry: JournalEntry) -> None:
         creation = new_row(Tenant(row.tenant), row.id, 0, entry)
-        request = await self.request_log.accept(
-            creation, entry, lambda transaction: put(transaction, row)
-        )
+
+        def record(transaction: Transaction) -> None:
+            check_models(transaction, row.tenant, self._settings)
+            put(transaction, row)
+
+        request = await self.request_log.accept(creation, entry, record)
         if request is not None:
             Model(self.models, row, RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
@@ -416,18 +422,20 @@ class Server:
         info = await self.engine.checkpoint_info(row.path)
         await self.engine.copy_checkpoint(row.path, path, ttl_seconds)
         copied = await self.checkpoints.saved(tenant, path)
+        metadata = text_of(info.checkpoint.user_metadata or {})
         run = ModelRow(
             id=place.model_id,
             tenant=tenant.name,
             session=place.session_id,
             base_model=info.base_model,
             lora=text_of(info.lora),
-            user_metadata=text_of(info.checkpoint.user_metadata or {}),
+            user_metadata=metadata,
             training_bytes=0,
             sampling_bytes=0,
             created=copied.made,
             used=copied.made,
             closed=why_closed,
+            bytes=text_bytes(metadata),
         )
 
         def record(transaction: Transaction) -> None:

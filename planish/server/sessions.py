@@ -7,6 +7,7 @@ A session ends at its client's request, or when the client has sent nothing for 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import logging
 import secrets
@@ -14,8 +15,10 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 from planish.errors import EngineClosedError, StorageError
+from planish.server.durable.quotas import check_sessions, text_bytes
 from planish.server.durable.records import (
     ModelRow,
     SamplerRow,
@@ -23,13 +26,16 @@ from planish.server.durable.records import (
     change,
     change_each,
     count,
+    ids,
     moment,
     put,
+    remove,
     select,
     text_of,
 )
 from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
+from planish.server.settings import ServerSettings
 
 ENDED = "its session ended"
 
@@ -40,6 +46,9 @@ longer than `_AWAY_SECONDS`, the process or its machine was suspended.
 _RETURN_SECONDS = 600.0
 """How long no session counts as stale after a start or a suspension, so that clients can return."""
 
+_MAX_DETAIL = 1000
+"""Characters that are kept of the reason that a client gives for ending its session."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -47,12 +56,19 @@ class Sessions:
     """The open sessions of a server."""
 
     def __init__(
-        self, store: Store, closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]]
+        self,
+        store: Store,
+        settings: ServerSettings,
+        check_disk: Callable[[int], None],
+        closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
     ) -> None:
-        """`closings(session_id)` returns a function for each model and sampler of the session that
+        """`check_disk(size)` raises Unavailable if the disk has no room for `size` bytes.
+        `closings(session_id)` returns a function for each model and sampler of the session that
         closes it.
         """
         self._store = store
+        self._settings = settings
+        self._check_disk = check_disk
         self._closings = closings
         self._open: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
@@ -64,13 +80,37 @@ class Sessions:
         """Add an open session."""
         self._open[row.id] = replace(row, spec="")  # only the database needs it
 
-    async def create(self, tenant: Tenant, spec: SessionSpec) -> str:
-        """Create a session, and return its id."""
-        now = time.time()
-        row = SessionRow(secrets.token_hex(8), tenant.name, text_of(spec), now, now)
-        await self._store.write(put, row)
-        self.add(row)
+    async def create(
+        self, tenant: Tenant, spec: SessionSpec, idempotency_key: str | None = None
+    ) -> str:
+        """Create a session, and return its id. Raise BadRequest if the tenant has `max_sessions`
+        open sessions.
+
+        Calls with the same key return the same session, also after a restart.
+        """
+        session_id = secrets.token_hex(8)
+        if idempotency_key is not None:
+            session_id = _id_of_key(tenant, idempotency_key)
+            if await self._store.read(select, SessionRow, "id = ?", [session_id]):
+                await self.touch(tenant, session_id)
+                return session_id
+        text, now = text_of(spec), time.time()
+        row = SessionRow(session_id, tenant.name, text, now, now, bytes=text_bytes(text))
+        self._check_disk(row.bytes)
+        await self._store.write(self._record, row)
+        if row.id not in self._open:
+            self.add(row)
         return row.id
+
+    def _record(self, transaction: Transaction, row: SessionRow) -> None:
+        if select(transaction, SessionRow, "id = ?", [row.id]):
+            return  # a request with the same key arrived at the same moment
+        check_sessions(transaction, row.tenant, self._settings)
+        put(transaction, row)
+        total = count(transaction, SessionRow, "tenant = ?", [row.tenant])
+        if total > self._settings.max_sessions:
+            where = "tenant = ? AND ended IS NOT NULL ORDER BY created LIMIT ?"
+            drop_sessions(transaction, where, [row.tenant, total - self._settings.max_sessions])
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
         """Note that the client sent a request, and return its open session. Raise NotFound if the
@@ -97,7 +137,7 @@ class Sessions:
             await self.touch(tenant, session_id)
         except Gone:
             return
-        await self.end(session_id, f"{reason}: {detail}" if detail else reason)
+        await self.end(session_id, f"{reason}: {detail[:_MAX_DETAIL]}" if detail else reason)
 
     async def end(self, session_id: str, reason: str) -> None:
         """End a session: its client can send nothing more."""
@@ -188,9 +228,9 @@ class Sessions:
     async def page(self, tenant: Tenant, limit: int, offset: int) -> Page[str]:
         """Return a page of the tenant's session ids, newest first."""
         where = "tenant = ?"
-        rows, total = await self._store.read(
+        found, total = await self._store.read(
             lambda db: (
-                select(
+                ids(
                     db,
                     SessionRow,
                     f"{where} ORDER BY created DESC LIMIT ? OFFSET ?",
@@ -199,23 +239,23 @@ class Sessions:
                 count(db, SessionRow, where, [tenant.name]),
             )
         )
-        return Page([row.id for row in rows], offset, limit, total)
+        return Page(found, offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:
         """Return a session, open or ended. Raise NotFound if the tenant has none with this id."""
         row = await self._row(tenant, session_id)
         models, samplers = await self._store.read(
             lambda db: (
-                select(db, ModelRow, "session = ? ORDER BY created", [session_id]),
-                select(db, SamplerRow, "session = ? ORDER BY created", [session_id]),
+                ids(db, ModelRow, "session = ? ORDER BY created", [session_id]),
+                ids(db, SamplerRow, "session = ? ORDER BY created", [session_id]),
             )
         )
         ended = None if row.ended is None else moment(row.ended)
         return SessionRecord(
             session_id,
             SessionSpec(**json.loads(row.spec)),
-            _ids(models),
-            _ids(samplers),
+            models,
+            samplers,
             moment(row.created),
             ended,
         )
@@ -229,8 +269,27 @@ class Sessions:
         return rows[0]
 
 
-def _ids(rows: Sequence[ModelRow | SamplerRow]) -> list[str]:
-    return [row.id for row in rows]
+def drop_sessions(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
+    """Delete the selected sessions that have no open model or sampler, with their closed samplers,
+    and with those of their runs that have no checkpoint.
+    """
+    open_parts = " OR ".join(
+        f"EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"
+        for table in ("models", "samplers")
+    )
+    chosen = f"SELECT id FROM sessions WHERE NOT ({open_parts}) AND {where}"
+    for row in transaction.execute(chosen, values).fetchall():
+        transaction.execute("DELETE FROM samplers WHERE session = ?", [row[0]])
+        transaction.execute(
+            "DELETE FROM models WHERE session = ? AND NOT EXISTS "
+            "(SELECT 1 FROM checkpoints WHERE run = models.id)",
+            [row[0]],
+        )
+        remove(transaction, SessionRow, row[0])
+
+
+def _id_of_key(tenant: Tenant, key: str) -> str:
+    return hashlib.blake2b(f"{tenant.name}\0{key}".encode(), digest_size=8).hexdigest()
 
 
 def _not_found(session_id: str) -> NotFound:

@@ -43,13 +43,23 @@ class ServerSettings:
     that newcomers need not wait until this tenant's sequences end.
     """
 
-    # Limits per key.
+    # Limits per tenant.
     max_queued_requests: int = 20_000
     max_queued_bytes: int = 2 * _GIB
     tokens_per_minute: int = 1 << 40
     """Tokens in prompts and training data, and sampled tokens."""
     storage_bytes: int = 1 << 50
-    """Size of the named checkpoints."""
+    """Size of everything that a tenant stores: named checkpoints, snapshots of its models, and the
+    records of its sessions and runs.
+    """
+    max_sessions: int = 5000
+    """Sessions, open and ended. Ended ones are removed early to make room."""
+    max_models: int = 1000
+    """Open training models."""
+    max_samplers: int = 10_000
+    """Open samplers of base models and checkpoints. Of the unnamed samplers that models publish,
+    just as many are kept: the least recently used are closed.
+    """
 
     # Time.
     missing_request_timeout: float = 600

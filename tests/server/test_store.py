@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from older_databases import downgrade_to_3
 from server_client import run
 
 from planish.errors import DamagedFileError, StorageError, UserError
@@ -307,8 +308,11 @@ def test_a_journal_of_an_earlier_version_is_read(tmp_path):
             lambda transaction: transaction.execute("ALTER TABLE requests DROP COLUMN error_class")
         )
         await old.write(lambda transaction: transaction.execute("DROP TABLE under_way"))
-        await old.write(lambda transaction: transaction.execute("PRAGMA user_version = 1"))
         old.close()
+        downgrade_to_3(tmp_path)
+        connection = sqlite3.connect(tmp_path / DATABASE)
+        connection.execute("PRAGMA user_version = 1")
+        connection.close()
         for _ in range(2):
             store = Store(tmp_path)
             found = await store.read(lambda connection: row(connection, "a"))

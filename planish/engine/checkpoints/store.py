@@ -521,7 +521,7 @@ def record_of(path: CheckpointPath, manifest: Manifest) -> Checkpoint:
         checkpoint_type=path.checkpoint_type,
         time=manifest.time,
         tinker_path=str(path),
-        size_bytes=sum(file.size for file in manifest.files.values()),
+        size_bytes=sum(file.size for file in manifest.files.values()) + len(manifest.to_json()),
         user_metadata=dict(manifest.user_metadata) or None,
         expires_at=manifest.expires_at,
     )

@@ -42,6 +42,7 @@ from weakref import WeakValueDictionary
 import orjson
 
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.server.durable.quotas import check_storage
 from planish.server.durable.records import CheckpointRow, change, count, remove, select
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
@@ -167,18 +168,8 @@ class CheckpointCatalog:
         )
 
     async def check_quota(self, tenant: Tenant) -> None:
-        """Raise UserError if the tenant's checkpoints have reached `storage_bytes`."""
-        used = await self._store.read(
-            lambda db: db.execute(
-                "SELECT SUM(bytes) FROM checkpoints WHERE tenant = ?", [tenant.name]
-            ).fetchone()[0]
-        )
-        if (used or 0) >= self._settings.storage_bytes:
-            raise UserError(
-                f"the checkpoints of this key have {used:,} bytes, and may have "
-                f"{self._settings.storage_bytes:,}; "
-                "delete some, or give ttl_seconds when you save"
-            )
+        """Raise BadRequest if the tenant stores `storage_bytes` or more."""
+        await self._store.read(check_storage, tenant.name, self._settings)
 
     async def bytes_by_tenant(self) -> dict[str, int]:
         """Return the size of the named checkpoints of each tenant."""
@@ -298,9 +289,8 @@ def _encode(text: str) -> bytes:
 
 def _not_found(path: str) -> NoSuchCheckpoint:
     return NoSuchCheckpoint(
-        f"there is no checkpoint {path[:300]!r} that this key may read; wait for the result of the "
-        "save that makes it, "
-        "name another checkpoint if it has expired, or ask its owner to publish it (`planish "
+        f"there is no checkpoint {path[:300]!r} that this tenant may read; wait for the result of the "
+        "save that makes it, name another checkpoint if it has expired, or ask its owner to publish it (`planish "
         "checkpoints publish`)"
     )
 

@@ -46,6 +46,8 @@ class SessionRow(Record):
     seen: float
     ended: float | None = None
     reason: str | None = None
+    bytes: int = 0
+    """Estimated size of the row."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ class ModelRow(Record):
     """The architecture, which is known once the model was created."""
     closed: str | None = None
     """Why the model takes no more requests; None while it is open."""
+    bytes: int = 0
+    """Estimated size of the row, and of the client's texts in the manifest of a snapshot."""
 
     @property
     def last_snapshot(self) -> int:
@@ -119,7 +123,9 @@ class SamplerRow(Record):
     created: float
     used: float
     bytes: int = 0
-    """Size on disk of a published sampler."""
+    """Size on disk of the weights; 0 for a sampler of a base model, and until a published sampler
+    is saved.
+    """
     closed: str | None = None
 
 
@@ -180,7 +186,8 @@ def moment(seconds: float) -> datetime:
 
 def text_of(value: LoraConfig | SessionSpec | Mapping[str, str]) -> str:
     """Return the JSON that a column stores for `value`."""
-    return json.dumps(dict(value) if isinstance(value, Mapping) else asdict(value))
+    fields = dict(value) if isinstance(value, Mapping) else asdict(value)
+    return json.dumps(fields, ensure_ascii=False)
 
 
 def put(transaction: Transaction, record: Record) -> None:
@@ -225,6 +232,12 @@ def select(
     """Return the selected records. `where` may end with an order and a limit."""
     found = source.execute(f"SELECT {kind.columns()} FROM {_TABLES[kind]} WHERE {where}", values)
     return [kind.of(row) for row in found]
+
+
+def ids(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> list[str]:
+    """Return the keys of the selected records. `where` may end with an order and a limit."""
+    found = source.execute(f"SELECT {_key(kind)} FROM {_TABLES[kind]} WHERE {where}", values)
+    return [row[0] for row in found]
 
 
 def count(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> int:

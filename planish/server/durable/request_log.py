@@ -341,6 +341,10 @@ class RequestLog:
     def check_room(self, tenant: str, size: int) -> None:
         """Raise TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted."""
         self._limits.check(tenant, size)
+        self.check_disk(size)
+
+    def check_disk(self, size: int) -> None:
+        """Raise Unavailable if the disk has no room for `size` bytes."""
         is_full = self.disk_is_full(size)
         if is_full and not self._was_full and not self._store.is_refused:
             free, directory = self._store.free_bytes(), self._store.directory

@@ -511,7 +511,7 @@ def _answer(changes: list[_Change[Any]]) -> None:
             change.future.set_result(change.outcome)
 
 
-VERSION = 3
+VERSION = 4
 
 _UNDER_WAY_TABLE = """
 CREATE TABLE under_way (
@@ -522,7 +522,8 @@ CREATE TABLE under_way (
 SCHEMA = """
 CREATE TABLE sessions (
     id TEXT PRIMARY KEY, tenant TEXT NOT NULL, spec TEXT NOT NULL,
-    created REAL NOT NULL, seen REAL NOT NULL, ended REAL, reason TEXT
+    created REAL NOT NULL, seen REAL NOT NULL, ended REAL, reason TEXT,
+    bytes INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX sessions_of_tenant ON sessions (tenant, created);
 
@@ -533,7 +534,7 @@ CREATE TABLE models (
     passed INTEGER NOT NULL DEFAULT 0,
     snapshot_seq INTEGER, snapshot TEXT,
     training_bytes INTEGER NOT NULL, sampling_bytes INTEGER NOT NULL,
-    arch TEXT, closed TEXT
+    arch TEXT, closed TEXT, bytes INTEGER NOT NULL DEFAULT 0
 ) STRICT;
 CREATE INDEX models_of_tenant ON models (tenant, created);
 CREATE INDEX models_of_session ON models (session);
@@ -564,9 +565,29 @@ CREATE INDEX checkpoints_of_run ON checkpoints (run, made);
 
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
-SCHEMA += _UNDER_WAY_TABLE
+_QUOTA_INDEXES = """
+CREATE INDEX session_bytes ON sessions (tenant, bytes);
+CREATE INDEX open_sessions ON sessions (tenant) WHERE ended IS NULL;
+CREATE INDEX model_bytes ON models (tenant, bytes);
+CREATE INDEX open_models ON models (tenant, snapshot_seq, training_bytes) WHERE closed IS NULL;
+CREATE INDEX open_samplers ON samplers (tenant, model, model_path, created, bytes)
+    WHERE closed IS NULL;
+CREATE INDEX checkpoint_bytes ON checkpoints (tenant, bytes);
+"""
+"""With these, the sums and counts of quotas.py need not read the rows, which may be large."""
+SCHEMA += _UNDER_WAY_TABLE + _QUOTA_INDEXES
 
-UPGRADES = {1: "ALTER TABLE requests ADD COLUMN error_class TEXT", 2: _UNDER_WAY_TABLE}
+UPGRADES = {
+    1: "ALTER TABLE requests ADD COLUMN error_class TEXT",
+    2: _UNDER_WAY_TABLE,
+    3: """
+    ALTER TABLE sessions ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
+    ALTER TABLE models ADD COLUMN bytes INTEGER NOT NULL DEFAULT 0;
+    UPDATE sessions SET bytes = 512 + LENGTH(CAST(spec AS BLOB));
+    UPDATE models SET bytes = 512 + 2 * LENGTH(CAST(user_metadata AS BLOB));
+    """
+    + _QUOTA_INDEXES,
+}
 """For each version of the database, the SQL that makes the next one."""
 
 

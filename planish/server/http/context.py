@@ -115,8 +115,6 @@ class HttpState:
     is_loading: bool = False
     """Whether base models are still being loaded. Requests are accepted, and wait for their model.
     """
-    copies: dict[tuple[Tenant, str | None], str] = field(default_factory=dict)
-    """Sessions of recent copies of checkpoints, by tenant and idempotency key."""
 
     @cached_property
     def keyring(self) -> ApiKeys:

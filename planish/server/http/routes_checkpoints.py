@@ -38,8 +38,6 @@ from planish.types import LONGEST_TTL_SECONDS, Checkpoint
 from planish.wire.models import refuse_access_token
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
 
-_KNOWN_COPIES = 1000
-
 
 async def training_runs(context: RequestContext) -> Response:
     """List the tenant's training runs."""
@@ -136,20 +134,13 @@ async def copy_weights(context: RequestContext) -> Response:
 
 async def _copy_session(context: RequestContext) -> str:
     """Return the session that owns a copy. A repeated request gets the same session, and with it
-    the same copy.
+    the same copy, also after a restart of the server.
     """
-    copies, key = context.state.copies, context.request.headers.get("x-idempotency-key")
-    known = copies.get((context.tenant, key))
-    if known is not None:
-        return known
-    session_id = await context.open_server.sessions.create(
-        context.tenant, SessionSpec(tags=["copy_weights"])
+    return await context.open_server.sessions.create(
+        context.tenant,
+        SessionSpec(tags=["copy_weights"]),
+        context.request.headers.get("x-idempotency-key"),
     )
-    if key is not None:
-        copies[context.tenant, key] = session_id
-        if len(copies) > _KNOWN_COPIES:
-            copies.pop(next(iter(copies)))
-    return session_id
 
 
 def checkpoint_path(context: RequestContext) -> str:

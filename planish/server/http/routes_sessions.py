@@ -117,17 +117,15 @@ def _spec(fields: Fields) -> SessionSpec:
     if not all(isinstance(tag, str) for tag in tags):
         raise UserError("tags contains a value that is not a string")
     metadata = fields.optional(fields.strings, "user_metadata", {})
-    size = sum(map(len, (*tags, *metadata, *metadata.values())))
+    version = fields.optional(fields.text, "sdk_version", "")
+    name = fields.optional(fields.text, "display_name")
+    size = sum(map(len, (*tags, *metadata, *metadata.values(), version, name or "")))
     if size > MAX_METADATA:
         raise UserError(
-            f"tags and user_metadata have {size:,} characters; give at most {MAX_METADATA:,}"
+            f"tags, user_metadata, sdk_version and display_name have {size:,} characters; give at "
+            f"most {MAX_METADATA:,}"
         )
-    return SessionSpec(
-        tags,
-        metadata,
-        fields.optional(fields.text, "sdk_version", ""),
-        fields.optional(fields.text, "display_name"),
-    )
+    return SessionSpec(tags, metadata, version, name)
 
 
 def _session(record: SessionRecord) -> dict[str, object]:

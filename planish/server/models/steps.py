@@ -92,7 +92,7 @@ async def _private_copy(services: Services, request: QueuedRequest, path: str) -
     """
     copy = loaded_path(request.row.owner, request.seq, path)
     if request.row.state == "accepted":
-        await services.engine.copy_checkpoint(path, copy)
+        await services.engine.copy_weights(path, copy)
         crash_point("pinned before recording")
         await services.request_log.mark(request, "started")
     return copy

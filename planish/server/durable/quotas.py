@@ -1,0 +1,91 @@
+"""What one tenant may keep: bytes on disk, and numbers of sessions, models and samplers.
+
+The checks run in the transaction that adds a row, so requests that arrive together cannot pass a
+limit together. Each raises BadRequest: a client that repeated the request would only be rejected
+again, so a status that clients retry would make them wait for nothing.
+"""
+
+from __future__ import annotations
+
+from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, Source, count
+from planish.server.results import BadRequest
+from planish.server.settings import ServerSettings
+
+ROW_BYTES = 512
+"""Estimated size of a row with its index entries, in addition to the texts of its client."""
+
+_STORED_BYTES = """
+SELECT (SELECT COALESCE(SUM(bytes), 0) FROM sessions WHERE tenant = ?1)
+     + (SELECT COALESCE(SUM(bytes), 0) FROM models WHERE tenant = ?1)
+     + (SELECT COALESCE(SUM(training_bytes), 0) FROM models
+        WHERE tenant = ?1 AND closed IS NULL AND snapshot_seq IS NOT NULL)
+     + (SELECT COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ?1)
+     + (SELECT COALESCE(SUM(bytes), 0) FROM samplers
+        WHERE tenant = ?1 AND closed IS NULL AND model IS NULL AND NOT EXISTS
+          (SELECT 1 FROM checkpoints WHERE path = model_path AND made <= created))
+"""
+"""A sampler of a checkpoint has hard links to its files. They take space of their own only when the
+checkpoint was deleted or replaced.
+"""
+
+
+def stored_bytes(source: Source, tenant: str) -> int:
+    """Return what a tenant stores: named checkpoints with their manifests, snapshots of its open
+    models, files that only its samplers keep, and the records of its sessions and runs. Samplers
+    without a name are not counted, because `unnamed_sampler_bytes` limits them.
+    """
+    return source.execute(_STORED_BYTES, [tenant]).fetchone()[0]
+
+
+def check_storage(source: Source, tenant: str, settings: ServerSettings) -> None:
+    """Raise BadRequest if a tenant stores `storage_bytes` or more."""
+    used = stored_bytes(source, tenant)
+    if used >= settings.storage_bytes:
+        raise BadRequest(
+            f"this tenant stores {used:,} bytes, and may store {settings.storage_bytes:,} "
+            "(storage_bytes); delete some checkpoints, or give ttl_seconds when you save"
+        )
+
+
+def check_models(source: Source, tenant: str, settings: ServerSettings) -> None:
+    """Raise BadRequest if a tenant cannot open another model."""
+    check_storage(source, tenant, settings)
+    _check_count(
+        count(source, ModelRow, "tenant = ? AND closed IS NULL", [tenant]),
+        ("models", "max_models"),
+        settings.max_models,
+        "unload some, or end their sessions (close their ServiceClient)",
+    )
+
+
+def check_samplers(source: Source, tenant: str, settings: ServerSettings) -> None:
+    """Raise BadRequest if a tenant cannot open another sampler of a base model or a checkpoint."""
+    where = "tenant = ? AND closed IS NULL AND model IS NULL"
+    _check_count(
+        count(source, SamplerRow, where, [tenant]),
+        ("samplers", "max_samplers"),
+        settings.max_samplers,
+        "use one sampling client several times, or end sessions (close their ServiceClient)",
+    )
+
+
+def check_sessions(source: Source, tenant: str, settings: ServerSettings) -> None:
+    """Raise BadRequest if a tenant cannot open another session."""
+    _check_count(
+        count(source, SessionRow, "tenant = ? AND ended IS NULL", [tenant]),
+        ("sessions", "max_sessions"),
+        settings.max_sessions,
+        "close each ServiceClient after its work, or wait until unused sessions end "
+        "(session_timeout)",
+    )
+
+
+def _check_count(found: int, names: tuple[str, str], limit: int, remedy: str) -> None:
+    what, setting = names
+    if found >= limit:
+        raise BadRequest(f"this tenant has {found:,} open {what}, the most ({setting}); {remedy}")
+
+
+def text_bytes(*texts: str) -> int:
+    """Return the size of a row that holds these texts."""
+    return ROW_BYTES + sum(len(text.encode()) for text in texts)

@@ -1,0 +1,19 @@
+"""Databases as earlier versions of the server left them."""
+
+import sqlite3
+from pathlib import Path
+
+from planish.server.durable.store import DATABASE
+
+
+def downgrade_to_3(directory: Path) -> None:
+    """Remove what version 4 added."""
+    connection = sqlite3.connect(directory / DATABASE)
+    indexes = ("session_bytes", "open_sessions", "model_bytes", "open_models", "open_samplers")
+    for index in (*indexes, "checkpoint_bytes"):
+        connection.execute(f"DROP INDEX {index}")
+    for table in ("sessions", "models"):
+        connection.execute(f"ALTER TABLE {table} DROP COLUMN bytes")
+    connection.execute("PRAGMA user_version = 3")
+    connection.commit()
+    connection.close()
