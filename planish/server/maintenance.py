@@ -7,8 +7,8 @@ is unanswered.
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
 end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. Nothing
 that a restart needs is removed: a request after its model's last snapshot keeps its row even when
-its result is deleted. Training runs are kept for good, because checkpoints name them. Sessions and
-samplers are deleted a week after their end.
+its result is deleted. Sessions and samplers are deleted a week after their end, with runs that have
+no checkpoint. Other runs are kept for good, because their checkpoints name them.
 """
 
 from __future__ import annotations

@@ -239,6 +239,8 @@ def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
             old, new = await Client.start(server), await Client.start(server)
             for client in (old, new):
                 await (await client.model()).publish()
+            await (await new.model()).save("a")
+            for client in (old, new):
                 await server.sessions.finish(TENANT, client.session_id, "success", None)
             await server.sessions.cleared()
             long_ago = "UPDATE sessions SET ended = ended - 8 * 86400 WHERE id = ?"
@@ -247,6 +249,7 @@ def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
             )
             await server.cleanup.clean()
             assert list((await server.sessions.page(TENANT, 10, 0)).items) == [new.session_id]
+            # The old session's run has no checkpoint.
             assert (await server.training_runs(TENANT, 10, 0)).total == 2
             left = await server.store.read(
                 lambda db: db.execute("SELECT session FROM samplers").fetchall()
