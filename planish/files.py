@@ -93,6 +93,18 @@ def give_usual_mode(path: Path) -> None:
         probe.unlink()
 
 
+def write_remedy(error: OSError, otherwise: str) -> str:
+    """Return what to do about a failed write: `otherwise`, unless the error is about the number of
+    open files, which free space does not help against.
+    """
+    match error.errno:
+        case errno.EMFILE:
+            return "this process may not open more files; raise its limit (ulimit -n, LimitNOFILE)"
+        case errno.ENFILE:
+            return "this machine may not open more files; raise its limit (sysctl fs.file-max)"
+    return otherwise
+
+
 def write_whole(path: str | Path, data: bytes | str) -> None:
     """Write `data` to `path` atomically and durably: readers see the old or the complete new file,
     even after a power failure. StorageError if that fails.
@@ -112,9 +124,8 @@ def write_whole(path: str | Path, data: bytes | str) -> None:
         os.replace(temporary, path)
         sync(path.parent)
     except OSError as error:
-        raise StorageError(
-            f"cannot write {path} ({error}); check free space and permissions there"
-        ) from error
+        remedy = write_remedy(error, "check free space and permissions there")
+        raise StorageError(f"cannot write {path} ({error}); {remedy}") from error
     finally:
         if temporary is not None:
             with suppress(FileNotFoundError):

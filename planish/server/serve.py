@@ -50,6 +50,7 @@ from planish.server.engine_client import NOBODYS_SAMPLE
 from planish.server.http import routes_sampling
 from planish.server.http.access import Access, RequestMetrics, set_up_logging
 from planish.server.http.app import STOP_SECONDS, create_app
+from planish.server.http.connections import ConnectionLimits, ConnectionTable, protocol_of
 from planish.server.http.context import ALL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
@@ -65,11 +66,18 @@ _KEEP_ALIVE_SECONDS = 120
 server closed them first, a client might send a request on a connection that is being closed.
 """
 _BACKLOG = 2048
+"""Connections that the kernel keeps until the server accepts them."""
+_ACCEPTED_AT_ONCE = 64
+"""Connections that asyncio accepts before the server can count them. It is less than
+`RESERVED_FILES`, so that a burst does not use up the open files.
+"""
 ENGINE_FAULT = 70
 """The exit status after a fault of the engine (EX_SOFTWARE)."""
 _FAULT_SECONDS = 3 * STOP_SECONDS
 """After a fault of the engine, the process ends within this time even if its stop hangs."""
 
+_ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
+"""The limit of open files where there is no way to ask, and where there is none."""
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
 
@@ -97,7 +105,7 @@ def serve(options: ServeOptions) -> int:
     """Run the server, and return its exit status."""
     set_up_logging(options.log_format, options.log_level)
     prepared = _prepared(options)
-    _raise_file_limit()
+    connections = ConnectionTable(ConnectionLimits.of_files(raise_file_limit()))
     with _listener(options.host, options.port) as listener:
         _log_plan(prepared)
         if options.hub_tokenizers:
@@ -106,7 +114,7 @@ def serve(options: ServeOptions) -> int:
                     cache_tokenizer(asked, path)
         directories = {name: str(path) for name, path in prepared.models.items()}
         engine = Engine(directories, prepared.data_dir, options.engine, prepared.memory)
-        server = _Server(_application(engine, prepared), engine, prepared)
+        server = _Server(_application(engine, prepared), engine, prepared, connections)
         server.run([listener])
     if server.fault is not None:
         return ENGINE_FAULT
@@ -149,14 +157,22 @@ class _Server(uvicorn.Server):
     it ends waiting polls at once. It stops after a fault of the engine.
     """
 
-    def __init__(self, app: Starlette, engine: Engine, prepared: _Prepared) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        engine: Engine,
+        prepared: _Prepared,
+        connections: ConnectionTable,
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
                 lifespan="on",
                 log_config=None,
                 access_log=False,
-                backlog=_BACKLOG,
+                http=protocol_of(connections),
+                ws="none",
+                backlog=_ACCEPTED_AT_ONCE,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=STOP_SECONDS,
             )
@@ -168,6 +184,7 @@ class _Server(uvicorn.Server):
         self._engine = engine
         self._prepared = prepared
         self._http: HttpState = app.state.http
+        self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -177,6 +194,8 @@ class _Server(uvicorn.Server):
             # A signal arrived during the start. uvicorn does not shut down in this case.
             await self.shutdown(sockets)
         elif self.started and sockets:
+            for listener in sockets:
+                listener.listen(_BACKLOG)  # asyncio has lowered it to _ACCEPTED_AT_ONCE
             _log_ready(_url(sockets[0]), self._prepared)
             notify("READY=1")
             self._http.is_loading = True
@@ -197,8 +216,9 @@ class _Server(uvicorn.Server):
             end.start()
             self.should_exit = True
             self._http.stopping.set()
-        elif counter % _TICKS_PER_SECOND == 0:
+        if counter % _TICKS_PER_SECOND == 0:
             notify("WATCHDOG=1")
+            self._connections.close_overdue()
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -300,16 +320,20 @@ def notify(state: str) -> None:
         sender.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
-def _raise_file_limit() -> None:
-    """Raise the limit of open files: each waiting request is a connection, and each connection a
-    file.
+def raise_file_limit() -> int:
+    """Raise the limit of open files as far as possible, and return it. Each waiting request is a
+    connection, and each connection a file.
     """
-    with suppress(ImportError, OSError, ValueError):
+    try:
         import resource  # not available on every system
-
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        if soft != hard:
+    except ImportError:
+        return _ASSUMED_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+    return _MANY_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,14 @@ def _read(server: ServerProcess) -> None:
 
 @contextmanager
 def running_server(
-    data_dir: Path, model: Path, *options: str, environment: Mapping[str, str] | None = None
+    data_dir: Path,
+    model: Path,
+    *options: str,
+    environment: Mapping[str, str] | None = None,
+    prelude: str = "",
 ) -> Iterator[ServerProcess]:
     """Run a server for the length of a block. The process ends whatever happens in it."""
-    server = start_server(data_dir, model, *options, environment=environment)
+    server = start_server(data_dir, model, *options, environment=environment, prelude=prelude)
     try:
         yield server
     finally:

@@ -38,7 +38,7 @@ from planish.engine.checkpoints.files import (
     write_tensors,
 )
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
-from planish.files import make_directory, sync, write_whole
+from planish.files import make_directory, sync, write_remedy, write_whole
 from planish.types import (
     Checkpoint,
     CheckpointPath,
@@ -307,7 +307,11 @@ class CheckpointStore:
                 self._check_name_is_free(label, target, manifest)
                 _rename_into_place(temporary, target)
         except OSError as error:
-            remedy = f"free space there, or choose another data_dir or PLANISH_DATA (now {self.directory})"
+            remedy = write_remedy(
+                error,
+                "free space there, or choose another data_dir or PLANISH_DATA "
+                f"(now {self.directory})",
+            )
             raise StorageError(
                 f"the checkpoint {label.path} was not saved: {error}; {remedy}"
             ) from error

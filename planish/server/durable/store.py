@@ -55,7 +55,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 from filelock import FileLock, Timeout
 
 from planish.errors import DamagedFileError, StorageError, UserError
-from planish.files import make_directory, sync
+from planish.files import make_directory, sync, write_remedy
 from planish.server.metrics import Disk
 
 P = ParamSpec("P")
@@ -319,10 +319,10 @@ class Store:
                 "restore the directory from a backup, and check "
                 "the disk"
             )
-        return StorageError(
-            f"the server cannot use {self.directory} ({error}); free space there, or grant the "
-            "permissions it needs"
-        )
+        remedy = "free space there, or grant the permissions it needs"
+        if isinstance(error, OSError):
+            remedy = write_remedy(error, remedy)
+        return StorageError(f"the server cannot use {self.directory} ({error}); {remedy}")
 
     def _opened(self) -> sqlite3.Connection:
         connection = self._connected()

@@ -20,6 +20,7 @@ import hmac
 import ipaddress
 import logging
 import re
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager
@@ -35,6 +36,7 @@ from starlette.routing import Route
 
 from planish.errors import PlanishError, UnsupportedError, UserError
 from planish.server.http.access import TENANT
+from planish.server.http.connections import CONNECTION, Connection
 from planish.server.results import (
     NotFound,
     Page,
@@ -68,6 +70,8 @@ above the limit is decoded alone. Decoding takes many times the memory of the bo
 """
 _STALL_SECONDS = 30.0
 """A request fails if its client sends nothing more of the body for this long."""
+_MIN_BODY_RATE = 4096
+"""Bytes per second, over the whole body, below which a request fails after `_STALL_SECONDS`."""
 _MAX_PAGE = 1000
 _EXTERNAL_SINCE = (0, 38)
 """The first release of the SDK that knows checkpoints of type `external`."""
@@ -212,8 +216,15 @@ class RequestContext:
             announced = self.request.headers.get("content-length", "0")
             if announced.isascii() and announced.isdigit() and int(announced) > limit:
                 raise too_large(limit)
+            begun = time.monotonic()
             while (piece := await _next(stream)) is not None:
                 size += len(piece)
+                if time.monotonic() - begun > _STALL_SECONDS + size / _MIN_BODY_RATE:
+                    raise Unavailable(
+                        f"the body arrived at less than {_MIN_BODY_RATE} bytes per second; send the "
+                        "request again over a faster connection",
+                        1.0,
+                    )
                 if size > _INLINE_BODY:
                     hold(size - held)
                 pieces.append(piece)
@@ -300,7 +311,8 @@ METRICS_READER = "metrics"
 
 def context_of(request: Request, key: str | None, is_metrics_page: bool = False) -> RequestContext:
     """Return the context of a request. Raise Unauthorized if the key is unknown or is for other
-    pages, or if a web page sent the request to a server without keys.
+    pages, or if a web page sent the request to a server without keys. Raise Unavailable if the
+    tenant has too many connections.
     """
     state: HttpState = request.app.state.http
     has_keys = state.settings.keys is not None
@@ -308,6 +320,9 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
         _refuse_web_pages(request)
     tenant = state.keyring.tenant(key)
     request.scope[TENANT] = tenant
+    connection: Connection | None = request.scope.get(CONNECTION)
+    if connection is not None:
+        connection.accept(tenant, has_keys)
     if has_keys and (tenant.name == METRICS_READER) != is_metrics_page:
         raise Unauthorized(
             f"/metrics is for the server's operator: it needs a key with the name {METRICS_READER} "

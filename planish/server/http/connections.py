@@ -1,0 +1,326 @@
+"""The connections of a server: how many may be open, and how long a client may take.
+
+Anybody who reaches the port can open connections. Until a connection has sent a request with a
+valid key it is keyless, and such connections must not keep a tenant out:
+
+    total      Every connection is an open file, so `ConnectionLimits.of_files` derives the total
+               from the limit of open files, and leaves files for the journal and checkpoints.
+               When the total is reached, a new connection replaces an idle one: the oldest keyless
+               one, or else the one whose tenant has not used it for longest.
+    keyless    At most half of the total, and an eighth of it from one address (for IPv6, from one
+               network of 64 bits). A new keyless connection replaces the oldest idle one.
+    headers    A connection is closed if the headers of a request are not complete in time, or if it
+               stays keyless and sends none.
+    reading    A connection is closed if its client reads nothing of a response for some time.
+    tenant     With keys, one tenant has at most half of the total.
+
+A connection is idle between requests. An idle connection of a tenant is closed by uvicorn after its
+keep-alive timeout. `RequestContext.body` limits the time of a body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from planish.server.results import Tenant, Unavailable
+
+CONNECTION = "planish.connection"
+"""The entry of an ASGI scope with the `Connection` of the request."""
+RESERVED_FILES = 256
+"""Open files that are kept free of connections: the database, bodies, checkpoints, downloads."""
+_FEWEST_CONNECTIONS = 64
+_IPV6_NETWORK = 64
+_MOST_CONNECTIONS = 20_000
+_BUSY = b'{"detail":"this server has too many connections; try again later"}'
+_BUSY_RESPONSE = (
+    b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
+    b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """How many connections may be open, and their timeouts in seconds."""
+
+    total: int = 4096
+    header_seconds: float = 15.0
+    """Time for the headers of a request, from their first byte; for a keyless connection, from the
+    moment at which it became idle.
+    """
+    write_seconds: float = 60.0
+    """How long a client may read nothing while the server has data for it."""
+
+    @classmethod
+    def of_files(cls, max_files: int) -> ConnectionLimits:
+        """Return the limits of a process that may open `max_files` files. A download holds a file
+        besides its connection.
+        """
+        fitting = (max_files - RESERVED_FILES) * 3 // 4
+        return cls(min(max(_FEWEST_CONNECTIONS, fitting), _MOST_CONNECTIONS))
+
+    @property
+    def keyless(self) -> int:
+        """Connections that have not sent a valid key."""
+        return self.total // 2
+
+    @property
+    def per_address(self) -> int:
+        """Keyless connections from one address."""
+        return max(16, self.total // 8)
+
+    @property
+    def per_tenant(self) -> int:
+        """Connections of one tenant of a server with keys."""
+        return self.total // 2
+
+
+@dataclass(eq=False)
+class Connection:
+    """One open connection."""
+
+    table: ConnectionTable
+    address: str
+    close: Callable[[], None]
+    """Closes the connection at once and drops what was not sent."""
+    tenant: str | None = None
+    """The tenant of the last request with a valid key; None for a keyless connection."""
+    running: int = 0
+    """Requests in progress; two for a moment if a client sends the next one early (pipelining)."""
+
+    def accept(self, tenant: Tenant, has_keys: bool) -> None:
+        """Note that the current request has a valid key. Raise Unavailable if its tenant has too
+        many connections.
+        """
+        self.table.accept(self, tenant.name, has_keys)
+
+
+@dataclass
+class ConnectionTable:
+    """All open connections of a server, and which of them wait for a request."""
+
+    limits: ConnectionLimits = field(default_factory=ConnectionLimits)
+    clock: Callable[[], float] = time.monotonic
+    open: set[Connection] = field(default_factory=set)
+    _by_address: Counter[str] = field(default_factory=Counter)
+    """Keyless connections, by address."""
+    _by_tenant: Counter[str] = field(default_factory=Counter)
+    _idle_keyless: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    """When each idle keyless connection became idle, oldest first."""
+    _idle_at: dict[str, OrderedDict[Connection, None]] = field(default_factory=dict)
+    """The same connections by address."""
+    _idle_keyed: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    _begun: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    """When the first byte of a request arrived on an idle connection of a tenant."""
+    _unread: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
+    """Since when a client has not read its response."""
+
+    def opened(self, address: str, close: Callable[[], None]) -> Connection | None:
+        """Return a new connection, which may replace an idle one; None if there is no place."""
+        limits, source = self.limits, _source(address)
+        if self._by_address[source] >= limits.per_address and not self._evict_at(source):
+            return None
+        if self._by_address.total() >= limits.keyless and not self._evict(self._idle_keyless):
+            return None
+        if len(self.open) >= limits.total and not (
+            self._evict(self._idle_keyless) or self._evict(self._idle_keyed)
+        ):
+            return None
+        connection = Connection(self, source, close)
+        self.open.add(connection)
+        self._by_address[source] += 1
+        self._wait(connection)
+        return connection
+
+    def closed(self, connection: Connection) -> None:
+        """Forget a connection. Does nothing if it is unknown."""
+        if connection not in self.open:
+            return
+        self.open.remove(connection)
+        self._stop_waiting(connection)
+        self._unread.pop(connection, None)
+        self._count(connection, -1)
+
+    def received(self, connection: Connection) -> None:
+        """Note that bytes arrived, which begin a request if the connection is idle."""
+        if connection in self._idle_keyed:
+            self._begun.setdefault(connection, self.clock())
+
+    def busy(self, connection: Connection) -> None:
+        """Note that the headers of a request are complete."""
+        connection.running += 1
+        self._stop_waiting(connection)
+
+    def idle(self, connection: Connection) -> None:
+        """Note that a request was answered."""
+        connection.running -= 1
+        if connection in self.open and not connection.running:
+            self._wait(connection)
+
+    def accept(self, connection: Connection, tenant: str, has_keys: bool) -> None:
+        """Do what `Connection.accept` does."""
+        if connection.tenant == tenant or connection not in self.open:
+            return
+        if has_keys and self._by_tenant[tenant] >= self.limits.per_tenant:
+            raise Unavailable("this key has too many connections; close some, or wait", 5.0)
+        self._count(connection, -1)
+        connection.tenant = tenant
+        self._count(connection, 1)
+
+    def unread(self, connection: Connection, is_unread: bool) -> None:
+        """Note that the client has stopped reading its response, or reads again."""
+        if is_unread and connection in self.open:
+            self._unread[connection] = self.clock()
+        else:
+            self._unread.pop(connection, None)
+
+    def close_overdue(self) -> int:
+        """Close the connections whose time is over, and return their number."""
+        now = self.clock()
+        overdue = [
+            connection
+            for since_when, seconds in (
+                (self._idle_keyless, self.limits.header_seconds),
+                (self._begun, self.limits.header_seconds),
+                (self._unread, self.limits.write_seconds),
+            )
+            for connection in _before(since_when, now - seconds)
+        ]
+        for connection in overdue:
+            self._close(connection)
+        return len(overdue)
+
+    def _wait(self, connection: Connection) -> None:
+        if connection.tenant is None:
+            self._idle_keyless[connection] = self.clock()
+            self._idle_at.setdefault(connection.address, OrderedDict())[connection] = None
+        else:
+            self._idle_keyed[connection] = None
+
+    def _stop_waiting(self, connection: Connection) -> None:
+        self._idle_keyless.pop(connection, None)
+        self._idle_keyed.pop(connection, None)
+        self._begun.pop(connection, None)
+        waiting = self._idle_at.get(connection.address)
+        if waiting is not None:
+            waiting.pop(connection, None)
+            if not waiting:
+                del self._idle_at[connection.address]
+
+    def _count(self, connection: Connection, change: int) -> None:
+        keyless = connection.tenant is None
+        counts = self._by_address if keyless else self._by_tenant
+        key = connection.tenant or connection.address
+        counts[key] += change
+        if not counts[key]:
+            del counts[key]
+
+    def _evict(self, idle: OrderedDict[Connection, Any]) -> bool:
+        """Close the oldest of the idle connections. Return False if there is none."""
+        connection = next(iter(idle), None)
+        if connection is not None:
+            self._close(connection)
+        return connection is not None
+
+    def _evict_at(self, address: str) -> bool:
+        return self._evict(self._idle_at.get(address, OrderedDict()))
+
+    def _close(self, connection: Connection) -> None:
+        self.closed(connection)
+        connection.close()
+
+
+def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[Connection]:
+    """Return the connections before `latest`. The dict is ordered by time."""
+    found = []
+    for connection, since in since_when.items():
+        if since > latest:
+            break
+        found.append(connection)
+    return found
+
+
+def _source(address: str) -> str:
+    """Return what counts as one address: an IPv6 client usually has a network of its own."""
+    try:
+        parsed = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if parsed.version == 4 or parsed.ipv4_mapped is not None:
+        return str(getattr(parsed, "ipv4_mapped", None) or parsed)
+    return str(ipaddress.ip_network((parsed, _IPV6_NETWORK), strict=False))
+
+
+def protocol_of(table: ConnectionTable) -> type[asyncio.Protocol]:
+    """Return the class of uvicorn's protocol whose connections are in `table`."""
+
+    class LimitedProtocol(_LimitedProtocol):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.table = table
+
+    return LimitedProtocol
+
+
+class _LimitedProtocol(H11Protocol):
+    """HTTP/1.1 on one connection of a table."""
+
+    table: ConnectionTable
+    connection: Connection | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        address = self.client[0] if self.client is not None else ""
+        self.connection = self.table.opened(address, transport.abort)
+        if self.connection is None:
+            transport.write(_BUSY_RESPONSE)
+            transport.close()
+        else:
+            self.app = partial(_run, self.table, self.connection, self.app)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self.connection is not None:
+            self.table.closed(self.connection)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.connection is None or self.transport.is_closing():
+            return
+        self.table.received(self.connection)
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        if self.connection is not None:
+            self.table.unread(self.connection, True)
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        if self.connection is not None:
+            self.table.unread(self.connection, False)
+        super().resume_writing()
+
+
+async def _run(
+    table: ConnectionTable,
+    connection: Connection,
+    app: ASGIApp,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Run the application for one request of a connection."""
+    scope[CONNECTION] = connection
+    table.busy(connection)
+    try:
+        await app(scope, receive, send)
+    finally:
+        table.idle(connection)
