@@ -42,7 +42,7 @@ def open_rows(dataset: str, split: str) -> Sequence[Row]:
         rows = _open_on_hub(dataset, split)
     if not len(rows):
         raise UserError(
-            f"the data set {dataset} has no rows in its {split} split; give one that has"
+            f"the data set {dataset} has no rows in its {split} split; give a data set with rows"
         )
     return rows
 
@@ -111,7 +111,8 @@ def _files(dataset: str, split: str) -> Sequence[Path] | None:
         return _split_files(path, split, config, hides_hub=hides_hub)
     if path.is_file() and split != "train":
         raise UserError(
-            f"the data set {path} is one file and has no {split} split; give a directory with train.jsonl and "
+            f"the data set {path} is one file and has no {split} split; give a directory with "
+            "train.jsonl and "
             f"{split}.jsonl, or turn evaluation off (eval_problems=0)"
         )
     return [path] if path.is_file() else None
@@ -129,8 +130,10 @@ def _split_files(
         )
         listed = ", ".join(there[:8]) + (", ..." if len(there) > 8 else "") or "no data files"
         raise UserError(
-            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it, nor in "
-            f"{'its folder ' + config if config else 'a folder of one configuration'}; found {listed}. Add that file, "
+            f"the data set {directory}: there is no {split}.jsonl (or {split}*.parquet) in it, nor "
+            "in "
+            f"{'its folder ' + config if config else 'a folder of one configuration'}; found "
+            f"{listed}. Add that file, "
             "or name a configuration: DIRECTORY:CONFIG"
             + ("; rename the directory to read the hub's data set of its name" if hides_hub else "")
         )
@@ -153,7 +156,8 @@ def _found_files(directory: Path, split: str, config: str | None = None) -> Sequ
         return folders[usual]
     if len(folders) > 1:
         raise UserError(
-            f"the data set {directory} has several configurations: {', '.join(folders)}; name one, such as "
+            f"the data set {directory} has several configurations: {', '.join(folders)}; name one, "
+            "such as "
             f"{directory}:{next(iter(folders))}"
         )
     return next(iter(folders.values()), [])
@@ -195,9 +199,9 @@ def _parse(line: str, where: str) -> Row:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise UserError(f"{where} is not JSON ({error}); write one object a line") from error
+        raise UserError(f"{where} is not JSON ({error}); write one object per line") from error
     if not isinstance(row, dict):
-        raise UserError(f"{where} is not a JSON object; write one object a line")
+        raise UserError(f"{where} is not a JSON object; write one object per line")
     return row
 
 
@@ -209,7 +213,7 @@ def _read_parquet(path: Path) -> list[Row]:
         return read_table(path).to_pylist()
     except (ArrowException, OSError) as error:
         raise UserError(
-            f"{path} cannot be read as parquet ({error}); get the file again"
+            f"{path} cannot be read as parquet ({error}); download the file again"
         ) from error
 
 
@@ -233,7 +237,8 @@ def _hub_name(dataset: str) -> tuple[str, str | None]:
 def _no_answer(dataset: str, asked: str, error: Exception) -> UserError:
     first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
     return UserError(
-        f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or give a local "
+        f"the data set {dataset}: the hub did not give {asked} ({first_line}); check the name, or "
+        "give a local "
         "directory with train.jsonl and test.jsonl"
     )
 
@@ -242,5 +247,6 @@ def check_shuffle_seed(shuffle_seed: int | None) -> None:
     """Raise UserError for a negative seed, which numpy's generators reject."""
     if shuffle_seed is not None and shuffle_seed < 0:
         raise UserError(
-            f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no shuffling"
+            f"shuffle_seed={shuffle_seed}: give a whole number of at least 0, or None for no "
+            "shuffling"
         )

@@ -51,7 +51,8 @@ class Config(supervised.Config):
 
     teacher_config: TeacherConfig
     topk: int = chz.field(
-        default=20, doc="likeliest tokens of the teacher that are learned at each position"
+        default=20,
+        doc="number of the teacher's most likely tokens that are learned at each position",
     )
 
 
@@ -99,7 +100,7 @@ async def require_topk(teacher: Any, topk: int) -> None:
             topk_prompt_logprobs=topk,
         )
     except ValueError as error:
-        raise UserError(f"topk={topk}: the teacher says: {error}") from error
+        raise UserError(f"topk={topk}: the teacher rejected it: {error}") from error
 
 
 @dataclass(frozen=True)

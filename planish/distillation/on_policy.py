@@ -38,11 +38,14 @@ class Config(rl.Config):
 
     dataset_builder: DistillationDatasetBuilder
     advantage: str = chz.field(
-        default="none", doc="none = rewards are reported and not learned from"
+        default="none", doc="none = only report rewards, mean = learn from rewards too"
     )
-    kl_penalty_coef: float = chz.field(default=1.0, doc="how strongly the teachers pull")
+    kl_penalty_coef: float = chz.field(
+        default=1.0, doc="coefficient of the teachers' KL term in the advantages"
+    )
     kl_discount_factor: float = chz.field(
-        default=0.0, doc="0 = a token answers for itself alone, 1 = for all that follow"
+        default=0.0,
+        doc="discount of the later tokens' KL terms; 0 = each token gets only its own term",
     )
 
 
@@ -85,7 +88,7 @@ def check(config: Config) -> None:
         )
     if config.kl_penalty_coef == 0:
         raise UserError(
-            "kl_penalty_coef=0: the teachers would not be heard; give a number above 0, such as 1"
+            "kl_penalty_coef=0: the teachers would have no effect; give a number above 0, such as 1"
         )
     if config.kl_reference_config is not None:
         raise UserError(
@@ -93,15 +96,17 @@ def check(config: Config) -> None:
         )
     if config.remove_constant_reward_groups:
         raise UserError(
-            "remove_constant_reward_groups: a group of equal rewards is taught as any other; leave it out"
+            "remove_constant_reward_groups: a teacher also trains on groups of equal rewards; "
+            "leave it out"
         )
     if config.temperature != 1.0:
         raise UnsupportedError(
-            f"temperature={config.temperature}: a teacher's logprobs are those at temperature 1; sample at temperature 1"
+            f"temperature={config.temperature}: a teacher's logprobs are those at temperature 1; "
+            "sample at temperature 1"
         )
     if config.stream_minibatch_config is not None:
         raise UnsupportedError(
-            "stream_minibatch_config: a batch is shown to its teachers as a whole; leave it out"
+            "stream_minibatch_config: the teachers score a batch as a whole; leave it out"
         )
 
 

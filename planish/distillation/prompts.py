@@ -47,7 +47,8 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Conversation:
         messages = messages[:-1]
     if not messages or messages[-1].get("role") not in ("user", "tool"):
         raise UserError(
-            f"{where}: nothing is asked; give a conversation with a message of the user before the answer"
+            f"{where}: there is no question; give a conversation with a user message before the "
+            "answer"
         )
     return messages
 
@@ -123,10 +124,12 @@ class PromptOnlyDatasetBuilder(RLDatasetBuilder):
     dataset: str = chz.field(doc="hub name, local directory or file; its train split")
     model_name: str
     renderer_name: str | None = None
-    batch_size: int = chz.field(default=16, doc="prompts a step")
-    group_size: int = chz.field(default=4, doc="answers to each prompt")
-    max_prompt_tokens: int | None = chz.field(default=1024, doc="longer prompts are not answered")
-    seed: int = chz.field(default=0, doc="of the prompts' order")
+    batch_size: int = chz.field(default=16, doc="prompts per step")
+    group_size: int = chz.field(default=4, doc="answers per prompt")
+    max_prompt_tokens: int | None = chz.field(
+        default=1024, doc="maximum tokens in a prompt; longer ones are skipped"
+    )
+    seed: int = chz.field(default=0, doc="seed of the order of the prompts")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         prompts = load_prompts(self.dataset, model_renderer(self.model_name, self.renderer_name))

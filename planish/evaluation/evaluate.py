@@ -197,7 +197,8 @@ def checked_draws(
     if isinstance(task, ChoiceTask):
         if sampling is not None or k is not None:
             raise UserError(
-                f"task {task.name} compares the logprobs of choices and draws nothing: leave out samples, k, max_tokens, "
+                f"task {task.name} compares the logprobs of choices and samples nothing; leave out "
+                "samples, k, max_tokens, "
                 "temperature and seed"
             )
         return None, ()

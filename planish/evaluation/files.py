@@ -85,7 +85,8 @@ class EvaluationDirectory:
             }
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
-                f"{self.path / SAMPLES} has rows that are none of this evaluation ({error!r}); give another out"
+                f"{self.path / SAMPLES} has rows that do not belong to this evaluation "
+                f"({error!r}); give another out"
             ) from error
 
     def append(self, answers: Answers) -> None:
@@ -104,7 +105,8 @@ class EvaluationDirectory:
                 found = json.loads(path.read_bytes())
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give another directory"
+                    f"out={self.path} holds {SAMPLES}, and {CONFIG} cannot be read ({error}); give "
+                    "another directory"
                 ) from error
             changed = [
                 f"{name} was {found.get(name)!r}, is {config.get(name)!r}"
@@ -113,7 +115,8 @@ class EvaluationDirectory:
             ]
             if changed:
                 raise UserError(
-                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the same to go on with it, or another directory"
+                    f"out={self.path} holds another evaluation: {', '.join(changed)}; give the "
+                    "same options to continue it, or another directory"
                 )
         write_whole(path, json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 

@@ -87,7 +87,7 @@ def _read(row: Mapping[str, Any], where: str) -> tuple[str, tuple[str, ...], str
     texts = tuple(text_of({"choices": choice}, "choices", where) for choice in choices)
     if not all(texts) or len(set(texts)) < len(texts):
         raise UserError(
-            f"{where}: a choice is empty, or there twice: {list(texts)}; let each be there once"
+            f"{where}: a choice is empty or repeated: {list(texts)}; give distinct texts"
         )
     return question, texts, LETTERS[_index(row.get("answer"), len(texts), where)]
 
@@ -102,5 +102,6 @@ def _index(answer: Any, choices: int, where: str) -> int:
     if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < choices:
         return answer
     raise UserError(
-        f'{where}: "answer" is {answer!r}; give a letter from A to {LETTERS[choices - 1]}, or an index from 0 to {choices - 1}'
+        f'{where}: "answer" is {answer!r}; give a letter from A to {LETTERS[choices - 1]}, or an '
+        f"index from 0 to {choices - 1}"
     )

@@ -57,10 +57,12 @@ def load_task(
     """
     kind = TASKS.get(name)
     if kind is None:
-        raise UserError(f"task {name!r}: there is no such task; there are {', '.join(TASKS)}")
+        raise UserError(f"task {name!r}: there is no such task; the tasks are {', '.join(TASKS)}")
     place = str(data) if data is not None else kind.published
     if place is None:
-        raise UserError(f"task {name}: its data have to be named (data=...); rows have {kind.form}")
+        raise UserError(
+            f"task {name}: it has no data of its own; give data=..., whose rows have {kind.form}"
+        )
     if limit is not None and limit < 1:
         raise UserError(
             f"limit={limit}: give a whole number of at least 1, or leave it out for all questions"

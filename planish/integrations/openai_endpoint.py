@@ -142,7 +142,8 @@ class ChatEndpoint(MessageCompleter):
             except _NoAnswerError as error:
                 if attempt == self.max_retries:
                     raise EndpointError(
-                        f"{self._url} gave no answer in {attempt + 1} attempts, at last: {error}"
+                        f"{self._url} returned no answer in {attempt + 1} attempts; the last "
+                        f"error: {error}"
                     ) from error
                 # Random jitter: otherwise many waiting calls would retry at the same moment.
                 await asyncio.sleep(max(error.wish, delay) * random.uniform(1.0, 1.5))
@@ -207,7 +208,8 @@ class ChatEndpoint(MessageCompleter):
         key = os.environ.get(self.api_key_env)
         if not key:
             raise UserError(
-                f"api_key_env={self.api_key_env}: there is no such variable in the environment; set it"
+                f"api_key_env={self.api_key_env}: there is no such variable in the environment; "
+                "set it"
             )
         return {"Authorization": f"Bearer {key}"}
 
@@ -229,10 +231,10 @@ def _message(response: Response) -> Message:
         content = response.json()["choices"][0]["message"]["content"]
     except (ValueError, KeyError, IndexError, TypeError):
         raise _NoAnswerError(
-            f"this is no chat completion: {response.text[:SHOWN_CHARACTERS]}"
+            f"this is not a chat completion: {response.text[:SHOWN_CHARACTERS]}"
         ) from None
     if not isinstance(content, str | None):
-        raise _NoAnswerError(f"its content is no text: {content!r:.{SHOWN_CHARACTERS}}")
+        raise _NoAnswerError(f"its content is not a text: {content!r:.{SHOWN_CHARACTERS}}")
     return {"role": "assistant", "content": content or ""}
 
 

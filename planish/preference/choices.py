@@ -46,7 +46,8 @@ class Choice:
         tokens = tuple(each.output[lead] for each in written)
         if len(set(tokens)) < len(tokens):
             raise UserError(
-                f"the answers {', '.join(answers)} are not told apart by one token of renderer {renderer.name}; "
+                f"the answers {', '.join(answers)} do not differ in their first token with "
+                f"renderer {renderer.name}; "
                 "give answers that begin differently"
             )
         return cls(renderer, tuple(answers), tokens, lead)

@@ -99,7 +99,8 @@ class FixedReference(Reference):
         """Return the given answers; UserError if their number is not that of the prompts."""
         if len(self.given) != len(prompts):
             raise UserError(
-                f"there are {len(prompts)} prompts and {len(self.given)} reference completions; give one for each"
+                f"there are {len(prompts)} prompts and {len(self.given)} reference completions; "
+                "give one for each"
             )
         return self.given
 
@@ -207,7 +208,8 @@ class ComparisonEvaluator(SamplingClientEvaluator):
     ) -> None:
         if not prompts:
             raise UserError(
-                "there are no prompts to compare answers to; hold some out, or leave the test out"
+                "there are no prompts to compare answers to; hold some out, or leave the evaluator "
+                "out"
             )
         if not judges:
             raise UserError("there is no judge; give at least one preference model by name")
@@ -243,25 +245,29 @@ class ComparisonEvaluatorBuilder:
     Give it to a run as one of its `evaluator_builders`.
     """
 
-    prompt_builder: PromptBuilder = chz.field(doc="its held-out prompts are answered")
+    prompt_builder: PromptBuilder = chz.field(
+        doc="builder of the data set whose held-out prompts are answered"
+    )
     judge_builders: Mapping[str, PreferenceModelBuilder] = chz.field(
-        doc="by the name in the metrics"
+        doc="judges by the name that they have in the metrics"
     )
     policy_model_name: str
     policy_renderer_name: str | None = None
     reference_checkpoint_path: str | None = chz.field(
-        default=None, doc="none = the base model itself"
+        default=None, doc="checkpoint of the reference; none = the base model itself"
     )
     max_tokens: int = 256
     temperature: float = 1.0
-    both_ways: bool = chz.field(default=True, doc="each pair is judged in both orders")
+    both_ways: bool = chz.field(default=True, doc="judge each pair in both orders")
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="longer prompts are left out; none = all are taken"
+        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
     )
-    max_prompts: int | None = chz.field(default=None, doc="the first so many; none = all")
+    max_prompts: int | None = chz.field(
+        default=None, doc="maximum number of prompts, the first ones; none = all"
+    )
     name: str = "test"
     seed: int = 0
-    service_client: Any = chz.field(doc="what the reference and the judges run on")
+    service_client: Any = chz.field(doc="service client on which the reference and the judges run")
 
     def __call__(self) -> ComparisonEvaluator:
         renderer = model_renderer(self.policy_model_name, self.policy_renderer_name)

@@ -93,7 +93,7 @@ class ComparisonBuilderFromRows(ComparisonBuilder):
 
     dataset: str
     test_size: int | None = chz.field(
-        default=None, doc="test pairs; none = the whole test split, 0 = no tests"
+        default=None, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
     )
     shuffle_seed: int | None = 0
 
@@ -174,7 +174,8 @@ def require_answers_alone(config: ChatDatasetBuilderCommonConfig) -> None:
     """
     if config.train_on_what is not TrainOnWhat.ALL_ASSISTANT_MESSAGES:
         raise UserError(
-            f"train_on_what={config.train_on_what.value}: pairs are learned by their answers; leave it out"
+            f"train_on_what={config.train_on_what.value}: pairs train on their answers only; leave "
+            "it out"
         )
 
 

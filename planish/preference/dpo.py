@@ -68,20 +68,20 @@ class Config(supervised.Config):
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}")
     dpo_beta: float | None = chz.field(
         default=None,
-        doc="how dear it is to leave the reference; none = 0.1, and 2 with loss=simpo, where it scales rewards",
+        doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, "
+        "where it scales rewards",
     )
     label_smoothing: float = chz.field(
-        default=0.0, doc="dpo: how often a label is taken to be wrong"
+        default=0.0, doc="dpo: probability that a label is wrong (label smoothing)"
     )
-    simpo_gamma: float | None = chz.field(
-        default=None, doc="simpo: the margin that is aimed at; none = 1"
-    )
+    simpo_gamma: float | None = chz.field(default=None, doc="simpo: target margin; none = 1")
     reference_model_name: str | None = chz.field(
         default=None, doc="base model of the reference; none = model_name"
     )
     reference_checkpoint_path: str | None = chz.field(
         default=None,
-        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the base model",
+        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
+        "base model",
     )
 
 
@@ -158,20 +158,24 @@ def _check_unused(config: Config) -> None:
     """Raise UserError for options that the chosen loss does not use."""
     if config.label_smoothing and config.loss != "dpo":
         raise UserError(
-            f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave it out"
+            f"label_smoothing={config.label_smoothing}: loss={config.loss} has no such term; leave "
+            "it out"
         )
     if config.simpo_gamma is not None and config.loss != "simpo":
         raise UserError(
-            f"simpo_gamma={config.simpo_gamma}: loss={config.loss} aims at no margin; leave it out"
+            f"simpo_gamma={config.simpo_gamma}: loss={config.loss} has no target margin; leave it "
+            "out"
         )
     references = (config.reference_model_name, config.reference_checkpoint_path)
     if config.loss == "simpo" and any(reference is not None for reference in references):
         raise UserError(
-            "loss=simpo asks no reference; leave reference_model_name and reference_checkpoint_path out"
+            "loss=simpo has no reference; leave reference_model_name and reference_checkpoint_path "
+            "out"
         )
     if all(reference is not None for reference in references):
         raise UserError(
-            "reference_model_name and reference_checkpoint_path are two references; give one of them"
+            "reference_model_name and reference_checkpoint_path name two references; give one of "
+            "them"
         )
 
 

@@ -58,13 +58,13 @@ def checked_preference(given: Any, preference_model: PreferenceModel) -> float:
     Raise UserError, which names the model, for anything else.
     """
     name = getattr(preference_model, "__qualname__", type(preference_model).__qualname__)
-    wanted = "give a number from -1 (A is better) to 1 (B is better)"
+    wanted = "return a number from -1 (A is better) to 1 (B is better)"
     try:
         preference = float(given)
     except (TypeError, ValueError):
-        raise UserError(f"the preference model {name} gave {given!r:.200}; {wanted}") from None
+        raise UserError(f"the preference model {name} returned {given!r:.200}; {wanted}") from None
     if not math.isfinite(preference):
-        raise NonFiniteError(f"the preference model {name} gave {preference}; {wanted}")
+        raise NonFiniteError(f"the preference model {name} returned {preference}; {wanted}")
     if abs(preference) > 1 + ROUNDING:
-        raise UserError(f"the preference model {name} gave {preference}; {wanted}")
+        raise UserError(f"the preference model {name} returned {preference}; {wanted}")
     return max(-1.0, min(1.0, preference))

@@ -35,10 +35,10 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
     comparison_builder: ComparisonBuilder
     kind: Kind
     question: str = chz.field(
-        default=QUESTION, doc="of bradley_terry: what is asked about an answer"
+        default=QUESTION, doc="bradley_terry: question that is asked about an answer"
     )
     calibration_size: int = chz.field(
-        default=0, doc="comparisons to calibrate on, held out of training"
+        default=0, doc="number of comparisons held out of training for calibration"
     )
     shuffle_seed: int = 0
 

@@ -29,16 +29,14 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
 
     kind: Kind
     model_name: str = chz.field(doc="base model")
-    model_path: str | None = chz.field(
-        default=None, doc="checkpoint; none = the base model as it is"
-    )
+    model_path: str | None = chz.field(default=None, doc="checkpoint; none = the base model itself")
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     question: str = chz.field(
-        default=QUESTION, doc="of bradley_terry: what is asked about an answer"
+        default=QUESTION, doc="bradley_terry: question that is asked about an answer"
     )
     temperature: float = 1.0
     base_url: str | None = chz.field(
-        default=None, doc="a server, where no service client is given; none = this process"
+        default=None, doc="URL of a server, used without a service client; none = this process"
     )
 
     def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
@@ -55,9 +53,9 @@ class TrainedPreferenceModelBuilder(PreferenceModelBuilder):
 class PreferenceModelBuilderFromRun(PreferenceModelBuilder):
     """The preference model that a run of planish/preference/model_training.py has produced."""
 
-    path: str = chz.field(doc="the run's directory")
+    path: str = chz.field(doc="directory of the run's files")
     base_url: str | None = chz.field(
-        default=None, doc="a server, where no service client is given; none = this process"
+        default=None, doc="URL of a server, used without a service client; none = this process"
     )
 
     def __call__(self, service_client: ServiceClient | None = None) -> LogOddsModel:
@@ -86,13 +84,13 @@ class Description:
         path = Path(run).expanduser() / PREFERENCE_MODEL
         if not path.is_file():
             raise UserError(
-                f"{path} is not there; give the directory of a run of a preference model that came to its end"
+                f"{path} is not there; give the directory of a finished run of preference_model"
             )
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (ValueError, TypeError) as error:
             raise DamagedFileError(
-                f"{path} describes no preference model ({error}); train it again"
+                f"{path} does not describe a preference model ({error}); train it again"
             ) from error
 
     def write(self, run: str | Path) -> None:

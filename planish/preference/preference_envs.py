@@ -199,16 +199,18 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
     policy_renderer_name: str | None = chz.field(
         default=None, doc="chat format; none = the model's own"
     )
-    batch_size: int = chz.field(default=16, doc="prompts a step")
-    group_size: int = chz.field(default=4, doc="answers to each prompt")
+    batch_size: int = chz.field(default=16, doc="prompts per step")
+    group_size: int = chz.field(default=4, doc="answers per prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
-    matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
-    max_prompt_tokens: int | None = chz.field(
-        default=None, doc="longer prompts are left out; none = all are taken"
+    matchup_group_size: int = chz.field(
+        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
     )
-    seed: int = chz.field(default=0, doc="of the prompts' order")
+    max_prompt_tokens: int | None = chz.field(
+        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
+    )
+    seed: int = chz.field(default=0, doc="seed of the order of the prompts")
     service_client: ServiceClient | None = chz.field(
-        default=None, doc="what the preference model runs on; none = it opens its own"
+        default=None, doc="service client of the preference model; none = it opens its own"
     )
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -243,6 +245,7 @@ class PairwisePreferenceRLDatasetBuilder(RLDatasetBuilder):
             )
         if not kept:
             raise UserError(
-                f"none of the {len(found)} prompts is left to train on; give others, or more max_prompt_tokens"
+                f"none of the {len(found)} prompts is left to train on; give shorter prompts or a "
+                "larger max_prompt_tokens"
             )
         return kept

@@ -55,7 +55,7 @@ class PromptsFromRows(PromptBuilder):
 
     dataset: str
     test_size: int | None = chz.field(
-        default=None, doc="test prompts; none = the whole test split, 0 = no tests"
+        default=None, doc="number of test prompts; none = the whole test split, 0 = no evaluation"
     )
     shuffle_seed: int | None = 0
 
@@ -86,7 +86,7 @@ def read_prompt(row: Mapping[str, Any], where: str) -> Messages:
     while conversation and conversation[-1].get("role") == "assistant":
         conversation = conversation[:-1]
     if not conversation:
-        raise UserError(f"{where}: there is nothing before the answer; give rows with a prompt")
+        raise UserError(f"{where}: there is no prompt before the answer; give rows with a prompt")
     return conversation
 
 

@@ -46,8 +46,8 @@ def split_by_prompt(
     kept = [labeled for labeled in free if prompt_of(labeled) not in calibrated]
     if not kept:
         raise UserError(
-            f"calibration_size={calibration_size}: of {len(train)} comparisons none is left to train on that shares no prompt "
-            "with held-out ones; hold fewer out"
+            f"calibration_size={calibration_size}: each of the {len(train)} "
+            "comparisons is held out or shares a prompt with one that is; hold fewer out"
         )
     return PreferenceSplits(kept, calibration, test, len(train) - len(calibration) - len(kept))
 

@@ -62,7 +62,8 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
         return _labeled(row, where)
     if "chosen" not in row or "rejected" not in row:
         raise UserError(
-            f'{where}: the row has {sorted(row)}; give "prompt", "chosen" and "rejected", or "comparison" and "label"'
+            f'{where}: the row has {sorted(row)}; give "prompt", "chosen" and "rejected", or '
+            '"comparison" and "label"'
         )
     chosen = messages_of(row["chosen"], "assistant", f'{where}, "chosen"')
     rejected = messages_of(row["rejected"], "assistant", f'{where}, "rejected"')
@@ -70,12 +71,14 @@ def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     if _is_whole(chosen) and _is_whole(rejected):
         if chosen[:-1] != rejected[:-1]:
             raise UserError(
-                f"{where}: chosen and rejected differ before their last message; give answers to one prompt"
+                f"{where}: chosen and rejected differ before their last message; give answers to "
+                "one prompt"
             )
         comparison = Comparison(chosen[:-1], chosen[-1:], rejected[-1:])
     elif prompt is None:
         raise UserError(
-            f'{where}: there is no "prompt", and chosen and rejected are no conversations; give the prompt'
+            f'{where}: there is no "prompt", and chosen and rejected are not conversations; give '
+            "the prompt"
         )
     else:
         comparison = Comparison(messages_of(prompt, "user", f'{where}, "prompt"'), chosen, rejected)

@@ -53,7 +53,8 @@ def evaluate(expression: str) -> Fraction:
     ).strip()
     if not text or ALLOWED.fullmatch(text) is None:
         raise ExpressionError(
-            f"{expression!r} is no arithmetic; write numbers, + - * / ** and parentheses"
+            f"{expression!r} is not an arithmetic expression; write numbers, + - * / ** and "
+            "parentheses"
         )
     try:
         tree = ast.parse(text, mode="eval")

@@ -55,8 +55,8 @@ async def calculator(expression: str) -> str:
 class Kind:
     """The sizes of problems."""
 
-    operands: int = chz.field(default=2, doc="numbers in a problem")
-    digits: int = chz.field(default=3, doc="of each number, or one less")
+    operands: int = chz.field(default=2, doc="numbers per problem")
+    digits: int = chz.field(default=3, doc="number of digits in each number, or one less")
 
     def draw(self, rng: random.Random) -> str:
         """Return a random expression such as (318 + 45) * 27."""
@@ -172,8 +172,8 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
     model_name: str
     renderer_name: str | None = None
     kind: Kind = Kind()
-    batch_size: int = chz.field(default=16, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    batch_size: int = chz.field(default=16, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="attempts per problem")
     test_problems: int = 64
     seed: int = 0
 
@@ -208,22 +208,22 @@ class Options(RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/calculator"
-    operands: int = chz.field(default=2, doc="numbers in a problem")
-    digits: int = chz.field(default=3, doc="of each number, or one less")
-    batch_size: int = chz.field(default=8, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    operands: int = chz.field(default=2, doc="numbers per problem")
+    digits: int = chz.field(default=3, doc="number of digits in each number, or one less")
+    batch_size: int = chz.field(default=8, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="attempts per problem")
     test_problems: int = chz.field(
-        default=64, doc="problems that are tested and never trained on; 0 = no tests"
+        default=64, doc="number of test problems, which are never trained on; 0 = no evaluation"
     )
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="longest answer")
+    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
     eval_temperature: float | None = chz.field(
         default=None,
-        doc="of tests; none = temperature: with 0 the embedded model copies the worked examples at "
-        "once",
+        doc="sampling temperature in evaluations; none = temperature, because the embedded model "
+        "copies the worked examples when it answers greedily",
     )
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -42,9 +42,9 @@ class Options(SLOptions):
         default="no_robots",
         doc=f"{', '.join(NAMES)}, a hub name, a local directory or a JSONL file",
     )
-    batch_size: int = chz.field(default=16, doc="conversations a step")
+    batch_size: int = chz.field(default=16, doc="conversations per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
 
 

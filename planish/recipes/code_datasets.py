@@ -31,11 +31,11 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
     model_name: str
     renderer_name: str | None = None
     rules: Rules = Rules()
-    steps: int = chz.field(default=1, doc="operations in a function")
-    batch_size: int = chz.field(default=8, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    steps: int = chz.field(default=1, doc="operations per function")
+    batch_size: int = chz.field(default=8, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="attempts per problem")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"problems a test; none = {TEST_FUNCTIONS}"
+        default=None, doc=f"number of test problems; none = {TEST_FUNCTIONS}"
     )
     seed: int = 0
 
@@ -114,18 +114,24 @@ class CodeDatasetBuilder(RLDatasetBuilder):
     dataset: str
     renderer_name: str | None = None
     rules: Rules = Rules()
-    batch_size: int = chz.field(default=8, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    batch_size: int = chz.field(default=8, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="attempts per problem")
     train_split: str = "train"
     test_split: str | None = chz.field(
-        default=None, doc="none = a directory's test file; else held out of training"
+        default=None,
+        doc="test split of the dataset; none = a directory's test file, else problems held out of "
+        "training",
     )
     eval_problems: int | None = chz.field(
-        default=None, doc="problems a test; none = all of a test split, or none"
+        default=None, doc="number of test problems; none = the whole test split, if there is one"
     )
-    shown_tests: int = chz.field(default=2, doc="tests that are public where a row does not say")
-    max_tests: int | None = chz.field(default=None, doc="of a problem, its first; none = all")
-    seed: int = chz.field(default=0, doc="of the order of the data")
+    shown_tests: int = chz.field(
+        default=2, doc="number of public tests of a problem whose row does not name them"
+    )
+    max_tests: int | None = chz.field(
+        default=None, doc="maximum number of tests per problem, the first ones; none = all"
+    )
+    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test problems, the latter is None."""

@@ -39,7 +39,7 @@ NO_PROGRAM = "There is no program in the answer. Write it between ```python and 
 class Rules:
     """How an episode runs and is rewarded."""
 
-    max_turns: int = chz.field(default=1, doc="programs in an episode")
+    max_turns: int = chz.field(default=1, doc="maximum number of programs in an episode")
     reward: Literal["all", "fraction"] = "all"
     format_coef: float = 0.1
     limits: Limits = Limits()

@@ -52,49 +52,56 @@ class Options(RLOptions):
 
     log_path: str = "/tmp/planish-examples/code_rl"
     env: Literal["solve", "repair"] = chz.field(
-        default="solve", doc="one answer, or several with reports between them"
+        default="solve",
+        doc="solve = one answer, repair = several answers with test reports between them",
     )
     reward: Literal["all", "fraction"] = chz.field(
-        default="all", doc="1 for all tests passed, or the part that is"
+        default="all",
+        doc="all = 1 if every test passes, fraction = the fraction of tests that pass",
     )
     format_coef: float = chz.field(
-        default=0.1, doc="cost of an answer without a code block or an end"
+        default=0.1, doc="penalty of an answer that has no code block or is truncated"
     )
     max_turns: int | None = chz.field(
-        default=None, doc=f"env=repair: programs in an episode; none = {REPAIR_TURNS}"
+        default=None,
+        doc=f"env=repair: maximum number of programs in an episode; none = {REPAIR_TURNS}",
     )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or file; none = generated functions"
     )
-    train_split: str | None = chz.field(default=None, doc="of the dataset; none = train")
+    train_split: str | None = chz.field(
+        default=None, doc="training split of the dataset; none = train"
+    )
     test_split: str | None = chz.field(
         default=None,
-        doc="of the dataset; none = a directory's test file, else eval_problems held out",
+        doc="test split of the dataset; none = a directory's test file, else eval_problems "
+        "problems held out of training",
     )
     shown_tests: int | None = chz.field(
         default=None,
-        doc="of the dataset: tests of a problem that env=repair shows, where a row does not say; "
-        "none = 2",
+        doc="dataset: number of tests that env=repair shows, for rows that do not name public "
+        "tests; none = 2",
     )
     max_tests: int | None = chz.field(
-        default=None, doc="of the dataset: tests of a problem, its first; none = all"
+        default=None, doc="dataset: maximum number of tests per problem, the first ones; none = all"
     )
     steps: int | None = chz.field(
-        default=None, doc="generated functions: operations in each; none = 1"
+        default=None, doc="generated functions: operations per function; none = 1"
     )
-    batch_size: int = chz.field(default=8, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="attempts at each problem")
+    batch_size: int = chz.field(default=8, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="attempts per problem")
     eval_problems: int | None = chz.field(
         default=None,
-        doc=f"problems a test; none = {TEST_FUNCTIONS} functions, or the test split; 0 = no tests",
+        doc=f"number of test problems; none = {TEST_FUNCTIONS} functions, or the test split; "
+        "0 = no evaluation",
     )
-    cpu_seconds: int = chz.field(default=4, doc="of a program in a test, whole")
-    wall_seconds: float = chz.field(default=12.0, doc="of a program in a test")
-    memory_mb: int = chz.field(default=512, doc="of a program")
+    cpu_seconds: int = chz.field(default=4, doc="CPU seconds of a program per test, a whole number")
+    wall_seconds: float = chz.field(default=12.0, doc="wall-clock seconds of a program per test")
+    memory_mb: int = chz.field(default=512, doc="memory limit of a program in MiB")
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="longest answer")
+    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -134,7 +141,7 @@ def check(options: Options) -> None:
         ),
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no tests",
+            "a whole number, 0 for no evaluation",
         ),
         max_steps=(
             has_data or options.max_steps is not None,

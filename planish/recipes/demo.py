@@ -51,13 +51,14 @@ class Config(LoraOptions):
     batch_size: int = 16
     group_size: int = 16
     learning_rate: float = chz.field(
-        default=2.5e-4, doc=f"the highest: reached after {WARM_UP} steps, then falls to a fifth"
+        default=2.5e-4,
+        doc=f"highest learning rate, reached after {WARM_UP} steps, then falls to a fifth",
     )
-    largest: int = chz.field(default=10, doc="the largest operand")
+    largest: int = chz.field(default=10, doc="largest operand")
     max_seconds: float = chz.field(
-        default=290, doc="no step begins after so much training, on a slow machine"
+        default=290, doc="time limit: no step begins after this much training time"
     )
-    held_out: int = chz.field(default=20, doc="sums that are tested and never trained on")
+    held_out: int = chz.field(default=20, doc="number of test sums, which are never trained on")
     seed: int = 0
 
 

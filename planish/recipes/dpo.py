@@ -71,13 +71,13 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
         default=None, doc="hub name, local directory or JSONL file; none = generated pairs"
     )
     test_size: int | None = chz.field(
-        default=64, doc="test pairs; none = the whole test split, 0 = no tests"
+        default=64, doc="number of test pairs; none = the whole test split, 0 = no evaluation"
     )
     drawn: str | None = chz.field(
         default=None, doc=f"generated pairs: {' or '.join(KINDS)}; none = {DRAWN}"
     )
     largest: int | None = chz.field(
-        default=None, doc=f"generated pairs: the largest number that is added; none = {LARGEST}"
+        default=None, doc=f"generated pairs: largest operand; none = {LARGEST}"
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/dpo", doc="directory of the run's files"
@@ -98,18 +98,17 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
         "it scales rewards",
     )
     label_smoothing: float = chz.field(
-        default=0.0, doc="dpo: how often a label is taken to be wrong"
+        default=0.0, doc="dpo: probability that a label is wrong (label smoothing)"
     )
-    simpo_gamma: float | None = chz.field(
-        default=None, doc="simpo: the margin that is aimed at; none = 1"
-    )
-    batch_size: int = chz.field(default=16, doc="pairs a step")
+    simpo_gamma: float | None = chz.field(default=None, doc="simpo: target margin; none = 1")
+    batch_size: int = chz.field(default=16, doc="pairs per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a prompt and an answer; what is beyond is cut off and counted"
+        default=1024,
+        doc="maximum tokens in a prompt with its answer; longer ones are truncated and counted",
     )
-    learning_rate: float = chz.field(default=1e-5, doc="of the first step")
+    learning_rate: float = chz.field(default=1e-5, doc="learning rate before the schedule")
 
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -72,12 +72,12 @@ class Range:
 class Rules:
     """The rules of a game."""
 
-    largest: int = chz.field(default=15, doc="numbers are 0 to this one")
+    largest: int = chz.field(default=15, doc="largest number to guess; the smallest is 0")
     max_guesses: int = 4
     waste_cost: float = chz.field(
-        default=0.25, doc="of a guess that cannot be right, or is no number"
+        default=0.25, doc="penalty of a guess that contradicts the earlier replies or is no number"
     )
-    hints: bool = chz.field(default=True, doc="say which numbers are left")
+    hints: bool = chz.field(default=True, doc="tell the player which numbers are still possible")
 
     @property
     def question(self) -> str:
@@ -210,8 +210,8 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
     model_name: str
     renderer_name: str | None = None
     rules: Rules = Rules()
-    batch_size: int = chz.field(default=16, doc="numbers a step")
-    group_size: int = chz.field(default=8, doc="players for each number")
+    batch_size: int = chz.field(default=16, doc="numbers to guess per step")
+    group_size: int = chz.field(default=8, doc="episodes per number")
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -234,18 +234,18 @@ class Options(RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/guess_number"
-    largest: int = chz.field(default=15, doc="numbers are 0 to this one")
+    largest: int = chz.field(default=15, doc="largest number to guess; the smallest is 0")
     max_guesses: int = 4
     waste_cost: float = chz.field(
-        default=0.25, doc="of a guess that cannot be right, or is no number"
+        default=0.25, doc="penalty of a guess that contradicts the earlier replies or is no number"
     )
-    hints: bool = chz.field(default=True, doc="say which numbers are left")
-    batch_size: int = chz.field(default=16, doc="numbers a step")
-    group_size: int = chz.field(default=8, doc="players for each number")
+    hints: bool = chz.field(default=True, doc="tell the player which numbers are still possible")
+    batch_size: int = chz.field(default=16, doc="numbers to guess per step")
+    group_size: int = chz.field(default=8, doc="episodes per number")
     learning_rate: float = 3e-4
-    max_tokens: int = chz.field(default=8, doc="longest answer")
+    max_tokens: int = chz.field(default=8, doc="maximum number of tokens in an answer")
     max_steps: int | None = 30
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

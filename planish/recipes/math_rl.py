@@ -58,19 +58,18 @@ class Options(RLOptions):
     log_path: str = chz.field(
         default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
     )
-    batch_size: int = chz.field(default=16, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="answers to each problem")
+    batch_size: int = chz.field(default=16, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
-        default=None, doc="problems a test; none = the test split, or 100; 0 = no tests"
+        default=None,
+        doc="number of test problems; none = the whole test split, or 100; 0 = no evaluation",
     )
     dataset: str | None = chz.field(
         default=None,
         doc="gsm8k, math, polaris, deepmath: hub name, local directory or file; none = the "
         "published one",
     )
-    max_operand: int | None = chz.field(
-        default=None, doc="arithmetic: the largest number that is added; none = 20"
-    )
+    max_operand: int | None = chz.field(default=None, doc="arithmetic: largest operand; none = 20")
     task: dict[str, Any] = chz.field(
         default_factory=dict, doc=f"{REASONING_GYM}: options of the task, such as task.max_terms=3"
     )
@@ -165,7 +164,7 @@ def check(options: Options) -> None:
         options,
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no tests",
+            "a whole number, 0 for no evaluation",
         ),
         shown_examples=(
             options.shown_examples is None or options.shown_examples >= 0,
@@ -191,7 +190,8 @@ def check_task(env: str) -> None:
         if env.startswith(REASONING_GYM):
             raise
         raise UserError(
-            f"{error}; of planish's own there are {', '.join([ARITHMETIC, *COLLECTIONS])}"
+            f"{error}; the environments of planish itself are "
+            f"{', '.join([ARITHMETIC, *COLLECTIONS])}"
         ) from error
 
 

@@ -37,10 +37,12 @@ class Options(TeacherOptions):
         default="/tmp/planish-examples/off_policy_distillation", doc="directory of the run's files"
     )
     teacher_answers: bool = chz.field(
-        default=False, doc="the teacher answers the prompts of dataset, whose answers are not read"
+        default=False,
+        doc="let the teacher answer the prompts of dataset, and ignore the answers in dataset",
     )
     topk: int = chz.field(
-        default=20, doc="likeliest tokens of the teacher that are learned at each position"
+        default=20,
+        doc="number of the teacher's most likely tokens that are learned at each position",
     )
 
 

@@ -40,12 +40,12 @@ SIZES: dict[str, Any] = {"learning_rate": 1e-4, "max_tokens": 512}
 class Source:
     """A dataset and its teacher. All other options are those of the run."""
 
-    env: str = chz.field(default=math_rl.ARITHMETIC, doc="as of the run")
+    env: str = chz.field(default=math_rl.ARITHMETIC, doc="as in the run's own options")
     dataset: str | None = None
     max_operand: int | None = None
     task: dict[str, Any] = chz.field(default_factory=dict)
     shown_examples: int | None = None
-    batch_size: int | None = chz.field(default=None, doc="problems a step; none = as of the run")
+    batch_size: int | None = chz.field(default=None, doc="problems per step; none = as in the run")
     teacher_model: str | None = None
     teacher_checkpoint: str | None = None
 
@@ -55,14 +55,16 @@ class Options(math_rl.Options):
     """Options of the recipe. `options_for` makes them with the default sizes of an env."""
 
     env: str = chz.field(
-        default=math_rl.ARITHMETIC, doc="an env of math_rl, or prompts: what dataset asks"
+        default=math_rl.ARITHMETIC,
+        doc="environment: one of math_rl, or prompts = the prompts of dataset",
     )
     log_path: str = chz.field(
         default=LOGS, doc=f"directory of the run's files; the default is {LOGS}-ENV"
     )
-    group_size: int = chz.field(default=4, doc="answers to each problem")
+    group_size: int = chz.field(default=4, doc="answers per problem")
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="prompts: longer ones are not answered; none = 1024"
+        default=None,
+        doc="prompts: maximum tokens in a prompt; longer ones are skipped; none = 1024",
     )
     teacher_model: str | None = chz.field(
         default=None, doc="base model of the teacher; none = model_name"
@@ -72,17 +74,17 @@ class Options(math_rl.Options):
     )
     more: tuple[Source, ...] = chz.field(
         default=(),
-        doc="more data sets, each with its teacher, such as more.0.env=gsm8k "
+        doc="further data sets, each with its teacher, such as more.0.env=gsm8k "
         "more.0.teacher_checkpoint=RUN",
     )
     advantage: str = chz.field(
-        default="none", doc="none = the teacher alone is learned from; mean = rewards too"
+        default="none", doc="none = learn only from the teacher, mean = learn from rewards too"
     )
     kl_penalty_coef: float = chz.field(
-        default=1.0, doc="weight of the teachers' term in the advantages"
+        default=1.0, doc="coefficient of the teachers' KL term in the advantages"
     )
     remove_constant_reward_groups: bool = chz.field(
-        default=False, doc="a teacher teaches every group"
+        default=False, doc="always False, because a teacher teaches every group"
     )
 
 

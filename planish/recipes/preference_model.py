@@ -52,7 +52,8 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     """Options of the recipe."""
 
     kind: Kind = chz.field(
-        default="chat", doc="chat = both answers are read at once, bradley_terry = a score for each"
+        default="chat",
+        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
     )
     model_name: str = chz.field(
         default=DEFAULT_MODEL, doc="base model: a name or a local directory"
@@ -62,39 +63,45 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     )
     pairs: Pairs | None = chz.field(
         default=None,
-        doc="without dataset, which pairs are made: courtesy, sums, solutions; none = courtesy",
+        doc="kind of generated pairs: courtesy, sums or solutions; none = courtesy",
     )
     largest: int | None = chz.field(
         default=None,
-        doc=f"of pairs=courtesy and pairs=sums: the largest number that is added; none = {LARGEST}",
+        doc=f"pairs=courtesy and pairs=sums: largest operand; none = {LARGEST}",
     )
     questions: str | None = chz.field(
-        default=None, doc=f"of pairs=solutions: questions with worked solutions; none = {QUESTIONS}"
+        default=None,
+        doc=f"pairs=solutions: number of questions with worked solutions; none = {QUESTIONS}",
     )
     test_size: int | None = chz.field(
-        default=64, doc="test pairs; none = the whole test split of dataset, 0 = no tests"
+        default=64,
+        doc="number of test pairs; none = the whole test split of dataset, 0 = no evaluation",
     )
     calibration_size: int = chz.field(
-        default=64, doc="pairs to calibrate on, held out of training; 0 = no calibration"
+        default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/preference_model", doc="directory of the run's files"
     )
     seed: int = chz.field(
-        default=0, doc="of initial weights, of the data's order and of what is held out"
+        default=0, doc="seed of the initial weights, the order of the data and the held-out rows"
     )
 
     question: str | None = chz.field(
-        default=None, doc=f"of bradley_terry: what is asked about an answer; none = {QUESTION}"
+        default=None,
+        doc=f"bradley_terry: question that is asked about an answer; none = {QUESTION}",
     )
-    batch_size: int = chz.field(default=16, doc="comparisons a step")
+    batch_size: int = chz.field(default=16, doc="comparisons per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; a longer comparison is left out and counted"
+        default=1024,
+        doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
     )
-    learning_rate: float = chz.field(default=3e-4, doc="of the first step")
-    grad_clip_norm: float = chz.field(default=0.0, doc="0 = off")
+    learning_rate: float = chz.field(default=3e-4, doc="learning rate before the schedule")
+    grad_clip_norm: float = chz.field(
+        default=0.0, doc="maximum norm of the gradient; 0 = no clipping"
+    )
 
-    eval_every: int = chz.field(default=20, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -131,7 +138,7 @@ def comparisons(options: Options) -> ComparisonBuilder:
     if options.dataset is not None:
         made = ("pairs", "largest", "questions")
         training_run.refuse(
-            options, made, "is for pairs that are made, and dataset is given; leave it out"
+            options, made, "is for generated pairs, and dataset is given; leave it out"
         )
         return ComparisonBuilderFromRows(
             dataset=options.dataset, test_size=options.test_size, shuffle_seed=options.seed

@@ -40,8 +40,8 @@ class Options(TeacherOptions):
     )
     prompt: str | None = chz.field(
         default=None,
-        doc="file of the long prompt: .json is a list of messages, else a text; none = of sums, "
-        "two examples",
+        doc="file of the long prompt: a list of messages in .json, otherwise a text; none = two "
+        "worked sums",
     )
 
 

@@ -132,12 +132,12 @@ class TaskDatasetBuilder(RLDatasetBuilder):
         default_factory=dict, doc="options of the task, such as task.max_terms=3"
     )
     shown_examples: int = chz.field(
-        default=2, doc="worked examples in the prompt; tasks without known answers have none"
+        default=2, doc="number of worked examples in the prompt; 0 for tasks without known answers"
     )
-    batch_size: int = chz.field(default=16, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="answers to each problem")
+    batch_size: int = chz.field(default=16, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"problems a test; none = {TEST_ENTRIES}"
+        default=None, doc=f"number of test problems; none = {TEST_ENTRIES}"
     )
     seed: int = 0
 

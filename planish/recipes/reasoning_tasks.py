@@ -78,7 +78,8 @@ class TaskProcess:
             reply = self._process.ask({"index": index}, ENTRY_SECONDS)
         except (WorkerError, WorkerStartError) as error:
             raise UserError(
-                f"env={self.task.name} with {self.task.config} makes no problem: {error}; change "
+                f"env={self.task.name} with {self.task.config} generates no problem: {error}; "
+                "change "
                 "the task's options"
             ) from error
         return Entry(self.task, index, reply["question"], reply["answer"])

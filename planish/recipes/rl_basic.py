@@ -44,10 +44,10 @@ class Options(RLOptions):
         default="/tmp/planish-examples/rl_basic", doc="directory of the run's files"
     )
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
-    batch_size: int = chz.field(default=16, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="answers to each problem")
+    batch_size: int = chz.field(default=16, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
-        default=None, doc="problems a test; none = the whole test split, 0 = no tests"
+        default=None, doc="number of test problems; none = the whole test split, 0 = no evaluation"
     )
 
 
@@ -58,7 +58,7 @@ def main(options: Options, service_client: ServiceClient | None = None) -> Path:
         group_size=(options.group_size >= 2, "at least 2: answers are compared within their group"),
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no tests",
+            "a whole number, 0 for no evaluation",
         ),
     )
     training_run.require_at_least(options, batch_size=1)

@@ -66,18 +66,25 @@ class Config(CheckpointOptions, StartOptions):
 
     model_name: str = chz.field(default=DEFAULT_MODEL, doc="base model: a name or a directory")
     dataset: str = chz.field(default="openai/gsm8k", doc="hub name, local directory or JSONL file")
-    log_path: str = chz.field(default="/tmp/planish-examples/rl-loop", doc="the run's directory")
+    log_path: str = chz.field(
+        default="/tmp/planish-examples/rl-loop", doc="directory of the run's files"
+    )
     batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers to each problem")
+    group_size: int = chz.field(default=8, doc="answers per problem")
     learning_rate: float = 4e-5
-    max_tokens: int = chz.field(default=256, doc="maximum tokens of an answer")
+    max_tokens: int = chz.field(default=256, doc="maximum number of tokens in an answer")
     temperature: float = chz.field(default=1.0, doc="temperature of sampling and of the loss")
     loss_fn: str = chz.field(default="importance_sampling", doc=f"one of {', '.join(RL_LOSSES)}")
-    max_steps: int | None = chz.field(default=None, doc="none = once through the data")
-    eval_problems: int = chz.field(
-        default=0, doc="test problems answered greedily before and after training; 0 = none"
+    max_steps: int | None = chz.field(
+        default=None, doc="maximum number of steps; none = one pass through the data"
     )
-    eval_every: int = chz.field(default=0, doc="steps between tests during training; 0 = none")
+    eval_problems: int = chz.field(
+        default=0,
+        doc="number of test problems, answered greedily before and after training; 0 = none",
+    )
+    eval_every: int = chz.field(
+        default=0, doc="steps between evaluations during training; 0 = none"
+    )
 
 
 def main(config: Config) -> Path:

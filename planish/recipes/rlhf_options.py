@@ -267,8 +267,8 @@ def check_data(options: Options, renderer: Renderer) -> None:
     for split, given in (("train", found.train), ("test", found.test)):
         if not checked_prompts(given, renderer, split, options.rl.max_prompt_tokens):
             raise UserError(
-                f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; give "
-                "some"
+                f"rl: there are no {split} prompts, or all are longer than max_prompt_tokens; "
+                "give shorter prompts or a larger max_prompt_tokens"
             )
 
 

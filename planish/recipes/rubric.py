@@ -56,60 +56,62 @@ class Options(RLOptions):
     )
     test_size: int | None = chz.field(
         default=64,
-        doc="test rows; none = the whole test split, 0 = no tests; without a split they are held "
-        "out",
+        doc="number of test rows; none = the whole test split, 0 = no evaluation; without a test "
+        "split they are held out of training",
     )
     largest: int | None = chz.field(
-        default=None, doc=f"generated sums: the largest number that is added; none = {LARGEST}"
+        default=None, doc=f"generated sums: largest operand; none = {LARGEST}"
     )
     shown_verdicts: int | None = chz.field(
         default=None,
-        doc=f"generated sums: example verdicts in the judge's prompt, 0 to {SHOWN_VERDICTS}; none "
-        "= all",
+        doc="generated sums: number of example verdicts in the judge's prompt, 0 to "
+        f"{SHOWN_VERDICTS}; none = all",
     )
     unfinished_reward: float = chz.field(
-        default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
+        default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
     )
-    batch_size: int = chz.field(default=8, doc="questions a step")
-    group_size: int = chz.field(default=8, doc="answers to each question")
+    batch_size: int = chz.field(default=8, doc="questions per step")
+    group_size: int = chz.field(default=8, doc="answers per question")
 
     judge_model: str | None = chz.field(
-        default=None, doc="a base model, or the endpoint's model; none = model_name"
+        default=None, doc="base model of the judge, or the endpoint's model; none = model_name"
     )
     judge_checkpoint: str | None = chz.field(
         default=None, doc="weights of the judge: a checkpoint or a run directory"
     )
     judge_renderer_name: str | None = chz.field(
-        default=None, doc="its chat format; none = the model's own"
+        default=None, doc="chat format of the judge; none = the model's own"
     )
     judge_max_tokens: int = chz.field(
-        default=64, doc="longest reply of the judge, its reasoning included"
+        default=64, doc="maximum number of tokens in the judge's reply, reasoning included"
     )
     judge_url: str | None = chz.field(
-        default=None, doc="an OpenAI-compatible endpoint, with its /v1; none = this engine"
+        default=None,
+        doc="URL of an OpenAI-compatible endpoint, ending in /v1; none = the run's own engine",
     )
     judge_key_env: str | None = chz.field(
-        default=None, doc="endpoint: the environment variable that holds its key"
+        default=None, doc="endpoint: environment variable that contains the API key"
     )
     judge_timeout: float | None = chz.field(
-        default=None, doc="endpoint: seconds of one attempt; none = 120"
+        default=None, doc="endpoint: seconds until an attempt times out; none = 120"
     )
-    judge_retries: int | None = chz.field(default=None, doc="endpoint: further attempts; none = 5")
+    judge_retries: int | None = chz.field(default=None, doc="endpoint: number of retries; none = 5")
     judge_concurrency: int | None = chz.field(
-        default=None, doc="endpoint: requests at once; none = 16"
+        default=None, doc="endpoint: number of concurrent requests; none = 16"
     )
     judge_extra: dict[str, Any] = chz.field(
         default_factory=dict,
-        doc="endpoint: further fields of a request, such as judge_extra.reasoning_effort=low",
+        doc="endpoint: additional fields of a request, such as judge_extra.reasoning_effort=low",
     )
 
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=16, doc="longest answer")
+    max_tokens: int = chz.field(default=16, doc="maximum number of tokens in an answer")
     max_steps: int | None = 20
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
     rollout_error_tolerance: bool = chz.field(
         default=True,
-        doc="retry rollouts that fail, as they do with their judge, instead of ending the run",
+        doc="retry rollouts that fail, for example because the judge failed, instead of ending "
+        "the run",
     )
 
 
@@ -233,7 +235,7 @@ def check(options: Options) -> None:
         ),
         test_size=(
             options.test_size is None or options.test_size >= 0,
-            "a whole number, 0 for no tests",
+            "a whole number, 0 for no evaluation",
         ),
     )
     if options.dataset is not None:

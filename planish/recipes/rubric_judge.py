@@ -39,9 +39,11 @@ NEAR = 10
 class Options:
     """Options of the data."""
 
-    path: str = chz.field(default="judge.jsonl", doc="file that is written")
-    examples: int = chz.field(default=4000, doc="conversations; half of the verdicts are Yes")
-    largest: int = chz.field(default=20, doc="the largest number that is added")
+    path: str = chz.field(default="judge.jsonl", doc="output file")
+    examples: int = chz.field(
+        default=4000, doc="number of conversations; half of the verdicts are Yes"
+    )
+    largest: int = chz.field(default=20, doc="largest operand")
     seed: int = 0
 
 

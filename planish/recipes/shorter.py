@@ -115,25 +115,29 @@ class Options(RLOptions):
         default=None, doc="hub name, local directory or JSONL file; none = generated questions"
     )
     test_size: int | None = chz.field(
-        default=16, doc="of dataset: test prompts; none = the whole test split, 0 = no tests"
+        default=16,
+        doc="dataset: number of test prompts; none = the whole test split, 0 = no evaluation",
     )
-    batch_size: int = chz.field(default=8, doc="prompts a step")
-    group_size: int = chz.field(default=4, doc="answers to each prompt")
+    batch_size: int = chz.field(default=8, doc="prompts per step")
+    group_size: int = chz.field(default=4, doc="answers per prompt")
     tournament_pattern: TournamentPattern = TournamentPattern.ALL_PAIRS_BOTH_WAYS
-    matchup_group_size: int = chz.field(default=4, doc="answers that all meet each other")
+    matchup_group_size: int = chz.field(
+        default=4, doc="number of answers in a chunk; all answers of a chunk are compared"
+    )
     max_prompt_tokens: int | None = chz.field(
-        default=None, doc="longer prompts are left out; none = all are taken"
+        default=None, doc="maximum tokens in a prompt; longer prompts are skipped; none = no limit"
     )
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=64, doc="longest answer")
+    max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
     max_steps: int | None = 20
     num_epochs: int = chz.field(
-        default=10, doc="times through the prompts, if max_steps allows as many"
+        default=10, doc="number of passes through the prompts, limited by max_steps"
     )
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
     eval_temperature: float | None = chz.field(
         default=None,
-        doc="of tests, which compare with the weights of the beginning; none = temperature",
+        doc="sampling temperature in evaluations, which compare with the initial weights; none = "
+        "temperature",
     )
 
 

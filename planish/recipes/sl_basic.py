@@ -37,14 +37,14 @@ class Options(SLOptions):
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl_basic", doc="directory of the run's files"
     )
-    batch_size: int = chz.field(default=16, doc="conversations a step")
+    batch_size: int = chz.field(default=16, doc="conversations per step")
     learning_rate: float | None = chz.field(
-        default=2e-4, doc="of the first step; none = get_lr(model_name)"
+        default=2e-4, doc="learning rate before the schedule; none = get_lr(model_name)"
     )
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
-    eval_every: int = chz.field(default=8, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=8, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -73,15 +73,20 @@ class Config(CheckpointOptions, StartOptions):
     log_path: str = chz.field(
         default="/tmp/planish-examples/sl-loop", doc="directory of the run's files"
     )
-    batch_size: int = chz.field(default=16, doc="examples a step")
-    learning_rate: float = chz.field(default=2e-4, doc="of the first step; falls linearly to 0")
+    batch_size: int = chz.field(default=16, doc="examples per step")
+    learning_rate: float = chz.field(
+        default=2e-4, doc="learning rate of the first step; it falls linearly to 0"
+    )
     max_length: int = chz.field(
-        default=1024, doc="longest example in tokens; what is beyond is cut off and counted"
+        default=1024, doc="maximum tokens in an example; longer ones are truncated and counted"
     )
     num_epochs: int = 1
-    max_steps: int | None = chz.field(default=None, doc="none = num_epochs times through the data")
+    max_steps: int | None = chz.field(
+        default=None, doc="maximum number of steps; none = num_epochs passes"
+    )
     eval_examples: int = chz.field(
-        default=0, doc="test examples whose nll is measured before and after training; 0 = none"
+        default=0,
+        doc="number of test examples whose NLL is measured before and after training; 0 = none",
     )
 
 
@@ -274,8 +279,8 @@ def check_data(
     check_rows(rows, conversation_of, renderer, LEARNED, f"dataset={config.dataset}, {split}")
     if rows and not any(render([each], renderer, config.max_length).data for each in conversations):
         raise UserError(
-            f"max_length={config.max_length}: no answer begins that early in any {split} row; give "
-            "more"
+            f"max_length={config.max_length}: every answer of the {split} rows begins later; "
+            "give a larger max_length"
         )
 
 

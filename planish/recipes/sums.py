@@ -105,11 +105,11 @@ class SumDatasetBuilder(RLDatasetBuilder):
 
     model_name: str
     renderer_name: str | None = None
-    max_operand: int = chz.field(default=20, doc="the largest number that is added")
-    batch_size: int = chz.field(default=16, doc="sums a step")
-    group_size: int = chz.field(default=8, doc="answers to each sum")
+    max_operand: int = chz.field(default=20, doc="largest operand")
+    batch_size: int = chz.field(default=16, doc="sums per step")
+    group_size: int = chz.field(default=8, doc="answers per sum")
     eval_problems: int | None = chz.field(
-        default=None, doc=f"sums a test; none = {TEST_SUMS}, or a third of all"
+        default=None, doc=f"number of test sums; none = {TEST_SUMS}, or a third of all"
     )
     seed: int = 0
 

@@ -38,7 +38,8 @@ class TeacherOptions(SLOptions):
         default=SUMS, doc="hub name, local directory or file; sums = generated questions"
     )
     test_size: int | None = chz.field(
-        default=64, doc="test conversations; none = the whole test split, 0 = no tests"
+        default=64,
+        doc="number of test conversations; none = the whole test split, 0 = no evaluation",
     )
     teacher_model: str | None = chz.field(
         default=None, doc="base model of the teacher; none = model_name"
@@ -46,17 +47,19 @@ class TeacherOptions(SLOptions):
     teacher_checkpoint: str | None = chz.field(
         default=None, doc="checkpoint or run directory of the teacher; none = the base model"
     )
-    batch_size: int = chz.field(default=16, doc="conversations a step")
+    batch_size: int = chz.field(default=16, doc="conversations per step")
     max_length: int = chz.field(
-        default=1024, doc="tokens of a conversation; what is beyond is cut off and counted"
+        default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
-    max_tokens: int = chz.field(default=256, doc="longest answer of the teacher")
-    temperature: float = chz.field(default=1.0, doc="of the teacher's answers")
+    max_tokens: int = chz.field(
+        default=256, doc="maximum number of tokens in an answer of the teacher"
+    )
+    temperature: float = chz.field(default=1.0, doc="sampling temperature of the teacher's answers")
     num_prompts: int | None = chz.field(
-        default=None, doc="prompts that are answered; none = all, or 512 sums"
+        default=None, doc="number of prompts that the teacher answers; none = all, or 512 sums"
     )
     max_operand: int | None = chz.field(
-        default=None, doc=f"of sums: the largest number that is added; none = {MAX_OPERAND}"
+        default=None, doc=f"sums: largest operand; none = {MAX_OPERAND}"
     )
 
     @property
@@ -82,7 +85,7 @@ def check(options: TeacherOptions) -> None:
         temperature=(options.temperature >= 0, "0 or more"),
         train_on_what=(
             options.train_on_what is TrainOnWhat.ALL_ASSISTANT_MESSAGES,
-            "nothing: of a sampled conversation only the teacher's answer is trained on",
+            "its default, because only the teacher's answer is trained on",
         ),
     )
 

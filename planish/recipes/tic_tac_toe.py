@@ -224,9 +224,11 @@ class TicTacToeDatasetBuilder(RLDatasetBuilder):
 
     model_name: str
     renderer_name: str | None = None
-    batch_size: int = chz.field(default=32, doc="games a step, each with two players")
-    opening_moves: int = chz.field(default=3, doc="most random moves before a game of training")
-    test_games: int = chz.field(default=32, doc="against each test player")
+    batch_size: int = chz.field(default=32, doc="games per step, each with two players")
+    opening_moves: int = chz.field(
+        default=3, doc="maximum number of random moves before a training game"
+    )
+    test_games: int = chz.field(default=32, doc="number of test games against each opponent")
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -250,13 +252,17 @@ class Options(RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/tic_tac_toe"
-    batch_size: int = chz.field(default=32, doc="games a step, each with two players")
-    opening_moves: int = chz.field(default=3, doc="most random moves before a game of training")
-    test_games: int = chz.field(default=32, doc="against each test player; 0 = no tests")
+    batch_size: int = chz.field(default=32, doc="games per step, each with two players")
+    opening_moves: int = chz.field(
+        default=3, doc="maximum number of random moves before a training game"
+    )
+    test_games: int = chz.field(
+        default=32, doc="number of test games against each opponent; 0 = no evaluation"
+    )
     learning_rate: float = 1e-4
-    max_tokens: int = chz.field(default=4, doc="longest answer")
+    max_tokens: int = chz.field(default=4, doc="maximum number of tokens in an answer")
     max_steps: int | None = 40
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -55,8 +55,10 @@ GUESS_END = string.whitespace + ".!?"
 class Rules:
     """The rules of a game."""
 
-    max_questions: int = chz.field(default=4, doc="messages of the player, guesses included")
-    waste_cost: float = chz.field(default=0.1, doc="of a message that cannot help")
+    max_questions: int = chz.field(
+        default=4, doc="maximum number of the player's messages, guesses included"
+    )
+    waste_cost: float = chz.field(default=0.1, doc="penalty of a message that cannot help")
 
 
 @dataclass(frozen=True)
@@ -206,12 +208,12 @@ class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
     renderer_name: str | None = None
     answerer: Answerer
     answerer_model: str | None = chz.field(
-        default=None, doc="the name of its model, for config.json"
+        default=None, doc="name of the answerer's model, for config.json"
     )
     rules: Rules = Rules()
-    choices: int = chz.field(default=6, doc="words that a game lists; 0 = none")
-    batch_size: int = chz.field(default=16, doc="riddles a step")
-    group_size: int = chz.field(default=8, doc="players for each riddle")
+    choices: int = chz.field(default=6, doc="number of candidate words that a game lists; 0 = none")
+    batch_size: int = chz.field(default=16, doc="secret words per step")
+    group_size: int = chz.field(default=8, doc="episodes per secret word")
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -243,24 +245,26 @@ class Options(RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/twenty_questions"
-    choices: int = chz.field(default=6, doc="words that a game lists; 0 = none")
-    max_questions: int = chz.field(default=4, doc="messages of the player, guesses included")
-    waste_cost: float = chz.field(default=0.1, doc="of a message that cannot help")
+    choices: int = chz.field(default=6, doc="number of candidate words that a game lists; 0 = none")
+    max_questions: int = chz.field(
+        default=4, doc="maximum number of the player's messages, guesses included"
+    )
+    waste_cost: float = chz.field(default=0.1, doc="penalty of a message that cannot help")
     answerer_model: str | None = chz.field(
-        default=None, doc="base model that answers; none = model_name"
+        default=None, doc="base model of the answerer; none = model_name"
     )
     answerer_renderer_name: str | None = chz.field(
-        default=None, doc="its chat format; none = the model's own"
+        default=None, doc="chat format of the answerer; none = the model's own"
     )
-    batch_size: int = chz.field(default=16, doc="riddles a step")
-    group_size: int = chz.field(default=8, doc="players for each riddle")
+    batch_size: int = chz.field(default=16, doc="secret words per step")
+    group_size: int = chz.field(default=8, doc="episodes per secret word")
     learning_rate: float = 2e-4
-    max_tokens: int = chz.field(default=12, doc="longest message")
+    max_tokens: int = chz.field(default=12, doc="maximum number of tokens in a message")
     temperature: float = chz.field(
         default=0.7, doc="sampling temperature; the loss uses the same temperature"
     )
     max_steps: int | None = 30
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:

@@ -27,22 +27,23 @@ class Options(RLOptions):
     """Options of the recipe."""
 
     env_id: str = chz.field(
-        doc="an environment of verifiers: an installed package, or a module that Python finds"
+        doc="environment of verifiers: an installed package, or a module on Python's path"
     )
     log_path: str = "/tmp/planish-examples/verifiers_rl"
-    env_args: str = chz.field(default="{}", doc="arguments of load_environment, a JSON object")
-    batch_size: int = chz.field(default=8, doc="rows a step")
-    group_size: int = chz.field(default=8, doc="rollouts of each row")
+    env_args: str = chz.field(default="{}", doc="arguments of load_environment as a JSON object")
+    batch_size: int = chz.field(default=8, doc="rows per step")
+    group_size: int = chz.field(default=8, doc="rollouts per row")
     eval_problems: int | None = chz.field(
         default=None,
-        doc="rows a test; none = the environment's eval data; where it has none, rows held out of "
-        "training",
+        doc="number of test rows; none = the environment's eval data, or rows held out of "
+        "training if it has none",
     )
     max_trajectory_tokens: int = chz.field(
-        default=4096, doc="longest prompt with its answer; one beyond it ends a rollout"
+        default=4096,
+        doc="maximum tokens in a prompt with its answer; a longer prompt ends the rollout",
     )
     learning_rate: float = 2e-4
-    eval_every: int = chz.field(default=10, doc="steps between tests; 0 = never")
+    eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
 
 
 def main(options: Options, service_client: ServiceClient | None = None) -> Path:
@@ -70,7 +71,7 @@ def check(options: Options) -> None:
         ),
         eval_problems=(
             options.eval_problems is None or options.eval_problems >= 0,
-            "a whole number, 0 for no tests",
+            "a whole number, 0 for no evaluation",
         ),
     )
     if options.max_trajectory_tokens <= options.max_tokens:

@@ -68,7 +68,8 @@ def quality(prompt: Messages, completion: Messages) -> Quality:
     asked = QUESTION.fullmatch(text_of(prompt[-1:]))
     if asked is None:
         raise UserError(
-            f"{text_of(prompt[-1:])!r:.100} is no question of these sums; the rule knows no others"
+            f"{text_of(prompt[-1:])!r:.100} is not a question of the generated sums, and the rule "
+            "covers only these"
         )
     text = text_of(completion)
     return Quality(last_number(text) == int(asked[1]) + int(asked[2]), len(text.split()))
@@ -92,9 +93,10 @@ class RuleBuilder(PreferenceModelBuilder):
 class WordySums:
     """The sums, and how many of them are held out."""
 
-    largest: int = chz.field(default=12, doc="the largest number that is added")
+    largest: int = chz.field(default=12, doc="largest operand")
     test_size: int = chz.field(
-        default=48, doc="sums that are held out; one more where both orders would be cut apart"
+        default=48,
+        doc="number of held-out sums, plus one if a + b and b + a would otherwise be split",
     )
     seed: int = 0
 

@@ -59,30 +59,32 @@ _has_details = field_check(
 class RolloutLimits:
     """Budgets of one episode; None = no limit."""
 
-    max_turns: int | None = chz.field(default=None, validator=_count, doc="answers of the policy")
+    max_turns: int | None = chz.field(
+        default=None, validator=_count, doc="maximum number of answers of the policy"
+    )
     max_trajectory_tokens: int | None = chz.field(
-        default=None, validator=_count, doc="tokens of the whole episode, prompts and answers"
+        default=None, validator=_count, doc="maximum tokens in the episode, prompts and answers"
     )
     max_sampled_tokens: int | None = chz.field(
-        default=None, validator=_count, doc="tokens of all answers together"
+        default=None, validator=_count, doc="maximum tokens in all answers together"
     )
     max_tool_calls: int | None = chz.field(
-        default=None, validator=_count, doc="calls that are run, over all turns"
+        default=None, validator=_count, doc="maximum number of tool calls in the episode"
     )
     max_turn_tokens: int | None = chz.field(
         default=None,
         validator=_count,
-        doc="tokens of one answer; one that is cut off here need not end the episode",
+        doc="maximum tokens in one answer; truncation at this limit need not end the episode",
     )
     rollout_timeout_seconds: float | None = chz.field(
         default=None,
         validator=_seconds,
-        doc="time of the whole episode, without its grading; what was played until then is kept",
+        doc="time limit of the episode, without grading; the turns until then are kept",
     )
     sampling_turn_timeout_seconds: float | None = chz.field(
         default=None,
         validator=_seconds,
-        doc="time of one answer; a longer one is an error of the rollout (TimeoutError)",
+        doc="time limit of one answer; exceeding it fails the rollout (TimeoutError)",
     )
 
     @property
@@ -149,20 +151,21 @@ class ParseErrorPolicy:
     max_consecutive: int = chz.field(
         default=0,
         validator=_whole,
-        doc="unreadable answers in a row that are answered; the next one ends",
+        doc="number of consecutive unreadable answers that get a reply; the next one ends the "
+        "episode",
     )
     retry_message_template: str = chz.field(
         default="The previous message had a formatting issue.\nError: {details}",
         validator=_has_details,
-        doc="the user message that answers; {details} is the error",
+        doc="user message that replies to an unreadable answer; {details} is the error",
     )
     penalty_per_error: float = chz.field(
         default=0.0,
         validator=_not_negative,
-        doc="taken from the reward at each error that is answered",
+        doc="penalty of each error that gets a reply",
     )
     terminal_reward: float = chz.field(
-        default=0.0, validator=_finite, doc="of the turn that ends the episode by an error"
+        default=0.0, validator=_finite, doc="reward of the turn whose error ends the episode"
     )
     mask_error_turns: bool = chz.field(
         default=False, doc="do not train on the tokens of turns with an error"
@@ -184,26 +187,26 @@ class TerminationRewardPolicy:
     """
 
     zero_reward_on_limit: bool = chz.field(
-        default=False, doc="bound the reward of episodes that a limit ended by 0"
+        default=False, doc="limit the reward of episodes that a limit ended to at most 0"
     )
     limit_stop_reasons: tuple[str, ...] = chz.field(
         default=tuple(str(reason) for reason in LIMIT_STOP_REASONS),
-        doc="the stop reasons that count as a limit",
+        doc="stop reasons that count as a limit",
     )
     skip_grading_on_timeout: bool = chz.field(
         default=False,
-        doc="do not grade an episode that ran out of time if its reward is bounded by 0 anyway; it "
-        "gets 0",
+        doc="do not grade an episode that ran out of time if its reward is at most 0 in any case; "
+        "it gets 0",
     )
     grader_timeout_seconds: float | None = chz.field(
         default=None,
         validator=_seconds,
-        doc="time of one grading; a longer one is an error of the rollout (TimeoutError)",
+        doc="time limit of one grading; exceeding it fails the rollout (TimeoutError)",
     )
     pass_all_messages_to_grader: bool = chz.field(
         default=False,
-        doc="a reward function sees the whole conversation; otherwise what came after the initial "
-        "messages",
+        doc="reward functions see the whole conversation; False = only the messages after the "
+        "initial ones",
     )
 
     @chz.validate
@@ -211,7 +214,7 @@ class TerminationRewardPolicy:
         unknown = [reason for reason in self.limit_stop_reasons if reason not in set(StopReason)]
         if unknown:
             raise UserError(
-                f"TerminationRewardPolicy.limit_stop_reasons holds {unknown}; there are "
+                f"TerminationRewardPolicy.limit_stop_reasons has {unknown}; valid reasons are "
                 f"{', '.join(StopReason)}"
             )
 
@@ -246,7 +249,8 @@ class RolloutConfig:
     parse_errors: ParseErrorPolicy | None = None
     termination: TerminationRewardPolicy | None = None
     tool_execution: ToolExecution = chz.field(
-        default="parallel", doc="sequential: one call after the other, in their order"
+        default="parallel",
+        doc="parallel = all calls at once, sequential = one after the other, in their order",
     )
 
     @chz.validate

@@ -126,23 +126,23 @@ class RubricDatasetBuilder(RLDatasetBuilder):
     model_name: str
     renderer_name: str | None = None
     rows: Callable[[], RubricRows] = chz.field(
-        doc="a function without arguments that always returns the same rows"
+        doc="function without arguments that always returns the same rows"
     )
     grader: Grader
     judge_name: str = chz.field(
-        doc="which judge it is, for config.json: a run that goes on keeps its judge"
+        doc="name of the judge, for config.json; a resumed run must have the same judge"
     )
     unfinished_reward: float = chz.field(
-        default=UNFINISHED_REWARD, doc="of an answer that is cut off or has no end"
+        default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
     )
-    batch_size: int = chz.field(default=16, doc="questions a step")
-    group_size: int = chz.field(default=8, doc="answers to each question")
-    seed: int = chz.field(default=0, doc="of the order of the data")
+    batch_size: int = chz.field(default=16, doc="questions per step")
+    group_size: int = chz.field(default=8, doc="answers per question")
+    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         rows = self.rows()
         if not rows.train:
-            raise UserError("rows: there are none to train on; give at least one")
+            raise UserError("rows: there is no row to train on; give at least one")
         train = ProblemDataset(
             rows.train,
             partial(self._group, self.group_size),

@@ -88,7 +88,7 @@ class Grader:
         if score is None:
             shown = reply[:SHOWN_CHARACTERS]
             raise UnreadableVerdictError(
-                f"the judge gave no score for the criterion {criterion.name} ({criterion.rubric_str[:SHOWN_CHARACTERS]!r}), and "
+                f"the judge wrote no score for the criterion {criterion.name} ({criterion.rubric_str[:SHOWN_CHARACTERS]!r}), and "
                 f"asked again it wrote {shown!r}; take a larger judge, or ask for a score that it can write"
             )
         return Verdict(criterion, score, reply, was_asked_again=True)

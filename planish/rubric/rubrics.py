@@ -123,7 +123,8 @@ def read_rubric_row(row: Mapping[str, Any], where: str) -> RubricRow:
     names = [criterion.name for criterion in criteria]
     if len(set(names)) < len(names):
         raise UserError(
-            f"{where}: two rubric items are called alike ({', '.join(names)}); give each a name of its own"
+            f"{where}: several rubric items have the same name ({', '.join(names)}); give each a "
+            "name of its own"
         )
     return RubricRow(tuple(messages), tuple(criteria))
 
@@ -137,10 +138,10 @@ def _messages(value: Any, where: str) -> list[Message]:
                 f"{where}: message {number} has no role of {', '.join(ROLES)}; give one"
             )
         if not isinstance(message.get("content"), str):
-            raise UserError(f"{where}: the content of message {number} is no text; give one")
+            raise UserError(f"{where}: the content of message {number} is not a text; give a text")
     if value[-1]["role"] == "assistant":
         raise UserError(
-            f"{where}: the last message is an answer; leave it out, the policy is to write it"
+            f"{where}: the last message is an answer; leave it out, because the policy writes it"
         )
     return [{"role": message["role"], "content": message["content"]} for message in value]
 
@@ -152,7 +153,7 @@ def _criterion(item: Any, number: int, where: str) -> Criterion:
         or not isinstance(item.get("rubric_str"), str)
         or not item["rubric_str"].strip()
     ):
-        raise UserError(f'{where}: there is no text "rubric_str"; say what is asked of the answer')
+        raise UserError(f'{where}: there is no text "rubric_str"; describe what the answer must do')
     given = {name: value for name, value in item.items() if value is not None}
     unknown = sorted(given.keys() - known)
     if unknown:
@@ -219,13 +220,14 @@ def _check(criterion: Criterion, where: str) -> None:
     for example in criterion.examples:
         if criterion.read_score(example.reply) is None:
             raise UserError(
-                f"{where}: the example's reply {example.reply!r} has no score that can be read; give one"
+                f"{where}: the example's reply {example.reply!r} has no readable score; give one"
             )
     if words is not None and not all(
         0 <= share <= 1 for share in _shares(criterion, words.values())
     ):
         raise UserError(
-            f"{where}: word_scores={words!r} leave score_range={criterion.score_range}; give one that holds them"
+            f"{where}: word_scores={words!r} leave score_range={criterion.score_range}; give a "
+            "range that contains them"
         )
 
 

@@ -61,7 +61,8 @@ def add_metrics(
     if (twice := next((name for name in ["step", *metrics] if name in found), None)) is not None:
         owner = "the row's own" if twice == "step" else "that of another evaluator"
         raise UserError(
-            f"the evaluator {evaluator_name(evaluator)} gave the metric {twice!r}, which is {owner}; give it another name, such as "
+            f"the evaluator {evaluator_name(evaluator)} returned the metric {twice!r}, which is "
+            f"{owner}; give it another name, such as "
             "one with the evaluator's in front"
         )
     metrics |= found
@@ -73,20 +74,22 @@ def checked_metrics(given: Any, source: str) -> dict[str, int | float]:
     UserError, which names `source`, unless `given` maps names to numbers.
     """
     if not isinstance(given, Mapping):
-        raise UserError(f"{source} gave {given!r} as metrics; give a mapping of names to numbers")
+        raise UserError(
+            f"{source} returned {given!r} as metrics; return a mapping of names to numbers"
+        )
     return {name: _number(name, value, source) for name, value in given.items()}
 
 
 def _number(name: Any, value: Any, source: str) -> int | float:
     if not isinstance(name, str):
-        raise UserError(f"{source} gave a metric with the name {name!r}; give a text")
+        raise UserError(f"{source} returned a metric with the name {name!r}; give a text")
     if type(value) in (int, float):
         return value
     if isinstance(value, str | bytes):  # float() would parse a text such as "1.5"
         raise UserError(
-            f"{source} gave the metric {name}={value!r}; give a number, and text as a log"
+            f"{source} returned the metric {name}={value!r}; return a number, and text as a log"
         )
     try:
         return float(value)  # a scalar of another library, such as NumPy
     except (TypeError, ValueError):
-        raise UserError(f"{source} gave the metric {name}={value!r}; give a number") from None
+        raise UserError(f"{source} returned the metric {name}={value!r}; return a number") from None

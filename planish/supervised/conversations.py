@@ -79,12 +79,14 @@ def _of_sharegpt(part: Mapping[str, Any], where: str) -> dict[str, Any]:
     role = SHAREGPT_ROLES.get(part.get("from", ""))
     if role is None or not isinstance(part.get("value"), str):
         raise UserError(
-            f'{where}, "conversations": a part has {dict(part)!r:.200}; give "from" (one of {", ".join(SHAREGPT_ROLES)}) and '
+            f'{where}, "conversations": a part has {dict(part)!r:.200}; give "from" (one of '
+            f"{', '.join(SHAREGPT_ROLES)}) and "
             '"value"'
         )
     if role == "assistant" and part.get("weight") not in (None, 1):
         raise UserError(
-            f'{where}, "conversations": a part has "weight": {part["weight"]!r}, which is not read; give "messages" with '
+            f'{where}, "conversations": a part has "weight": {part["weight"]!r}, which planish '
+            'does not support; give "messages" with '
             '"trainable" true or false on each, and train_on_what=customized, or remove the weight'
         )
     return {"role": role, "content": part["value"]}

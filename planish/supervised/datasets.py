@@ -43,7 +43,8 @@ class RowDataset(SupervisedDataset):
             raise UserError(f"batch_size={batch_size}: give a whole number of at least 1")
         if drop_last and len(rows) < batch_size:
             raise UserError(
-                f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most so many"
+                f"batch_size={batch_size}: there are {len(rows)} rows to train on; give at most "
+                "that number"
             )
         self.rows = rows
         self.batch_size = batch_size
@@ -112,7 +113,7 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
     With None, nothing is held out then.
     """
     if test_size is not None and test_size < 0:
-        raise UserError(f"test_size={test_size}: give a whole number, 0 for no tests")
+        raise UserError(f"test_size={test_size}: give a whole number, 0 for no evaluation")
     check_shuffle_seed(shuffle_seed)
     train = open_rows(dataset, "train")
     if test_size == 0:
@@ -124,7 +125,8 @@ def row_splits(dataset: str, test_size: int | None, shuffle_seed: int | None) ->
         return RowSplits(train, [])
     if test_size >= len(train):
         raise UserError(
-            f"test_size={test_size}: dataset={dataset} has no test split, and of its {len(train)} rows at least one must be "
+            f"test_size={test_size}: dataset={dataset} has no test split, and of its {len(train)} "
+            "rows at least one must be "
             "left to train on; give fewer"
         )
     order = _permutation(shuffle_seed or 0, len(train))
@@ -166,12 +168,15 @@ class FromRowsBuilder(ChatDatasetBuilder):
 
     dataset: str = chz.field(doc="hub name, local directory or JSONL file")
     test_size: int | None = chz.field(
-        default=None, doc="test conversations; none = the whole test split, 0 = no tests"
+        default=None,
+        doc="number of test conversations; none = the whole test split, 0 = no evaluation",
     )
     shuffle_seed: int | None = chz.field(
-        default=0, doc="of the order and of what is held out; none = the rows' order"
+        default=0, doc="seed of the order and of the held-out rows; none = the order of the rows"
     )
-    read_row: ReadRow = chz.field(default=conversation_of, doc="a row as a conversation")
+    read_row: ReadRow = chz.field(
+        default=conversation_of, doc="function that converts a row to a conversation"
+    )
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:
         splits = row_splits(self.dataset, self.test_size, self.shuffle_seed)
@@ -203,7 +208,7 @@ class FromConversationFileBuilder(ChatDatasetBuilder):
     """Conversations from one JSONL file; see `FromRowsBuilder`."""
 
     file_path: str
-    test_size: int = chz.field(default=0, doc="conversations held out of training")
+    test_size: int = chz.field(default=0, doc="number of conversations held out of training")
     shuffle_seed: int | None = 0
 
     def __call__(self) -> tuple[SupervisedDataset, SupervisedDataset | None]:

@@ -88,12 +88,13 @@ class ChatDatasetBuilderCommonConfig:
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
     max_length: int | None = chz.field(
         default=32768,
-        doc="tokens, at most the model's context; what is beyond is cut off and counted",
+        doc="maximum tokens in a conversation, at most the model's context; longer ones are "
+        "truncated and counted",
     )
-    batch_size: int = chz.field(default=128, doc="conversations a step")
+    batch_size: int = chz.field(default=128, doc="conversations per step")
     train_on_what: TrainOnWhat = TrainOnWhat.ALL_ASSISTANT_MESSAGES
     reduction: Reduction = chz.field(
-        default="mean", doc="mean = the weights of each datum sum to 1, none = each token weighs 1"
+        default="mean", doc="weights in the loss: mean = 1 per datum, none = 1 per token"
     )
 
 

@@ -50,7 +50,7 @@ class Toolbox:
         names = [tool.name for tool in self.tools]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise UserError(f"tools: there are two of the name {', '.join(twice)}; rename one")
+            raise UserError(f"tools: several have the name {', '.join(twice)}; rename one")
         if self.execution not in TOOL_EXECUTIONS:
             raise UserError(
                 f"tool_execution={self.execution!r}: give {' or '.join(TOOL_EXECUTIONS)}"
@@ -117,7 +117,7 @@ class Toolbox:
         except Exception as error:
             if clock.expired():
                 return error_tool_result(
-                    f"{tool.name} gave no result within {self.timeout_seconds:g} seconds"
+                    f"{tool.name} returned no result within {self.timeout_seconds:g} seconds"
                 )
             reason = (
                 str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
@@ -129,11 +129,11 @@ def checked_result(result: Any, tool: Tool) -> ToolResult:
     """Return a tool's `result`. UserError if it is not a ToolResult with text."""
     if not isinstance(result, ToolResult):
         raise UserError(
-            f"the tool {tool.name} gave a {type(result).__name__}; its run must return a ToolResult"
+            f"the tool {tool.name} returned a {type(result).__name__}; its run must return a ToolResult"
         )
     if not isinstance(result.content, str):
         raise UserError(
-            f"the tool {tool.name} gave ToolResult({result.content!r}); its content must be text"
+            f"the tool {tool.name} returned ToolResult({result.content!r}); its content must be text"
         )
     return result
 

@@ -145,7 +145,8 @@ class Config(RolloutOptions, LossOptions, RunOptions):
         } - {None}
         if len(sizes) > 1:
             raise UserError(
-                "groups_per_batch differs between async_config and stream_minibatch_config; give one number"
+                "groups_per_batch differs between async_config and stream_minibatch_config; give "
+                "one number"
             )
         return sizes.pop() if sizes else None
 
@@ -215,11 +216,13 @@ def _check_unused(config: Config) -> None:
         config.loggers
     ):
         raise UserError(
-            "wandb_project and wandb_name are for W&B and Trackio; give loggers=wandb or trackio too"
+            "wandb_project and wandb_name are for W&B and Trackio; give loggers=wandb or trackio "
+            "too"
         )
     if config.evaluator_builders and config.eval_every == 0:
         raise UserError(
-            "evaluator_builders with eval_every=0: they would never run; give eval_every, the steps between"
+            "evaluator_builders with eval_every=0: the evaluators would never run; give "
+            "eval_every, the number of steps between evaluations"
         )
 
 
@@ -227,24 +230,29 @@ def _check_reference(config: Config) -> None:
     if config.kl_penalty_coef == 0:
         if config.kl_reference_config is not None:
             raise UserError(
-                "kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
+                "kl_reference_config is given, but kl_penalty_coef is 0; give a coefficient such "
+                "as 0.01"
             )
         if config.kl_discount_factor != 0:
             raise UserError(
-                "kl_discount_factor is given, but kl_penalty_coef is 0; give a coefficient such as 0.01"
+                "kl_discount_factor is given, but kl_penalty_coef is 0; give a coefficient such as "
+                "0.01"
             )
         return
     if config.kl_reference_config is None:
         raise UserError(
-            f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config: the policy to stay near"
+            f"kl_penalty_coef={config.kl_penalty_coef} needs kl_reference_config, the policy that "
+            "the penalty refers to"
         )
     if config.temperature != 1.0:
         raise UnsupportedError(
-            f"kl_penalty_coef with temperature={config.temperature}: reference logprobs are those at temperature 1; "
+            f"kl_penalty_coef with temperature={config.temperature}: reference logprobs are those "
+            "at temperature 1; "
             "sample at temperature 1, or leave the penalty out"
         )
     if config.stream_minibatch_config is not None:
         raise UnsupportedError(
-            "kl_penalty_coef with num_minibatches (stream_minibatch_config): the penalty is centred over the whole batch, which streaming does "
-            "not wait for; leave one of them out"
+            "kl_penalty_coef with num_minibatches (stream_minibatch_config): the "
+            "penalty subtracts its mean over the whole batch, and streaming does not wait for the "
+            "whole batch; leave one of them out"
         )

@@ -37,6 +37,6 @@ async def within_context(
     if not held or (asked is not None and asked <= min(held)[0]):
         return config
     most, name = min(held)
-    print(f"max_length={asked} is lowered to {most}: the context of {name} holds no more")
+    print(f"max_length={asked} is lowered to {most}: the context of {name} has no more tokens")
     common = chz.replace(builder.common_config, max_length=most)
     return chz.replace(config, dataset_builder=chz.replace(builder, common_config=common))

@@ -54,7 +54,9 @@ async def train(
     dataset = planned(train_set, config)
     steps = len(dataset) if config.max_steps is None else min(len(dataset), config.max_steps)
     if steps == 0:
-        raise UserError("dataset_builder gives no batches; give a data set with at least one")
+        raise UserError(
+            "dataset_builder returned a data set without batches; give a data set with at least one"
+        )
     evaluators = built_evaluators(config, test_set)
 
     async def make_learner(loop: RunLoop) -> RLLearner:
@@ -98,12 +100,14 @@ def checked_datasets(built: Any) -> tuple[RLDataset, RLDataset | None]:
     """
     if not isinstance(built, tuple) or len(built) != 2:
         raise UserError(
-            f"dataset_builder gave a {type(built).__name__}; give two data sets, to train on and to test on (or None)"
+            f"dataset_builder returned a {type(built).__name__}; return a tuple of two data sets, "
+            "for training and for evaluation (or None)"
         )
     train_set, test_set = built
     if train_set is None:
         raise UserError(
-            "dataset_builder gave None to train on; give a data set (the second one, for tests, may be None)"
+            "dataset_builder returned None for training; return a data set (only the second one, "
+            "for evaluation, may be None)"
         )
     return train_set, test_set
 
@@ -140,7 +144,8 @@ def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluat
     ]
     if len(set(labels)) < len(labels):
         raise UserError(
-            f"evaluator_builders: several tests write files as {labels}; give each a name of its own"
+            f"evaluator_builders: several evaluators write files as {labels}; give each a name of "
+            "its own"
         )
     return evaluators
 
@@ -180,7 +185,8 @@ async def policy_client(
     client = await service_client.create_sampling_client_async(model_path=path)
     if client.get_base_model() != policy.base_model:
         raise UserError(
-            f"{option}: {policy.load_checkpoint_path} is of the base model {client.get_base_model()}, and {policy.base_model} "
-            "was asked for; give the checkpoint's own"
+            f"{option}: {policy.load_checkpoint_path} was trained on the base model "
+            f"{client.get_base_model()}, not on "
+            f"{policy.base_model}; give the checkpoint's base model"
         )
     return client

@@ -82,7 +82,8 @@ def planned_steps(train_set: SupervisedDataset, config: Config) -> int:
     """Return the number of steps of the run. UserError if the data set has no batches."""
     if len(train_set) == 0:
         raise UserError(
-            "dataset_builder gives no batches; give a data set with at least one, or a smaller batch_size"
+            "dataset_builder returned a data set without batches; give a data set with at least "
+            "one, or a smaller batch_size"
         )
     steps = config.num_epochs * len(train_set)
     return steps if config.max_steps is None else min(steps, config.max_steps)

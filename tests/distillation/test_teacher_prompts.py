@@ -42,8 +42,8 @@ def test_what_a_row_asks(row):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [{"role": "assistant", "content": "b"}]}, "here: nothing is asked"),
-        ({"messages": [{"role": "system", "content": "b"}]}, "here: nothing is asked"),
+        ({"messages": [{"role": "assistant", "content": "b"}]}, "here: there is no question"),
+        ({"messages": [{"role": "system", "content": "b"}]}, "here: there is no question"),
         ({"text": "a"}, "here: the row has"),
     ],
 )
@@ -152,7 +152,7 @@ def test_a_killed_process_resumes_with_the_same_samples(renderer, tmp_path):
     assert len(teacher.asked) == PROMPTS_AT_ONCE + 3
     again = Teacher(renderer)
     sample(again, prompts, path)
-    assert again.asked == [], "nothing is asked twice"
+    assert again.asked == [], "there is no question twice"
 
 
 def test_answers_are_on_disk_before_the_record_that_speaks_of_them(renderer, tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ def test_a_checkpoint_of_another_base_model_is_rejected(client, models):
         .path
     )
     teacher = TeacherConfig(base_model=models[0], load_checkpoint_path=path)
-    with pytest.raises(UserError, match="give the checkpoint's own"):
+    with pytest.raises(UserError, match="give the checkpoint's base model"):
         asyncio.run(teacher_client(teacher, client, models[0], "teacher_config"))
 
 

@@ -262,9 +262,9 @@ def test_invalid_options_are_rejected_before_any_request(tokenizer, sums, option
     assert sampler.asked == []
 
 
-def test_choices_take_no_options_of_drawing(tokenizer, capitals):
+def test_choices_take_no_sampling_options(tokenizer, capitals):
     for options in ({"k": [1]}, {"sampling": Sampling()}):
-        with pytest.raises(UserError, match="draws nothing"):
+        with pytest.raises(UserError, match="samples nothing"):
             measured(
                 FakeSampler(tokenizer), load_task("multiple_choice_logprobs", capitals), **options
             )

@@ -133,7 +133,7 @@ def test_a_letter_is_read_where_it_is_plainly_given(text, letter):
         (
             "multiple_choice_logprobs",
             {**CHOICES, "choices": ["one", "one"], "answer": 0},
-            "there twice",
+            "empty or repeated",
         ),
         ("multiple_choice_logprobs", {**CHOICES, "choices": ["one", ""], "answer": 0}, "is empty"),
         (
@@ -155,8 +155,8 @@ def test_a_bad_row_is_named_by_its_line(name, row, message, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("chess",), "there is no such task; there are gsm8k"),
-        (("multiple_choice",), "its data have to be named"),
+        (("chess",), "there is no such task; the tasks are gsm8k"),
+        (("multiple_choice",), "it has no data of its own"),
         (("gsm8k", "missing.jsonl"), "no such file"),
     ],
 )

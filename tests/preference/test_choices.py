@@ -34,7 +34,7 @@ def test_the_deciding_token_follows_the_full_judge_output(renderer, name):
 
 
 def test_choices_with_a_common_first_token_are_rejected(renderer):
-    with pytest.raises(UserError, match="not told apart"):
+    with pytest.raises(UserError, match="do not differ in their first token"):
         Choice.between(("Yes", "Yeah", "No"), renderer)
 
 

@@ -383,7 +383,7 @@ def test_reference_logprobs_equal_the_trainers(client, models, pairs):
         ({"label_smoothing": 0.1, "loss": "ipo"}, "label_smoothing=0.1: loss=ipo"),
         ({"simpo_gamma": 0.5}, "simpo_gamma=0.5: loss=dpo"),
         ({"simpo_gamma": -0.5, "loss": "simpo"}, "simpo_gamma=-0.5: give"),
-        ({"loss": "simpo", "reference_model_name": "a"}, "loss=simpo asks no reference"),
+        ({"loss": "simpo", "reference_model_name": "a"}, "loss=simpo has no reference"),
         ({"reference_model_name": "a", "reference_checkpoint_path": "b"}, "two references"),
     ],
 )

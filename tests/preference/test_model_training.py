@@ -131,7 +131,7 @@ def test_a_finished_run_is_unchanged_and_an_uncalibrated_one_calibrated(
     with pytest.raises(KeyboardInterrupt):
         run(client, *arguments, max_steps=2)
     assert not (tmp_path / "run" / PREFERENCE_MODEL).exists()
-    with pytest.raises(UserError, match="came to its end"):
+    with pytest.raises(UserError, match="a finished run of preference_model"):
         PreferenceModelBuilderFromRun(path=str(tmp_path / "run"))(client)
     monkeypatch.undo()
     run(client, *arguments, max_steps=2)
@@ -140,7 +140,7 @@ def test_a_finished_run_is_unchanged_and_an_uncalibrated_one_calibrated(
     run(client, *arguments, max_steps=2)
     assert (tmp_path / "run" / PREFERENCE_MODEL).read_text() == written
     (tmp_path / "run" / PREFERENCE_MODEL).write_text('{"kind": "chat"}')
-    with pytest.raises(DamagedFileError, match="describes no preference model"):
+    with pytest.raises(DamagedFileError, match="does not describe a preference model"):
         Description.read(tmp_path / "run")
 
 
@@ -237,7 +237,7 @@ def test_a_run_without_test_pairs_completes(client, models, tmp_path, capsys, da
     [
         ({"learning_rate": 0.0}, "learning_rate="),
         ({"data": {"calibration_size": -1}}, "calibration_size=-1"),
-        ({"data": {"calibration_size": 40}}, "calibration_size=40: of"),
+        ({"data": {"calibration_size": 40}}, "calibration_size=40: each of"),
     ],
 )
 def test_an_invalid_option_is_rejected(client, models, many_pairs, tmp_path, changes, message):

@@ -164,7 +164,7 @@ def test_an_invalid_preference_is_rejected_naming_the_judge(models, given, error
     async def odd(comparison):
         return given
 
-    with pytest.raises(error, match=r"odd gave .*give a number from -1"):
+    with pytest.raises(error, match=r"odd returned .*return a number from -1"):
         play(models[0], group(models[0], odd), list("abcd"), strategy=RetryOnFailure())
 
 

@@ -150,7 +150,10 @@ def test_invalid_or_ignored_options_are_rejected(env, changes, message):
     ("env", "message"),
     [
         ("reasoning_gym:chain_sums", "did you mean chain_sum"),
-        ("arithmetics", "did you mean .*arithmetic.*planish's own there are arithmetic, gsm8k"),
+        (
+            "arithmetics",
+            "did you mean .*arithmetic.*the environments of planish itself are arithmetic, gsm8k",
+        ),
         ("reasoning_gym", "env=reasoning_gym: .*no such task"),
     ],
 )

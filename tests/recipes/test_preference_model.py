@@ -88,14 +88,14 @@ def test_an_invalid_option_is_rejected_by_name(small_model, tmp_path, engine, na
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"dataset": "pairs.jsonl"}, "largest=4 is for pairs that are made"),
+        ({"dataset": "pairs.jsonl"}, "largest=4 is for generated pairs"),
         (
             {"dataset": "pairs.jsonl", "largest": None, "pairs": "courtesy"},
-            "pairs=courtesy is for pairs that are made",
+            "pairs=courtesy is for generated pairs",
         ),
         (
             {"dataset": "pairs.jsonl", "largest": None, "questions": "a"},
-            "questions=a is for pairs that are made",
+            "questions=a is for generated pairs",
         ),
         ({"pairs": "solutions"}, "largest=4 is for pairs=courtesy"),
         ({"questions": "a"}, "questions=a is for pairs=solutions"),

@@ -220,7 +220,7 @@ def test_the_command_line_has_presets_and_rejects_unknown_options(capsys):
     with pytest.raises(SystemExit) as end:
         read_options(rl_loop.Config, rl_loop.PRESETS, ["--help"])
     assert end.value.code == 0
-    assert "answers to each problem" in capsys.readouterr().out
+    assert "answers per problem" in capsys.readouterr().out
 
 
 def test_the_config_is_written_down(service, sums_dataset, tmp_path):

@@ -50,7 +50,7 @@ def test_right_comes_before_short(a, b, expected):
 
 
 def test_the_rule_knows_its_own_questions_only():
-    with pytest.raises(UserError, match="is no question of these sums"):
+    with pytest.raises(UserError, match="is not a question of the generated sums"):
         quality(
             [{"role": "user", "content": "Who are you?"}], [{"role": "assistant", "content": "7"}]
         )

@@ -74,7 +74,7 @@ def test_a_step_that_returns_none_is_named_in_the_error(make):
             await super().step(message)
 
     with pytest.raises(
-        UserError, match=r"Forgetful.step gave a NoneType in turn 1; give a MessageStepResult"
+        UserError, match=r"Forgetful.step returned a NoneType in turn 1; return a MessageStepResult"
     ):
         play(make(Forgetful()), HI)
 
@@ -85,7 +85,8 @@ def test_episode_done_must_be_a_bool(make):
             return MessageStepResult(1.0, cast(Any, None), [])
 
     with pytest.raises(
-        UserError, match=r"Undecided.step gave episode_done=None in turn 1; give True or False"
+        UserError,
+        match=r"Undecided.step returned episode_done=None in turn 1; return True or False",
     ):
         play(make(Undecided()), HI)
 

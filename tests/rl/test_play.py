@@ -64,7 +64,7 @@ def test_a_written_answer_can_be_truncated(mapped, tokenizer):
 
 
 def test_too_few_written_answers_raise(mapped, tokenizer):
-    with pytest.raises(UserError, match="all 1 were used and the episode is not over"):
+    with pytest.raises(UserError, match="all 1 answers were used and the episode has not ended"):
         play(guessing(1), "3", tokenizer=tokenizer)
 
 

@@ -107,7 +107,7 @@ class Judged(Sum):
 
 @pytest.mark.parametrize("verdict", [0.5, 2, np.float32(0.25), "No"])
 def test_a_verdict_must_be_a_bool(renderer, verdict):
-    with pytest.raises(UserError, match=r"Judged.check_answer gave .*give True or False"):
+    with pytest.raises(UserError, match=r"Judged.check_answer returned .*return True or False"):
         answered(Judged(verdict, renderer), f"= 5{END}")
 
 

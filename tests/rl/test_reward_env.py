@@ -73,7 +73,7 @@ def test_reward_parts_are_summed_and_reported(renderer):
         (math.nan, NonFiniteError, "reward=nan"),
         ("good", UserError, "reward='good'"),
         (None, UserError, "reward=None"),
-        ({"a": math.inf}, NonFiniteError, "a gave reward=inf"),
+        ({"a": math.inf}, NonFiniteError, "a returned reward=inf"),
         ({"ended": 1.0}, UserError, "rename it"),
     ],
 )

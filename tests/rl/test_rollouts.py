@@ -420,7 +420,7 @@ def test_an_error_of_make_envs_is_handled_like_a_rollout_error():
 
 
 def test_a_group_without_environments_is_rejected():
-    with pytest.raises(UserError, match="make_envs of Group gave no environments"):
+    with pytest.raises(UserError, match="make_envs of Group returned no environments"):
         play(Group(plan=[]), MinViableGroup())
 
 
@@ -429,7 +429,7 @@ def test_a_retry_must_keep_the_group_size():
         async def make_envs(self):
             return (await super().make_envs())[: 4 if self.made == 1 else 2]
 
-    with pytest.raises(UserError, match="gave 2 environments, and 4 before"):
+    with pytest.raises(UserError, match="returned 2 environments, and 4 before"):
         play(Shrinking(plan=bad("flaky")), RetryOnFailure())
 
 
@@ -468,16 +468,16 @@ class BadGrades(Group):
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
-        (None, "gave a NoneType; give one"),
-        ([(0.0, {})] * 3, "gave 3 rewards for 4 trajectories"),
-        ([0.0] * 4, "gave 0.0 for trajectory 0; give one"),
-        ([(0.0, {})] * 3 + [(0.0, None)], r"gave \(0.0, None\) for trajectory 3"),
+        (None, "returned a NoneType; return one"),
+        ([(0.0, {})] * 3, "returned 3 rewards for 4 trajectories"),
+        ([0.0] * 4, "returned 0.0 for trajectory 0; return one"),
+        ([(0.0, {})] * 3 + [(0.0, None)], r"returned \(0.0, None\) for trajectory 3"),
         (
             [(0.0, {}), (0.0, {"won": [1]})] * 2,
-            r"for trajectory 1, gave the metric won=\[1\]; give a number",
+            r"for trajectory 1, returned the metric won=\[1\]; return a number",
         ),
-        ([("much", {})] * 4, "gave the reward 'much' for trajectory 0"),
-        ([(0.0, {}), (float("nan"), {})] * 2, "gave the reward nan for trajectory 1"),
+        ([("much", {})] * 4, "returned the reward 'much' for trajectory 0"),
+        ([(0.0, {}), (float("nan"), {})] * 2, "returned the reward nan for trajectory 1"),
     ],
 )
 @pytest.mark.parametrize("strategy", STRATEGIES)

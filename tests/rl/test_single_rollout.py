@@ -126,18 +126,18 @@ def test_an_overlong_first_prompt_gives_a_turn_without_tokens():
 @pytest.mark.parametrize(
     ("answer", "message"),
     [
-        ({"reward": float("nan")}, "Answering.step gave reward=nan in turn 1"),
-        ({"reward": float("inf")}, "give a finite number"),
-        ({"reward": None}, "Answering.step gave reward=None in turn 1; give a number"),
+        ({"reward": float("nan")}, "Answering.step returned reward=nan in turn 1"),
+        ({"reward": float("inf")}, "return a finite number"),
+        ({"reward": None}, "Answering.step returned reward=None in turn 1; return a number"),
         ({"stop_reason": "bored"}, "stop_reason='bored'; there are completed, "),
         (
             {"metrics": {"answer": "42"}},
-            "Answering.step, in turn 1, gave the metric answer='42'; give a number",
+            "Answering.step, in turn 1, returned the metric answer='42'; return a number",
         ),
-        ({"metrics": None}, "gave None as metrics"),
+        ({"metrics": None}, "returned None as metrics"),
         (
             {"episode_done": None},
-            "Answering.step gave episode_done=None in turn 1; give True or False",
+            "Answering.step returned episode_done=None in turn 1; return True or False",
         ),
         ({"episode_done": "False"}, "episode_done='False'"),
         (
@@ -159,7 +159,7 @@ def test_a_step_result_of_another_type_is_rejected():
 
     with pytest.raises(
         UserError,
-        match="gave a types.SimpleNamespace in turn 1; give a planish.rl.types.StepResult",
+        match="returned a types.SimpleNamespace in turn 1; return a planish.rl.types.StepResult",
     ):
         play(Foreign())
 
@@ -170,7 +170,7 @@ def test_an_initial_observation_of_another_type_is_rejected():
             return [{"role": "user", "content": "Hi"}]
 
     with pytest.raises(
-        UserError, match=r"Messages.initial_observation gave a list.*EnvFromMessageEnv"
+        UserError, match=r"Messages.initial_observation returned a list.*EnvFromMessageEnv"
     ):
         play(Messages())
 
@@ -182,7 +182,7 @@ def test_a_prompt_of_another_type_is_rejected():
 
     with pytest.raises(
         UserError,
-        match=r"Numbers.initial_observation gave a prompt that is a list; give a ModelInput",
+        match=r"Numbers.initial_observation returned a prompt that is a list; give a ModelInput",
     ):
         play(Numbers())
 
@@ -282,10 +282,11 @@ def test_rewards_of_an_end_without_an_action_are_validated():
             return float("nan"), {}
 
     with pytest.raises(
-        NonFiniteError, match=r"Full\.initial_observation gave reward=nan; give a finite number"
+        NonFiniteError,
+        match=r"Full\.initial_observation returned reward=nan; return a finite number",
     ):
         play(Full())
-    with pytest.raises(NonFiniteError, match=r"Ungraded\.stopped_by_limit gave reward=nan"):
+    with pytest.raises(NonFiniteError, match=r"Ungraded\.stopped_by_limit returned reward=nan"):
         play(Ungraded(rollout_limits=RolloutLimits(rollout_timeout_seconds=1e-9)))
 
 

@@ -463,9 +463,9 @@ BAD = {
     "evaluators that never run": ({"evaluator_builders": [dict]}, "eval_every"),
     "no pair": (
         {"dataset_builder": OnlyTrainingBuilder()},
-        "dataset_builder gave a .*; give two data sets",
+        "dataset_builder returned a .*; return a tuple of two data sets",
     ),
-    "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "no batches"),
+    "empty": ({"dataset_builder": DigitsBuilder(batches=0)}, "without batches"),
 }
 
 

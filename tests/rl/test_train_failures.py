@@ -111,7 +111,7 @@ def test_a_builder_without_a_dataset_is_rejected(service, tmp_path):
         async def __call__(self) -> Any:
             return None, None
 
-    with pytest.raises(UserError, match="gave None to train on"):
+    with pytest.raises(UserError, match="returned None for training"):
         train(service, tmp_path, Empty())
 
 
@@ -303,7 +303,7 @@ class Scores(SamplingClientEvaluator):
 )
 def test_evaluator_metrics_must_not_overwrite_others(service, tmp_path, second, message):
     builders = [partial(Scores, {"score": 0.1}), partial(Scores, second)]
-    with pytest.raises(UserError, match=f"the evaluator Scores gave the {message}"):
+    with pytest.raises(UserError, match=f"the evaluator Scores returned the {message}"):
         train(service, tmp_path, evaluator_builders=builders, eval_every=1)
 
 

@@ -127,5 +127,5 @@ def test_a_data_set_of_groups(model):
     assert {group.size for group in groups} == {3}
     single: Any = test.get_batch(0)[0]
     assert (single.row, single.size, single.logging_tags()) == (ROW, 1, ["rubric"])
-    with pytest.raises(UserError, match="none to train on"):
+    with pytest.raises(UserError, match="no row to train on"):
         asyncio.run(chz.replace(builder, rows=lambda: RubricRows([]))())

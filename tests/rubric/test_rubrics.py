@@ -101,7 +101,7 @@ def test_what_a_program_says():
         ),
         (
             {"messages": [{"role": "user"}], "rubric_items": [ITEM]},
-            "content of message 1 is no text",
+            "content of message 1 is not a text",
         ),
         (
             {
@@ -161,7 +161,7 @@ def test_examples_are_read_and_must_have_a_score():
     [criterion] = read([{"answer": "8", "reply": "<score>0</score>"}]).criteria
     assert criterion.examples == (Example("8", "<score>0</score>"),)
     with pytest.raises(
-        UserError, match="row 3, rubric item 1: the example's reply 'No' has no score"
+        UserError, match="row 3, rubric item 1: the example's reply 'No' has no readable score"
     ):
         read([{"answer": "8", "reply": "No"}])
     for wrong in (
@@ -176,5 +176,5 @@ def test_examples_are_read_and_must_have_a_score():
 
 def test_two_items_of_one_name_are_rejected():
     items = [{**ITEM, "name": "2"}, ITEM]
-    with pytest.raises(UserError, match="two rubric items are called alike"):
+    with pytest.raises(UserError, match="several rubric items have the same name"):
         read_rubric_row({"messages": QUESTION, "rubric_items": items}, "row 3")

@@ -547,6 +547,6 @@ def test_an_invalid_option_is_rejected_by_name(service, chats, tmp_path, name, v
 
 
 def test_a_dataset_without_batches_is_rejected(service, chats, tmp_path):
-    with pytest.raises(UserError, match="no batches"):
+    with pytest.raises(UserError, match="without batches"):
         train(service, chats, tmp_path / "run", dataset_builder=Given(Numbered([])))
     assert not (tmp_path / "run").exists()

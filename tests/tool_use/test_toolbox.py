@@ -127,7 +127,7 @@ def test_a_tool_that_takes_too_long(name):
     [result] = run(call(name, {"seconds": 1.0}), timeout_seconds=0.02)
     assert time.monotonic() - began < 0.9
     assert result.is_error
-    assert result.message["content"] == f"Error: {name} gave no result within 0.02 seconds"
+    assert result.message["content"] == f"Error: {name} returned no result within 0.02 seconds"
 
 
 def test_a_tools_own_timeout_is_its_error():
@@ -201,7 +201,7 @@ def test_an_unreadable_call_is_answered():
 def test_invalid_options_are_rejected(options):
     with pytest.raises(
         UserError,
-        match=r"tool_execution|tool_timeout_seconds|max_result_chars|two of the name double",
+        match=r"tool_execution|tool_timeout_seconds|max_result_chars|several have the name double",
     ):
         Toolbox(**{"tools": TOOLS, **options})
 
@@ -225,8 +225,8 @@ class Given:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("text", "the tool given gave a str;.*ToolResult"),
-        (ToolResult(cast(Any, 12)), r"given gave ToolResult\(12\)"),
+        ("text", "the tool given returned a str;.*ToolResult"),
+        (ToolResult(cast(Any, 12)), r"given returned ToolResult\(12\)"),
     ],
 )
 def test_a_tool_that_gives_no_text_is_named(value, message, execution):

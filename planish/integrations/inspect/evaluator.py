@@ -72,7 +72,7 @@ def metrics_of(log: EvalLog) -> dict[str, float]:
     if log.status != "success" or log.results is None:
         reason = log.error.message if log.error else "none of its samples could be scored"
         raise PlanishError(
-            f"Inspect's task {log.eval.task} gave no results: {reason}; see {log.location}"
+            f"Inspect's task {log.eval.task} returned no results: {reason}; see {log.location}"
         )
     results, prefix = log.results, f"eval/{log.eval.task}"
     metrics = {

@@ -45,7 +45,7 @@ def _part(part: Any, role: str) -> dict[str, str]:
         return {"type": "text", "text": part.text}
     if isinstance(part, ContentReasoning) and role == "assistant":
         return {"type": "thinking", "thinking": part.reasoning}
-    raise UnsupportedError(f"a message of the {role} holds {part.type}; planish reads text only")
+    raise UnsupportedError(f"a message of the {role} contains {part.type}; planish reads only text")
 
 
 def choice(

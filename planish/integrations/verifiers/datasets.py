@@ -26,16 +26,20 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
 
     env_id: str
     model_name: str
-    env_args: str = chz.field(default="{}", doc="arguments of load_environment, a JSON object")
+    env_args: str = chz.field(default="{}", doc="arguments of load_environment as a JSON object")
     renderer_name: str | None = None
-    batch_size: int = chz.field(default=8, doc="rows a step")
-    group_size: int = chz.field(default=8, doc="rollouts of each row")
+    batch_size: int = chz.field(default=8, doc="rows per step")
+    group_size: int = chz.field(default=8, doc="rollouts per row")
     eval_problems: int | None = chz.field(
         default=None,
-        doc="rows a test; none = the environment's eval data if it has any; where it has none, held out",
+        doc="number of test rows; none = the environment's eval data, or rows held out of "
+        "training if it has none",
     )
-    max_prompt_tokens: int | None = chz.field(default=None, doc="a longer prompt ends a rollout")
-    seed: int = chz.field(default=0, doc="of the order of the data")
+    max_prompt_tokens: int | None = chz.field(
+        default=None,
+        doc="maximum tokens in a prompt with its answer; a longer prompt ends the rollout",
+    )
+    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         train, tests = self._splits(load_environment(self.env_id, read_env_args(self.env_args)))
@@ -46,7 +50,8 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         train, tests = environment.build_dataset(), environment.build_eval_dataset()
         if train is None:
             raise UserError(
-                f"env_id={self.env_id}: the environment has data for tests only; there is nothing to train on"
+                f"env_id={self.env_id}: the environment has only evaluation data; give an "
+                "environment with training data"
             )
         if self.eval_problems == 0 or (tests is None and self.eval_problems is None):
             return train, []
@@ -58,7 +63,8 @@ class VerifiersDatasetBuilder(RLDatasetBuilder):
         count = self.eval_problems or 0
         if count >= len(train):
             raise UserError(
-                f"eval_problems={count}: env_id={self.env_id} has no eval data, and of its {len(train)} rows at least one must be "
+                f"eval_problems={count}: env_id={self.env_id} has no eval data, and of its "
+                f"{len(train)} rows at least one must be "
                 "left to train on; give fewer"
             )
         held_out = sorted(random.Random(self.seed).sample(range(len(train)), count))
@@ -90,7 +96,8 @@ def read_env_args(text: str) -> str:
         arguments = json.loads(text)
     except ValueError as error:
         raise UserError(
-            f'env_args={text}: it is not JSON ({error}); give an object such as \'{{"split": "train"}}\''
+            f'env_args={text}: it is not JSON ({error}); give an object such as \'{{"split": '
+            '"train"}\''
         ) from error
     if not isinstance(arguments, dict):
         raise UserError(f"env_args={text}: give a JSON object, the arguments of load_environment")

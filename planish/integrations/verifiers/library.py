@@ -64,7 +64,8 @@ def require_verifiers() -> None:
         raise UserError(f"environments of verifiers need that library: {INSTALL}") from None
     if found.split(".")[:2] != ["0", "3"]:
         raise UnsupportedError(
-            f"verifiers {found} is installed, and planish works with 0.3, whose Environment 0.4 left out: {INSTALL}"
+            f"verifiers {found} is installed, and planish works with 0.3, because 0.4 has no "
+            f"Environment class: {INSTALL}"
         )
 
 
@@ -86,7 +87,8 @@ def load_environment(env_id: str, env_args: str) -> Any:
             environment = verifiers.load_environment(env_id, **json.loads(env_args))
         except Exception as error:  # the environment's module may raise anything
             raise UserError(
-                f"env_id={env_id}: {error}; install the environment's package (prime env install), or have its module, with a "
+                f"env_id={env_id}: {error}; install the environment's package (prime env install), "
+                "or have its module, with a "
                 "function load_environment, where Python finds it"
             ) from error
     check_environment(environment, env_id)
@@ -99,11 +101,11 @@ def check_environment(environment: Any, name: str) -> None:
     if not isinstance(environment, verifiers.Environment):
         kind = f"{type(environment).__module__}.{type(environment).__qualname__}"
         raise UnsupportedError(
-            f"{name} is a {kind}; planish plays verifiers.Environment (SingleTurnEnv, ToolEnv, ...)"
+            f"{name} is a {kind}; planish runs verifiers.Environment (SingleTurnEnv, ToolEnv, ...)"
         )
     if environment.message_type != "chat":
         raise UnsupportedError(
-            f"{name} has message_type={environment.message_type!r}; planish plays chat environments"
+            f"{name} has message_type={environment.message_type!r}; planish runs chat environments"
         )
 
 
@@ -134,7 +136,7 @@ def _client_type() -> type:
 
         def setup_client(self, config: Any) -> Any:
             raise UnsupportedError(
-                "the policy has no address; an environment's other models need clients of their own"
+                "the policy has no URL; give an environment's other models clients of their own"
             )
 
         async def to_native_tool(self, tool: Any) -> Any:
@@ -149,7 +151,8 @@ def _client_type() -> type:
             check_sampling(sampling_args)
             if model != MODEL:
                 raise UnsupportedError(
-                    f"the environment asks for the model {model!r}; the policy is all there is"
+                    f"the environment requests the model {model!r}, but only the policy can be "
+                    "called"
                 )
             try:
                 return await self.client(Asked(prompt, tools or []))

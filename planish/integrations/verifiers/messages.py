@@ -99,7 +99,8 @@ def check_sampling(arguments: Mapping[str, Any]) -> None:
     }
     if asked:
         raise UnsupportedError(
-            f"the environment gives sampling arguments of its own, {json.dumps(asked, default=str)}; give them to the run, and "
+            f"the environment sets sampling arguments, {json.dumps(asked, default=str)}; give them "
+            "to the run, and "
             "leave them out of the environment"
         )
 
@@ -112,7 +113,8 @@ def _text(content: Any) -> str:
         fields = part if isinstance(part, Mapping) else part.model_dump()
         if fields.get("type") != "text":
             raise UnsupportedError(
-                f"a message has content of type {fields.get('type')!r}; planish's models read text"
+                f"a message has content of type {fields.get('type')!r}; models of planish read "
+                "only text"
             )
         texts.append(fields["text"])
     return "".join(texts)

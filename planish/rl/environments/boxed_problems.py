@@ -70,12 +70,12 @@ class BoxedProblemDatasetBuilder(RLDatasetBuilder):
         default=None, doc="hub name, local directory or file; none = the published one"
     )
     renderer_name: str | None = None
-    batch_size: int = chz.field(default=16, doc="problems a step")
-    group_size: int = chz.field(default=8, doc="answers to each problem")
+    batch_size: int = chz.field(default=16, doc="problems per step")
+    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
-        default=None, doc="problems a test; none = the whole test split"
+        default=None, doc="number of test problems; none = the whole test split"
     )
-    seed: int = chz.field(default=0, doc="of the order of the data")
+    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test problems, the latter is None."""

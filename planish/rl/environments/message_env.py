@@ -180,7 +180,8 @@ class EnvFromMessageEnv(Env):
                 reward=self.context_overflow_reward,
                 metrics={**_endings(StopReason.CONTEXT_OVERFLOW), "parse_error": 0.0},
                 logs={
-                    "initial_observation_overflow": f"the prompt has {length} tokens, and max_trajectory_tokens={most} with "
+                    "initial_observation_overflow": f"the prompt has {length} tokens, and "
+                    f"max_trajectory_tokens={most} with "
                     f"max_generation_tokens={self.max_generation_tokens} leaves no room for an "
                     "answer"
                 },
@@ -289,7 +290,7 @@ class EnvFromMessageEnv(Env):
         name = f"{type(self.message_env).__name__}.step"
         if not isinstance(step, MessageStepResult):
             raise UserError(
-                f"{name} gave a {type(step).__name__} in turn {self._turns}; give a "
+                f"{name} returned a {type(step).__name__} in turn {self._turns}; return a "
                 "MessageStepResult"
             )
         replies = self._conversation.replies(turn.message, step.next_messages)

@@ -137,8 +137,8 @@ class ProblemEnv(Env):
         value = verdict.item() if hasattr(verdict, "item") else verdict
         if isinstance(value, str) or (isinstance(value, (int, float)) and value not in (0, 1)):
             raise UserError(
-                f"{type(self).__name__}.{method} gave {value!r}; give True or False (for scores "
-                "there is RewardEnv)"
+                f"{type(self).__name__}.{method} returned {value!r}; return True or False "
+                "(for scores there is RewardEnv)"
             )
         return bool(value)
 

@@ -74,7 +74,10 @@ class RewardEnv(Env):
                 str(key): validate_reward(value, f"{name}, {key}") for key, value in parts.items()
             }
             if "ended" in checked:
-                raise UserError(f"{name} gave a part 'ended', which is a metric already; rename it")
+                raise UserError(
+                    f"{name} returned a part 'ended', which is already the name of a metric; "
+                    "rename it"
+                )
             metrics |= checked
             reward = validate_reward(sum(checked.values()), name)
         else:
@@ -90,16 +93,18 @@ class RewardEnv(Env):
 class RewardDatasetBuilder(RLDatasetBuilder):
     """Groups of `RewardEnv`, one for each row with "prompt" or "messages"."""
 
-    dataset: str = chz.field(doc="JSONL file, directory with train.jsonl and test.jsonl, hub name")
+    dataset: str = chz.field(
+        doc="JSONL file, directory with train.jsonl and test.jsonl, or hub name"
+    )
     reward: RewardFunction
     model_name: str
     renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    batch_size: int = chz.field(default=16, doc="questions a step")
-    group_size: int = chz.field(default=8, doc="answers to each question")
+    batch_size: int = chz.field(default=16, doc="questions per step")
+    group_size: int = chz.field(default=8, doc="answers per question")
     test_size: int = chz.field(
-        default=0, doc="of one file: rows at its end that are tested on and not trained on"
+        default=0, doc="single file: number of rows at its end that are held out for evaluation"
     )
-    seed: int = chz.field(default=0, doc="of the order of the questions")
+    seed: int = chz.field(default=0, doc="seed of the order of the questions")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). The test dataset is None without test rows.

@@ -144,11 +144,11 @@ class GroupRun:
                 envs = await self.builder.make_envs()
         name = f"make_envs of {type(self.builder).__qualname__}"
         if not envs:
-            raise UserError(f"{name} gave no environments; give at least one")
+            raise UserError(f"{name} returned no environments; return at least one")
         if self._size is not None and len(envs) != self._size:
             raise UserError(
-                f"{name} gave {len(envs)} environments, and {self._size} before; give as many each "
-                "time"
+                f"{name} returned {len(envs)} environments, and {self._size} before; return the "
+                "same number each time"
             )
         self._size = len(envs)
         return envs

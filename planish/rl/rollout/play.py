@@ -73,7 +73,8 @@ class ScriptedPolicy(AnswersAsTokens):
         """Return the next answer of the list."""
         if self._next == len(self._answers):
             raise UserError(
-                f"answers: all {self._next} were used and the episode is not over; give more"
+                f"answers: all {self._next} answers were used and the episode has not ended; give "
+                "more"
             )
         answer = self._answers[self._next]
         self._next += 1

@@ -154,11 +154,11 @@ def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Gra
     finite.
     """
     name = f"compute_group_rewards of {type(builder).__qualname__}"
-    wanted = "give one (reward, metrics) for each trajectory"
+    wanted = "return one (reward, metrics) for each trajectory"
     if not isinstance(given, list | tuple):
-        raise UserError(f"{name} gave a {type(given).__name__}; {wanted}, as a list")
+        raise UserError(f"{name} returned a {type(given).__name__}; {wanted}, as a list")
     if len(given) != size:
-        raise UserError(f"{name} gave {len(given)} rewards for {size} trajectories; {wanted}")
+        raise UserError(f"{name} returned {len(given)} rewards for {size} trajectories; {wanted}")
     grades: list[Grade] = []
     for index, grade in enumerate(given):
         if (
@@ -166,16 +166,17 @@ def validate_grades(given: Any, builder: EnvGroupBuilder, size: int) -> list[Gra
             or len(grade) != 2
             or not isinstance(grade[1], Mapping)
         ):
-            raise UserError(f"{name} gave {grade!r} for trajectory {index}; {wanted}")
+            raise UserError(f"{name} returned {grade!r} for trajectory {index}; {wanted}")
         try:
             reward = float(grade[0])
         except (TypeError, ValueError):
             raise UserError(
-                f"{name} gave the reward {grade[0]!r} for trajectory {index}; give a number"
+                f"{name} returned the reward {grade[0]!r} for trajectory {index}; return a number"
             ) from None
         if not math.isfinite(reward):
             raise NonFiniteError(
-                f"{name} gave the reward {reward} for trajectory {index}; give a finite number"
+                f"{name} returned the reward {reward} for trajectory {index}; return a finite "
+                "number"
             )
         grades.append((reward, checked_metrics(grade[1], f"{name}, for trajectory {index},")))
     return grades

@@ -61,12 +61,15 @@ async def do_single_rollout(
         return Trajectory([end], ModelInput.empty(), StopReason.CONTEXT_OVERFLOW)
     if not isinstance(first, tuple) or len(first) != 2:
         raise UserError(
-            f"{type(env).__name__}.initial_observation gave a {type(first).__name__}; an Env gives "
+            f"{type(env).__name__}.initial_observation returned a {type(first).__name__}; an Env "
+            "gives "
             "(ModelInput, stop), and one of "
             "messages is wrapped: EnvFromMessageEnv(renderer, env)"
         )
     observation, stop = first
-    check_observation(observation, f"{type(env).__name__}.initial_observation gave a prompt that")
+    check_observation(
+        observation, f"{type(env).__name__}.initial_observation returned a prompt that"
+    )
     takes_extra = accepts_extra(env)
     transitions: list[Transition] = []
     while True:
@@ -122,7 +125,7 @@ class PolicyTurns:
             if turn.expired():
                 seconds = self.limits.sampling_turn_timeout_seconds
                 raise TimeoutError(
-                    f"the policy gave no answer in sampling_turn_timeout_seconds={seconds}"
+                    f"the policy returned no answer within sampling_turn_timeout_seconds={seconds}"
                 ) from None
             raise
         self._sampled_tokens += len(action.tokens)
@@ -149,16 +152,18 @@ def validate_step_result(result: Any, env: Env, turn: int) -> StepResult:
     name = f"{type(env).__name__}.step"
     if not isinstance(result, StepResult):
         kind = f"{type(result).__module__}.{type(result).__qualname__}"
-        raise UserError(f"{name} gave a {kind} in turn {turn}; give a planish.rl.types.StepResult")
+        raise UserError(
+            f"{name} returned a {kind} in turn {turn}; return a planish.rl.types.StepResult"
+        )
     reward = validate_reward(result.reward, name, f" in turn {turn}")
     is_done = validate_done(result.episode_done, name, f" in turn {turn}")
     if not is_done:
         check_observation(
-            result.next_observation, f"{name} gave a next_observation, in turn {turn}, that"
+            result.next_observation, f"{name} returned a next_observation, in turn {turn}, that"
         )
     if result.stop_reason is not None and result.stop_reason not in set(StopReason):
         raise UserError(
-            f"{name} gave stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}"
+            f"{name} returned stop_reason={result.stop_reason!r}; there are {', '.join(StopReason)}"
         )
     metrics = checked_metrics(result.metrics, f"{name}, in turn {turn},")
     return replace(result, reward=reward, episode_done=is_done, metrics=metrics)
@@ -179,7 +184,9 @@ def validate_done(episode_done: Any, name: str, where: str) -> bool:
     """
     value = episode_done.item() if hasattr(episode_done, "item") else episode_done
     if value not in (0, 1):
-        raise UserError(f"{name} gave episode_done={episode_done!r}{where}; give True or False")
+        raise UserError(
+            f"{name} returned episode_done={episode_done!r}{where}; return True or False"
+        )
     return bool(value)
 
 
@@ -190,9 +197,9 @@ def validate_reward(reward: Any, name: str, where: str = "") -> float:
     try:
         value = float(reward)
     except (TypeError, ValueError):
-        raise UserError(f"{name} gave reward={reward!r}{where}; give a number") from None
+        raise UserError(f"{name} returned reward={reward!r}{where}; return a number") from None
     if not math.isfinite(value):
-        raise NonFiniteError(f"{name} gave reward={value}{where}; give a finite number")
+        raise NonFiniteError(f"{name} returned reward={value}{where}; return a finite number")
     return value
 
 

@@ -85,12 +85,12 @@ class RetryOnFailure(RolloutStrategy):
     """
 
     max_retries: int = chz.field(
-        default=3, validator=_count, doc="failures of one group that are played again"
+        default=3, validator=_count, doc="number of failed rollouts of a group that are retried"
     )
     per_rollout_timeout: float = chz.field(
         default=0,
         validator=_seconds,
-        doc="seconds of one trajectory; a longer one has failed; 0 = no limit",
+        doc="time limit of a trajectory in seconds; a longer one has failed; 0 = no limit",
     )
 
     def rules(self, group_size: int) -> FailureRules:
@@ -112,15 +112,16 @@ class MinViableGroup(RolloutStrategy):
     min_successful: int | None = chz.field(
         default=None,
         validator=_at_least_one,
-        doc="fewest trajectories of a group; none = three quarters, rounded up",
+        doc="minimum number of successful trajectories in a group; none = three quarters, rounded "
+        "up",
     )
     max_retries: int = chz.field(
-        default=3, validator=_count, doc="failures of one group that are played again"
+        default=3, validator=_count, doc="number of failed rollouts of a group that are retried"
     )
     per_rollout_timeout: float = chz.field(
         default=0,
         validator=_seconds,
-        doc="seconds of one trajectory; a longer one has failed; 0 = no limit",
+        doc="time limit of a trajectory in seconds; a longer one has failed; 0 = no limit",
     )
 
     def rules(self, group_size: int) -> FailureRules:

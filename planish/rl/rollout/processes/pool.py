@@ -169,7 +169,8 @@ def pickled(task: RolloutTask, builder: EnvGroupBuilder) -> bytes:
         where = "" if culprit is None else f" because of {culprit}"
         raise UserError(
             f"{type(builder).__qualname__} cannot be sent to a rollout process{where}: {error}; "
-            "a builder holds plain data and module-level functions (use functools.partial instead "
+            "a builder must contain only plain data and module-level functions (use "
+            "functools.partial instead "
             "of a lambda)"
         ) from error
 

@@ -157,8 +157,8 @@ async def roll_out(request: RolloutRequest, policy: TokenCompleter) -> bytes:
         return pickle.dumps(RolloutResult(group, failures, logged))
     except Exception as error:
         raise UserError(
-            f"what {request.builder_name} gave cannot be sent back from its process: "
-            f"{type(error).__name__}: {error}; metrics and logs must hold numbers and text"
+            f"the result of {request.builder_name} cannot be sent back from its process: "
+            f"{type(error).__name__}: {error}; metrics and logs must contain only numbers and text"
         ) from error
 
 
