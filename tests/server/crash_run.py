@@ -28,6 +28,8 @@ from typing import Any
 
 from crash_history import CrashClient, script
 from crash_server import CrashServer, Start, free_port
+from disk_shim import Shim
+from power_loss import LOSSES, Disk
 from server_client import state
 from wire_client import WireClient
 
@@ -89,6 +91,37 @@ def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
             yield Kill(None, chance.uniform(0.03, 0.6))
 
 
+class Power:
+    """Makes each kill a power loss: the disk forgets what was not synced."""
+
+    def __init__(
+        self, data_dir: Path, seed: int, sync_delay: int = 0, ignores_syncs: bool = False
+    ) -> None:
+        """`sync_delay` is the time of a sync in microseconds. With `ignores_syncs`, no sync has
+        an effect.
+        """
+        data_dir.mkdir(parents=True, exist_ok=True)
+        self._shim = Shim(data_dir.with_name(f"{data_dir.name} shim"), data_dir)
+        self._shim.fields.sync_delay = sync_delay
+        self._shim.fields.ignores_syncs = ignores_syncs
+        self._disk = Disk(data_dir)
+        self._chance = random.Random(seed)
+        self.losses: list[str] = []
+        """The power losses so far, for the report of a failure."""
+
+    def begin(self) -> tuple[Path, Path, Path]:
+        """Return how the shim of the next server process is configured."""
+        self._shim.begin_log()
+        return self._shim.files
+
+    def fail(self) -> None:
+        """Let the disk forget. The server must have ended."""
+        self._disk.replay(self._shim.log)
+        loss = self._chance.choice(LOSSES)
+        self.losses.append(str(loss))
+        self._disk.lose_power(loss, self._chance)
+
+
 class Director:
     """Starts the server, and restarts it at the same address when it dies."""
 
@@ -99,11 +132,13 @@ class Director:
         deaths: Iterator[Kill],
         most: int,
         settings: ServerSettings,
+        power: Power | None = None,
     ) -> None:
         self.kills: Counter[str] = Counter()
         self._start = Start(model_dir, data_dir, settings, free_port(), KEYS)
         self._deaths = deaths
         self._most = most
+        self._power = power
         self._server: CrashServer | None = None
 
     @property
@@ -114,11 +149,15 @@ class Director:
         while True:
             death = next(self._deaths) if self.kills.total() < self._most else Kill()
             start = replace(self._start, crash_at=death.crash_at, crash_after=death.crash_after)
+            if self._power is not None:
+                start = replace(start, shim=self._power.begin())
             self._server = CrashServer(start)
             status = await self._server.died()
             assert status == -signal.SIGKILL, f"the server ended by itself, with status {status}"
             was_timer = start.timer_mark.exists()
             start.timer_mark.unlink(missing_ok=True)
+            if self._power is not None:
+                self._power.fail()
             self.kills["at random" if was_timer else death.place] += 1
 
     async def end(self) -> None:
@@ -134,9 +173,10 @@ async def play(
     most: int,
     settings: ServerSettings,
     number: int = len(KEYS),
+    power: Power | None = None,
 ) -> Round:
-    """Run one round of the script with up to `most` kills."""
-    director = Director(model_dir, data_dir, deaths, most, settings)
+    """Run one round of the script with up to `most` kills; with `power`, each is a power loss."""
+    director = Director(model_dir, data_dir, deaths, most, settings, power)
     wires = [WireClient(director.url, key) for key in list(KEYS)[:number]]
     clients = [CrashClient(wire) for wire in wires]
     work = asyncio.gather(*(script(client, 100 * index) for index, client in enumerate(clients)))

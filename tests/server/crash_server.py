@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import uvicorn
+from disk_shim import configure, preloaded
 from server_client import make_core
 
 from planish.engine.engine import Engine
@@ -54,6 +55,8 @@ class Start:
     """NAME:COUNT of a crash point."""
     crash_after: float | None = None
     """Seconds of CPU time, so that the server gets as far on a busy machine as on an idle one."""
+    shim: tuple[Path, Path, Path] | None = None
+    """The directory, the log and the control file of a `Shim`."""
     has_poison: bool = False
     """Whether a request that begins with POISON kills the server shortly after the engine got it.
     """
@@ -69,7 +72,7 @@ class CrashServer:
 
     def __init__(self, start: Start) -> None:
         self._process: Any = FORKS.Process(target=_serve, args=(start,), daemon=True)
-        with _modules_on_path():
+        with _modules_on_path(), preloaded():  # the first start starts the fork server
             self._process.start()
 
     async def died(self) -> int | None:
@@ -109,6 +112,8 @@ def _serve(start: Start) -> None:
 
     torch.set_num_threads(1)
     logging.basicConfig(level=logging.WARNING)
+    if start.shim is not None:
+        configure(*start.shim)
     if start.crash_at is not None:
         store.arm_crash_point(start.crash_at)
     if start.crash_after is not None:
