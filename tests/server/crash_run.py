@@ -2,11 +2,15 @@
 twice.
 
     python tests/server/crash_run.py --kills 300 --record crash_run.json
+    python tests/server/crash_run.py --kills 300 --power-loss --kills-per-round 40
 
 Every round has a new data directory and runs the whole script of crash_history.py. The server is
 killed at each crash point of planish/server/durable/store.py in turn, and at random moments, as
 often as fits into the round. At the end of a round, the answers of the clients, and the weights and
 optimizer states of all models, must equal those of a round without kills, bit for bit.
+
+With --power-loss, the server is killed at random file calls, and the disk forgets then what was not
+synced, in one of the many ways that power_loss.py describes. This needs a C compiler.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from typing import Any
 
 from crash_history import CrashClient, script
 from crash_server import CrashServer, Start, free_port
-from disk_shim import Shim
+from disk_shim import Shim, compiler
 from power_loss import LOSSES, Disk
 from server_client import state
 from wire_client import WireClient
@@ -45,6 +49,9 @@ SETTINGS = ServerSettings(
 CALM = ServerSettings()
 KEYS = {"tml-crash-one": "one", "tml-crash-two": "two"}
 """Each client is a tenant."""
+
+SYNC_MICROSECONDS = (0, 500)
+"""The time of a sync, by round. While a sync lasts, other threads can write."""
 
 OFTEN = {
     "before commit",
@@ -67,15 +74,19 @@ class Round:
 
 @dataclass(frozen=True)
 class Kill:
-    """The next kill: at the nth time that a crash point is reached, or after a time, whichever
-    comes first.
+    """The next kill: at the nth time that a crash point is reached, after a time, or at the nth
+    file call, whichever comes first.
     """
 
     crash_at: str | None = None
     crash_after: float | None = None
+    crash_call: int | None = None
+    """Needs a `Power`."""
 
     @property
     def place(self) -> str:
+        if self.crash_call is not None:
+            return "at a file call"
         return "at random" if self.crash_at is None else self.crash_at.rpartition(":")[0]
 
 
@@ -89,6 +100,15 @@ def kills(seed: int, places: Sequence[str] = CRASH_POINTS) -> Iterator[Kill]:
             count = chance.randrange(1, 30) if name in OFTEN else 1
             yield Kill(f"{name}:{count}", chance.uniform(0.4, 1.4))
             yield Kill(None, chance.uniform(0.03, 0.6))
+
+
+def power_losses(seed: int) -> Iterator[Kill]:
+    """Yield kills at random file calls, most of them soon after the start. A start that did not
+    become ready within 3 seconds of computing is not waited for.
+    """
+    chance = random.Random(seed)
+    while True:
+        yield Kill(None, 3.0, int(2 ** chance.uniform(4, 9.5)))
 
 
 class Power:
@@ -109,9 +129,12 @@ class Power:
         self.losses: list[str] = []
         """The power losses so far, for the report of a failure."""
 
-    def begin(self) -> tuple[Path, Path, Path]:
+    def begin(self, death: Kill) -> tuple[Path, Path, Path]:
         """Return how the shim of the next server process is configured."""
         self._shim.begin_log()
+        self._shim.heal()
+        if death.crash_call is not None:
+            self._shim.fail(death.crash_call, 0)
         return self._shim.files
 
     def fail(self) -> None:
@@ -150,7 +173,7 @@ class Director:
             death = next(self._deaths) if self.kills.total() < self._most else Kill()
             start = replace(self._start, crash_at=death.crash_at, crash_after=death.crash_after)
             if self._power is not None:
-                start = replace(start, shim=self._power.begin())
+                start = replace(start, shim=self._power.begin(death))
             self._server = CrashServer(start)
             status = await self._server.died()
             assert status == -signal.SIGKILL, f"the server ended by itself, with status {status}"
@@ -211,16 +234,30 @@ def differences(seen: Round, expected: Round) -> list[str]:
 
 
 async def campaign(
-    directory: Path, wanted: int, seed: int, most: int, places: Sequence[str]
+    directory: Path,
+    wanted: int,
+    seed: int,
+    most: int,
+    places: Sequence[str],
+    with_power_loss: bool,
+    ignores_syncs: bool,
 ) -> dict[str, Any]:
     """Run rounds until there were `wanted` kills."""
     model_dir = tiny_model(directory / "model")
     begun, rounds, total = time.monotonic(), 0, Counter[str]()
     expected = await play(model_dir, directory / "calm", iter(()), 0, CALM)
-    deaths = kills(seed, places)
+    deaths = power_losses(seed) if with_power_loss else kills(seed, places)
     while total.total() < wanted:
         data_dir = directory / f"round {rounds}"
-        seen = await play(model_dir, data_dir, deaths, most, SETTINGS)
+        power = None
+        if with_power_loss:
+            power = Power(data_dir, seed + rounds, SYNC_MICROSECONDS[rounds % 2], ignores_syncs)
+        try:
+            seen = await play(model_dir, data_dir, deaths, most, SETTINGS, power=power)
+        except BaseException:
+            if power is not None:
+                print(f"power losses of round {rounds}:", *power.losses, sep="\n  ")
+            raise
         found = differences(seen, expected)
         total += seen.kills
         rounds += 1
@@ -253,8 +290,18 @@ def main() -> None:
         choices=CRASH_POINTS,
         help="kill there only, and at random; may be repeated",
     )
+    parser.add_argument(
+        "--power-loss", action="store_true", help="let the disk forget what was not synced"
+    )
+    parser.add_argument(
+        "--ignore-syncs",
+        action="store_true",
+        help="with --power-loss: let no sync have an effect, so that there must be differences",
+    )
     parser.add_argument("--record", type=Path, help="a JSON file for the result")
     arguments = parser.parse_args()
+    if arguments.power_loss and compiler() is None:
+        parser.error("--power-loss needs a C compiler (cc or gcc)")
     with tempfile.TemporaryDirectory(prefix="planish-crash-") as directory:
         result = asyncio.run(
             campaign(
@@ -263,6 +310,8 @@ def main() -> None:
                 arguments.seed,
                 arguments.kills_per_round,
                 arguments.place or CRASH_POINTS,
+                arguments.power_loss,
+                arguments.ignore_syncs,
             )
         )
     text = json.dumps(result, indent=2)

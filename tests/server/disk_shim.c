@@ -12,13 +12,16 @@
  *
  * A record is written after its call, under a mutex: the order of the records is the order of the
  * calls. Changes through mmap are not seen; SQLite maps only its -shm file, which no power loss
- * keeps anyway. Calls go to the kernel directly, so no symbol of libc has to be looked up.
+ * keeps anyway. Libraries that call the kernel without libc are not seen either: safetensors renames
+ * its files so, which OPEN shows when the file is opened under its new name. The shim itself calls
+ * the kernel directly, so no symbol of libc has to be looked up.
  */
 #define _GNU_SOURCE
 #include <errno.h>
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <signal.h>
 #include <stdarg.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -32,7 +35,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum { CREATE = 1, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC };
+enum { CREATE = 1, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC, OPEN };
 
 struct record {
   uint32_t kind;
@@ -47,7 +50,7 @@ struct control {
   int64_t calls;        /* calls below ROOT so far */
   int64_t fail_at;      /* the number of the first call that fails, from 1; 0: none */
   int64_t fail_count;   /* how many calls fail */
-  int64_t fail_errno;
+  int64_t fail_errno;   /* 0: the call kills the process instead */
   int64_t failed; /* calls that did fail */
   int64_t ignores_syncs;
   int64_t sync_delay; /* microseconds that a sync takes */
@@ -169,6 +172,7 @@ static int must_fail(const char *name) {
       number >= control->fail_at + control->fail_count)
     return 0;
   if (!control->failed++) snprintf(control->failed_call, sizeof control->failed_call, "%s", name);
+  if (!control->fail_errno) kill(getpid(), SIGKILL);
   errno = control->fail_errno;
   return 1;
 }
@@ -204,8 +208,10 @@ static int opened(int directory, const char *path, int flags, mode_t mode) {
     if (!must_fail("open")) {
       int was_there = !(flags & (O_CREAT | O_TRUNC)) || inode_at(full);
       fd = syscall(SYS_openat, directory, path, flags, mode);
-      if (fd >= 0 && !was_there) record_paths(CREATE, inode_of(fd), full, NULL);
-      else if (fd >= 0 && (flags & O_TRUNC)) record(TRUNCATE, inode_of(fd), 0, NULL, 0);
+      if (fd >= 0) {
+        record_paths(was_there ? OPEN : CREATE, inode_of(fd), full, NULL);
+        if (was_there && (flags & O_TRUNC)) record(TRUNCATE, inode_of(fd), 0, NULL, 0);
+      }
     }
   });
   return fd;
@@ -340,6 +346,24 @@ int ftruncate(int fd, off_t size) {
   return status;
 }
 int ftruncate64(int fd, off_t size) { return ftruncate(fd, size); }
+int truncate(const char *path, off_t size) {
+  int fd = opened(AT_FDCWD, path, O_WRONLY | O_CLOEXEC, 0);
+  if (fd < 0) return -1;
+  int status = ftruncate(fd, size), before = errno;
+  syscall(SYS_close, fd);
+  errno = before;
+  return status;
+}
+int truncate64(const char *path, off_t size) { return truncate(path, size); }
+
+int fallocate(int fd, int mode, off_t offset, off_t size) {
+  if (!is_file_below(fd)) return syscall(SYS_fallocate, fd, mode, offset, size);
+  errno = EOPNOTSUPP;
+  return -1;
+}
+int fallocate64(int fd, int mode, off_t offset, off_t size) {
+  return fallocate(fd, mode, offset, size);
+}
 
 int mkdirat(int directory, const char *path, mode_t mode) {
   char full[PATH_MAX];

@@ -78,7 +78,7 @@ class Shim:
 
     def fail(self, at: int, error: int, count: int = 1) -> None:
         """Let `count` file calls fail with the errno `error`, beginning with the `at`th from now
-        (from 1).
+        (from 1). If `error` is 0, the call kills the process instead.
         """
         self.fields.fail_at = 0
         self.fields.failed, self.fields.failed_call = 0, b""

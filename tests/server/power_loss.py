@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _HEAD = struct.Struct("=IIQq")
-CREATE, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC = range(1, 10)
+CREATE, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC, OPEN = range(1, 11)
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,14 @@ class _Directory:
     """As the processes see them."""
     synced: dict[str, _File | _Directory] = field(default_factory=dict)
     changes: list[_Change] = field(default_factory=list)
+
+    def contents(self) -> dict[str, bytes]:
+        """Return the synced content of the files of this directory."""
+        return {
+            name: bytes(node.synced)
+            for name, node in self.synced.items()
+            if isinstance(node, _File)
+        }
 
     def change(self, number: int, values: dict[str, _File | _Directory | None]) -> None:
         _set(self.entries, values)
@@ -222,19 +230,29 @@ class Disk:
                         f"{record.paths[0]} was renamed to {record.paths[1]}: Disk does not know "
                         "renames between directories"
                     )
-                node = parent.entries[old]
-                parent.change(number, {old: None, name: node})
+                parent.change(number, {old: None, name: self._inodes[record.inode]})
             case 6:  # LINK
-                source, old = self._entry(record.paths[0])
                 parent, name = self._entry(record.paths[1])
-                parent.change(number, {name: source.entries[old]})
+                parent.change(number, {name: self._inodes[record.inode]})
             case 7 | 8:  # UNLINK, RMDIR
                 parent, name = self._entry(record.paths[0])
                 parent.change(number, {name: None})
             case 9:  # SYNC
                 self._inodes[record.inode].sync(record.offset)
+            case 10:  # OPEN
+                self._notice_rename(number, record)
             case _:
                 raise ValueError(f"a record of the unknown kind {record.kind}")
+
+    def _notice_rename(self, number: int, record: Record) -> None:
+        """Add a rename that the shim did not see, when the file is opened under its new name."""
+        node = self._inodes[record.inode]
+        if node is self._top:
+            return
+        parent, name = self._entry(record.paths[0])
+        if parent.entries.get(name) is not node:
+            old = next(old for old, known in parent.entries.items() if known is node)
+            parent.change(number, {old: None, name: node})
 
     def _entry(self, path: str) -> tuple[_Directory, str]:
         *above, name = path.strip("/").split("/")
@@ -260,11 +278,11 @@ def _surviving_directory(
     found = _Directory()
     for name, node in entries.items():
         if isinstance(node, _Directory):
-            found.entries[name] = _surviving_directory(node, loss, chance, known)
+            found.synced[name] = _surviving_directory(node, loss, chance, known)
         else:
             if id(node) not in known:
                 known[id(node)] = _surviving_file(node, loss, chance)
-            found.entries[name] = known[id(node)]
+            found.synced[name] = known[id(node)]
     return found
 
 
@@ -295,7 +313,7 @@ def _sectors(write: _Write, size: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _write_tree(directory: _Directory, path: Path, written: dict[int, Path]) -> None:
-    for name, node in directory.entries.items():
+    for name, node in directory.synced.items():
         target = path / name
         if isinstance(node, _Directory):
             target.mkdir()

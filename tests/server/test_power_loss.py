@@ -1,0 +1,217 @@
+"""The simulated disk forgets what was not synced, and a server on it loses nothing that was
+acknowledged.
+"""
+
+import asyncio
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from crash_run import CALM, SETTINGS, Power, differences, play, power_losses
+from disk_shim import Shim, compiler
+from power_loss import LOSSES, Disk, Loss
+from wire_client import Refused
+
+pytestmark = pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+
+STRICTEST = Loss(names=0, data=0)
+ALL_KEPT = Loss(names=1, data=1)
+
+
+def changed(tmp_path: Path, code: str, before: Mapping[str, str] | None = None) -> Disk:
+    """Run Python code under the shim, in a directory with the files `before`. Return the disk."""
+    root = tmp_path / "disk"
+    root.mkdir()
+    for name, text in (before or {}).items():
+        (root / name).parent.mkdir(exist_ok=True)
+        (root / name).write_text(text)
+    shim, disk = Shim(tmp_path / "shim", root), Disk(root)
+    head = (
+        "import os\n"
+        "def write(name, text, sync=True, mode='w'):\n"
+        "    with open(name, mode) as file:\n"
+        "        file.write(text)\n"
+        "        file.flush()\n"
+        "        sync and os.fsync(file.fileno())\n"
+        "def sync(name='.'):\n"
+        "    handle = os.open(name, os.O_RDONLY)\n"
+        "    os.fsync(handle)\n"
+        "    os.close(handle)\n"
+    )
+    command = [sys.executable, "-S", "-c", head + code]
+    subprocess.run(command, cwd=root, env=shim.environment(), check=True)
+    disk.replay(shim.log)
+    return disk
+
+
+def left(disk: Disk, loss: Loss, seed: int = 0) -> dict[str, str]:
+    """Let the power fail, and return the files that are left."""
+    disk.lose_power(loss, random.Random(seed))
+    return {
+        str(path.relative_to(disk.root)): path.read_text()
+        for path in disk.root.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_synced_files_with_synced_names_are_kept(tmp_path):
+    disk = changed(tmp_path, "write('a', 'one'); sync(); write('b', 'two', sync=False); sync()")
+    assert left(disk, STRICTEST) == {"a": "one", "b": ""}
+
+
+def test_the_name_of_a_synced_file_is_lost_if_its_directory_was_not_synced(tmp_path):
+    disk = changed(tmp_path, "write('a', 'one')")
+    assert left(disk, STRICTEST) == {}
+
+
+def test_a_new_directory_whose_name_was_not_synced_is_lost_with_its_files(tmp_path):
+    disk = changed(tmp_path, "os.mkdir('new'); write('new/a', 'one'); sync('new')")
+    assert left(disk, STRICTEST) == {}
+
+
+def test_nothing_is_lost_if_the_disk_wrote_everything(tmp_path):
+    code = """
+os.mkdir('new'); write('new/a', 'one', sync=False); os.rename('new/a', 'new/b')
+write('c', 'three', sync=False); os.truncate('c', 2); os.unlink('old'); os.link('c', 'd')
+write('e', '01', sync=False); write('e', '2', sync=False, mode='a')
+with open('e', 'r+') as file: file.seek(1); file.write('x')
+"""
+    disk = changed(tmp_path, code, {"old": "old", "deep/kept": "kept"})
+    expected = {"new/b": "one", "c": "th", "d": "th", "e": "0x2", "deep/kept": "kept"}
+    assert left(disk, ALL_KEPT) == expected
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("os.rename('new', 'old')", {"old": "old", "new": "new"}),
+        ("os.rename('new', 'old'); sync()", {"old": "new"}),
+        ("os.unlink('old')", {"old": "old", "new": "new"}),
+        ("os.unlink('old'); sync()", {"new": "new"}),
+        ("write('old', 'more', sync=False, mode='a')", {"old": "old", "new": "new"}),
+        ("write('old', '', sync=False)", {"old": "old", "new": "new"}),
+        ("write('old', '')", {"old": "", "new": "new"}),
+    ],
+)
+def test_changes_count_once_they_are_synced(tmp_path, code, expected):
+    assert left(changed(tmp_path, code, {"old": "old", "new": "new"}), STRICTEST) == expected
+
+
+def test_hard_links_stay_links(tmp_path):
+    disk = changed(tmp_path, "os.link('old', 'second'); sync()", {"old": "old"})
+    assert left(disk, STRICTEST) == {"old": "old", "second": "old"}
+    assert (disk.root / "old").stat().st_ino == (disk.root / "second").stat().st_ino
+
+
+def test_writes_are_torn_into_sectors_that_survive_in_any_order(tmp_path):
+    disk = changed(tmp_path, "write('old', 'b' * 4096, mode='r+', sync=False)", {"old": "a" * 4096})
+    found = set()
+    for seed in range(40):
+        tree = disk.after_power_loss(Loss(0, 0.5, 512), random.Random(seed))
+        content = tree.contents()["old"]
+        sectors = [content[at : at + 512] for at in range(0, len(content), 512)]
+        assert all(sector in (b"a" * 512, b"b" * 512) for sector in sectors)
+        found.add(content)
+    assert len(found) > 30
+    assert any(content.startswith(b"a") and content.endswith(b"b") for content in found)
+
+
+def test_with_ignored_syncs_nothing_is_on_the_disk(tmp_path):
+    root = tmp_path / "disk"
+    root.mkdir()
+    shim, disk = Shim(tmp_path / "shim", root), Disk(root)
+    shim.fields.ignores_syncs = 1
+    code = "import os; a = open('a', 'w'); a.write('a'); a.flush(); os.fsync(a); os.fsync(os.open('.', 0))"
+    subprocess.run([sys.executable, "-S", "-c", code], cwd=root, env=shim.environment(), check=True)
+    disk.replay(shim.log)
+    assert left(disk, STRICTEST) == {}
+
+
+def test_a_rename_by_a_library_that_calls_the_kernel_itself_is_seen(tmp_path):
+    code = """
+import ctypes
+write('aside', 'new')
+assert ctypes.CDLL(None).syscall(ctypes.c_long(82 if os.uname().machine == 'x86_64' else 38),
+    *((b'aside', b'a') if os.uname().machine == 'x86_64' else (-100, b'aside', -100, b'a'))) == 0
+sync('a'); sync()
+"""
+    assert left(changed(tmp_path, code), STRICTEST) == {"a": "new"}
+
+
+def test_the_nth_call_can_fail_or_kill(tmp_path):
+    root = tmp_path / "disk"
+    root.mkdir()
+    shim = Shim(tmp_path / "shim", root)
+    code = (
+        "for name in 'abc':\n"
+        "    try: open(name, 'x').close()\n"
+        "    except OSError as error: print(name, error.errno)\n"
+    )
+
+    def run() -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-S", "-c", code]
+        return subprocess.run(
+            command, cwd=root, env=shim.environment(), capture_output=True, text=True
+        )
+
+    shim.fail(2, 28)
+    assert run().stdout == "b 28\n"
+    assert (shim.fields.failed, shim.fields.failed_call) == (1, b"open")
+    shim.fail(1, 5, count=2)
+    assert run().stdout == "a 5\nb 5\nc 17\n"
+    shim.heal()
+    shim.fail(1, 0)
+    assert run().returncode == -signal.SIGKILL
+
+
+def test_the_clock_can_jump(tmp_path):
+    shim = Shim(tmp_path / "shim", tmp_path)
+    shim.fields.clock_offset = -(10**9) * 86400 * 365 * 20
+    code = "import time, datetime; print(time.time(), datetime.datetime.now().year)"
+    command = [sys.executable, "-S", "-c", code]
+    said = subprocess.run(
+        command, env=shim.environment(), capture_output=True, text=True, check=True
+    )
+    seconds, year = said.stdout.split()
+    assert abs(time.time() - float(seconds) - 86400 * 365 * 20) < 60
+    assert int(year) < time.gmtime().tm_year - 18
+
+
+def reported(model_dir: Path, directory: Path, most: int, ignores_syncs: bool) -> list[str]:
+    """Run a client's script through power losses, and return what it reports: a call that failed,
+    or differences from an undisturbed run.
+    """
+
+    async def scenario() -> list[str]:
+        calm = await play(model_dir, directory / "calm", iter(()), 0, CALM, 1)
+        data_dir = directory / "data"
+        power = Power(data_dir, 1, 500, ignores_syncs)
+        try:
+            seen = await play(model_dir, data_dir, power_losses(1), most, SETTINGS, 1, power)
+        except (AssertionError, Refused) as error:
+            return [repr(error)]
+        assert seen.kills.total() == most
+        return differences(seen, calm)
+
+    return asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_loses_nothing_in_power_losses(model_dir, tmp_path):
+    assert reported(model_dir, tmp_path, 20, ignores_syncs=False) == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_server_whose_syncs_have_no_effect_is_found_out(model_dir, tmp_path):
+    assert reported(model_dir, tmp_path, 20, ignores_syncs=True) != []
+
+
+def test_the_strictest_loss_is_among_those_tried():
+    assert STRICTEST in LOSSES
