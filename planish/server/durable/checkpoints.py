@@ -25,11 +25,8 @@ planish has that layout already. So external weights NAME are stored as the samp
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import importlib
 import logging
-import secrets
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -39,14 +36,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
-import orjson
-
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
 from planish.server.durable.records import CheckpointRow, change, count, remove, select
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
-from planish.server.results import Conflict, NoSuchCheckpoint, NotFound, Page, Tenant
+from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
 from planish.server.settings import ServerSettings
 from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
@@ -64,8 +60,7 @@ class CheckpointCatalog:
         self._engine = engine
         self._store = store
         self._settings = settings
-        self._secret = secrets.token_bytes(32)
-        """Signs download tokens, which become invalid when the process ends."""
+        self._links = LinkSigner(store.directory)
         self._changing: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
@@ -233,24 +228,14 @@ class CheckpointCatalog:
         """Return a token with which anybody can read the files of one checkpoint for `seconds`, as
         long as the tenant may read them.
         """
-        content = orjson.dumps([path, tenant.name, int(time.time() + seconds)]).hex()
-        return f"{content}.{self._signature(content)}"
+        return self._links.token(path, tenant.name, seconds)
 
-    async def files_of_token(self, token: str) -> CheckpointFiles:
-        """Return the files that a token is for. Raise NotFound for an invalid or expired token."""
-        content, _, signature = token.partition(".")
-        if not hmac.compare_digest(_encode(signature), _encode(self._signature(content))):
-            raise NotFound(
-                "this link is not from this server, or it was made before the last start; ask for "
-                "a new link"
-            )
-        path, tenant, until = orjson.loads(bytes.fromhex(content))
-        if until < time.time():
-            raise NotFound("this link has expired; ask for a new one")
-        return await self.files(Tenant(tenant), path)
-
-    def _signature(self, content: str) -> str:
-        return hmac.new(self._secret, _encode(content), hashlib.sha256).hexdigest()
+    async def files_of_token(self, token: str) -> tuple[Tenant, CheckpointFiles]:
+        """Return the tenant that a token was made for, and the files that it opens. Raise NotFound
+        for an invalid or expired token.
+        """
+        path, name = self._links.opened(token)
+        return Tenant(name), await self.files(Tenant(name), path)
 
     async def _row(self, path: str) -> CheckpointRow:
         parsed = str(CheckpointPath.parse(path))
@@ -281,10 +266,6 @@ class CheckpointCatalog:
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
         return self._store.keep(remove, CheckpointRow, row.path)
-
-
-def _encode(text: str) -> bytes:
-    return text.encode(errors="surrogateescape")
 
 
 def _not_found(path: str) -> NoSuchCheckpoint:

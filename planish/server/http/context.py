@@ -22,8 +22,8 @@ import logging
 import re
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,8 @@ _STALL_SECONDS = 30.0
 """A request fails if its client sends nothing more of the body for this long."""
 _MIN_BODY_RATE = 4096
 """Bytes per second, over the whole body, below which a request fails after `_STALL_SECONDS`."""
+MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
+"""Downloads of checkpoints at once, of all tenants and of one. Each holds open files."""
 _MAX_PAGE = 1000
 _EXTERNAL_SINCE = (0, 38)
 """The first release of the SDK that knows checkpoints of type `external`."""
@@ -106,6 +108,29 @@ class BodyBudget:
 
 
 @dataclass
+class DownloadSlots:
+    """The downloads in progress."""
+
+    running: Counter[str] = field(default_factory=Counter)
+    """The number by tenant."""
+
+    @contextmanager
+    def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
+        """Hold a slot. It is released at the end of the block, or when the yielded stack is closed
+        if the block calls its `pop_all`. Raise Unavailable if there is none.
+        """
+        if (
+            self.running.total() >= MAX_DOWNLOADS
+            or self.running[tenant.name] >= MAX_TENANT_DOWNLOADS
+        ):
+            raise Unavailable("too many downloads at once; try again when others are done", 5.0)
+        self.running[tenant.name] += 1
+        with ExitStack() as stack:
+            stack.callback(self.running.subtract, [tenant.name])
+            yield stack
+
+
+@dataclass
 class HttpState:
     """The state that all requests to one server share."""
 
@@ -114,6 +139,7 @@ class HttpState:
     body_budget: BodyBudget = field(default_factory=BodyBudget)
     reading: FairQueue = field(default_factory=lambda: FairQueue(_READ_TOGETHER))
     """Decides which large body is decoded next."""
+    downloads: DownloadSlots = field(default_factory=DownloadSlots)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""
     is_loading: bool = False

@@ -1,7 +1,8 @@
 """Training runs, checkpoints and their files, and tokenizers.
 
 To download a checkpoint, a client first requests URLs with its key. It then reads these URLs
-without a key, like the signed URLs of an object store. Newer SDKs request one URL per file. Older
+without a key, like the signed URLs of an object store. A link is valid for an hour, also across a
+restart. Newer SDKs request one URL per file. Older
 SDKs request one archive, a tar file that is made while it is sent.
 """
 
@@ -11,6 +12,7 @@ import asyncio
 import os
 import tarfile
 from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -21,6 +23,7 @@ from urllib.parse import quote
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import CheckpointFiles, is_external, shown_path, stored_path
@@ -33,7 +36,12 @@ from planish.server.http.context import (
     paged,
     refused,
 )
-from planish.server.results import NoSuchBaseModel, NotFound, SessionSpec, TrainingRun
+from planish.server.results import (
+    NoSuchBaseModel,
+    NotFound,
+    SessionSpec,
+    TrainingRun,
+)
 from planish.types import LONGEST_TTL_SECONDS, Checkpoint
 from planish.wire.models import refuse_access_token
 from planish.wire.records import checkpoint_to_json, weights_info_to_json
@@ -234,26 +242,42 @@ def _download_base(context: RequestContext, path: str) -> tuple[str, datetime]:
 
 async def download(request: Request) -> Response:
     """Send a file, or the archive, to the holder of a token."""
-    name = request.path_params["name"]
+    name, state = request.path_params["name"], request.app.state.http
     try:
-        files = await request.app.state.http.server.checkpoints.files_of_token(
-            request.path_params["token"]
-        )
+        tenant, files = await state.server.checkpoints.files_of_token(request.path_params["token"])
         if name != "archive.tar" and name not in files.names:
             raise NotFound(f"there is no file {name[:100]!r} in this checkpoint")
-        opened = await asyncio.to_thread(
-            _open, files, files.names if name == "archive.tar" else [name]
-        )
+        with state.downloads.slot(tenant) as slot:
+            is_archive = name == "archive.tar"
+            opened = await asyncio.to_thread(_open, files, files.names if is_archive else [name])
+            return _Download(opened, slot.pop_all(), is_archive)
     except PlanishError as error:
         return refused(error)
-    if name == "archive.tar":
-        size = sum(tar_size(file.size) for file in opened) + tar_size(0) + 2 * tarfile.BLOCKSIZE
-        return _streamed(tar_of(opened), size, "application/x-tar")
-    return _streamed(pieces_of(opened[0]), opened[0].size, "application/octet-stream")
 
 
-def _streamed(pieces: AsyncIterator[bytes], size: int, media_type: str) -> Response:
-    return StreamingResponse(pieces, media_type=media_type, headers={"Content-Length": str(size)})
+class _Download(StreamingResponse):
+    """A response with the content of open files. It closes them when it ends, however it ends."""
+
+    def __init__(self, files: Sequence[OpenFile], slot: ExitStack, is_archive: bool) -> None:
+        """`slot` is closed with the files."""
+        size = files[0].size
+        if is_archive:
+            size = sum(tar_size(file.size) for file in files) + tar_size(0) + 2 * tarfile.BLOCKSIZE
+        super().__init__(
+            tar_of(files) if is_archive else pieces_of(files[0]),
+            media_type="application/x-tar" if is_archive else "application/octet-stream",
+            headers={"Content-Length": str(size)},
+        )
+        self._files = files
+        self._slot = slot
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._slot.close()
+            for opened in self._files:
+                opened.file.close()
 
 
 @dataclass(frozen=True)
@@ -266,18 +290,22 @@ class OpenFile:
 
 
 def _open(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
-    try:
-        handles = {name: files.open(name) for name in names}
-    except FileNotFoundError:
-        raise NotFound("the checkpoint was deleted") from None
-    return [OpenFile(name, file, os.fstat(file.fileno()).st_size) for name, file in handles.items()]
+    with ExitStack() as stack:
+        try:
+            handles = {name: stack.enter_context(files.open(name)) for name in names}
+        except FileNotFoundError:
+            raise NotFound("the checkpoint was deleted") from None
+        opened = [
+            OpenFile(name, file, os.fstat(file.fileno()).st_size) for name, file in handles.items()
+        ]
+        stack.pop_all()
+        return opened
 
 
 async def pieces_of(opened: OpenFile) -> AsyncIterator[bytes]:
-    """Read a file piece by piece in a thread, and close it."""
-    with opened.file as file:
-        while piece := await asyncio.to_thread(file.read, _BLOCK):
-            yield piece
+    """Read a file piece by piece in a thread."""
+    while piece := await asyncio.to_thread(opened.file.read, _BLOCK):
+        yield piece
 
 
 def tar_size(content: int) -> int:
