@@ -1,0 +1,300 @@
+"""Every POST and PUT of both wires and of /v1, with every field set: what the size fuzzer blows up, and
+what the test of docs/limits.md walks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import orjson
+
+from planish.wire.messages import (
+    FLOAT32,
+    INT64,
+    PROTOBUF,
+    ForwardBackwardRequestMessage,
+)
+
+API = "/api/v1"
+JSON = "application/json"
+
+
+@dataclass
+class Ids:
+    """Ids of one tenant that exist, and the next numbers of its requests."""
+
+    base_model: str
+    session: str
+    model: str
+    sampler: str
+    path: str
+    """A training checkpoint."""
+    request: str
+    numbers: dict[str, int] = field(default_factory=dict)
+
+    def next(self, counter: str) -> int:
+        """Return the next number of a counter: 1, 2, ..."""
+        self.numbers[counter] = self.numbers.get(counter, 0) + 1
+        return self.numbers[counter]
+
+
+@dataclass(frozen=True)
+class FullRequest:
+    """One endpoint in one of its forms."""
+
+    name: str
+    """Names the form; unique."""
+    method: str
+    path: str
+    body: Any
+    """A JSON object, or a protobuf message."""
+    route: str = ""
+    """The path of the route, if it has parameters."""
+
+    @property
+    def media(self) -> str:
+        return JSON if isinstance(self.body, dict) else PROTOBUF
+
+    def encoded(self) -> bytes:
+        if isinstance(self.body, dict):
+            return orjson.dumps(self.body)
+        return self.body.SerializeToString()
+
+
+def full_requests(ids: Ids) -> list[FullRequest]:
+    """Return one request for each form of each endpoint, with ids and numbers that are valid now."""
+    builders: list[Callable[[Ids], list[FullRequest]]] = [
+        _session_requests,
+        _model_requests,
+        _save_requests,
+        _sampling_requests,
+        _openai_requests,
+    ]
+    return [request for build in builders for request in build(ids)]
+
+
+def _post(name: str, body: Any, path: str = "", route: str = "") -> FullRequest:
+    return FullRequest(name, "POST", path or f"{API}/{name}", body, route and API + route)
+
+
+def _session_requests(ids: Ids) -> list[FullRequest]:
+    spans = {"user_metadata": {"key": "value"}, "display_name": "name"}
+    return [
+        _post("client/config", {"sdk_version": "0.38.0"}),
+        _post("client/dynamic_config", {"sdk_version": "0.38.0"}),
+        _post(
+            "create_session",
+            {
+                "tags": ["a"],
+                "sdk_version": "1",
+                "project_id": "p",
+                "type": "create_session",
+                **spans,
+            },
+        ),
+        _post("session_heartbeat", {"session_id": ids.session, "type": "session_heartbeat"}),
+        _post(
+            "sessions/finish",
+            {"reason": {"type": "success"}, "detail": "why"},
+            f"{API}/sessions/{'0' * 16}/finish",
+            "/sessions/{session_id}/finish",
+        ),
+        _post(
+            "sessions/search",
+            {
+                "session_id": ids.session,
+                "owner": {"type": "own"},
+                "project_ids": ["p"],
+                "statuses": [{"type": "active", "reasons": []}],
+                "limit": 5,
+                "cursor": {"last_created_at": "2030-01-01T00:00:00+00:00", "last_session_id": "x"},
+                **spans,
+            },
+        ),
+        _post("telemetry", {"events": [{"event": "SESSION_START"}], "platform": "x"}),
+    ]
+
+
+def _model_requests(ids: Ids) -> list[FullRequest]:
+    place = {"session_id": ids.session}
+    optimizer = {"optimizer_config": {"type": "adamw", "version": 1}}
+    metadata = {"user_metadata": {"key": "value"}}
+    lora = {"rank": 2, "seed": 1, "train_mlp": True, "train_attn": True, "train_unembed": False}
+    created = {**place, "base_model": ids.base_model, **optimizer, **metadata}
+    tensor = {"data": [2, 3], "dtype": "int64", "shape": [2]}
+    csr = {
+        "data": [1.0, 1.0], "dtype": "float32", "shape": [2, 1],
+        "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 0],
+    }  # fmt: skip
+    datum = {
+        "model_input": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]},
+        "loss_fn_inputs": {"target_tokens": tensor, "weights": csr},
+        "model_input_spans": [],
+        "loss_fn_input_spans": [],
+    }
+    given = {"data": [datum], "loss_fn": "cross_entropy", "loss_fn_config": {"option": 1.0}}
+    adam = {
+        "learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12,
+        "weight_decay": 0.1, "grad_clip_norm": 1.0,
+    }  # fmt: skip
+    return [
+        _post(
+            "create_model",
+            {**created, "type": "x", "model_seq_id": 10 + ids.next("models"), "lora_config": lora},
+        ),
+        _post(
+            "load_weights",
+            {**created, "type": "x", "model_seq_id": 10 + ids.next("models"), "path": ids.path,
+             "optimizer": True},
+        ),
+        _post(
+            "load_weights of a model",
+            {**_place(ids), "type": "x", "path": ids.path, "optimizer": True, **optimizer},
+            f"{API}/load_weights",
+        ),
+        _post("get_info", {"model_id": ids.model, "type": "get_info"}),
+        _post("forward_backward", {**_place(ids), "forward_backward_input": given}),
+        _post("forward", {**_place(ids), "forward_input": given}),
+        _post("forward_backward as protobuf", _message(ids), f"{API}/forward_backward"),
+        _post("optim_step", {**_place(ids), "type": "optim_step", "adam_params": adam}),
+        _post("unload_model", {"model_id": f"{ids.session}:train:9999", "type": "unload_model"}),
+    ]  # fmt: skip
+
+
+def _place(ids: Ids) -> dict[str, Any]:
+    return {"model_id": ids.model, "seq_id": ids.next(ids.model)}
+
+
+def _message(ids: Ids) -> Any:
+    message = ForwardBackwardRequestMessage(
+        **_place(ids), loss_fn="cross_entropy", forward_only=False
+    )
+    message.loss_fn_config["option"] = 1.0
+    message.loss_fn_config_v2["option"].number = 1.0
+    datum = message.data.add()
+    datum.model_input.add().encoded_text.tokens = b"\1\0\0\0\2\0\0\0"
+    targets = datum.loss_fn_inputs["target_tokens"]
+    targets.dtype, targets.dense = INT64, b"\2\0\0\0\0\0\0\0\3\0\0\0\0\0\0\0"
+    targets.shape.append(2)
+    weights = datum.loss_fn_inputs["weights"]
+    weights.dtype = FLOAT32
+    weights.shape.extend((2, 1))
+    weights.sparse_csr.values = b"\0\0\x80?\0\0\x80?"
+    weights.sparse_csr.crow_indices = bytes(8) + b"\1" + bytes(7) + b"\2" + bytes(7)
+    weights.sparse_csr.col_indices = bytes(16)
+    for spans in (datum.model_input_spans, datum.loss_fn_input_spans):
+        spans.add().prompt_tokens.sequence_id = "a"
+        spans[0].prompt_tokens.offset = 0
+        spans[0].prompt_tokens.length = 2
+    return message
+
+
+def _save_requests(ids: Ids) -> list[FullRequest]:
+    def named(*, options: bool = True) -> dict[str, Any]:
+        body = {**_place(ids), "type": "x", "path": f"n{ids.next('saves') % 8}"}
+        metadata = {"overwrite": True, "user_metadata": {"key": "value"}} if options else {}
+        return {**body, "ttl_seconds": 3600, **metadata}
+
+    number = {"sampling_session_seq_id": 10 + ids.next("samplers")}
+    recipients = {"age_encryption_recipients": ["age1abc"]}
+    run, _, checkpoint = ids.path.removeprefix("tinker://").partition("/")
+    return [
+        _post("save_weights", named()),
+        _post("save_weights_for_sampler", {**named(), "kind": "snapshot"}),
+        _post(
+            "save_weights_for_sampler without a name",
+            {**_place(ids), "type": "x", "kind": "snapshot", **number},
+            f"{API}/save_weights_for_sampler",
+        ),
+        _post("save_weights_external", {**named(options=False), **recipients}),
+        _post("weights_info", {"tinker_path": ids.path}),
+        _post(
+            "copy_weights",
+            {"source_path": ids.path, "session_id": ids.session, "ttl_seconds": 60,
+             "model_seq_id": 10 + ids.next("models"), "destination_project_id": "p"},
+        ),
+        FullRequest(
+            "ttl", "PUT", f"{API}/training_runs/{run}/checkpoints/{checkpoint}/ttl",
+            {"ttl_seconds": 3600}, API + "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl",
+        ),
+    ]  # fmt: skip
+
+
+def _sampling_requests(ids: Ids) -> list[FullRequest]:
+    def sample() -> dict[str, Any]:
+        params = {
+            "max_tokens": 2, "seed": 1, "stop": ["a"], "temperature": 1.0, "top_k": 5, "top_p": 0.9,
+            "min_p": 0.1,
+        }  # fmt: skip
+        prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+        targets = {"data": [1, 2], "dtype": "int64", "shape": [2, 1]}
+        return {
+            "sampling_session_id": ids.sampler, "seq_id": ids.next("samples"), "num_samples": 2,
+            "type": "sample", "prompt": prompt, "sampling_params": params, "prompt_logprobs": True,
+            "topk_prompt_logprobs": 2, "topk_sample_logprobs": 2, "prompt_alt_tokens_k": 1,
+            "target_prompt_logprobs": targets, "prompt_logprobs_last_n": 3,
+            "record_stability_info": False, "prompt_only": False,
+        }  # fmt: skip
+
+    return [
+        _post(
+            "create_sampling_session",
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
+             "base_model": ids.base_model, "type": "x"},
+        ),
+        _post(
+            "create_sampling_session of a checkpoint",
+            {"session_id": ids.session, "sampling_session_seq_id": 10 + ids.next("samplers"),
+             "model_path": ids.path.replace("/weights/", "/sampler_weights/"), "type": "x"},
+            f"{API}/create_sampling_session",
+        ),
+        _post("asample", sample()),
+        _post("planish/draw", {"requests": [sample()]}),
+        _post("planish/release", {"sampler_id": f"{ids.session}:sample:9999"}),
+        _post("retrieve_future", {"request_id": ids.request, "allow_metadata_only": True}),
+        _post("cancel_future", {"request_id": "x"}),
+    ]  # fmt: skip
+
+
+def _openai_requests(ids: Ids) -> list[FullRequest]:
+    options = {
+        "model": ids.base_model, "max_tokens": 2, "temperature": 1.0, "top_p": 0.9, "top_k": 5,
+        "min_p": 0.1, "n": 2, "seed": 1, "stop": ["a"], "stream": False, "user": "u",
+        "metadata": {"a": "b"}, "logit_bias": {}, "frequency_penalty": 0, "presence_penalty": 0,
+    }  # fmt: skip
+    function = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "text", "text": "hi"}], "name": "n"},
+        {"role": "assistant", "content": "x", "reasoning_content": "r", "tool_calls": [call]},
+        {"role": "tool", "content": "t", "tool_call_id": "c"},
+        {"role": "user", "content": "go"},
+    ]
+    tools = {"tools": [{"type": "function", "function": function}], "tool_choice": "auto"}
+    return [
+        _post(
+            "v1/chat/completions",
+            {**options, "messages": messages, "logprobs": True, "top_logprobs": 2,
+             "max_completion_tokens": 2, "stream_options": None},
+            "/v1/chat/completions",
+        ),
+        _post(
+            "v1/chat/completions with tools",
+            {**options, "messages": messages, **tools},
+            "/v1/chat/completions",
+        ),
+        _post(
+            "v1/chat/completions as a stream",
+            {**options, "messages": messages[:2], "stream": True, "stream_options": {"include_usage": True}},
+            "/v1/chat/completions",
+        ),
+        _post(
+            "v1/completions",
+            {**options, "prompt": ["hi", "you"], "echo": True, "logprobs": 2, "suffix": "", "best_of": 1},
+            "/v1/completions",
+        ),
+        _post("v1/completions of tokens", {**options, "prompt": [1, 2, 3]}, "/v1/completions"),
+    ]  # fmt: skip

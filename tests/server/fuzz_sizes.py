@@ -1,0 +1,373 @@
+"""Fuzz the sizes and counts of a server in a process of its own, with limited memory:
+python tests/server/fuzz_sizes.py [--requests 100000] [--seed 1] [--connections 8] [--memory-mib 3072]
+
+One tenant sends every request of both wires and of /v1 with one value blown up, value by value, and
+then with pairs of values. A second tenant, in another process, sends heartbeats and samples; their
+latency is measured before and during the run. The server must live, and answer no 5xx but a
+503 with a Retry-After.
+
+The server's memory is limited by a memory cgroup (v2, or v1) where this user may create one, and by
+RLIMIT_DATA elsewhere.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import resource
+import select
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from blow_ups import MAX_BODY, places, shot_of
+from full_requests import FullRequest, Ids, full_requests
+from fuzz import FUZZING, WITNESS, Tenant, tenant
+from fuzz_connection import Answer, Connection, Hanging, Shot
+from server_process import BASE_MODEL, ServerProcess, running_server
+
+from planish.testing import tiny_model
+
+_OPTIONS = (
+    *("--poll-seconds", "0.2", "--kv-cache-gib", "0.2", "--prefix-cache-gib", "0.1"),
+    *("--set", "adapter_memory_bytes=256MiB", "--set", "max_queued_requests=2000"),
+)
+_SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY)
+_WEIGHTS = (20, 30, 30, 14, 5, 1)
+IDLE_SECONDS = 20.0
+_ROUND = 500
+"""Requests with the same session and models. A blown-up request may use them up."""
+
+
+@dataclass
+class Report:
+    statuses: Counter[str] = field(default_factory=Counter)
+    faults: list[str] = field(default_factory=list)
+    fields: set[tuple[str, str]] = field(default_factory=set)
+    """Places that were blown up: the request's name, and the path of the value."""
+    slowest: float = 0.0
+    slowest_shot: str = ""
+    peak_bytes: int = 0
+    """The largest resident memory of the server that was seen."""
+    idle: dict[str, list[float]] = field(default_factory=dict)
+    busy: dict[str, list[float]] = field(default_factory=dict)
+    """Latencies of the second tenant in seconds, by kind of request."""
+
+    @property
+    def requests(self) -> int:
+        return sum(self.statuses.values())
+
+    def latencies(self) -> list[str]:
+        """Return a line for each kind of request of the second tenant."""
+        lines = []
+        for kind, idle in self.idle.items():
+            before, during = percentile(idle, 99), percentile(self.busy[kind], 99)
+            median = percentile(idle, 50), percentile(self.busy[kind], 50)
+            lines.append(
+                f"{kind}: median {median[0] * 1e3:.1f} -> {median[1] * 1e3:.1f} ms, "
+                f"p99 {before * 1e3:.1f} -> {during * 1e3:.1f} ms, {during / before:.1f} times "
+                f"({len(idle)} and {len(self.busy[kind])} requests)"
+            )
+        return lines
+
+
+def percentile(values: list[float], percent: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(len(ordered) * percent / 100))]
+
+
+@contextmanager
+def memory_limit(limit: int) -> Iterator[tuple[str, str]]:
+    """Yield how memory is limited, and Python code by which a process limits itself."""
+    v2, v1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+    is_v2 = (v2 / "cgroup.controllers").exists()
+    group = (v2 if is_v2 else v1) / f"planish-fuzz-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / ("memory.max" if is_v2 else "memory.limit_in_bytes")).write_text(str(limit))
+    except OSError:
+        with suppress(OSError):
+            group.rmdir()
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit})); "
+        yield "RLIMIT_DATA", code
+        return
+    try:
+        code = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
+        yield f"a memory cgroup ({'v2' if is_v2 else 'v1'})", code
+    finally:
+        for _ in range(50):  # the group is busy until the process is gone
+            with suppress(OSError):
+                group.rmdir()
+                break
+            time.sleep(0.1)
+
+
+def fuzz(
+    directory: Path,
+    count: int,
+    seed: int,
+    connections: int = 8,
+    memory: int = 3072 << 20,
+    idle_seconds: float = IDLE_SECONDS,
+) -> Report:
+    """Send `count` requests; return what was answered, and how long the second tenant waited."""
+    keys = directory / "keys"
+    keys.write_text(f"fuzzing {FUZZING}\nwitness {WITNESS}\n")
+    report = Report()
+    source = random.Random(seed)
+    options = ("--api-key-file", str(keys), *_OPTIONS)
+    with memory_limit(memory) as (how, prelude):
+        model = tiny_model(directory / "model")
+        with running_server(directory / "data", model, *options, prelude=prelude) as server:
+            print(f"memory is limited to {memory >> 20} MiB by {how}", flush=True)
+            with tenant(server, WITNESS) as witness:
+                report.idle = _watched(server, witness, idle_seconds)
+                watch = _watch(server, witness)
+                try:
+                    _all_rounds(server, source, count, connections, report)
+                finally:
+                    report.busy = _stopped(watch)
+            if server.process.poll() is None and (status := server.stop()) != 0:
+                report.faults.append(f"exit status {status}: " + "\n".join(server.output[-20:]))
+            report.faults += [line[-2000:] for line in server.output if "Traceback" in line]
+    return report
+
+
+def _all_rounds(
+    server: ServerProcess, source: random.Random, count: int, connections: int, report: Report
+) -> None:
+    plan = _plan(source)
+    began = time.monotonic()
+    while report.requests < count:
+        before = report.requests
+        try:
+            with tenant(server, FUZZING) as fuzzing:
+                left = min(_ROUND, count - report.requests)
+                asyncio.run(_fire(server, _ids(fuzzing), plan, source, left, connections, report))
+        except (AssertionError, httpx.HTTPError) as error:
+            # A full queue of the fuzzing tenant is no fault: wait until it drains.
+            if server.process.poll() is None and "429" in str(error):
+                report.statuses["429 before a round"] += 1
+                time.sleep(1.0)
+            else:
+                report.faults.append(f"the next round could not begin: {error}"[:2000])
+        if server.process.poll() is not None:
+            said = "\n".join(server.output[-20:])
+            report.faults.insert(0, f"the server ended, {server.process.returncode}: {said}")
+            return
+        report.peak_bytes = max(report.peak_bytes, _resident(server.process.pid))
+        if before // 5000 != report.requests // 5000 or report.faults[:1]:
+            print(
+                f"{report.requests} requests in {time.monotonic() - began:.0f} s, slowest "
+                f"{report.slowest:.1f} s ({report.slowest_shot}), {report.peak_bytes >> 20} MiB, "
+                f"{len(report.faults)} faults {report.faults[:2]}",
+                flush=True,
+            )
+        if len(report.faults) > 20:
+            return
+
+
+def _ids(fuzzing: Tenant) -> Ids:
+    known = fuzzing.known
+    numbers = {known.models[0]: fuzzing.seq_id}
+    return Ids(
+        BASE_MODEL, known.sessions[0], known.models[0], known.samplers[0], known.paths[0],
+        known.requests[0], numbers,
+    )  # fmt: skip
+
+
+def _plan(source: random.Random) -> Iterator[tuple[int, tuple[int, ...], int]]:
+    """Yield the index of a request, the indices of its blown-up values, and a size: first every value
+    with every size, then pairs.
+    """
+    for size in _SIZES[:5]:
+        for index, request in enumerate(
+            full_requests(Ids("b", "s", "m", "p", "tinker://a/weights/b", "r"))
+        ):
+            for place in range(len(places(request.body))):
+                yield index, (place,), size
+    while True:
+        size = source.choices(_SIZES, _WEIGHTS)[0]
+        pair = (source.randrange(10**6), source.randrange(10**6))
+        yield source.randrange(10**6), pair, source.randint(size // 2, size)
+
+
+async def _fire(
+    server: ServerProcess,
+    ids: Ids,
+    plan: Iterator[tuple[int, tuple[int, ...], int]],
+    source: random.Random,
+    count: int,
+    connections: int,
+    report: Report,
+) -> None:
+    left = iter(range(count))
+
+    async def shoot() -> None:
+        connection = Connection(server.url, FUZZING)
+        for _ in left:
+            index, chosen, size = next(plan)
+            known = full_requests(ids)
+            request = known[index % len(known)]
+            found = places(request.body)
+            names = [found[one % len(found)].path for one in chosen]
+            report.fields |= {(request.name, name) for name in names}
+            body, is_packed = shot_of(request, source, chosen, size)
+            await _send(
+                connection,
+                _shot(request, body, is_packed),
+                f"{request.name}: {names}, {size}",
+                report,
+            )
+        await connection.close()
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(connections):
+            tasks.create_task(shoot())
+
+
+def _shot(request: FullRequest, body: bytes, is_packed: bool) -> Shot:
+    headers = [(b"content-type", request.media.encode())]
+    if is_packed:
+        headers.append((b"content-encoding", b"zstd"))
+    return Shot(request.method, request.path.encode(), tuple(headers), body)
+
+
+async def _send(connection: Connection, shot: Shot, what: str, report: Report) -> None:
+    try:
+        answer = await connection.context(shot)
+    except (Hanging, OSError, EOFError, ValueError) as error:
+        report.statuses[type(error).__name__] += 1
+        report.faults.append(f"{type(error).__name__} {error}: {what}")
+        return
+    assert answer is not None
+    report.statuses[str(answer.status)] += 1
+    if answer.seconds > report.slowest:
+        report.slowest, report.slowest_shot = answer.seconds, what
+    if (fault := _fault(answer)) is not None:
+        report.faults.append(f"{fault}: {what}")
+
+
+def _fault(answer: Answer) -> str | None:
+    """Return what must not be in an answer. A 503 says when to come again."""
+    if answer.status >= 500 and not (answer.status == 503 and _is_documented(answer.body)):
+        return f"{answer.status} {answer.body[:300]!r}"
+    if len(answer.body) > 4096 and answer.status >= 400:
+        return f"{answer.status} with {len(answer.body)} bytes, beginning {answer.body[:100]!r}"
+    return None
+
+
+def _is_documented(body: bytes) -> bool:
+    with suppress(ValueError, KeyError, TypeError):
+        content = json.loads(body)
+        text = content["detail"] if "detail" in content else content["error"]["message"]
+        return "again" in text
+    return False
+
+
+def _resident(pid: int) -> int:
+    with suppress(OSError, ValueError):
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize()
+    return 0
+
+
+def _watch(server: ServerProcess, witness: Tenant) -> subprocess.Popen[str]:
+    """Start a process that sends the second tenant's requests until its input ends."""
+    known = witness.known
+    arguments = (server.url, known.sessions[0], known.samplers[0])
+    return subprocess.Popen(
+        [sys.executable, __file__, "--watch", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _stopped(watch: subprocess.Popen[str]) -> dict[str, list[float]]:
+    said, _ = watch.communicate("stop\n", timeout=120)
+    return json.loads(said)
+
+
+def _watched(server: ServerProcess, witness: Tenant, seconds: float) -> dict[str, list[float]]:
+    watch = _watch(server, witness)
+    time.sleep(seconds)
+    return _stopped(watch)
+
+
+def watch(url: str, session: str, sampler: str) -> None:
+    """Send heartbeats and samples until the input has a line; print the latencies."""
+    latencies: dict[str, list[float]] = {"heartbeat": [], "sample of 16 tokens": []}
+    number = random.randrange(10**9)
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
+    headers = {"x-api-key": WITNESS}
+    is_stopping = False
+    with httpx.Client(base_url=f"{url}/api/v1", headers=headers, timeout=120) as http:
+
+        def post(path: str, body: dict[str, Any]) -> httpx.Response:
+            while (answer := http.post(path, json=body)).status_code in (408, 503):
+                pass
+            answer.raise_for_status()
+            return answer
+
+        while not is_stopping:
+            number += 1
+            began = time.monotonic()
+            post("/session_heartbeat", {"session_id": session})
+            middle = time.monotonic()
+            sample = {
+                "sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "num_samples": 1,
+                "sampling_params": {"max_tokens": 16, "seed": number, "stop": []},
+            }  # fmt: skip
+            request = post("/asample", sample).json()["request_id"]
+            post("/retrieve_future", {"request_id": request})
+            latencies["heartbeat"].append(middle - began)
+            latencies["sample of 16 tokens"].append(time.monotonic() - middle)
+            time.sleep(0.02)
+            is_stopping = bool(select.select([sys.stdin], [], [], 0)[0])
+    print(json.dumps(latencies))
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--watch"]:
+        watch(*sys.argv[2:])
+        return 0
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--requests", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--connections", type=int, default=8)
+    parser.add_argument("--memory-mib", type=int, default=3072)
+    options = parser.parse_args()
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory() as directory:
+        report = fuzz(
+            Path(directory),
+            options.requests,
+            options.seed,
+            options.connections,
+            options.memory_mib << 20,
+        )
+    seconds = time.monotonic() - began
+    print(
+        f"{report.requests} requests in {seconds:.0f} s on {os.cpu_count()} cores; "
+        f"{len(report.fields)} values; peak {report.peak_bytes >> 20} MiB; slowest "
+        f"{report.slowest:.1f} s ({report.slowest_shot})"
+    )
+    print("statuses:", dict(sorted(report.statuses.items())))
+    print("second tenant:", *report.latencies(), sep="\n  ")
+    print(f"{len(report.faults)} faults", *report.faults[:50], sep="\n")
+    return 1 if report.faults else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
