@@ -22,10 +22,23 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
-_MAX_TEXT = 100_000
+MAX_ID = 256
+"""Maximum number of characters of an id."""
+MAX_TEXT = 4096
+"""Maximum number of characters of a string, unless its field has a limit of its own."""
+MAX_LIST = 1024
+"""Maximum number of items of a list, unless its field has a limit of its own."""
+MAX_MAP = 64
+"""Maximum number of entries of an object whose keys are chosen by the client."""
 _MAX_SHOWN = 80
-_MAX_CONTAINERS = 1 << 20
+MAX_CONTAINERS = 1 << 20
 """Limit of objects and lists in a body. As Python objects they take up to 40 times their bytes."""
+MAX_VALUES = 1 << 24
+"""Limit of values in a body, and of token ids in one request. Each takes up to 40 bytes of memory
+while the body is read.
+"""
+MAX_DEPTH = 64
+"""Limit of objects and lists within each other. Code that walks a body may call itself as often."""
 
 
 class Fields:
@@ -40,15 +53,22 @@ class Fields:
     @classmethod
     def of(cls, body: bytes) -> Fields:
         """Parse the body of a request, which must be one JSON object."""
-        if body.count(b"{") + body.count(b"[") > _MAX_CONTAINERS:
-            raise UserError(
-                f"the body has more than {_MAX_CONTAINERS:,} objects and lists; send fewer in one "
-                "call"
-            )
+        containers = body.count(b"{") + body.count(b"[")
+        for most, count, kind in (
+            (MAX_CONTAINERS, containers, "objects and lists"),
+            (MAX_VALUES, body.count(b","), "values"),
+        ):
+            if count > most:
+                raise UserError(f"the body has more than {most:,} {kind}; send fewer in one call")
         try:
             value = orjson.loads(body)
         except orjson.JSONDecodeError as error:
             raise UserError(f"the body is not JSON: {error}") from None
+        if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
+            raise UserError(
+                f"the body has more than {MAX_DEPTH} objects and lists within each other; send a "
+                "flatter one"
+            )
         if not isinstance(value, dict):
             raise UserError(f"the body is {_kind(value)}; give an object with the request's fields")
         return cls(value)
@@ -80,6 +100,7 @@ class Fields:
 
     def path(self, name: str) -> str:
         """Return how errors name a field."""
+        name = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
         return f"{self._where}.{name}" if self._where else name
 
     def has(self, name: str) -> bool:
@@ -101,15 +122,12 @@ class Fields:
         self._read.add(name)
         return read(name) if self.has(name) else default
 
-    def text(self, name: str) -> str:
-        """Read a string."""
+    def text(self, name: str, most: int = MAX_TEXT) -> str:
+        """Read a string of at most `most` characters."""
         value = self._get(name)
         if not isinstance(value, str):
             raise self._wrong(name, "a string")
-        if len(value) > _MAX_TEXT:
-            raise UserError(
-                f"{self.path(name)} has {len(value)} characters; at most {_MAX_TEXT} are allowed"
-            )
+        self._check_count(name, len(value), most, "characters")
         return value
 
     def identifier(self, name: str) -> str:
@@ -150,41 +168,49 @@ class Fields:
         """Return the object as a body of its own, so that errors do not name its position."""
         return Fields(self._values)
 
-    def array(self, name: str) -> list[Any]:
-        """Read a list."""
+    def array(self, name: str, most: int = MAX_LIST) -> list[Any]:
+        """Read a list of at most `most` items."""
         value = self._get(name)
         if not isinstance(value, list):
             raise self._wrong(name, "a list")
+        self._check_count(name, len(value), most, "items")
         return value
 
     def object(self, name: str) -> Fields:
         """Read an object."""
         return self._object(name, self._get(name))
 
-    def objects(self, name: str) -> Iterator[Fields]:
-        """Read a list of objects."""
-        for index, value in enumerate(self.array(name)):
+    def objects(self, name: str, most: int = MAX_LIST) -> Iterator[Fields]:
+        """Read a list of at most `most` objects."""
+        for index, value in enumerate(self.array(name, most)):
             yield self._object(f"{name}[{index}]", value)
 
-    def mapping(self, name: str) -> dict[str, Any]:
-        """Read an object as a dict."""
+    def mapping(self, name: str, most: int = MAX_MAP) -> dict[str, Any]:
+        """Read an object as a dict of at most `most` entries."""
         value = self._get(name)
         if not isinstance(value, dict):
             raise self._wrong(name, "an object")
+        self._check_count(name, len(value), most, "entries")
         return value
 
-    def strings(self, name: str) -> dict[str, str]:
-        """Read an object of strings, such as user_metadata."""
-        value = self.mapping(name)
+    def strings(self, name: str, most: int = MAX_LIST) -> dict[str, str]:
+        """Read an object of at most `most` strings, such as user_metadata."""
+        value = self.mapping(name, most)
         for key, item in value.items():
             if not isinstance(item, str):
-                raise UserError(f"{self.path(name)}.{key} is {_kind(item)}; give a string")
+                raise UserError(
+                    f"{self.path(name)}.{key[:_MAX_SHOWN]} is {_kind(item)}; give a string"
+                )
         return value
 
     def raw(self, name: str) -> Any:
         """Return the value of any type; None if it is absent."""
         self._read.add(name)
         return self._values.get(name)
+
+    def _check_count(self, name: str, count: int, most: int, kind: str) -> None:
+        if count > most:
+            raise UserError(f"{self.path(name)} has {count:,} {kind}; give at most {most:,}")
 
     def _object(self, name: str, value: Any) -> Fields:
         if not isinstance(value, dict):
@@ -199,6 +225,21 @@ class Fields:
 
     def _wrong(self, name: str, wanted: str) -> UserError:
         return UserError(f"{self.path(name)}={shown(self._values[name])}: give {wanted}")
+
+
+def _depth_exceeds(value: Any, most: int) -> bool:
+    """Return whether more than `most` objects and lists are within each other."""
+    level = [value]
+    for _ in range(most):
+        level = [
+            item
+            for container in level
+            for item in (container.values() if type(container) is dict else container)
+            if type(item) is dict or type(item) is list
+        ]
+        if not level:
+            return False
+    return True
 
 
 def check_identifier(name: str, value: str) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from planish.errors import UnsupportedError, UserError
 from planish.tensors import TensorData, TensorDtype
 from planish.types import EncodedTextChunk, ModelInput
-from planish.wire.fields import Fields
+from planish.wire.fields import MAX_VALUES, Fields, shown
 from planish.wire.messages import BFLOAT16, FLOAT32, INT32, INT64, TensorMessage
 
 MAX_DENSE_ELEMENTS = 1 << 26
@@ -26,6 +26,10 @@ MAX_DENSE_ELEMENTS = 1 << 26
 MAX_PARTS = 1 << 17
 """Limit of datums, chunks and tensors in one body: each takes memory and time, however small it is.
 """
+MAX_TOKENS = 1 << 20
+"""Limit of token ids in one prompt or model input. No model that is served has a longer context."""
+MAX_DIMENSIONS = 8
+"""Limit of a tensor's dimensions."""
 
 _NUMPY: dict[TensorDtype, np.dtype[Any]] = {"float32": np.dtype("<f4"), "int64": np.dtype("<i8")}
 PROTO_DTYPES: dict[TensorDtype, int] = {"float32": FLOAT32, "int64": INT64}
@@ -69,9 +73,11 @@ def tensor_from_message(message: Any, where: str) -> TensorData:
     match message.WhichOneof("encoding"):
         case "dense":
             values, dtype = stored_numbers(message.dense, message.dtype, where)
+            _check_dimensions(len(message.shape), f"{where}.shape")
             return _tensor(where, values, dtype, _shape(message.shape, values.size, where))
         case "sparse_csr":
             csr = message.sparse_csr
+            _check_dimensions(len(message.shape), f"{where}.shape")
             values, dtype = stored_numbers(csr.values, message.dtype, f"{where}.values")
             crow = numbers(csr.crow_indices, "<i8", f"{where}.crow_indices").tolist()
             col = numbers(csr.col_indices, "<i8", f"{where}.col_indices").tolist()
@@ -103,8 +109,9 @@ def tensor_from_json(fields: Fields) -> TensorData:
         dtype = fields.text("dtype")
         if dtype not in _NUMPY:
             raise UserError(f"{fields.path('dtype')}={dtype[:40]!r}: give 'float32' or 'int64'")
-        values = _from_list(fields.array("data"), dtype, where)
+        values = _from_list(fields.array("data", MAX_VALUES), dtype, where)
         shape = _integers(fields, "shape")
+        _check_dimensions(len(shape or ()), fields.path("shape"))
         crow, col = (
             _integers(fields, "sparse_crow_indices"),
             _integers(fields, "sparse_col_indices"),
@@ -134,16 +141,15 @@ def tensor_to_json(tensor: TensorData) -> dict[str, Any]:
 def model_input_from_messages(chunks: Sequence[Any], where: str) -> ModelInput:
     """Read a model input from protobuf chunks."""
     check_parts(where, len(chunks))
-    found = []
+    found, count = [], 0
     for index, chunk in enumerate(chunks):
         kind = chunk.WhichOneof("chunk")
         if kind != "encoded_text":
             raise _unsupported_chunk(f"{where}[{index}]", kind)
-        found.append(
-            EncodedTextChunk(
-                numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens").tolist()
-            )
-        )
+        tokens = numbers(chunk.encoded_text.tokens, "<i4", f"{where}[{index}].tokens")
+        count += tokens.size
+        _check_tokens(count, where)
+        found.append(EncodedTextChunk(tokens.tolist()))
     return ModelInput(found)
 
 
@@ -160,15 +166,17 @@ def write_chunks(model_input: ModelInput, chunks: Any) -> None:
 
 def model_input_from_json(fields: Fields) -> ModelInput:
     """Read a model input from JSON."""
-    found = []
+    found, count = [], 0
     with fields:
-        check_parts(fields.path("chunks"), len(fields.array("chunks")))
-        for chunk in fields.objects("chunks"):
+        check_parts(fields.path("chunks"), len(fields.array("chunks", MAX_VALUES)))
+        for chunk in fields.objects("chunks", MAX_PARTS):
             with chunk:
                 kind = chunk.optional(chunk.text, "type", "encoded_text")
                 if kind != "encoded_text":
                     raise _unsupported_chunk(chunk.path("type"), kind)
-                tokens = chunk.array("tokens")
+                tokens = chunk.array("tokens", MAX_VALUES)
+                count += len(tokens)
+                _check_tokens(count, fields.path("chunks"))
                 _check_integers(tokens, chunk.path("tokens"))
                 found.append(EncodedTextChunk(tokens))
     return ModelInput(found)
@@ -224,6 +232,16 @@ def check_parts(where: str, parts: int) -> None:
         )
 
 
+def _check_tokens(count: int, where: str) -> None:
+    if count > MAX_TOKENS:
+        raise UserError(f"{where} has {count:,} token ids; give at most {MAX_TOKENS:,}")
+
+
+def _check_dimensions(count: int, where: str) -> None:
+    if count > MAX_DIMENSIONS:
+        raise UserError(f"{where} has {count:,} dimensions; give at most {MAX_DIMENSIONS}")
+
+
 def filled(tensor: TensorData) -> int:
     """Return the number of elements of a CSR tensor in dense form; 0 for a dense tensor."""
     return 0 if tensor.sparse_crow_indices is None else math.prod(tensor.shape or ())
@@ -241,7 +259,7 @@ def _shape(shape: Sequence[int], size: int, where: str) -> list[int] | None:
 
 
 def _integers(fields: Fields, name: str) -> list[int] | None:
-    values = fields.optional(fields.array, name)
+    values = fields.optional(lambda name: fields.array(name, MAX_VALUES), name)
     if values is not None:
         _check_integers(values, fields.path(name))
     return values
@@ -250,13 +268,13 @@ def _integers(fields: Fields, name: str) -> list[int] | None:
 def _check_integers(values: list[Any], where: str) -> None:
     for value in values:
         if type(value) is not int or not -(2**63) <= value < 2**63:
-            raise UserError(f"{where} holds {str(value)[:40]!r}; give whole numbers")
+            raise UserError(f"{where} holds {shown(value)}; give whole numbers")
 
 
 def _from_list(values: list[Any], dtype: TensorDtype, where: str) -> np.ndarray:
     for value in values:
         if type(value) is not int and type(value) is not float:
-            raise UserError(f"{where} holds {str(value)[:40]!r}; give one flat list of numbers")
+            raise UserError(f"{where} holds {shown(value)}; give one flat list of numbers")
     if dtype == "float32":
         with np.errstate(over="ignore"):
             # An overflow becomes infinite. Code that needs finite values reports it later.

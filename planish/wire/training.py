@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby, islice, pairwise
+from itertools import groupby, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,22 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import ForwardBackward, OptimStep
 from planish.tensors import TensorData
 from planish.types import AdamParams, Datum, ForwardBackwardOutput, OptimStepResponse
-from planish.wire.fields import Fields, check_identifier, shown
-from planish.wire.messages import ForwardBackwardOutputMessage, ForwardBackwardRequestMessage
+from planish.wire.fields import (
+    MAX_MAP,
+    MAX_TEXT,
+    MAX_VALUES,
+    Fields,
+    check_identifier,
+    shown,
+)
+from planish.wire.messages import (
+    ForwardBackwardOutputMessage,
+    ForwardBackwardRequestMessage,
+    TensorMessage,
+)
 from planish.wire.tensors import (
+    MAX_DIMENSIONS,
+    MAX_PARTS,
     PROTO_DTYPES,
     check_filled,
     check_parts,
@@ -40,10 +53,18 @@ from planish.wire.tensors import (
 
 _REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
-_MAX_FIELDS = 1 << 19
-"""Limit for the number of protobuf fields in one body and its datums together. The fields are
-counted before parsing, because an empty field takes 30 times its bytes when it is parsed.
+MAX_FIELDS = 1 << 20
+"""Limit for the number of protobuf fields in one body, its datums and their tensors together. The
+fields are counted before parsing, because an empty field takes 30 times its bytes when it is
+parsed.
 """
+_DATUM = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].message_type
+_ENTRY = _DATUM.fields_by_name["loss_fn_inputs"].message_type
+_INPUTS = (_DATA_FIELD, _DATUM.fields_by_name["loss_fn_inputs"].number)
+_TENSOR = (*_INPUTS, _ENTRY.fields_by_name["value"].number)
+_SHAPE = (*_TENSOR, TensorMessage.DESCRIPTOR.fields_by_name["shape"].number)
+_WALKED = {(_DATA_FIELD,), _INPUTS, _TENSOR}
+_LONGEST_VARINT = 10
 _ADAM_FIELDS = ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "grad_clip_norm")
 
 
@@ -70,32 +91,52 @@ def place_from_message(message: Any) -> Place:
 
 
 def parse_forward_backward_head(body: bytes) -> Any:
-    """Parse a protobuf body without its datums. Only the first `_MAX_FIELDS` fields are read, so
+    """Parse a protobuf body without its datums. Only the first `MAX_FIELDS` fields are read, so
     that a body with too many fields cannot exhaust the memory.
     """
-    fields = islice(_fields_of(body, 0, len(body)), _MAX_FIELDS)
+    fields = islice(_fields_of(body, 0, len(body)), MAX_FIELDS)
     head = [body[begin:end] for number, begin, _, end in fields if number != _DATA_FIELD]
     return _parsed(ForwardBackwardRequestMessage(), b"".join(head))
 
 
 def parse_forward_backward(body: bytes) -> Any:
-    """Parse a protobuf body. If it has too many fields, raise UserError before parsing it."""
-    count = 0
-    for number, _, begin, end in _fields_of(body, 0, len(body)):
-        inside = _fields_of(body, begin, end) if number == _DATA_FIELD else ()
-        for _ in chain([number], inside):
-            count += 1
-            if count > _MAX_FIELDS:
-                raise UserError(
-                    f"the body has more than {_MAX_FIELDS:,} datums and parts; send fewer in one "
-                    "call"
-                )
+    """Parse a protobuf body. If it has too many fields, or a shape of too many dimensions, raise
+    UserError before parsing it.
+    """
+    for count, (number, begin, end) in enumerate(_walk(body), start=1):
+        if count > MAX_FIELDS:
+            raise UserError(
+                f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"
+            )
+        # A dimension has one byte in the body, and takes eight when it is parsed.
+        if number == _SHAPE and end - begin > MAX_DIMENSIONS * _LONGEST_VARINT:
+            raise UserError(f"a tensor has more than {MAX_DIMENSIONS} dimensions; give fewer")
     return _parsed(ForwardBackwardRequestMessage(), body)
+
+
+def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
+    """Yield (numbers of the fields around it and its own, start of its content, end) for each field
+    that may be repeated, at any depth.
+    """
+    pending = [((), _fields_of(body, 0, len(body)))]
+    while pending:
+        path, fields = pending[-1]
+        for number, _, begin, end in fields:
+            at = (*path, number)
+            yield at, begin, end
+            if at in _WALKED:
+                pending.append((at, _fields_of(body, begin, end)))
+                break
+        else:
+            pending.pop()
 
 
 def forward_backward_from_message(message: Any) -> ForwardBackward:
     """Read an operation from a parsed message."""
     check_parts("data", len(message.data))
+    _check_count("loss_fn", len(message.loss_fn), MAX_TEXT, "characters")
+    for name in ("loss_fn_config", "loss_fn_config_v2"):
+        _check_count(name, len(getattr(message, name)), MAX_MAP, "entries")
     data = _within_bounds(
         _datum_from_message(datum, f"data[{index}]") for index, datum in enumerate(message.data)
     )
@@ -130,8 +171,10 @@ def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBac
     with fields:
         place = place_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
-            check_parts(given.path("data"), len(given.array("data")))
-            data = _within_bounds(_datum_from_json(datum) for datum in given.objects("data"))
+            check_parts(given.path("data"), len(given.array("data", MAX_VALUES)))
+            data = _within_bounds(
+                _datum_from_json(datum) for datum in given.objects("data", MAX_PARTS)
+            )
             config = given.optional(given.mapping, "loss_fn_config", {})
             for key, value in config.items():
                 if isinstance(value, bool) or not isinstance(value, int | float | str):
@@ -279,9 +322,16 @@ def _config(message: Any) -> Mapping[str, float]:
     }
 
 
+def _check_count(name: str, count: int, most: int, kind: str) -> None:
+    if count > most:
+        raise UserError(f"{name} has {count:,} {kind}; give at most {most:,}")
+
+
 def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
-    found, elements, parts = [], 0, 0
+    found, elements, parts, tokens = [], 0, 0, 0
     for datum in data:
+        tokens += datum.model_input.length
+        _check_count("data", tokens, MAX_VALUES, "token ids")
         parts += 1 + len(datum.model_input.chunks) + len(datum.loss_fn_inputs)
         check_parts("data", parts)
         elements += sum(filled(tensor) for tensor in datum.loss_fn_inputs.values())
@@ -291,7 +341,7 @@ def _within_bounds(data: Iterable[Datum]) -> list[Datum]:
 
 
 def _datum_from_message(message: Any, where: str) -> Datum:
-    check_parts(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs))
+    _check_count(f"{where}.loss_fn_inputs", len(message.loss_fn_inputs), MAX_MAP, "entries")
     tensors = {
         name: tensor_from_message(tensor, f"{where}.loss_fn_inputs[{name[:40]!r}]")
         for name, tensor in message.loss_fn_inputs.items()
@@ -303,7 +353,7 @@ def _datum_from_json(fields: Fields) -> Datum:
     with fields:
         fields.skip("model_input_spans", "loss_fn_input_spans")
         inputs = fields.object("loss_fn_inputs")
-        check_parts(fields.path("loss_fn_inputs"), len(fields.mapping("loss_fn_inputs")))
+        fields.mapping("loss_fn_inputs")  # checks the number of entries
         tensors = {name: tensor_from_json(inputs.object(name)) for name in inputs}
         return Datum(model_input_from_json(fields.object("model_input")), tensors)
 

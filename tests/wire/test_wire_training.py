@@ -224,7 +224,7 @@ def test_the_dense_size_of_sparse_tensors_is_limited_per_body():
 
 
 @pytest.mark.parametrize(
-    ("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (1, 1, 101), (21, 3, 1)], ids=str
+    ("datums", "chunks", "tensors"), [(101, 0, 0), (1, 101, 0), (2, 1, 50), (21, 3, 1)], ids=str
 )
 def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     monkeypatch, datums, chunks, tensors
