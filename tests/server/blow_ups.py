@@ -133,7 +133,9 @@ def _blow_up_field(message: Any, field: FieldDescriptor, source: random.Random, 
 def _blow_up_map(value: Any, entry: Any, source: random.Random, size: int) -> None:
     is_message = entry.fields_by_name["value"].message_type is not None
     first = next(iter(value), None)
-    keys = ["k" * size] if source.random() < 0.3 else [f"k{i}" for i in range(min(size, 100_000))]
+    width = 8 + (value[first].ByteSize() if is_message and first is not None else 8)
+    count = min(size // width, 100_000) + 1
+    keys = ["k" * size] if source.random() < 0.3 else [f"k{i}" for i in range(count)]
     for key in keys:
         if not is_message:
             value[key] = 1.0

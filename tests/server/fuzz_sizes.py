@@ -32,7 +32,7 @@ from typing import Any
 
 import httpx
 from blow_ups import MAX_BODY, places, shot_of
-from full_requests import FullRequest, Ids, full_requests
+from full_requests import API, FullRequest, Ids, full_requests
 from fuzz import FUZZING, WITNESS, Tenant, tenant
 from fuzz_connection import Answer, Connection, Hanging, Shot
 from server_process import BASE_MODEL, ServerProcess, running_server
@@ -46,6 +46,8 @@ _OPTIONS = (
 _SIZES = (100, 1_000, 10_000, 100_000, 1_000_000, MAX_BODY)
 _WEIGHTS = (20, 30, 30, 14, 5, 1)
 IDLE_SECONDS = 20.0
+MAX_ERROR = 1 << 16
+"""An error must not send back what it was sent."""
 _ROUND = 500
 """Requests with the same session and models. A blown-up request may use them up."""
 
@@ -99,11 +101,12 @@ def memory_limit(limit: int) -> Iterator[tuple[str, str]]:
     except OSError:
         with suppress(OSError):
             group.rmdir()
-        code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, {limit})); "
+        code = f"import resource; resource.setrlimit(resource.RLIMIT_DATA, ({limit}, -1)); "
         yield "RLIMIT_DATA", code
         return
     try:
-        code = f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
+        code = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (-1, -1)); "
+        code += f"import os; open({str(group / 'cgroup.procs')!r}, 'w').write(str(os.getpid())); "
         yield f"a memory cgroup ({'v2' if is_v2 else 'v1'})", code
     finally:
         for _ in range(50):  # the group is busy until the process is gone
@@ -111,6 +114,10 @@ def memory_limit(limit: int) -> Iterator[tuple[str, str]]:
                 group.rmdir()
                 break
             time.sleep(0.1)
+
+
+_OWN_MEMORY = 3 << 30
+"""Limit of the memory of this program, so that a mistake here does not take the whole machine."""
 
 
 def fuzz(
@@ -263,7 +270,7 @@ def _fault(answer: Answer) -> str | None:
     """Return what must not be in an answer. A 503 says when to come again."""
     if answer.status >= 500 and not (answer.status == 503 and _is_documented(answer.body)):
         return f"{answer.status} {answer.body[:300]!r}"
-    if len(answer.body) > 4096 and answer.status >= 400:
+    if len(answer.body) > MAX_ERROR and answer.status >= 400:
         return f"{answer.status} with {len(answer.body)} bytes, beginning {answer.body[:100]!r}"
     return None
 
@@ -305,42 +312,43 @@ def _watched(server: ServerProcess, witness: Tenant, seconds: float) -> dict[str
     return _stopped(watch)
 
 
-def watch(url: str, session: str, sampler: str) -> None:
+async def watch(url: str, session: str, sampler: str) -> None:
     """Send heartbeats and samples until the input has a line; print the latencies."""
     latencies: dict[str, list[float]] = {"heartbeat": [], "sample of 16 tokens": []}
     number = random.randrange(10**9)
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]}
-    headers = {"x-api-key": WITNESS}
-    is_stopping = False
-    with httpx.Client(base_url=f"{url}/api/v1", headers=headers, timeout=120) as http:
+    connection = Connection(url, WITNESS)
 
-        def post(path: str, body: dict[str, Any]) -> httpx.Response:
-            while (answer := http.post(path, json=body)).status_code in (408, 503):
-                pass
-            answer.raise_for_status()
-            return answer
+    async def post(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        headers = ((b"content-type", b"application/json"),)
+        shot = Shot("POST", f"{API}{path}".encode(), headers, json.dumps(body).encode())
+        answer = await connection.context(shot)
+        while answer is not None and answer.status in (408, 503):
+            answer = await connection.context(shot)
+        assert answer is not None
+        assert answer.status == 200, answer
+        return json.loads(answer.body)
 
-        while not is_stopping:
-            number += 1
-            began = time.monotonic()
-            post("/session_heartbeat", {"session_id": session})
-            middle = time.monotonic()
-            sample = {
-                "sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "num_samples": 1,
-                "sampling_params": {"max_tokens": 16, "seed": number, "stop": []},
-            }  # fmt: skip
-            request = post("/asample", sample).json()["request_id"]
-            post("/retrieve_future", {"request_id": request})
-            latencies["heartbeat"].append(middle - began)
-            latencies["sample of 16 tokens"].append(time.monotonic() - middle)
-            time.sleep(0.02)
-            is_stopping = bool(select.select([sys.stdin], [], [], 0)[0])
+    while not select.select([sys.stdin], [], [], 0)[0]:
+        number += 1
+        began = time.monotonic()
+        await post("/session_heartbeat", {"session_id": session})
+        middle = time.monotonic()
+        sample = {
+            "sampling_session_id": sampler, "seq_id": number, "prompt": prompt, "num_samples": 1,
+            "sampling_params": {"max_tokens": 16, "seed": number, "stop": []},
+        }  # fmt: skip
+        accepted = await post("/asample", sample)
+        await post("/retrieve_future", {"request_id": accepted["request_id"]})
+        latencies["heartbeat"].append(middle - began)
+        latencies["sample of 16 tokens"].append(time.monotonic() - middle)
+        await asyncio.sleep(0.05)
     print(json.dumps(latencies))
 
 
 def main() -> int:
     if sys.argv[1:2] == ["--watch"]:
-        watch(*sys.argv[2:])
+        asyncio.run(watch(*sys.argv[2:]))
         return 0
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
@@ -348,6 +356,7 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=8)
     parser.add_argument("--memory-mib", type=int, default=3072)
     options = parser.parse_args()
+    resource.setrlimit(resource.RLIMIT_DATA, (_OWN_MEMORY, resource.RLIM_INFINITY))
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as directory:
         report = fuzz(

@@ -202,3 +202,13 @@ def test_the_guide_names_every_setting_and_option():
     serve.add_arguments(parser)
     options = [action.option_strings[0] for action in parser._actions]
     assert [option for option in options if option not in guide] == []
+
+
+def test_connections_send_without_delay():
+    """Otherwise the body of an answer waits 40 ms for the client's delayed acknowledgement."""
+    with (
+        serve._listener("127.0.0.1", 0) as listener,
+        socket.create_connection(listener.getsockname()),
+        listener.accept()[0] as accepted,
+    ):
+        assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
