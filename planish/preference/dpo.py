@@ -59,12 +59,9 @@ MEASURES = ("accuracy", "margin", "chosen_reward", "rejected_reward")
 
 
 @chz.chz
-class Config(supervised.Config):
-    """The options of a supervised run on pairs; `dataset_builder` gives the pairs
-    (planish/preference/datasets.py).
-    """
+class PairLossOptions:
+    """The loss of a pair, and the reference model that it compares with."""
 
-    learning_rate: float = 1e-5
     loss: str = chz.field(default="dpo", doc=f"one of {', '.join(LOSSES)}")
     dpo_beta: float | None = chz.field(
         default=None,
@@ -83,6 +80,15 @@ class Config(supervised.Config):
         doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
         "base model",
     )
+
+
+@chz.chz
+class Config(PairLossOptions, supervised.Config):
+    """The options of a supervised run on pairs; `dataset_builder` gives the pairs
+    (planish/preference/datasets.py).
+    """
+
+    learning_rate: float = 1e-5
 
 
 async def main(config: Config, service_client: ServiceClient | None = None) -> Path:

@@ -47,25 +47,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(RLOptions):
-    """Options of the recipe."""
+class ProblemOptions:
+    """Where the problems come from, and how many a step has."""
 
-    log_path: str = "/tmp/planish-examples/code_rl"
-    env: Literal["solve", "repair"] = chz.field(
-        default="solve",
-        doc="solve = one answer, repair = several answers with test reports between them",
-    )
-    reward: Literal["all", "fraction"] = chz.field(
-        default="all",
-        doc="all = 1 if every test passes, fraction = the fraction of tests that pass",
-    )
-    format_coef: float = chz.field(
-        default=0.1, doc="penalty of an answer that has no code block or is truncated"
-    )
-    max_turns: int | None = chz.field(
-        default=None,
-        doc=f"env=repair: maximum number of programs in an episode; none = {REPAIR_TURNS}",
-    )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or file; none = generated functions"
     )
@@ -95,9 +79,37 @@ class Options(RLOptions):
         doc=f"number of test problems; none = {TEST_FUNCTIONS} functions, or the test split; "
         "0 = no evaluation",
     )
+
+
+@chz.chz
+class ProgramLimits:
+    """The limits of a program in the sandbox."""
+
     cpu_seconds: int = chz.field(default=4, doc="CPU seconds of a program per test, a whole number")
     wall_seconds: float = chz.field(default=12.0, doc="wall-clock seconds of a program per test")
     memory_mb: int = chz.field(default=512, doc="memory limit of a program in MiB")
+
+
+@chz.chz
+class Options(ProgramLimits, ProblemOptions, RLOptions):
+    """Options of the recipe."""
+
+    log_path: str = "/tmp/planish-examples/code_rl"
+    env: Literal["solve", "repair"] = chz.field(
+        default="solve",
+        doc="solve = one answer, repair = several answers with test reports between them",
+    )
+    reward: Literal["all", "fraction"] = chz.field(
+        default="all",
+        doc="all = 1 if every test passes, fraction = the fraction of tests that pass",
+    )
+    format_coef: float = chz.field(
+        default=0.1, doc="penalty of an answer that has no code block or is truncated"
+    )
+    max_turns: int | None = chz.field(
+        default=None,
+        doc=f"env=repair: maximum number of programs in an episode; none = {REPAIR_TURNS}",
+    )
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=64, doc="maximum number of tokens in an answer")
     max_steps: int | None = 20

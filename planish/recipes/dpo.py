@@ -61,7 +61,9 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
 
 @chz.chz
-class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
+class Options(
+    dpo.PairLossOptions, LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
+):
     """Options of the recipe."""
 
     model_name: str = chz.field(
@@ -82,25 +84,6 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     log_path: str = chz.field(
         default="/tmp/planish-examples/dpo", doc="directory of the run's files"
     )
-    reference_model_name: str | None = chz.field(
-        default=None, doc="base model of the reference; none = model_name"
-    )
-    reference_checkpoint_path: str | None = chz.field(
-        default=None,
-        doc="checkpoint or run directory of the reference; none = load_checkpoint_path, or the "
-        "base model",
-    )
-
-    loss: str = chz.field(default="dpo", doc=f"one of {', '.join(dpo.LOSSES)}")
-    dpo_beta: float | None = chz.field(
-        default=None,
-        doc="weight of the KL constraint to the reference; none = 0.1, or 2 with loss=simpo, where "
-        "it scales rewards",
-    )
-    label_smoothing: float = chz.field(
-        default=0.0, doc="dpo: probability that a label is wrong (label smoothing)"
-    )
-    simpo_gamma: float | None = chz.field(default=None, doc="simpo: target margin; none = 1")
     batch_size: int = chz.field(default=16, doc="pairs per step")
     max_length: int = chz.field(
         default=1024,

@@ -48,16 +48,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 @chz.chz
-class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions):
-    """Options of the recipe."""
+class ComparisonOptions:
+    """Where the comparisons come from, and how many are held out."""
 
-    kind: Kind = chz.field(
-        default="chat",
-        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
-    )
-    model_name: str = chz.field(
-        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
-    )
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or JSONL file of comparisons; none = pairs"
     )
@@ -79,6 +72,21 @@ class Options(LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOption
     )
     calibration_size: int = chz.field(
         default=64, doc="number of pairs held out of training for calibration; 0 = no calibration"
+    )
+
+
+@chz.chz
+class Options(
+    ComparisonOptions, LogOptions, RollingCheckpointOptions, ScheduleOptions, StartOptions
+):
+    """Options of the recipe."""
+
+    kind: Kind = chz.field(
+        default="chat",
+        doc="chat = a judge that reads both answers, bradley_terry = one score per answer",
+    )
+    model_name: str = chz.field(
+        default=DEFAULT_MODEL, doc="base model: a name or a local directory"
     )
     log_path: str = chz.field(
         default="/tmp/planish-examples/preference_model", doc="directory of the run's files"

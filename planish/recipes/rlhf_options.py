@@ -45,7 +45,7 @@ from planish.renderers import Renderer
 from planish.supervised.types import SupervisedDatasetBuilder
 from planish.training import rl_config as rl
 from planish.training import supervised_config as supervised
-from planish.training.run_options import LoraOptions
+from planish.training.run_options import LoraOptions, ScheduleOptions
 from planish.training.schedules import SCHEDULES
 
 T = TypeVar("T")
@@ -56,7 +56,7 @@ SFT, PREFERENCE_MODEL, RL, EVALUATION = "sft", "preference_model", "rl", "evalua
 
 
 @chz.chz
-class SFTStage:
+class SFTStage(ScheduleOptions):
     """Options of the supervised training."""
 
     dataset: str | None = chz.field(
@@ -70,20 +70,12 @@ class SFTStage:
         default=1024, doc="maximum tokens in a conversation; longer ones are truncated and counted"
     )
     learning_rate: float = chz.field(default=5e-4, doc="learning rate before the schedule")
-    lr_schedule: str = chz.field(
-        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
-    )
-    warmup_steps: int = 0
-    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
-    max_steps: int | None = chz.field(
-        default=None, doc="maximum number of steps; none = num_epochs passes"
-    )
     eval_every: int = chz.field(default=10, doc="steps between evaluations; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
 
 @chz.chz
-class PreferenceStage:
+class PreferenceStage(ScheduleOptions):
     """Options of the training of the preference model."""
 
     kind: Kind = chz.field(
@@ -105,21 +97,13 @@ class PreferenceStage:
         doc="maximum tokens in a conversation; longer comparisons are skipped and counted",
     )
     learning_rate: float = chz.field(default=1e-3, doc="learning rate before the schedule")
-    lr_schedule: str = chz.field(
-        default="linear", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
-    )
-    warmup_steps: int = 0
-    num_epochs: int = chz.field(default=1, doc="number of passes through the data")
-    max_steps: int | None = chz.field(
-        default=None, doc="maximum number of steps; none = num_epochs passes"
-    )
     eval_every: int = chz.field(default=20, doc="steps between evaluations; 0 = never")
     save_every: int = chz.field(default=20, doc="steps between checkpoints; 0 = only a last one")
 
 
 @chz.chz
-class RLStage:
-    """Options of the RL stage."""
+class PromptOptions:
+    """The prompts of the RL stage, and how answers to a prompt are compared."""
 
     dataset: str | None = chz.field(
         default=None,
@@ -141,11 +125,16 @@ class RLStage:
         doc="pairs that are compared; none = all_pairs_both_ways for kind=chat, "
         "all_pairs_one_way for bradley_terry",
     )
+
+
+@chz.chz
+class RLStage(PromptOptions, ScheduleOptions):
+    """Options of the RL stage."""
+
     learning_rate: float = 2e-4
     lr_schedule: str = chz.field(
         default="constant", doc=f"learning rate schedule: one of {', '.join(SCHEDULES)}"
     )
-    warmup_steps: int = 0
     max_tokens: int = chz.field(default=64, doc="maximum tokens in an answer, also in evaluations")
     temperature: float = chz.field(default=1.0, doc="sampling temperature, also in evaluations")
     advantage: str = "mean"

@@ -47,31 +47,8 @@ ENDPOINT_OPTIONS = {
 
 
 @chz.chz
-class Options(RLOptions):
-    """Options of the recipe."""
-
-    log_path: str = "/tmp/planish-examples/rubric"
-    dataset: str | None = chz.field(
-        default=None, doc="hub name, local directory or JSONL file; none = generated sums"
-    )
-    test_size: int | None = chz.field(
-        default=64,
-        doc="number of test rows; none = the whole test split, 0 = no evaluation; without a test "
-        "split they are held out of training",
-    )
-    largest: int | None = chz.field(
-        default=None, doc=f"generated sums: largest operand; none = {LARGEST}"
-    )
-    shown_verdicts: int | None = chz.field(
-        default=None,
-        doc="generated sums: number of example verdicts in the judge's prompt, 0 to "
-        f"{SHOWN_VERDICTS}; none = all",
-    )
-    unfinished_reward: float = chz.field(
-        default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
-    )
-    batch_size: int = chz.field(default=8, doc="questions per step")
-    group_size: int = chz.field(default=8, doc="answers per question")
+class JudgeOptions:
+    """Which model judges, and how it is called."""
 
     judge_model: str | None = chz.field(
         default=None, doc="base model of the judge, or the endpoint's model; none = model_name"
@@ -103,6 +80,34 @@ class Options(RLOptions):
         default_factory=dict,
         doc="endpoint: additional fields of a request, such as judge_extra.reasoning_effort=low",
     )
+
+
+@chz.chz
+class Options(JudgeOptions, RLOptions):
+    """Options of the recipe."""
+
+    log_path: str = "/tmp/planish-examples/rubric"
+    dataset: str | None = chz.field(
+        default=None, doc="hub name, local directory or JSONL file; none = generated sums"
+    )
+    test_size: int | None = chz.field(
+        default=64,
+        doc="number of test rows; none = the whole test split, 0 = no evaluation; without a test "
+        "split they are held out of training",
+    )
+    largest: int | None = chz.field(
+        default=None, doc=f"generated sums: largest operand; none = {LARGEST}"
+    )
+    shown_verdicts: int | None = chz.field(
+        default=None,
+        doc="generated sums: number of example verdicts in the judge's prompt, 0 to "
+        f"{SHOWN_VERDICTS}; none = all",
+    )
+    unfinished_reward: float = chz.field(
+        default=UNFINISHED_REWARD, doc="reward of an answer that is truncated"
+    )
+    batch_size: int = chz.field(default=8, doc="questions per step")
+    group_size: int = chz.field(default=8, doc="answers per question")
 
     learning_rate: float = 2e-4
     max_tokens: int = chz.field(default=16, doc="maximum number of tokens in an answer")

@@ -120,7 +120,7 @@ def test_missing_data_are_named_as_typed(mapped, tmp_path, capsys, monkeypatch):
         assert main(["eval", "gsm8k", "--model", "mine", "--data", data]) == 1
         assert capsys.readouterr().err.startswith(f"planish: the data set {data}: ")
     assert main(["eval", "multiple_choice", "--model", "mine"]) == 1
-    assert "its data have to be named (--data ...)" in capsys.readouterr().err
+    assert "it has no data of its own; give --data ..." in capsys.readouterr().err
 
 
 def test_control_c_ends_a_command_without_a_traceback(capsys, monkeypatch):
