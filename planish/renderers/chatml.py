@@ -65,6 +65,7 @@ class ChatML:
         return Abilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=self.thinking is not Thinking.NONE,
+            samples_thinking=self.thinking in (Thinking.STRIP_HISTORY, Thinking.KEEP_HISTORY),
             tools=True,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),

@@ -73,6 +73,8 @@ class Message(TypedDict):
     name: NotRequired[str]
 
 
+MODELS_WITH_TOOLS = "qwen3, qwen3_instruct or chatml (Qwen2.5, Qwen3 and SmolLM2)"
+"""The renderers whose formats have tools, with their model families, for error messages."""
 MESSAGE_KEYS = tuple(Message.__annotations__)
 
 
@@ -82,6 +84,8 @@ class Abilities:
 
     roles: tuple[str, ...]
     thinking: bool = False
+    samples_thinking: bool = False
+    """Whether a sampled message may begin with a think block."""
     tools: bool = False
     required: tuple[str, ...] = ()
     """Controls that the vocabulary must have as single tokens."""
@@ -248,7 +252,7 @@ def _read_calls(
         return (), ()
     if not abilities.tools:
         raise ValueError(
-            f"{where} has tool calls, which renderer {renderer} cannot write; use qwen3, qwen3_instruct or chatml"
+            f"{where} has tool calls, which renderer {renderer} cannot write; use {MODELS_WITH_TOOLS}"
         )
     if role != "assistant":
         raise ValueError(
@@ -299,7 +303,7 @@ def _read_tools(
         return ()
     if not abilities.tools:
         raise ValueError(
-            f"{where} offers tools, which renderer {renderer} cannot write; use qwen3, qwen3_instruct or chatml"
+            f"{where} offers tools, which renderer {renderer} cannot write; use {MODELS_WITH_TOOLS}"
         )
     if message["role"] != "system" or index != 0:
         raise ValueError(

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
 from planish.renderers.llama3 import Llama3
@@ -65,3 +66,21 @@ def get_renderer(
     if name == "qwen3" and strip_thinking_from_history is False:
         return Renderer(name, tokenizer, ChatML(thinking=Thinking.KEEP_HISTORY))
     return Renderer(name, tokenizer, FORMATS[name](tokenizer))
+
+
+_WITHOUT_THINKING = {"qwen3": "qwen3_disable_thinking"}
+"""Renderers that think, and those of the same models that do not."""
+
+
+def with_thinking(name: str, thinks: bool) -> str:
+    """Return the renderer of the same models as `name` that thinks, or that answers at once.
+    UnsupportedError if the models have no form for thinking.
+    """
+    if not thinks:
+        return _WITHOUT_THINKING.get(name, name)
+    thinking = {quiet: one for one, quiet in _WITHOUT_THINKING.items()}.get(name, name)
+    if thinking not in _WITHOUT_THINKING:
+        raise UnsupportedError(
+            f"renderer {name} does not think; leave it out, or use {', '.join(_WITHOUT_THINKING)}"
+        )
+    return thinking

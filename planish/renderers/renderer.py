@@ -21,6 +21,7 @@ from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
 from planish.renderers.messages import (
+    MODELS_WITH_TOOLS,
     Checked,
     Message,
     ToolSpec,
@@ -263,7 +264,7 @@ class Renderer:
         """
         if not self.format.abilities.tools:
             raise UnsupportedError(
-                f"renderer {self.name} has no form for tools; use qwen3, qwen3_instruct or chatml"
+                f"renderer {self.name} has no form for tools; use {MODELS_WITH_TOOLS}"
             )
         if not tools:
             raise ValueError(

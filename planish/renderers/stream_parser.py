@@ -3,8 +3,8 @@
 The tokens so far are parsed as a whole by the function that parses the finished sample, so the
 pieces of a stream add up to the answer without a stream. A sent piece cannot be taken back.
 Therefore an unfinished sample holds back the end of its text as long as it may change: white space,
-half a character, tool calls, and the beginning of a stop string or of a mark. Parsing from the
-start each time takes time in proportion to the text, so a long text is parsed less often.
+half a character, an unfinished tool call, and the beginning of a stop string or of a mark. Parsing
+from the start each time takes time in proportion to the text, so a long text is parsed less often.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ class Growing:
     stops: tuple[str, ...]
     """Strings at which the text ends. They are not part of it."""
     marks: tuple[str, ...] = ()
+    stop_ids: frozenset[int] = frozenset()
+    """Further tokens that end the text. They are not part of it."""
     tokens: list[int] = field(default_factory=list)
     _sent: Reading = field(default_factory=lambda: Reading(""))
     _next_reading: int = 1
@@ -103,8 +105,9 @@ class Growing:
     def delta(self) -> Reading:
         """Return what is certain and was not sent yet."""
         self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
-        reading = self._cut(self.read(self.tokens))
-        return self._new(Reading(self._certain(reading.content), self._certain(reading.reasoning)))
+        reading = self._cut(self.read(self._unstopped))
+        content, reasoning = self._certain(reading.content), self._certain(reading.reasoning)
+        return self._new(Reading(content, reasoning, reading.calls))
 
     def rest(self) -> Reading:
         """Return the rest of the finished sample, including its calls."""
@@ -112,7 +115,12 @@ class Growing:
 
     def whole(self) -> Reading:
         """Return the finished sample."""
-        return self._cut(self.read(self.tokens).with_spoiled())
+        return self._cut(self.read(self._unstopped).with_spoiled())
+
+    @property
+    def _unstopped(self) -> Sequence[int]:
+        is_stopped = bool(self.tokens) and self.tokens[-1] in self.stop_ids
+        return self.tokens[:-1] if is_stopped else self.tokens
 
     def _cut(self, reading: Reading) -> Reading:
         """Return the reading without what follows a stop string."""
@@ -120,7 +128,8 @@ class Growing:
         if reasoning != reading.reasoning:
             return Reading("", reasoning)
         content = _before(reading.content, self.stops)
-        return reading if content == reading.content else Reading(content, reasoning)
+        # Calls before a stop string are complete: the sample ended at the string.
+        return Reading(content, reasoning, reading.calls)
 
     def _certain(self, text: str) -> str:
         text = text.rstrip(_HALF_CHARACTER)
@@ -130,8 +139,11 @@ class Growing:
     def _new(self, reading: Reading) -> Reading:
         content = _after(reading.content, self._sent.content)
         reasoning = _after(reading.reasoning, self._sent.reasoning)
-        self._sent = Reading(self._sent.content + content, self._sent.reasoning + reasoning)
-        return Reading(content, reasoning, reading.calls)
+        calls = reading.calls[len(self._sent.calls) :]
+        self._sent = Reading(
+            self._sent.content + content, self._sent.reasoning + reasoning, reading.calls
+        )
+        return Reading(content, reasoning, calls)
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

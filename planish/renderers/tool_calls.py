@@ -50,13 +50,18 @@ def call_pieces(message: Checked) -> list[Piece]:
     pieces: list[Piece] = []
     for number, (name, arguments) in enumerate(message.calls):
         separator = "\n" if number or message.text else ""
-        pieces += [separator, CALL, f'\n{{"name": "{name}", "arguments": {arguments}}}\n', CALL_END]
+        pieces += [separator, CALL, f"{call_opening(name)}{arguments}}}\n", CALL_END]
     for number, raw in enumerate(message.unparsed_calls):
         inner = raw.removeprefix(CALL.text)
         closing = [CALL_END] if inner.endswith(CALL_END.text) else []
         separator = "\n" if number or message.calls or message.text else ""
         pieces += [separator, CALL, inner.removesuffix(CALL_END.text), *closing]
     return pieces
+
+
+def call_opening(name: str) -> str:
+    """Return the text of a call between its opening tag and its arguments."""
+    return f'\n{{"name": "{name}", "arguments": '
 
 
 def response_pieces(text: str) -> tuple[Piece, ...]:

@@ -8,6 +8,7 @@ options that we do not know, but an option that is set must not be ignored.
 
 from __future__ import annotations
 
+import codecs
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -61,7 +62,7 @@ class Fields:
             if count > most:
                 raise UserError(f"the body has more than {most:,} {kind}; send fewer in one call")
         try:
-            value = orjson.loads(body)
+            value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
             raise UserError(f"the body is not JSON: {error}") from None
         if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):

@@ -46,7 +46,7 @@ def joined(deltas: Sequence[Reading]) -> Reading:
     return Reading(
         "".join(delta.content for delta in deltas),
         "".join(delta.reasoning for delta in deltas),
-        deltas[-1].calls,
+        tuple(call for delta in deltas for call in delta.calls),
     )
 
 
@@ -126,6 +126,26 @@ def test_message_pieces_are_streamed_as_soon_as_possible(tokenizer, renderers):
     assert "".join(delta.content for delta in deltas[:-1]) == "Yes, but"
     assert deltas[-1].calls[0]["function"] == {"name": "add", "arguments": '{"a": 1, "b": 2}'}
     assert len(deltas) > 8
+
+
+def test_a_tool_call_is_sent_when_it_is_complete(tokenizer, renderers):
+    text = f"{CALL}\n{CALL}"
+    tokens = tokenizer.encode(text, add_special_tokens=False)
+    growing = message(renderers["qwen3_instruct"])
+    counts = []
+    for token in tokens:
+        growing.add(token)
+        counts.append(len(growing.delta().calls))
+    assert len(growing.rest().calls) == 0
+    ends = [index for index, count in enumerate(counts) if count]
+    assert [counts[index] for index in ends] == [1, 1]
+    assert [tokenizer.decode(tokens[: end + 1]) for end in ends] == [CALL, text]
+
+
+def test_a_call_before_a_stop_string_is_kept(tokenizer, renderers):
+    tokens = tokenizer.encode(f"{CALL}\nBye END", add_special_tokens=False)
+    reading = whole(message(renderers["qwen3_instruct"], "END"), tokens)
+    assert (reading.content.strip(), len(reading.calls)) == ("Bye", 1)
 
 
 def test_text_that_a_stop_string_may_remove_is_held_back(tokenizer, renderers):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import socket
 import threading
 import time
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import openai
 import orjson
@@ -372,11 +374,20 @@ def test_models_of_other_tenants_do_not_exist(client, name):
 
 def test_an_unknown_endpoint_is_named_in_the_error(served, client):
     """What OpenAI's client shows is the message of its own form."""
-    with pytest.raises(
-        openai.NotFoundError, match="there is no endpoint POST /v1/embeddings"
-    ) as error:
-        client.embeddings.create(model=BASE, input="x")
-    assert error.value.type == "not_found_error"
+    for call, message in (
+        (
+            lambda: client.embeddings.create(model=BASE, input="x"),
+            "there is no endpoint POST /v1/embeddings: .* no embeddings",
+        ),
+        (
+            lambda: client.responses.create(model=BASE, input="x"),
+            "no endpoint POST /v1/responses: give the messages to POST /v1/chat/completions",
+        ),
+        (lambda: client.moderations.create(input="x"), "no endpoint POST /v1/moderations"),
+    ):
+        with pytest.raises(openai.NotFoundError, match=message) as error:
+            call()
+        assert error.value.type == "not_found_error"
     with (
         openai.OpenAI(base_url=served.url, api_key="tml-first", max_retries=0) as client_without_v1,
         pytest.raises(
@@ -428,8 +439,18 @@ def test_tool_calls_are_parsed(served, client):
     assert [call.function.name for call in choice.message.tool_calls] == ["add", "add"]
     assert json.loads(choice.message.tool_calls[0].function.arguments) == {"a": 1, "b": 2}
     assert joined(chunks, 0) == "Let me see."
-    assert [call.index for call in chunks[-1].choices[0].delta.tool_calls] == [0, 1]
+    # As OpenAI streams calls: each begins with its name and its id, and its arguments follow.
+    parts = [
+        call for chunk in chunks for one in chunk.choices for call in one.delta.tool_calls or ()
+    ]
+    assert [part.index for part in parts] == [0, 0, 1, 1]
+    assert [part.function.name for part in parts] == ["add", None, "add", None]
+    assert [bool(part.id) for part in parts] == [True, False, True, False]
+    assert [part.function.arguments for part in parts] == 2 * ["", '{"a": 1, "b": 2}']
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert [one.finish_reason for chunk in chunks[:-1] for one in chunk.choices] == [None] * (
+        len(chunks) - 1
+    )
 
 
 def test_a_conversation_continues_after_a_tool_call(served, client):
@@ -494,16 +515,230 @@ def test_reasoning_is_returned_in_its_own_field(served, client):
         client.chat.completions.create(model=CHAT, messages=sent)
 
 
+# Values that change nothing, and options of other servers
+
+_NO_EFFECT: dict[str, Any] = {
+    "repetition_penalty": 1.0,
+    "frequency_penalty": 0,
+    "presence_penalty": 0.0,
+    "min_tokens": 0,
+    "top_k": 0,
+    "min_p": 0,
+    "stop_token_ids": [],
+    "skip_special_tokens": True,
+    "spaces_between_special_tokens": True,
+    "include_stop_str_in_output": False,
+    "ignore_eos": False,
+    "length_penalty": 1.0,
+    "use_beam_search": False,
+    "logit_bias": {},
+    "best_of": 1,
+    "store": False,
+    "service_tier": "auto",
+    "priority": 0,
+    "guided_decoding_backend": "auto",
+    "response_format": {"type": "text"},
+    "truncate_prompt_tokens": None,
+    "anything": None,
+    "user": "me",
+    "metadata": {"a": "b"},
+}
+_NO_EFFECT_IN_A_CHAT: dict[str, Any] = {
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "add_special_tokens": False,
+    "echo": False,
+    "tools": [],
+    "tool_choice": "auto",
+    "parallel_tool_calls": False,
+    "reasoning_effort": "none",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "include_reasoning": True,
+    "modalities": ["text"],
+    "verbosity": "medium",
+}
+
+
+def test_values_that_change_nothing_are_accepted(client):
+    plain: Any = {"model": CHAT, "max_tokens": 5, "seed": 2}
+    chat = client.chat.completions.create(**plain, messages=HELLO)
+    same = client.chat.completions.create(
+        **plain, messages=HELLO, extra_body={**_NO_EFFECT, **_NO_EFFECT_IN_A_CHAT}
+    )
+    assert same.choices[0].message == chat.choices[0].message
+    text = client.completions.create(**plain, prompt="x")
+    same = client.completions.create(
+        **plain, prompt="x", extra_body={**_NO_EFFECT, "suffix": "", "add_special_tokens": True}
+    )
+    assert same.choices[0].text == text.choices[0].text
+
+
+@pytest.mark.parametrize(
+    ("options", "renderer"),
+    [
+        ({}, "qwen3"),
+        ({"chat_template_kwargs": {"enable_thinking": False}}, "qwen3_disable_thinking"),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, "qwen3"),
+        ({"chat_template_kwargs": {}}, "qwen3"),
+        ({"reasoning_effort": "none"}, "qwen3_disable_thinking"),
+        ({"reasoning_effort": "high"}, "qwen3"),
+    ],
+)
+def test_thinking_can_be_switched_off(served, client, options, renderer):
+    answer = client.chat.completions.create(
+        model=THINKER, messages=HELLO, max_tokens=1, extra_body=options
+    )
+    prompt = get_renderer(renderer, served.tokenizer).build_generation_prompt(HELLO)
+    assert answer.usage.prompt_tokens == prompt.length
+
+
+def test_stop_tokens_end_an_answer(served, client):
+    for stop in (None, "never to be seen"):
+        with served.engine.saying("One, two", served.tokenizer):
+            assert served.engine.script is not None
+            [comma] = served.tokenizer.encode(",", add_special_tokens=False)
+            served.engine.script = served.engine.script[: served.engine.script.index(comma) + 1]
+            options: Any = {"extra_body": {"stop_token_ids": [comma]}, "stop": stop}
+            message = client.chat.completions.create(model=CHAT, messages=HELLO, **options)
+            text = client.completions.create(model=BASE, prompt="x", **options)
+        assert message.choices[0].message.content == text.choices[0].text == "One"
+    drawn = client.completions.create(
+        model=BASE,
+        prompt="x",
+        max_tokens=300,
+        seed=1,
+        extra_body={"stop_token_ids": list(range(32, 127)), "return_token_ids": True},
+    ).choices[0]
+    assert drawn.finish_reason == "stop"
+    assert 32 <= drawn.token_ids[-1] < 127
+    assert drawn.token_ids[-1] not in drawn.token_ids[:-1]
+
+
+def test_token_ids_are_returned_on_request(served, client):
+    options: Any = {"max_tokens": 8, "seed": 3, "extra_body": {"return_token_ids": True}}
+    chat: Any = client.chat.completions.create(model=CHAT, messages=HELLO, **options)
+    renderer = get_renderer("qwen3_instruct", served.tokenizer)
+    assert chat.prompt_token_ids == renderer.build_generation_prompt(HELLO).to_ints()
+    assert len(chat.choices[0].token_ids) == 8
+    chunks: Any = list(
+        client.chat.completions.create(model=CHAT, messages=HELLO, stream=True, **options)
+    )
+    assert chunks[0].prompt_token_ids == chat.prompt_token_ids
+    streamed = [token for chunk in chunks for one in chunk.choices for token in one.token_ids]
+    assert streamed == chat.choices[0].token_ids
+    text: Any = client.completions.create(model=BASE, prompt=["x", "yz"], **options)
+    assert [one.prompt_token_ids for one in text.choices] == [
+        served.tokenizer.encode(prompt) for prompt in ("x", "yz")
+    ]
+    chunks = list(client.completions.create(model=BASE, prompt=["x", "yz"], stream=True, **options))
+    for index, choice in enumerate(text.choices):
+        mine = [one for chunk in chunks for one in chunk.choices if one.index == index]
+        assert [token for one in mine for token in one.token_ids] == choice.token_ids
+        assert mine[0].prompt_token_ids == choice.prompt_token_ids
+
+
+def test_texts_and_chats_are_tokenized_as_in_vllm(served):
+    def post(path: str, **body: Any) -> dict[str, Any]:
+        answer = httpx.post(served.url + path, json=body, headers=_AUTHORIZED, timeout=WAIT)
+        return answer.json()
+
+    text = "Füße, 1\n"
+    tokens = served.tokenizer.encode(text)
+    body = post("/tokenize", model=BASE, prompt=text, return_token_strs=True)
+    assert (body["tokens"], body["count"]) == (tokens, len(tokens))
+    assert len(body["token_strs"]) == len(tokens)
+    assert body["max_model_len"] > 0
+    assert post("/detokenize", model=BASE, tokens=tokens) == {"prompt": text}
+    chat = post("/tokenize", model=CHAT, messages=HELLO, add_generation_prompt=True)
+    renderer = get_renderer("qwen3_instruct", served.tokenizer)
+    assert chat["tokens"] == renderer.build_generation_prompt(HELLO).to_ints()
+    assert chat["token_strs"] is None
+    for path, body, param in (
+        ("/tokenize", {"prompt": "x" * (8 << 20)}, "prompt"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}, "prompt"),
+        ("/tokenize", {"messages": HELLO, "add_generation_prompt": False}, "add_generation_prompt"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens"),
+        ("/detokenize", {"tokens": [1] * 10**6}, "tokens"),
+        ("/detokenize", {"tokens": ["x"]}, "tokens"),
+        ("/detokenize", {}, "tokens"),
+    ):
+        assert post(path, model=BASE, **body)["error"]["param"] == param, path
+
+
+# HTTP
+
+_AUTHORIZED = {"Authorization": "Bearer tml-first"}
+
+
+def test_the_description_is_that_of_the_types_that_check_requests(served):
+    description = httpx.get(f"{served.url}/openapi.json").json()
+    parts = description["components"]["schemas"]
+    assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description))) <= set(parts)
+    required: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/completions": {"prompt": "x"},
+        "/tokenize": {},
+        "/detokenize": {"tokens": [1]},
+    }
+    for path in required:
+        content = description["paths"][path]["post"]["requestBody"]["content"]
+        reference = content["application/json"]["schema"]["$ref"]
+        for name, schema in parts[reference.rpartition("/")[2]]["properties"].items():
+            # Parameters that only describe the client have any value.
+            is_client_information = schema == {"anyOf": [{}, {"type": "null"}]}
+            body = {"model": BASE, "max_tokens": 1, **required[path], name: [[]]}
+            if "tokenize" in path:
+                del body["max_tokens"]
+            answer = httpx.post(served.url + path, json=body, headers=_AUTHORIZED, timeout=WAIT)
+            error = answer.json().get("error", {})
+            assert (error.get("param") == name) is not is_client_information, (name, error)
+
+
+def test_a_path_names_its_methods(served):
+    for path, methods in (
+        ("/v1/chat/completions", "POST"),
+        ("/v1/models", "GET, HEAD"),
+        ("/healthz", "GET, HEAD"),
+        ("/api/v1/create_session", "POST"),
+    ):
+        answer = httpx.delete(served.url + path, headers=_AUTHORIZED)
+        assert (answer.status_code, answer.headers["allow"]) == (405, methods)
+
+
+def test_a_byte_order_mark_is_read(served):
+    body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1}).encode()
+    url = f"{served.url}/v1/completions"
+    assert httpx.post(url, content=b"\xef\xbb\xbf" + body, headers=_AUTHORIZED).is_success
+
+
+def test_the_list_of_models_ends_with_a_slash_or_without(served):
+    lists = [
+        httpx.get(f"{served.url}/v1/models{end}", headers=_AUTHORIZED).json() for end in ("", "/")
+    ]
+    assert lists[0] == lists[1]
+    assert lists[0]["object"] == "list"
+
+
 # What is refused
 
 
 @pytest.mark.parametrize(
     ("options", "param"),
     [
-        ({"frequency_penalty": 0.5}, "frequency_penalty"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 2.5}, "frequency_penalty"),
+        ({"presence_penalty": "much"}, "presence_penalty"),
+        ({"extra_body": {"repetition_penalty": 0}}, "repetition_penalty"),
+        ({"extra_body": {"min_tokens": -1}}, "min_tokens"),
+        ({"max_tokens": 2, "extra_body": {"min_tokens": 3}}, "min_tokens"),
+        ({"extra_body": {"use_beam_search": True}}, "use_beam_search"),
+        ({"extra_body": {"continue_final_message": True}}, "continue_final_message"),
+        ({"extra_body": {"skip_special_tokens": 1}}, "skip_special_tokens"),
+        ({"extra_body": {"unheard_of": 1}}, "unheard_of"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "yaml"}}, "response_format"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"response_format": {"type": "json_object", "schema": {}}}, "response_format"),
         ({"reasoning_effort": "low"}, "reasoning_effort"),
         ({"store": True}, "store"),
         ({"temperature": -1}, "temperature"),
@@ -521,9 +756,28 @@ def test_reasoning_is_returned_in_its_own_field(served, client):
         ({"messages": [{"role": "nobody", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "maybe"}, "tool_choice"),
+        (
+            {
+                "tools": TOOLS,
+                "tool_choice": {"type": "function", "function": {"name": "subtract"}},
+            },
+            "tool_choice",
+        ),
+        (
+            {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}},
+            "chat_template_kwargs",
+        ),
+        ({"extra_body": {"chat_template_kwargs": {"tone": "low"}}}, "chat_template_kwargs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"extra_body": {"guided_json": {"a": 1}}}, "guided_json"),
+        ({"extra_body": {"guided_json": "{"}}, "guided_json"),
+        ({"extra_body": {"guided_choice": []}}, "guided_choice"),
+        ({"extra_body": {"guided_regex": "a", "guided_choice": ["b"]}}, "guided_choice"),
+        ({"extra_body": {"structured_outputs": {}}}, "structured_outputs"),
+        ({"extra_body": {"guided_json": {"title": "x" * (65 << 10)}}}, "guided_json"),
+        ({"extra_body": {"guided_json": {"title": "x" * (257 << 10)}}}, "guided_json"),
     ],
 )
 def test_unsupported_parameters_are_rejected(client, options, param):
@@ -554,7 +808,10 @@ def test_unsupported_parameters_are_rejected(client, options, param):
         ({"prompt": ["x"] * 1024, "n": 128, "max_tokens": 1000}, "n"),
         ({"prompt": ["x"] * 1000, "n": 8, "max_tokens": 100, "logprobs": 20}, "n"),
         ({"prompt": ["x" * 1500] * 400, "echo": True, "max_tokens": 0, "logprobs": 20}, "n"),
-        ({"extra_body": {"stream_options": {"include_obfuscation": True}}, "stream": True}, None),
+        (
+            {"extra_body": {"stream_options": {"include_obfuscation": True}}, "stream": True},
+            "stream_options",
+        ),
     ],
 )
 def test_requests_that_cannot_be_sampled_are_rejected(client, options, param):

@@ -25,7 +25,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
 
 from planish.errors import PlanishError
 from planish.server.http import (
@@ -111,13 +111,22 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
         404: f"there is no endpoint {what}",
         405: f"{what}: this path needs another method",
     }.get(error.status_code, error.detail)
+    headers = {"Allow": _allowed(request)} if error.status_code == 405 else None
     if request.url.path.startswith("/api/"):
-        return answered({"detail": detail}, error.status_code)
+        return answered({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
         detail += (
             "; the endpoints for OpenAI's clients start with /v1, with which their base_url ends"
         )
-    return answered(body_of(detail, error.status_code), error.status_code)
+    return answered(body_of(detail, error.status_code), error.status_code, headers)
+
+
+def _allowed(request: Request) -> str:
+    """Return the methods of a path. Each method has a route of its own, and an error of Starlette
+    names those of one route.
+    """
+    routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
+    return ", ".join(sorted({method for one in routes for method in one.methods or ()}))
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -17,24 +17,25 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.renderers import Renderer
+from planish.renderers.messages import MODELS_WITH_TOOLS
+from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
+from planish.server.http.context import WrongParameterError, answered
+from planish.server.openai.constraints import chat_constraint
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
     Finished,
-    Options,
     Sampled,
     Usage,
     check_size,
     check_text,
-    optional,
-    read_chat_options,
     sample_all,
     sample_events,
     stream_response,
     while_connected,
 )
+from planish.server.openai.requests import ChatRequest, TokenizeRequest, Tool, read_request
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
@@ -48,24 +49,28 @@ class Chat:
     """A parsed request."""
 
     model: Served
-    options: Options
+    options: ChatRequest
     renderer: Renderer
     stop_ids: frozenset[int]
     operation: Sample
 
     def growing(self) -> Growing:
         """Return the parser of one sample."""
-        return Growing(read_message(self.renderer), self.options.stop, marks_of(self.renderer))
+        return Growing(
+            read_message(self.renderer),
+            self.options.stop_strings,
+            marks_of(self.renderer),
+            frozenset(self.options.stop_token_ids),
+        )
 
 
 async def chat_completions(
     models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
-    options = read_chat_options(fields)
-    chat = await asyncio.to_thread(
-        _parsed, await models.find(tenant, options.model), options, fields
-    )
+    options = read_request(ChatRequest, fields)
+    options.check()
+    chat = await asyncio.to_thread(_parsed, await models.find(tenant, options.model), options)
     check_size([chat.operation], chat.model.texts.max_context)
     sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
     if options.stream:
@@ -78,28 +83,52 @@ async def chat_completions(
     return answered(await asyncio.to_thread(_whole, chat, response))
 
 
-def _parsed(model: Served, options: Options, fields: Fields) -> Chat:
-    texts = model.texts
-    for name in ("messages", "tools"):
-        check_text(name, fields.raw(name), texts.max_characters)
-    renderer = texts.renderer(model.renderer_name)
+def _parsed(model: Served, options: ChatRequest) -> Chat:
+    renderer = renderer_of(model, options)
+    tools = [] if options.tool_choice == "none" else options.tools
     marks = renderer.get_stop_sequences()
-    stop_ids = texts.end_ids | {mark for mark in marks if isinstance(mark, int)}
-    strings = (*(mark for mark in marks if isinstance(mark, str)), *options.stop)
+    stop_ids = model.texts.end_ids | {mark for mark in marks if isinstance(mark, int)}
+    strings = [mark for mark in marks if isinstance(mark, str)]
+    prompt = build_prompt(model, renderer, options.messages, tools)
+    constraint = chat_constraint(options, tools, renderer)
     operation = Sample(
         sampler_id="",
-        prompt=build_prompt(fields, renderer),
+        prompt=prompt,
         num_samples=options.n,
-        sampling_params=options.sampling_params(texts.stop(stop_ids, strings)),
-        topk_sample_logprobs=options.top_logprobs or 0,
+        sampling_params=options.sampling_params(stop_ids, strings, constraint),
+        topk_sample_logprobs=options.wanted_logprobs or 0,
     )
-    return Chat(model, options, renderer, stop_ids, operation)
+    return Chat(model, options, renderer, stop_ids.union(options.stop_token_ids), operation)
+
+
+def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Renderer:
+    """Return the renderer of a request, with or without thinking. Raise WrongParameterError if the
+    request asks for thinking, and the renderer has no form for it.
+    """
+    renderer = model.texts.renderer(model.renderer_name)
+    name, thinks = "chat_template_kwargs", options.chat_template_kwargs.enable_thinking
+    effort = options.reasoning_effort if isinstance(options, ChatRequest) else None
+    if thinks is None and effort is not None:
+        name, thinks = "reasoning_effort", effort != "none"
+    if thinks is None:
+        return renderer
+    try:
+        return model.texts.renderer(with_thinking(renderer.name, thinks))
+    except UserError as error:
+        raise WrongParameterError(name, f"{name}: {error}") from None
 
 
 def _whole(chat: Chat, response: SampleResponse) -> dict[str, Any]:
     choices = [_choice(chat, index, sequence) for index, sequence in enumerate(response.sequences)]
     envelope = Envelope.of("chatcmpl", "chat.completion", chat.model.name)
-    return envelope.body(choices, Usage.of([chat.operation], [response]))
+    body = envelope.body(choices, Usage.of([chat.operation], [response]))
+    return {**body, **_prompt_ids(chat)}
+
+
+def _prompt_ids(chat: Chat) -> dict[str, Any]:
+    if not chat.options.return_token_ids:
+        return {}
+    return {"prompt_token_ids": chat.operation.prompt.to_ints()}
 
 
 def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]:
@@ -113,85 +142,101 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
     if reading.reasoning:
         message["reasoning_content"] = reading.reasoning
     if reading.calls:
-        message["tool_calls"] = _calls(reading)
+        message["tool_calls"] = [_call(call) for call in reading.calls]
+    ids = {"token_ids": sequence.tokens} if chat.options.return_token_ids else {}
     return {
         "index": index,
         "message": {**message, "refusal": None},
         "logprobs": _logprobs(chat, _scored(sequence)),
-        "finish_reason": _finish_reason(sequence, reading),
+        "finish_reason": _finish_reason(sequence, bool(reading.calls)),
+        **ids,
     }
+
+
+@dataclass
+class _Streamed:
+    """One sample of a stream."""
+
+    chat: Chat
+    index: int
+    growing: Growing
+    scored: list[Scored] = field(default_factory=list)
+    """The tokens that were not sent yet."""
+    calls: int = 0
+    """The number of tool calls that were sent."""
+
+    def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
+        """Yield the choices for what is new. A tool call is two of them, as OpenAI's: its name, and
+        its arguments.
+        """
+        delta = {"reasoning_content": reading.reasoning, "content": reading.content}
+        if delta := {name: text for name, text in delta.items() if text}:
+            yield self.choice(delta)
+        for call in map(_call, reading.calls):
+            arguments = call["function"]["arguments"]
+            head = {**call, "function": {**call["function"], "arguments": ""}}
+            for part in (head, {"function": {"arguments": arguments}}):
+                yield self.choice({"tool_calls": [{"index": self.calls, **part}]})
+            self.calls += 1
+
+    def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        """Return a choice with the tokens that were not sent yet."""
+        scored, self.scored = self.scored, []
+        ids = (
+            {"token_ids": [one.token for one in scored]}
+            if self.chat.options.return_token_ids
+            else {}
+        )
+        return {
+            "index": self.index,
+            "delta": delta,
+            "logprobs": _logprobs(self.chat, scored),
+            "finish_reason": reason,
+            **ids,
+        }
 
 
 async def _stream(
     chat: Chat, events: AsyncIterator[Sampled | Finished]
 ) -> AsyncIterator[dict[str, Any]]:
     envelope = Envelope.of("chatcmpl", "chat.completion.chunk", chat.model.name)
-    growing = [chat.growing() for _ in range(chat.options.n)]
-    scored: list[list[Scored]] = [[] for _ in growing]
-    for index in range(chat.options.n):
-        yield envelope.body([_chunk(index, {"role": "assistant", "content": ""})])
+    streamed = [_Streamed(chat, index, chat.growing()) for index in range(chat.options.n)]
+    for one in streamed:
+        yield {
+            **envelope.body([one.choice({"role": "assistant", "content": ""})]),
+            **_prompt_ids(chat),
+        }
     async for event in events:
         if isinstance(event, Sampled):
-            index, one = event.token.sample, growing[event.token.sample]
-            one.add(event.token.token)
-            scored[index].append(Scored(event.token.token, event.token.logprob, event.token.topk))
-            if not one.is_due:
-                continue
-            delta = _delta(one.delta())
-            if delta:
-                yield envelope.body([_chunk(index, delta, logprobs=_logprobs(chat, scored[index]))])
-                scored[index] = []
+            one = streamed[event.token.sample]
+            one.growing.add(event.token.token)
+            one.scored.append(Scored(event.token.token, event.token.logprob, event.token.topk))
+            if one.growing.is_due:
+                for choice in one.chunks(one.growing.delta()):
+                    yield envelope.body([choice])
             continue
-        for index, sequence in enumerate(event.response.sequences):
-            reading = growing[index].rest()
-            reason = _finish_reason(sequence, reading)
-            yield envelope.body(
-                [_chunk(index, _delta(reading), reason, _logprobs(chat, scored[index]))]
-            )
+        for one, sequence in zip(streamed, event.response.sequences, strict=True):
+            for choice in one.chunks(one.growing.rest()):
+                yield envelope.body([choice])
+            reason = _finish_reason(sequence, one.calls > 0)
+            yield envelope.body([one.choice({}, reason)])
         if chat.options.include_usage:
             yield envelope.body([], Usage.of([chat.operation], [event.response]))
 
 
-def _chunk(
-    index: int,
-    delta: dict[str, Any],
-    reason: str | None = None,
-    logprobs: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    return {
+        "id": f"call_{secrets.token_hex(12)}",
+        "type": "function",
+        "function": {"name": function["name"], "arguments": function["arguments"]},
+    }
 
 
-def _delta(reading: Reading) -> dict[str, Any]:
-    delta: dict[str, Any] = {}
-    if reading.reasoning:
-        delta["reasoning_content"] = reading.reasoning
-    if reading.content:
-        delta["content"] = reading.content
-    if reading.calls:
-        delta["tool_calls"] = [
-            {"index": index, **call} for index, call in enumerate(_calls(reading))
-        ]
-    return delta
-
-
-def _calls(reading: Reading) -> list[dict[str, Any]]:
-    return [
-        {
-            "id": f"call_{secrets.token_hex(12)}",
-            "type": "function",
-            "function": {
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-            },
-        }
-        for call in reading.calls
-    ]
-
-
-def _finish_reason(sequence: SampledSequence, reading: Reading) -> str:
+def _finish_reason(sequence: SampledSequence, has_calls: bool) -> str:
     if sequence.stop_reason == "length":
         return "length"
-    return "tool_calls" if reading.calls else "stop"
+    return "tool_calls" if has_calls else "stop"
 
 
 @dataclass(frozen=True)
@@ -213,7 +258,7 @@ def _scored(sequence: SampledSequence) -> list[Scored]:
 
 def _logprobs(chat: Chat, scored: Sequence[Scored]) -> dict[str, Any] | None:
     """Return the logprobs of every token except the one that ended the sample."""
-    if chat.options.top_logprobs is None:
+    if chat.options.wanted_logprobs is None:
         return None
     texts = chat.model.texts.tokens
     rows = [
@@ -236,36 +281,41 @@ def _token(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
 _ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 
-def build_prompt(fields: Fields, renderer: Renderer) -> ModelInput:
-    """Return the prompt for `messages` and `tools`. Raise WrongParameterError, which names the
-    field, if the renderer cannot express a message or tool.
+def build_prompt(
+    model: Served,
+    renderer: Renderer,
+    given: Sequence[Mapping[str, Any]],
+    tools: Sequence[Tool],
+) -> ModelInput:
+    """Return the prompt for `given` messages that offers `tools`. Raise WrongParameterError, which
+    names the field, if the renderer cannot express a message or tool.
     """
-    messages = [
-        _message(one, f"messages[{index}]") for index, one in enumerate(_list(fields, "messages"))
-    ]
-    if not messages:
-        raise WrongParameterError("messages", "messages is empty; give at least one")
-    tools = _tools(fields)
+    functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
+    for name, value in (("messages", given), ("tools", functions)):
+        check_text(name, value, model.texts.max_characters)
+    messages = [_message(one) for one in given]
+    if functions and not renderer.format.abilities.tools:
+        raise WrongParameterError(
+            "tools",
+            f"renderer {renderer.name} of {model.name} has no form for tools; leave tools out, or "
+            f"use a model with renderer {MODELS_WITH_TOOLS}",
+        )
     try:
-        if tools:
+        if functions:
             has_system = messages[0].get("role") == "system"
             system = messages.pop(0).get("content") if has_system else ""
             messages = [
-                *renderer.create_conversation_prefix_with_tools(tools, _text(system)),
+                *renderer.create_conversation_prefix_with_tools(functions, _text(system)),
                 *messages,
             ]
         return renderer.build_generation_prompt(messages)
     except ValueError as error:
         raise WrongParameterError(
-            "tools" if tools and "tool" in str(error) else "messages", str(error)
+            "tools" if functions and "tool" in str(error) else "messages", str(error)
         ) from None
 
 
-def _message(given: Any, where: str) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise WrongParameterError(
-            "messages", f"{where} is not an object; give {{'role': ..., 'content': ...}}"
-        )
+def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     message = {
         key: value
         for key, value in given.items()
@@ -288,34 +338,6 @@ def _parts(content: Any) -> list[Any]:
     if isinstance(content, list):
         return content
     return [{"type": "text", "text": content}] if content else []
-
-
-def _tools(fields: Fields) -> list[dict[str, Any]]:
-    """Return the tools that are offered; none if `tool_choice` says so."""
-    choice = fields.raw("tool_choice")
-    tools = [_tool(one, f"tools[{index}]") for index, one in enumerate(_list(fields, "tools"))]
-    if choice not in (None, "auto", "none"):
-        raise UnsupportedParameterError(
-            "tool_choice", "the model decides itself; give 'auto' or 'none'"
-        )
-    return [] if choice == "none" else tools
-
-
-def _tool(given: Any, where: str) -> dict[str, Any]:
-    function = given.get("function") if isinstance(given, Mapping) else None
-    if not isinstance(function, Mapping) or given.get("type") != "function":
-        raise WrongParameterError(
-            "tools", f"{where}: give {{'type': 'function', 'function': {{'name': ...}}}}"
-        )
-    if function.get("strict"):
-        raise UnsupportedParameterError(
-            "strict", f"calls are not constrained; leave it out of {where}"
-        )
-    return {key: value for key, value in function.items() if key != "strict"}
-
-
-def _list(fields: Fields, name: str) -> list[Any]:
-    return optional(fields, fields.array, name, [])
 
 
 def _text(content: Any) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.requests import Request
@@ -17,33 +17,29 @@ from starlette.responses import Response
 
 from planish.renderers.stream_parser import Growing, read_text
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
+from planish.server.openai.constraints import text_constraint
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
     Finished,
-    Options,
     Sampled,
     Usage,
     check_size,
     check_text,
-    optional,
-    read_text_options,
     sample_all,
     sample_events,
     stream_response,
     while_connected,
 )
+from planish.server.openai.requests import CompletionRequest, Tokens, read_request
 from planish.server.results import Tenant
 from planish.service import Sample
 from planish.types import ModelInput, SampledSequence, SampleResponse
 from planish.wire.fields import Fields
 
-MAX_PROMPTS = 1024
 _MAX_CHARACTERS = 8 << 20
 """Maximum number of characters of all prompts of a request, unless a single prompt may have more.
 """
-_DEFAULT_MAX_TOKENS = 16
-"""OpenAI's default."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +47,7 @@ class Completion:
     """A parsed request."""
 
     model: Served
-    options: Options
-    echo: bool
+    options: CompletionRequest
     operations: list[Sample]
     """One per prompt."""
     prompt_texts: list[str]
@@ -61,7 +56,9 @@ class Completion:
     def growing(self) -> Growing:
         """Return the parser of one sample."""
         return Growing(
-            read_text(self.model.texts.codec, self.model.texts.end_ids), self.options.stop
+            read_text(self.model.texts.codec, self.model.texts.end_ids),
+            self.options.stop_strings,
+            stop_ids=frozenset(self.options.stop_token_ids),
         )
 
 
@@ -69,10 +66,9 @@ async def completions(
     models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
 ) -> Response:
     """Answer a completion request, streamed or in one body."""
-    options = read_text_options(fields, _DEFAULT_MAX_TOKENS)
-    completion = await asyncio.to_thread(
-        _parsed, await models.find(tenant, options.model), options, fields
-    )
+    options = read_request(CompletionRequest, fields)
+    options.check()
+    completion = await asyncio.to_thread(_parsed, await models.find(tenant, options.model), options)
     check_size(completion.operations, completion.model.texts.max_context)
     sampler_id = await models.sampler(tenant, completion.model, completion.operations)
     if options.stream:
@@ -85,23 +81,20 @@ async def completions(
     return answered(await asyncio.to_thread(_whole, completion, responses))
 
 
-def _parsed(model: Served, options: Options, fields: Fields) -> Completion:
-    echo = optional(fields, fields.boolean, "echo", False)
+def _parsed(model: Served, options: CompletionRequest) -> Completion:
     samples_nothing = options.max_tokens == 0
-    if samples_nothing and not (echo and options.top_logprobs is not None):
+    if samples_nothing and not (options.echo and options.logprobs is not None):
         raise WrongParameterError(
             "max_tokens",
             "max_tokens=0 samples nothing; give echo=true and logprobs to score the prompt",
         )
-    if echo and options.stream:
+    if options.echo and options.stream:
         raise UnsupportedParameterError(
             "echo", "a stream contains sampled tokens only; leave echo or stream out"
         )
-    if samples_nothing:
-        options = replace(options, max_tokens=1)
-    params = options.sampling_params(model.texts.stop(model.texts.end_ids, options.stop))
-    scored = echo and options.top_logprobs is not None
-    prompts = _prompts(fields, model)
+    params = options.sampling_params(model.texts.end_ids, [], text_constraint(options))
+    scored = options.echo and options.logprobs is not None
+    prompts = _prompts(options.prompt, model)
     operations = [
         Sample(
             sampler_id="",
@@ -109,13 +102,13 @@ def _parsed(model: Served, options: Options, fields: Fields) -> Completion:
             num_samples=options.n,
             sampling_params=params,
             prompt_logprobs=scored,
-            topk_prompt_logprobs=(options.top_logprobs or 0) if scored else 0,
-            topk_sample_logprobs=options.top_logprobs or 0,
+            topk_prompt_logprobs=(options.logprobs or 0) if scored else 0,
+            topk_sample_logprobs=options.logprobs or 0,
             prompt_only=samples_nothing,
         )
         for prompt in prompts
     ]
-    return Completion(model, options, echo, operations, [prompt.text for prompt in prompts])
+    return Completion(model, options, operations, [prompt.text for prompt in prompts])
 
 
 @dataclass(frozen=True)
@@ -126,40 +119,26 @@ class Prompt:
     text: str
 
 
-def _prompts(fields: Fields, model: Served) -> list[Prompt]:
-    given = fields.raw("prompt")
-    is_one = isinstance(given, str) or (
-        isinstance(given, list) and bool(given) and all(_is_token(one) for one in given)
-    )
-    prompts = [given] if is_one else given
-    if not isinstance(prompts, list) or not 0 < len(prompts) <= MAX_PROMPTS:
-        raise WrongParameterError(
-            "prompt",
-            f"prompt: give a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of "
-            "either",
-        )
-    check_text("prompt", prompts, max(model.texts.max_characters, _MAX_CHARACTERS))
-    return [_prompt(prompt, model) for prompt in prompts]
+def _prompts(given: str | Tokens | list[str | Tokens], model: Served) -> list[Prompt]:
+    check_text("prompt", given, max(model.texts.max_characters, _MAX_CHARACTERS))
+    if isinstance(given, str):
+        return [_prompt(given, model)]
+    tokens = [one for one in given if isinstance(one, int)]
+    if tokens:
+        return [_prompt(tokens, model)]
+    return [_prompt(one, model) for one in given if not isinstance(one, int)]
 
 
-def _prompt(given: Any, model: Served) -> Prompt:
+def _prompt(given: str | Tokens, model: Served) -> Prompt:
     tokenizer = model.texts.tokenizer
     if isinstance(given, str):
         check_text("prompt", given, model.texts.max_characters)
         prompt = Prompt(tokenizer.encode(given), given)
-    elif isinstance(given, list) and all(_is_token(token) for token in given):
-        prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))
     else:
-        raise WrongParameterError(
-            "prompt", "prompt contains a value that is neither a string nor a list of token ids"
-        )
+        prompt = Prompt(given, tokenizer.decode(given, clean_up_tokenization_spaces=False))
     if not prompt.tokens:
         raise WrongParameterError("prompt", "prompt is empty; give at least one token")
     return prompt
-
-
-def _is_token(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
 
 
 @dataclass
@@ -205,12 +184,13 @@ def _whole(completion: Completion, responses: Sequence[SampleResponse]) -> dict[
 
 def _choices(completion: Completion, prompt: int, response: SampleResponse) -> list[dict[str, Any]]:
     n = completion.options.n
-    prompt_text = completion.prompt_texts[prompt] if completion.echo else ""
+    prompt_text = completion.prompt_texts[prompt] if completion.options.echo else ""
     if not response.sequences:
         body = {
             "text": prompt_text,
             "logprobs": _scores(completion, prompt, response, None),
             "finish_reason": "length",
+            **_token_ids(completion, prompt, []),
         }
         return [{"index": prompt * n + index, **body} for index in range(n)]
     choices = []
@@ -223,18 +203,31 @@ def _choices(completion: Completion, prompt: int, response: SampleResponse) -> l
                 "text": prompt_text + growing.whole().content,
                 "logprobs": _scores(completion, prompt, response, sequence),
                 "finish_reason": sequence.stop_reason,
+                **_token_ids(completion, prompt, sequence.tokens),
             }
         )
     return choices
 
 
+def _token_ids(
+    completion: Completion, prompt: int, tokens: list[int], is_first: bool = True
+) -> dict[str, Any]:
+    """Return the token ids of a choice, or of a part of it that `is_first` in its stream."""
+    if not completion.options.return_token_ids:
+        return {}
+    ids: dict[str, Any] = {"token_ids": tokens}
+    if is_first:
+        ids["prompt_token_ids"] = completion.operations[prompt].prompt.to_ints()
+    return ids
+
+
 def _scores(
     completion: Completion, prompt: int, response: SampleResponse, sequence: SampledSequence | None
 ) -> dict[str, Any] | None:
-    if completion.options.top_logprobs is None:
+    if completion.options.logprobs is None:
         return None
     texts, scores = completion.model.texts, Scores()
-    if completion.echo:
+    if completion.options.echo:
         tokens = completion.operations[prompt].prompt.to_ints()
         logprobs = response.prompt_logprobs or [None] * len(tokens)
         tops = response.topk_prompt_logprobs or [None] * len(tokens)
@@ -267,13 +260,16 @@ async def _stream(
     n, texts = completion.options.n, completion.model.texts
     growing = [completion.growing() for _ in range(n * len(completion.operations))]
     scores = [Scores() for _ in growing]
+    sent = [0] * len(growing)
     responses: list[SampleResponse] = []
 
     def chunk(index: int, text: str, reason: str | None = None) -> dict[str, Any]:
-        logprobs = None if completion.options.top_logprobs is None else scores[index].taken()
-        return envelope.body(
-            [{"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}]
-        )
+        logprobs = None if completion.options.logprobs is None else scores[index].taken()
+        body = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        tokens, begin = growing[index].tokens, sent[index]
+        sent[index] = len(tokens)
+        ids = _token_ids(completion, index // n, list(tokens[begin:]), begin == 0)
+        return envelope.body([{**body, **ids}])
 
     async for event in events:
         match event:

@@ -57,7 +57,9 @@ class BaseTexts:
         self.end_ids = frozenset(config.eos_token_ids) | eos_ids(self.codec)
         """Tokens that end a sequence."""
         self.max_context = config.max_context
-        self.max_characters = config.max_context * max(map(len, tokenizer.get_vocab()))
+        vocabulary = tokenizer.get_vocab()
+        self.vocabulary_size = max(vocabulary.values()) + 1
+        self.max_characters = config.max_context * max(map(len, vocabulary))
         """The maximum number of characters of a text that fits into the context."""
         self._renderers: dict[str, Renderer] = {}
 
@@ -76,14 +78,6 @@ class BaseTexts:
             return recommended_renderer_name(self._name)
         except UnknownModelError:
             return recommended_renderer_name(self._directory)
-
-    def stop(self, ids: frozenset[int], strings: tuple[str, ...]) -> list[str] | list[int]:
-        """Return the stop condition for a Sample, which takes token ids or strings, but not both.
-        If there are strings, the tokens are given as strings too, even control tokens.
-        """
-        if not strings:
-            return sorted(ids)
-        return [*strings, *filter(None, (self.tokens.of(token)[0] for token in sorted(ids)))]
 
 
 @dataclass(frozen=True)

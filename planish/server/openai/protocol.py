@@ -1,9 +1,5 @@
-"""What both OpenAI-compatible endpoints share: the sampling options of a request, and its samples,
-streamed or as a whole.
-
-Unsupported parameters are rejected by name. Besides OpenAI's parameters, `top_k` and `min_p` are
-supported, as in other servers. Parameters that describe the client and change nothing in the answer
-are accepted. Cancelling the answer, or losing the client, cancels the samples that are still
+"""What both OpenAI-compatible endpoints share: the limits of a request, and its samples, streamed
+or as a whole. Cancelling the answer, or losing the client, cancels the samples that are still
 running.
 """
 
@@ -12,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -21,137 +17,17 @@ import orjson
 from starlette.requests import Request
 from starlette.responses import StreamingResponse
 
-from planish.errors import UserError
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError, error_body
+from planish.server.http.context import WrongParameterError, error_body
 from planish.server.openai.models import OpenAIModels
 from planish.server.results import Tenant
 from planish.service import Sample, SampledToken
-from planish.types import SampleResponse, SamplingParams
-from planish.wire.fields import Fields
+from planish.types import SampleResponse
 
 T = TypeVar("T")
 
 
-MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS = 128, 20, 16
-
 _MAX_ANSWER = 1 << 30
 _TOKEN_BYTES, _SCORE_BYTES = 32, 300
-
-_SHARED = {
-    *(
-        "model",
-        "n",
-        "max_tokens",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "stop",
-        "stream",
-        "stream_options",
-    ),
-    "logprobs",
-}
-_CLIENT_INFORMATION = {
-    "user",
-    "metadata",
-    "safety_identifier",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-}
-# Parameters of OpenAI, with the values that change nothing, and the remedy for other values.
-_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "frequency_penalty": (
-        (0,),
-        "tokens are sampled from the model's own distribution; leave it out or give 0",
-    ),
-    "presence_penalty": (
-        (0,),
-        "tokens are sampled from the model's own distribution; leave it out or give 0",
-    ),
-    "logit_bias": (({},), "tokens are sampled from the model's own distribution; leave it out"),
-    "store": ((False,), "nothing is stored; leave it out or give false"),
-    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
-}
-_CHAT_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "response_format": (
-        ({"type": "text"},),
-        "output is not constrained; ask for JSON in the messages",
-    ),
-    "modalities": ((["text"],), "the models here write text; leave it out"),
-    "parallel_tool_calls": ((True,), "calls are not constrained; leave it out or give true"),
-    "functions": ((), "give tools"),
-    "function_call": ((), "give tool_choice"),
-}
-_TEXT_NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "best_of": ((1,), "every choice is returned; leave it out"),
-    "suffix": (("",), "the models here continue a prompt; leave it out"),
-}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options that both endpoints have."""
-
-    model: str
-    n: int
-    max_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    seed: int | None
-    stop: tuple[str, ...]
-    top_logprobs: int | None
-    """None: no logprobs; 0: only those of the sampled tokens."""
-    stream: bool
-    include_usage: bool
-    """Whether a stream ends with the token counts."""
-
-    def sampling_params(self, stop: list[str] | list[int]) -> SamplingParams:
-        """Return the sampling parameters with the given stop condition."""
-        try:
-            return SamplingParams(
-                self.max_tokens,
-                self.seed,
-                stop,
-                self.temperature,
-                self.top_k,
-                self.top_p,
-                self.min_p,
-            )
-        except ValueError as error:
-            name = str(error).partition("SamplingParams.")[2].partition("=")[0]
-            raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
-
-
-def read_chat_options(fields: Fields) -> Options:
-    """Read the options of /v1/chat/completions, without messages and tools."""
-    _reject_others(
-        fields,
-        _SHARED | {"messages", "tools", "tool_choice", "top_logprobs", "max_completion_tokens"},
-        {**_NEUTRAL, **_CHAT_NEUTRAL},
-    )
-    wanted = optional(fields, fields.boolean, "logprobs", False)
-    top = _top(fields, "top_logprobs")
-    if top is not None and not wanted:
-        raise WrongParameterError("top_logprobs", "top_logprobs needs logprobs=true")
-    longest = optional(fields, lambda name: fields.integer(name, 1), "max_completion_tokens", None)
-    return _options(
-        fields,
-        longest or optional(fields, lambda name: fields.integer(name, 1), "max_tokens", None),
-        (top or 0) if wanted else None,
-    )
-
-
-def read_text_options(fields: Fields, default_max_tokens: int) -> Options:
-    """Read the options of /v1/completions, without prompt and echo."""
-    _reject_others(fields, _SHARED | {"prompt", "echo"}, {**_NEUTRAL, **_TEXT_NEUTRAL})
-    longest = optional(
-        fields, lambda name: fields.integer(name, 0), "max_tokens", default_max_tokens
-    )
-    return _options(fields, longest, _top(fields, "logprobs"))
 
 
 def check_text(name: str, given: Any, max_characters: int) -> None:
@@ -169,7 +45,9 @@ def check_text(name: str, given: Any, max_characters: int) -> None:
 
 
 def _characters(value: Any) -> int:
-    """Return the number of characters of all texts in a JSON value, plus one per list or object."""
+    """Return the number of characters of all texts and keys in a JSON value, plus one per list or
+    object.
+    """
     total, pending = 0, [value]
     while pending:
         value = pending.pop()
@@ -177,6 +55,7 @@ def _characters(value: Any) -> int:
             total += len(value)
         elif isinstance(value, dict):
             total += 1
+            pending += value.keys()
             pending += value.values()
         elif isinstance(value, list):
             total += 1
@@ -210,80 +89,6 @@ def _max_bytes(operation: Sample, context: int) -> int:
         _SCORE_BYTES * (1 + operation.topk_prompt_logprobs) if operation.prompt_logprobs else 0
     )
     return operation.num_samples * (drawn * row + operation.prompt.length * prompt_row)
-
-
-def optional(fields: Fields, read: Callable[[str], T], name: str, default: Any) -> Any:
-    """Read a field, or return the default if it is absent. Errors name the parameter as OpenAI
-    does.
-    """
-    try:
-        return fields.optional(read, name, default)
-    except UserError as error:
-        raise WrongParameterError(name, str(error)) from None
-
-
-def _options(fields: Fields, max_tokens: int | None, top_logprobs: int | None) -> Options:
-    stream = optional(fields, fields.boolean, "stream", False)
-    details = optional(fields, fields.object, "stream_options", None)
-    if details is not None and not stream:
-        raise WrongParameterError("stream_options", "stream_options needs stream=true")
-    return Options(
-        model=_required_text(fields, "model"),
-        n=optional(fields, lambda name: fields.integer(name, 1, MAX_CHOICES), "n", 1),
-        max_tokens=max_tokens,
-        temperature=optional(fields, fields.number, "temperature", 1.0),
-        top_p=optional(fields, fields.number, "top_p", 1.0),
-        top_k=optional(fields, fields.integer, "top_k", -1) or -1,
-        min_p=optional(fields, fields.number, "min_p", 0.0),
-        seed=optional(fields, fields.integer, "seed", None),
-        stop=_stop(fields),
-        top_logprobs=top_logprobs,
-        stream=stream,
-        include_usage=details is not None and _include_usage(details),
-    )
-
-
-def _include_usage(details: Fields) -> bool:
-    with details:
-        return optional(details, details.boolean, "include_usage", False)
-
-
-def _required_text(fields: Fields, name: str) -> str:
-    if not fields.has(name):
-        raise WrongParameterError(name, f"{name} is missing")
-    return optional(fields, fields.text, name, "")
-
-
-def _top(fields: Fields, name: str) -> int | None:
-    return optional(fields, lambda name: fields.integer(name, 0, MAX_TOP_LOGPROBS), name, None)
-
-
-def _stop(fields: Fields) -> tuple[str, ...]:
-    given = fields.raw("stop")
-    stops = [given] if isinstance(given, str) else given or []
-    if not isinstance(stops, list) or not all(isinstance(stop, str) and stop for stop in stops):
-        raise WrongParameterError(
-            "stop", "stop: give a string that is not empty, or a list of such strings"
-        )
-    if len(stops) > MAX_STOPS:
-        raise WrongParameterError(
-            "stop", f"stop has {len(stops)} strings; at most {MAX_STOPS} are supported"
-        )
-    return tuple(stops)
-
-
-def _reject_others(
-    fields: Fields, known: set[str], neutral: Mapping[str, tuple[tuple[Any, ...], str]]
-) -> None:
-    for name in fields:
-        value = fields.raw(name)
-        if value is None or name in known or name in _CLIENT_INFORMATION:
-            continue
-        if name not in neutral:
-            raise UnsupportedParameterError(name, "leave it out")
-        values, remedy = neutral[name]
-        if value not in values:
-            raise UnsupportedParameterError(name, remedy)
 
 
 class ClientGoneError(Exception):

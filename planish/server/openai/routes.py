@@ -4,6 +4,8 @@ even one in training.
     POST /v1/chat/completions   chat         messages in, a message out
     POST /v1/completions        completions  text in, text out
     GET  /v1/models             here         base models and sampler checkpoints
+    POST /tokenize, /detokenize tokenizing   as in vLLM
+    GET  /openapi.json          openapi      the description of these endpoints
 
 `model` in a request is the name of a base model, or the tinker:// path of a checkpoint. The API key
 of the server is sent as the bearer token.
@@ -24,13 +26,16 @@ from planish.server.http.context import (
     SAMPLE_BODY,
     RequestContext,
     answered,
+    body_of,
     context_of,
     error_response,
 )
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
 from planish.server.openai.models import OpenAIModels
+from planish.server.openai.openapi import openapi
 from planish.server.openai.protocol import ClientGoneError
+from planish.server.openai.tokenizing import detokenize, tokenize
 from planish.server.results import Tenant
 from planish.server.server import Server
 from planish.wire.fields import Fields
@@ -41,12 +46,40 @@ Endpoint = Callable[[OpenAIModels, Tenant, Request, Fields], Awaitable[Response]
 def routes(server: Server, directories: Mapping[str, Path]) -> list[Route]:
     """Return the routes. `directories` maps the served base models to their directories."""
     models = OpenAIModels(server, directories)
+    handlers: dict[str, Endpoint] = {
+        "/v1/chat/completions": chat_completions,
+        "/v1/completions": completions,
+        "/tokenize": tokenize,
+        "/detokenize": detokenize,
+    }
     return [
-        _posted("/v1/chat/completions", chat_completions, models),
-        _posted("/v1/completions", completions, models),
+        *(_posted(path, handler, models) for path, handler in handlers.items()),
         _read("/v1/models", _list_models, models),
+        _read("/v1/models/", _list_models, models),
         _read("/v1/models/{model:path}", _one_model, models),
+        Route("/openapi.json", _openapi, methods=["GET"]),
+        *(_refused(path, sentence) for path, sentence in _REFUSED.items()),
     ]
+
+
+_REFUSED = {
+    "/v1/embeddings": "the models here write text, and give no embeddings",
+    "/v1/responses": "give the messages to POST /v1/chat/completions",
+}
+"""Endpoints of OpenAI that are not served, with the reason or the remedy."""
+
+
+def _refused(path: str, sentence: str) -> Route:
+    async def answer(request: Request) -> Response:
+        message = f"there is no endpoint {request.method[:20]} {path}: {sentence}"
+        return answered(body_of(message, 404), 404)
+
+    return Route(path, answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
+
+
+async def _openapi(request: Request) -> Response:
+    """Needs no key, since it is the same for everybody."""
+    return answered(openapi())
 
 
 def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:

@@ -1,0 +1,115 @@
+r"""Grammars of assistant messages, for constrained sampling: what a message may say, written as its
+chat format writes it.
+
+A grammar is a text in the Lark dialect of `llguidance`. Its rule `content` is the text of the
+message, or its tool calls. A renderer that thinks may write a think block before it. A mark of the
+format is one token if the vocabulary has it, as in prompts, and text otherwise.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from planish.errors import UnsupportedError
+from planish.renderers.codec import Control
+from planish.renderers.messages import MODELS_WITH_TOOLS
+from planish.renderers.renderer import Renderer
+from planish.renderers.tool_calls import CALL, CALL_END, call_opening
+
+ANY_TEXT = r"/(.|\n)*/"
+_JSON_DUMPS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+"""White space as json.dumps writes it, and as chat templates write tool calls."""
+_THINK, _THINK_END = Control("<think>"), Control("</think>")
+
+
+@dataclass(frozen=True)
+class CallableTool:
+    """A tool that the model may call."""
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON schema of its arguments."""
+    strict: bool = False
+    """Whether to reject a schema that has an unknown keyword. Otherwise the keyword is ignored."""
+
+
+def json_rule(schema: Mapping[str, Any] | bool, strict: bool, compact: bool = False) -> str:
+    """Return the Lark expression for JSON that `schema` accepts. With `compact`, its white space is
+    that of json.dumps. Unless `strict`, unknown keywords of the schema are ignored.
+    """
+    return f"%json {schema_text(schema, strict, compact)}"
+
+
+def schema_text(schema: Mapping[str, Any] | bool, strict: bool, compact: bool = False) -> str:
+    """Return a JSON schema as text, with llguidance's options for white space and keywords."""
+    if isinstance(schema, bool):
+        return json.dumps(schema)
+    options = {**(_JSON_DUMPS if compact else _FEW_BLANKS), "lenient": not strict}
+    return json.dumps({**schema, "x-guidance": options})
+
+
+_FEW_BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ ]{0,40}|[ ])"}
+"""White space of JSON in an answer: one blank, or a line break and its indentation. Otherwise a
+small model may write blanks without end.
+"""
+
+
+def literal(text: str) -> str:
+    """Return the Lark expression for one string."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def message_grammar(renderer: Renderer, rules: str) -> str:
+    """Return the grammar of a message whose text is the rule `content` of `rules`."""
+    if not renderer.format.abilities.samples_thinking:
+        return f"start: content\n{rules}"
+    begin, end = _mark(renderer, _THINK), _mark(renderer, _THINK_END)
+    if end.startswith("<"):
+        thought = f"thought: {ANY_TEXT} {end}\n"
+    else:
+        thought = f"thought[suffix={end}]: {ANY_TEXT}\n"
+    return f'start: (think "\\n\\n")? content\nthink: {begin} thought\n{thought}{rules}'
+
+
+def calls_rules(
+    renderer: Renderer,
+    tools: Sequence[CallableTool],
+    *,
+    several: bool = True,
+    instead: str | None = None,
+) -> str:
+    """Return the rule `content` for tool calls: one of them, or `several`. Without `instead`, the
+    message consists of calls. Otherwise it may be the Lark expression `instead`, or, if that is
+    ANY_TEXT, text that ends with calls. UnsupportedError if the format cannot express tools.
+    """
+    if not renderer.format.abilities.tools:
+        raise UnsupportedError(
+            f"renderer {renderer.name} has no form for tool calls; use {MODELS_WITH_TOOLS}"
+        )
+    opening, closing = _mark(renderer, CALL), _mark(renderer, CALL_END)
+    rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    for number, tool in enumerate(tools):
+        # Arguments are a JSON object, also where a schema does not say so.
+        schema = {"type": "object", **tool.parameters}
+        arguments = json_rule(schema, tool.strict, compact=True)
+        rules.append(
+            f"call_{number}: {literal(call_opening(tool.name))} {arguments} {literal('}' + chr(10))}"
+        )
+    more = f' ("\\n" {opening} call {closing})*' if several else ""
+    calls = f"call {closing}{more}"
+    if instead is None:
+        content = f"content: {opening} {calls}"
+    elif instead != ANY_TEXT:
+        content = f"content: {opening} {calls} | {instead}"
+    elif opening.startswith("<"):
+        content = f"content: TEXT | TEXT {opening} {calls}\nTEXT: {ANY_TEXT}"
+    else:
+        content = f"content: TEXT | lead {calls}\nlead[lazy]: TEXT {opening}\nTEXT: {ANY_TEXT}"
+    return "\n".join([content, *rules])
+
+
+def _mark(renderer: Renderer, mark: Control) -> str:
+    """Return the Lark expression for a mark."""
+    id_ = renderer.codec.control_id(mark.text)
+    return literal(mark.text) if id_ is None else f"<[{id_}]>"

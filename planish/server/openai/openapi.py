@@ -1,0 +1,88 @@
+"""GET /openapi.json: the OpenAPI description of the OpenAI-compatible endpoints. The schemas of
+requests are those of the types that check them.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import version
+from typing import Any
+
+from planish.server.openai.requests import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    Request,
+    TokenizeRequest,
+    schemas,
+)
+
+_REQUESTS: dict[str, tuple[type[Request], str]] = {
+    "/v1/chat/completions": (ChatRequest, "Answer the messages of a chat."),
+    "/v1/completions": (CompletionRequest, "Continue a prompt as it is."),
+    "/tokenize": (TokenizeRequest, "Return the tokens of a prompt or of a chat."),
+    "/detokenize": (DetokenizeRequest, "Return the text of tokens."),
+}
+_LISTS = {
+    "/v1/models": "List the base models and the checkpoints.",
+    "/v1/models/{model}": "Return one model.",
+}
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+_STREAMING = ("/v1/chat/completions", "/v1/completions")
+
+
+@cache
+def openapi() -> dict[str, Any]:
+    """Return the description, in the form of OpenAPI 3.1."""
+    kinds = [kind for kind, _ in _REQUESTS.values()]
+    paths: dict[str, Any] = {}
+    for path, (kind, summary) in _REQUESTS.items():
+        body = {"schema": {"$ref": f"#/components/schemas/{kind.__name__}"}}
+        operation = {
+            "operationId": kind.__name__.removesuffix("Request").lower(),
+            "summary": summary,
+            "requestBody": {"required": True, "content": {"application/json": body}},
+            "responses": _responses(path in _STREAMING),
+        }
+        paths[path] = {"post": operation}
+    for path, summary in _LISTS.items():
+        paths[path] = {"get": {"summary": summary, "responses": _responses(False)}}
+    paths["/v1/models/{model}"]["parameters"] = [
+        {"name": "model", "in": "path", "required": True, "schema": {"type": "string"}}
+    ]
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "planish", "version": version("planish")},
+        "security": [{"key": []}],
+        "paths": paths,
+        "components": {
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": {**schemas(kinds), "Error": _ERROR},
+        },
+    }
+
+
+def _responses(streams: bool) -> dict[str, Any]:
+    content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
+    if streams:
+        content["text/event-stream"] = {"schema": {"type": "string"}}
+    error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+    return {
+        "200": {"description": "The answer.", "content": content},
+        "default": {"description": "An error.", "content": error},
+    }

@@ -1,0 +1,433 @@
+"""The requests of the OpenAI-compatible endpoints: their types, which check them, and the schemas
+of these types, which GET /openapi.json returns.
+
+A parameter is rejected by name if it is unknown, or if its value would change the answer and is not
+supported. A parameter of OpenAI, vLLM or SGLang at a value that changes nothing is accepted, and so
+are null and the parameters that only describe the client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
+
+import orjson
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.json_schema import models_json_schema
+
+from planish.errors import UserError
+from planish.server.http.context import UnsupportedParameterError, WrongParameterError
+from planish.types import MAX_STOP_TOKENS, Constraint, SamplingParams
+from planish.wire.fields import Fields, shown
+
+R = TypeVar("R", bound="Request")
+
+MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS, MAX_PROMPTS = 128, 20, 16, 1024
+MAX_TOOLS = 1024
+_MAX_OPTION_BYTES = 256 << 10
+"""Limit for the JSON of one parameter, except those that carry the text of the request."""
+_TEXTS = ("messages", "tools", "prompt", "tokens")
+_TEXT_TOKENS = 16
+"""OpenAI's default of `max_tokens` for a text completion."""
+
+
+def _whole(value: Any) -> Any:
+    """A client whose language has no integers may write 3 as 3.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(_whole)]
+Token = Annotated[int, Field(ge=0, lt=1 << 31)]
+Tokens = Annotated[list[Token], Field(fail_fast=True)]
+StopString = Annotated[str, Field(min_length=1)]
+Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
+"""Parameters with the values that change nothing, and the remedy for other values."""
+
+_CLIENT_INFORMATION = (
+    "user",
+    "metadata",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+    "rid",
+)
+_OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution; leave it out"
+_PLAIN_TEXT = "the text of an answer has no other form; leave it out"
+_SAMPLING_NEUTRAL: Neutral = {
+    "logit_bias": (({},), _OWN_DISTRIBUTION),
+    "bad_words": (([],), _OWN_DISTRIBUTION),
+    "length_penalty": ((1,), "there is no beam search; leave it out"),
+    "use_beam_search": ((False,), "there is no beam search; leave it out"),
+    "best_of": ((1,), "every choice is returned; leave it out"),
+    "ignore_eos": ((False,), "an end-of-sequence token ends the answer; leave it out"),
+    "store": ((False,), "nothing is stored; leave it out or give false"),
+    "service_tier": (("auto", "default"), "there is one tier; leave it out"),
+    "priority": ((0,), "all requests have one priority; leave it out"),
+    "include_stop_str_in_output": ((False,), _PLAIN_TEXT),
+    "skip_special_tokens": ((True,), _PLAIN_TEXT),
+    "spaces_between_special_tokens": ((True,), _PLAIN_TEXT),
+    "no_stop_trim": ((False,), _PLAIN_TEXT),
+    "return_tokens_as_token_ids": ((False,), "give return_token_ids"),
+    "return_hidden_states": ((False,), "hidden states are not returned; leave it out"),
+    "prompt_logprobs": ((), "give echo and logprobs to /v1/completions"),
+    "truncate_prompt_tokens": ((), "shorten the prompt yourself"),
+    "guided_decoding_backend": (("auto", "guidance"), "the backend is llguidance; leave it out"),
+    "guided_whitespace_pattern": ((), "leave it out"),
+    "structural_tag": ((), "give tools, or a grammar in structured_outputs"),
+    "mm_processor_kwargs": (({},), "the models here read text; leave it out"),
+    "vllm_xargs": (({},), "leave it out"),
+}
+_CHAT_NEUTRAL: Neutral = {
+    "modalities": ((["text"],), "the models here write text; leave it out"),
+    "audio": ((), "the models here write text; leave it out"),
+    "prediction": ((), "leave it out"),
+    "verbosity": (("medium",), "ask for it in the messages"),
+    "web_search_options": ((), "offer a tool that searches"),
+    "functions": (([],), "give tools"),
+    "function_call": (("none", "auto"), "give tool_choice"),
+    "echo": ((False,), "give the text to /v1/completions"),
+    "add_generation_prompt": ((True,), "an answer is always the assistant's; leave it out"),
+    "continue_final_message": ((False,), "give the text to /v1/completions"),
+    "add_special_tokens": ((False,), "the chat format adds them; leave it out"),
+    "documents": (([],), "put documents into the messages"),
+    "chat_template": ((), "the model's renderer writes the messages; leave it out"),
+    "include_reasoning": ((True,), "reasoning is returned beside the content; leave it out"),
+    "separate_reasoning": ((True,), "reasoning is returned beside the content; leave it out"),
+    "stream_reasoning": ((True,), "reasoning is streamed as well; leave it out"),
+    "thinking_token_budget": ((), "give max_completion_tokens"),
+}
+_TEXT_NEUTRAL: Neutral = {
+    "suffix": (("",), "the models here continue a prompt; leave it out"),
+    "add_special_tokens": ((True,), "give the prompt as token ids"),
+    "prompt_embeds": ((), "give a prompt"),
+}
+
+
+class Part(BaseModel):
+    """An object in a request. Unknown keys are rejected."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Request(Part):
+    """The body of a request."""
+
+    neutral: ClassVar[Neutral] = {}
+    model: Annotated[str, Field(description="A base model's name, or a checkpoint's path.")]
+
+
+class StreamOptions(Part):
+    """What a stream contains besides the answer."""
+
+    include_usage: bool = False
+    include_obfuscation: Literal[False] = False
+    continuous_usage_stats: Literal[False] = False
+
+
+class TextFormat(Part):
+    """Text that is not constrained."""
+
+    type: Literal["text"]
+
+
+class JsonObjectFormat(Part):
+    """Any JSON object."""
+
+    type: Literal["json_object"]
+
+
+class NamedSchema(Part):
+    """A JSON schema of `response_format`."""
+
+    name: str = ""
+    description: str | None = None
+    schema_: Annotated[dict[str, Any], Field(alias="schema")] = {}
+    strict: bool | None = None
+
+
+class JsonSchemaFormat(Part):
+    """JSON that a schema accepts."""
+
+    type: Literal["json_schema"]
+    json_schema: NamedSchema
+
+
+ResponseFormat = Annotated[
+    TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
+]
+Schema = dict[str, Any] | str
+Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
+
+
+class StructuredOutputs(Part):
+    """One constraint of the answer's text, as vLLM names them."""
+
+    json_: Annotated[Schema | None, Field(alias="json")] = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: Annotated[str | None, Field(description="A Lark grammar of llguidance.")] = None
+
+
+class SampleRequest(Request):
+    """The options that both endpoints have."""
+
+    neutral: ClassVar[Neutral] = _SAMPLING_NEUTRAL
+    n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31, description="0 or -1: off.")] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
+    stop_token_ids: Annotated[Tokens, Field(max_length=MAX_STOP_TOKENS // 2)] = []
+    min_tokens: Annotated[Whole, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool = False
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The maximum number of tokens to sample; None: to the end of the context."""
+        raise NotImplementedError
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        """The number of top tokens whose logprobs are returned. None: no logprobs; 0: only those of
+        the sampled tokens.
+        """
+        raise NotImplementedError
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        """The strings at which the text ends."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with the token counts."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(
+        self, stop_ids: Iterable[int], strings: Sequence[str], constraint: Constraint | None
+    ) -> SamplingParams:
+        """Return the sampling parameters. `stop_ids` and `strings` end an answer in addition to
+        those of the request.
+        """
+        try:
+            return SamplingParams(
+                max_tokens=None if self.wanted_tokens is None else max(1, self.wanted_tokens),
+                seed=self.seed,
+                stop=[*strings, *self.stop_strings],
+                stop_token_ids=sorted({*stop_ids, *self.stop_token_ids}),
+                temperature=self.temperature,
+                top_k=self.top_k or -1,
+                top_p=self.top_p,
+                min_p=self.min_p,
+                min_tokens=self.min_tokens,
+                repetition_penalty=self.repetition_penalty,
+                frequency_penalty=self.frequency_penalty,
+                presence_penalty=self.presence_penalty,
+                constraint=constraint,
+            )
+        except UserError as error:
+            name = str(error).partition("SamplingParams.")[2].partition("=")[0]
+            raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
+
+    def check(self) -> None:
+        """Raise WrongParameterError if two parameters contradict each other."""
+        if self.stream_options is not None and not self.stream:
+            raise WrongParameterError("stream_options", "stream_options needs stream=true")
+
+
+class Function(Part):
+    """A function that the model may call. Further keys are shown to the model."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: Annotated[str, Field(min_length=1)]
+    description: str | None = None
+    parameters: Annotated[dict[str, Any] | None, Field(description="A JSON schema.")] = None
+    strict: bool | None = None
+
+
+class Tool(Part):
+    """A tool that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(Part):
+    """The name of a function."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The tool that the model must use."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
+Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
+
+
+class ChatTemplateOptions(Part):
+    """What a chat template of the Qwen3 models reads."""
+
+    enable_thinking: bool | None = None
+
+
+class ChatRequest(SampleRequest):
+    """The body of POST /v1/chat/completions."""
+
+    neutral: ClassVar[Neutral] = {**_SAMPLING_NEUTRAL, **_CHAT_NEUTRAL}
+    messages: Messages
+    max_completion_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    max_tokens: Annotated[Whole, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Tools = []
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
+    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise WrongParameterError("top_logprobs", "top_logprobs needs logprobs=true")
+
+
+class CompletionRequest(SampleRequest):
+    """The body of POST /v1/completions."""
+
+    neutral: ClassVar[Neutral] = {**_SAMPLING_NEUTRAL, **_TEXT_NEUTRAL}
+    prompt: (
+        str
+        | Annotated[Tokens, Field(min_length=1)]
+        | Annotated[list[str | Tokens], Field(fail_fast=True, min_length=1, max_length=MAX_PROMPTS)]
+    )
+    max_tokens: Annotated[Whole, Field(ge=0)] = _TEXT_TOKENS
+    logprobs: Annotated[Whole, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: bool = False
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens
+
+    @property
+    def wanted_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TokenizeRequest(Request):
+    """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    neutral: ClassVar[Neutral] = {
+        name: _CHAT_NEUTRAL[name]
+        for name in ("add_generation_prompt", "continue_final_message", "chat_template")
+    }
+    prompt: str | None = None
+    messages: Messages | None = None
+    tools: Tools = []
+    chat_template_kwargs: ChatTemplateOptions = ChatTemplateOptions()
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeRequest(Request):
+    """The body of POST /detokenize."""
+
+    tokens: Tokens
+
+
+def read_request(kind: type[R], fields: Fields) -> R:
+    """Return the body of a request. Raise UnsupportedParameterError or WrongParameterError, which
+    name the parameter, if it is invalid.
+    """
+    values: dict[str, Any] = {}
+    for name in fields:
+        value = fields.raw(name)
+        if value is None or name in _CLIENT_INFORMATION:
+            continue
+        if name in kind.neutral:
+            allowed, remedy = kind.neutral[name]
+            if not any(type(value) in _kinds(one) and value == one for one in allowed):
+                raise UnsupportedParameterError(name, remedy)
+        elif name not in kind.model_fields:
+            raise UnsupportedParameterError(name[:100], "leave it out")
+        elif name not in _TEXTS and len(orjson.dumps(value)) > _MAX_OPTION_BYTES:
+            raise WrongParameterError(
+                name, f"{name} is larger than {_MAX_OPTION_BYTES >> 10} KiB; shorten it"
+            )
+        else:
+            values[name] = value
+    try:
+        request = kind.model_validate(values)
+    except ValidationError as error:
+        raise _wrong(values, error) from None
+    return request
+
+
+def _kinds(value: Any) -> tuple[type, ...]:
+    """Return the types in which a client may write `value`. In Python, True equals 1."""
+    return (int, float) if type(value) is int else (type(value),)
+
+
+def _wrong(values: Mapping[str, Any], error: ValidationError) -> WrongParameterError:
+    """Return the error for the first fault. pydantic also names the branch of a union in the path
+    of a fault, so the path ends where the body does.
+    """
+    first = error.errors(include_url=False, include_context=False)[0]
+    name = str(first["loc"][0])
+    if first["type"] == "missing" and len(first["loc"]) == 1:
+        return WrongParameterError(name, f"{name} is missing")
+    path, value = name, values.get(name)
+    for step in first["loc"][1:]:
+        if isinstance(step, int) and isinstance(value, list):
+            path, value = f"{path}[{step}]", value[step]
+        elif isinstance(value, dict) and step in value:
+            path, value = f"{path}.{str(step)[:100]}", value[step]
+    fault = first["msg"][0].lower() + first["msg"][1:]
+    return WrongParameterError(name, f"{path}={shown(value)}: {fault}")
+
+
+def schemas(kinds: Sequence[type[Request]]) -> dict[str, Any]:
+    """Return the JSON schemas of requests and of their parts by name, for OpenAPI 3.1."""
+    _, whole = models_json_schema(
+        [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
+    )
+    found = whole["$defs"]
+    for kind in kinds:
+        schema = found[kind.__name__]
+        properties = schema["properties"]
+        properties |= {name: {"enum": [*values]} for name, (values, _) in kind.neutral.items()}
+        properties |= {name: {} for name in _CLIENT_INFORMATION}
+        for name, one in properties.items():
+            if name not in schema.get("required", ()):
+                properties[name] = {"anyOf": [one, {"type": "null"}]}
+        schema["additionalProperties"] = {"type": "null"}
+    return found

@@ -1,0 +1,81 @@
+"""POST /tokenize and /detokenize, as vLLM has them: the tokens of a text or of a chat, and the text
+of tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from planish.server.http.context import WrongParameterError, answered
+from planish.server.openai.chat import build_prompt, renderer_of
+from planish.server.openai.models import OpenAIModels, Served
+from planish.server.openai.protocol import check_text
+from planish.server.openai.requests import DetokenizeRequest, TokenizeRequest, read_request
+from planish.server.results import Tenant
+from planish.wire.fields import Fields
+
+
+async def tokenize(
+    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+) -> Response:
+    """Answer with the tokens of a prompt or of a chat."""
+    options = read_request(TokenizeRequest, fields)
+    model = await models.find(tenant, options.model)
+    return answered(await asyncio.to_thread(_tokenized, model, options))
+
+
+def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
+    texts = model.texts
+    if (options.prompt is None) == (options.messages is None):
+        raise WrongParameterError("prompt", "give either prompt or messages")
+    if options.messages is not None:
+        if options.add_special_tokens:
+            raise WrongParameterError(
+                "add_special_tokens", "the chat format adds special tokens itself; leave it out"
+            )
+        renderer = renderer_of(model, options)
+        tokens = build_prompt(model, renderer, options.messages, options.tools).to_ints()
+    else:
+        check_text("prompt", options.prompt, texts.max_characters)
+        tokens = texts.tokenizer.encode(
+            str(options.prompt), add_special_tokens=options.add_special_tokens is not False
+        )
+    answer: dict[str, Any] = {
+        "count": len(tokens),
+        "max_model_len": texts.max_context,
+        "tokens": tokens,
+        "token_strs": None,
+    }
+    if options.return_token_strs:
+        answer["token_strs"] = [texts.tokenizer.convert_ids_to_tokens(token) for token in tokens]
+    return answer
+
+
+async def detokenize(
+    models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
+) -> Response:
+    """Answer with the text of tokens."""
+    options = read_request(DetokenizeRequest, fields)
+    model = await models.find(tenant, options.model)
+    return answered({"prompt": await asyncio.to_thread(_text, model, options.tokens)})
+
+
+def _text(model: Served, tokens: list[int]) -> str:
+    tokenizer = model.texts.tokenizer
+    if len(tokens) > model.texts.max_context:
+        raise WrongParameterError(
+            "tokens",
+            f"tokens has {len(tokens):,} ids, and the model's context holds "
+            f"{model.texts.max_context:,}; give fewer",
+        )
+    size = model.texts.vocabulary_size
+    unknown = next((token for token in tokens if token >= size), None)
+    if unknown is not None:
+        raise WrongParameterError(
+            "tokens", f"tokens contains {unknown}; the tokenizer has ids from 0 to {size - 1}"
+        )
+    return tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
