@@ -260,6 +260,10 @@ class Sample(Operation[SampleResponse]):
 
     A client of a server rejects this option.
     """
+    cache_owner: str = field(default="", repr=False, compare=False)
+    """The owner of the cached prefixes and grammars that the engine may use. A request never uses
+    those of another owner. A server sets its tenants here; clients leave it empty.
+    """
 
     def __post_init__(self) -> None:
         _check_kind("prompt", self.prompt, ModelInput)

@@ -20,6 +20,7 @@ import torch
 
 from planish.engine.memory import DeviceMemory, ModelMemory, gib
 from planish.engine.numerics import Numerics, describe
+from planish.engine.sampling.grammars import GrammarCache
 from planish.engine.sampling.sampler import Sampler
 from planish.engine.settings import (
     EngineSettings,
@@ -79,7 +80,8 @@ class BaseModel:
         self._texts = _Texts(directory)
         # Pass a method of `_Texts`, because a method of this object would create a reference cycle.
         # Without a cycle, the memory is freed with the last reference, not at a later collection.
-        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode)
+        grammars = GrammarCache(self._texts.load, config.vocab_size)
+        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, grammars)
         self.sampler.record()
 
     @property
@@ -138,6 +140,10 @@ class _Texts:
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self._directory)
+
+    def load(self) -> PreTrainedTokenizerBase:
+        """Return the tokenizer."""
+        return self.tokenizer
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens with control tokens, so that stop strings can contain them."""

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -29,7 +30,9 @@ import torch
 from torch import Tensor
 
 from planish.engine.release_memory import clear_frames
+from planish.engine.sampling.adjustments import Adjustment, is_adjusted, sample_batch
 from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
+from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
 from planish.engine.sampling.model_runner import EagerRunner, ModelRunner, Rows
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, wants_scores
@@ -57,6 +60,12 @@ from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
 from planish.service import Sample, SampledToken
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
+
+_MASK_SECONDS = 0.02
+"""The maximum time that a step waits for masks. A sample whose mask is missing then is left out, so
+that it does not delay other samples for longer.
+"""
+_NO_TOKENS = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -108,11 +117,14 @@ class Sampler:
         decoder: Decoder,
         settings: SamplerSettings,
         decode_text: Callable[[Sequence[int]], str],
+        grammars: GrammarCache | None = None,
     ) -> None:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
-        `decode_text` turns tokens into text, to look for stop strings.
+        `decode_text` turns tokens into text, to look for stop strings. Requests with a constraint
+        need `grammars`.
         """
+        self._grammars = grammars
         self._decoder = decoder
         self._decode_text = decode_text
         self._backend = decoder.backend
@@ -174,6 +186,11 @@ class Sampler:
                 f"than the limit kv_cache_bytes={self.settings.kv_cache_bytes:,}; "
                 "lower max_tokens or raise kv_cache_bytes"
             )
+        constraint = op.sampling_params.constraint
+        if constraint is not None:
+            if self._grammars is None:
+                raise UserError("SamplingParams.constraint needs a tokenizer; leave it out")
+            self._grammars.check(constraint, op.cache_owner)
 
     def submit(
         self,
@@ -190,17 +207,22 @@ class Sampler:
         """
         tokens = op.prompt.to_ints()
         params = op.sampling_params
+        new_grammar = None
+        if params.constraint is not None and self._grammars is not None:
+            new_grammar = partial(self._grammars.start, params.constraint, op.cache_owner)
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         request = Request(
             op=op,
             number=self._count,
             tokens=tokens,
+            is_adjusted=is_adjusted(params),
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
             version=version,
             stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids),
             seed=seed,
             scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
+            new_grammar=new_grammar,
             future=future,
         )
         self._count += 1
@@ -221,13 +243,17 @@ class Sampler:
         fresh = [
             sample
             for sample in self._scheduler.running
-            if not sample.tokens and sample.prompt.ready
+            if not sample.tokens and sample.prompt.ready and not sample.awaits_mask
         ]
         if fresh:
             self._sample_first(fresh)
-        going = [sample for sample in self._scheduler.running if sample.tokens]
+        going = [
+            sample for sample in self._scheduler.running if sample.tokens and not sample.awaits_mask
+        ]
         if going:
             self._decode(going)
+        elif not fresh and not batch and self._scheduler.running:
+            self._wait_for_a_mask()
         if not self.busy:
             self._runner.release_adapters()
 
@@ -485,9 +511,17 @@ class Sampler:
         Sample i takes row rows[i] of `hidden` and `logits`. A logprob that is not finite fails
         its request.
         """
+        adjustments: dict[int, Adjustment] = {}
+        if any(sample.request.is_adjusted for sample in samples):
+            samples, rows, adjustments = self._adjustments(samples, rows)
+            if not samples:
+                return
         params = [sample.request.op.sampling_params for sample in samples]
         uniforms = [sample.stream.at(len(sample.tokens)) for sample in samples]
-        sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
+        if adjustments:
+            sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
+        else:
+            sampled = sample_tokens(self._backend, logits, params, uniforms, rows)
         exact = self._head.sampled_logits(hidden, logits, rows, sampled.tokens, adapters)
         temperature = on_device(
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
@@ -499,6 +533,7 @@ class Sampler:
         tops = top_logprobs(logits, sampled.log_normalizer, temperature, most) if most else None
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
         done: list[RunningSample] = []
+        constrained: list[tuple[GrammarState, int]] = []
         for i, (sample, token, logprob) in enumerate(
             zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
         ):
@@ -515,7 +550,8 @@ class Sampler:
             if sample.request.op.on_token is not None:
                 _call_on_token(sample, sample.request.op.on_token)
             try:
-                if sample.request.stop.is_met(sample.tokens, self._decode_text):
+                least = sample.request.op.sampling_params.min_tokens
+                if sample.request.stop.is_met(sample.tokens, self._decode_text, least):
                     sample.stop_reason = "stop"
                 elif len(sample.tokens) == sample.request.max_tokens:
                     sample.stop_reason = "length"
@@ -524,25 +560,101 @@ class Sampler:
                 sample.request.fail(error)
             if sample.stop_reason is not None:
                 done.append(sample)
+            elif sample.grammar is not None:
+                constrained.append((sample.grammar, token))
+        if constrained and self._grammars is not None:
+            self._grammars.advance(constrained)
+        self._finish_all(done)
+
+    def _finish_all(self, done: Sequence[RunningSample]) -> None:
+        """Remove samples that have stopped, and build their sequences."""
         self._remove_samples(done)
         for sample in done:
             self._finish(sample)
+
+    def _adjustments(
+        self, samples: list[RunningSample], rows: list[int]
+    ) -> tuple[list[RunningSample], list[int], dict[int, Adjustment]]:
+        """Return the samples whose next token can be sampled, their rows, and the adjustments.
+
+        The adjustments are by index of the returned samples. Left out are samples whose mask is
+        missing, failed samples, and samples whose text is complete and cannot be continued. The
+        last ones are finished here.
+        """
+        states = [sample.grammar for sample in samples if sample.grammar is not None]
+        if not all(state.is_ready for state in states):
+            wait_for_masks(states, _MASK_SECONDS, for_all=True)
+        able: list[RunningSample] = []
+        able_rows: list[int] = []
+        adjustments: dict[int, Adjustment] = {}
+        complete: list[RunningSample] = []
+        for sample, row in zip(samples, rows, strict=True):
+            if sample.request.is_adjusted:
+                if sample.grammar is not None and not _has_mask(sample, sample.grammar):
+                    continue
+                allowed = self._allowed(sample)
+                if allowed is not None and not allowed.any():
+                    sample.stop_reason = "stop"
+                    complete.append(sample)
+                    continue
+                penalty = sample.request.op.sampling_params.repetition_penalty
+                prompt = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
+                adjustments[len(able)] = Adjustment(allowed, prompt, sample.tokens)
+            able.append(sample)
+            able_rows.append(row)
+        self._finish_all(complete)
+        return able, able_rows, adjustments
+
+    def _allowed(self, sample: RunningSample) -> np.ndarray | None:
+        """Return the tokens that may be sampled next: bool [V], or None for all.
+
+        The result is empty if the sample's constraint is met, no text can follow, and the request
+        has no stop tokens.
+        """
+        stop_tokens = list(sample.request.stop.token_ids)
+        may_stop = len(sample.tokens) >= sample.request.op.sampling_params.min_tokens
+        if sample.grammar is None or self._grammars is None:
+            if may_stop:
+                return None
+            allowed = np.ones(self._decoder.config.vocab_size, bool)
+            allowed[stop_tokens] = False
+            return allowed
+        allowed, is_complete = self._grammars.allowed(sample.grammar)
+        if may_stop:
+            if is_complete:
+                allowed[stop_tokens] = True
+            return allowed
+        others = allowed.copy()
+        others[stop_tokens] = False
+        if others.any():
+            return others
+        if is_complete:
+            allowed[stop_tokens] = True
+        return allowed
+
+    def _wait_for_a_mask(self) -> None:
+        """Wait a moment for the masks of samples that cannot run without them."""
+        states = [s.grammar for s in self._scheduler.running if s.grammar and s.awaits_mask]
+        if states:
+            wait_for_masks(states, _MASK_SECONDS)
 
     def _finish(self, sample: RunningSample) -> None:
         """Build the sample's sequence, and deliver the response if it was the last one."""
         assert sample.stop_reason is not None
         request = sample.request
         k = request.op.topk_sample_logprobs
-        top = TopkLogprobs(
-            np.array([ids for ids, _ in sample.top], np.int32),
-            np.array([values for _, values in sample.top], np.float32),
-        )
+        top = None
+        if k:
+            top = TopkLogprobs(
+                np.array([ids for ids, _ in sample.top], np.int32).reshape(-1, k),
+                np.array([values for _, values in sample.top], np.float32).reshape(-1, k),
+            )
         request.sequences[sample.index] = SampledSequence(
             stop_reason=sample.stop_reason,
             sequence_id=f"{request.op.sampler_id}:{request.number}:{sample.index}",
             tokens_np=np.array(sample.tokens, np.int32),
             logprobs_np=np.array(sample.logprobs, np.float32),
-            topk_logprobs_np=top if k else None,
+            topk_logprobs_np=top,
         )
         if len(request.sequences) == request.num_samples:
             self._deliver(request)
@@ -591,6 +703,15 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
         by_capacity.setdefault(owner.capacity, []).append(owner)
     for capacity, some in by_capacity.items():
         pools.pool_for(capacity).free(*some)
+
+
+def _has_mask(sample: RunningSample, grammar: GrammarState) -> bool:
+    """Return whether the sample's next mask is there. An error fails the sample's request."""
+    grammar.is_late = not grammar.is_ready
+    if grammar.error is not None and not grammar.is_late:
+        sample.request.fail(grammar.error)
+        return False
+    return not grammar.is_late
 
 
 def _call_on_token(sample: RunningSample, on_token: Callable[[SampledToken], None]) -> None:

@@ -11,11 +11,15 @@ the same prompt and the same weights share one active prompt.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from planish.engine.sampling.grammars import GrammarState
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition
@@ -40,6 +44,8 @@ class Request:
     op: Sample
     number: int
     tokens: list[int]
+    is_adjusted: bool
+    """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""
     max_tokens: int
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
@@ -50,6 +56,8 @@ class Request:
     stop: StopCondition
     seed: int
     scores: PromptScores | None
+    new_grammar: Callable[[], GrammarState] | None
+    """Returns the grammar state of a new sample; None without a constraint."""
     future: Future[SampleResponse]
     prompt: Prompt | None = None
     started: int = 0
@@ -111,6 +119,11 @@ class Prompt:
         """Whether all positions are computed, so that samples can continue the prompt."""
         return self.computed == len(self.tokens)
 
+    @cached_property
+    def distinct_tokens(self) -> np.ndarray:
+        """The different tokens of the prompt: int64, ascending."""
+        return np.unique(np.array(self.tokens, np.int64))
+
     @property
     def num_alternatives(self) -> int:
         """The number of tokens to sample at each position of the prompt (prompt_alt_tokens_k)."""
@@ -134,6 +147,8 @@ class RunningSample:
     index: int
     prompt: Prompt
     stream: UniformStream
+    grammar: GrammarState | None
+    """The sample's position in the grammar of its constraint; None without a constraint."""
     slot: int = -1
     capacity: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -146,6 +161,18 @@ class RunningSample:
     def stored(self) -> int:
         """The number of positions in the slot before the last token goes through the decoder."""
         return self.prompt.length % SPAN + len(self.tokens) - 1
+
+    @property
+    def awaits_mask(self) -> bool:
+        """Whether the sample has to be left out of this step, because its mask is missing.
+
+        The first mask must be there before a step begins. Later masks are computed while the
+        decoder runs. So a sample is left out only after a step that had to leave it out at its end.
+        """
+        grammar = self.grammar
+        if grammar is None or grammar.is_ready:
+            return False
+        return not self.tokens or grammar.is_late
 
     @property
     def position(self) -> int:
@@ -291,8 +318,10 @@ class Scheduler:
             if self._reserved + need > self.max_positions:
                 return
             self._reserved += need
-            stream = UniformStream(request.seed, request.started)
-            self.running.append(RunningSample(request, request.started, request.prompt, stream))
+            index, prompt = request.started, request.prompt
+            stream = UniformStream(request.seed, index)
+            grammar = request.new_grammar() if request.new_grammar is not None else None
+            self.running.append(RunningSample(request, index, prompt, stream, grammar))
             request.started += 1
 
     def _can_share(self, prompt: Prompt, request: Request) -> bool:

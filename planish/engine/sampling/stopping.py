@@ -35,8 +35,15 @@ class StopCondition:
             strings=tuple(item for item in items if isinstance(item, str)),
         )
 
-    def is_met(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    def is_met(
+        self,
+        tokens: Sequence[int],
+        decode: Callable[[Sequence[int]], str],
+        min_tokens: int = 0,
+    ) -> bool:
         """Return whether the last of `tokens` completes a stop token or stop string.
+
+        Stop strings are searched only in the text after the first `min_tokens` tokens.
 
         The caller must call this method after every token. Only the text of the last tokens is
         searched for a stop string. Every token with text adds at least one byte. So a string of n
@@ -50,10 +57,10 @@ class StopCondition:
         """
         if tokens[-1] in self.token_ids:
             return True
-        if not self.strings:
+        if not self.strings or len(tokens) <= min_tokens:
             return False
         window = max(len(string.encode()) for string in self.strings) + 3
-        recent = tokens[-window:]
+        recent = tokens[max(min_tokens, len(tokens) - window) :]
         # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
         # three tokens. So skip tokens until the text starts with a whole character.
         for skipped in range(4):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from planish.engine.sampling.adjustments import is_adjusted
 from planish.engine.sampling.prompt_logprobs import wants_scores
-from planish.errors import UnsupportedError, UserError
+from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
-from planish.types import SamplingParams
 
 MAX_RESPONSE_BYTES = 512 << 20
 """The maximum size of one response in bytes, in memory and as a message to a client."""
@@ -52,7 +52,7 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     _check_vocabulary(
         "SamplingParams.stop_token_ids", op.sampling_params.stop_token_ids, config.vocab_size
     )
-    _check_supported(op.sampling_params)
+    _check_adjusted(op)
     _check_prompt_scores(op, len(tokens), config.vocab_size)
     _check_response_size(op, len(tokens), max_tokens)
 
@@ -74,16 +74,14 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
         )
 
 
-def _check_supported(params: SamplingParams) -> None:
-    for name in (
-        "min_tokens",
-        "repetition_penalty",
-        "frequency_penalty",
-        "presence_penalty",
-        "constraint",
-    ):
-        if getattr(params, name) != getattr(SamplingParams(), name):
-            raise UnsupportedError(f"SamplingParams.{name} is not supported yet; leave it out")
+def _check_adjusted(op: Sample) -> None:
+    """Raise UserError if nothing that the request samples would be adjusted as it asks."""
+    if (op.prompt_only or op.prompt_alt_tokens_k) and is_adjusted(op.sampling_params):
+        name = "prompt_only" if op.prompt_only else "prompt_alt_tokens_k"
+        raise UserError(
+            f"{name} does not go with constraint, min_tokens or penalties, which apply to sampled "
+            f"continuations only; leave these out"
+        )
 
 
 def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> None:

@@ -1,0 +1,289 @@
+"""Constrained decoding: the tokens that can continue a sample whose text must match a grammar.
+
+`llguidance` compiles the grammars and computes the masks, on the CPU. Both happen in worker
+threads, which release the interpreter lock: a mask is computed while the decoder runs the next
+step. llguidance's own limits (`_LIMITS`) end each of these computations after some tenths of a
+second, however malicious the grammar is.
+
+A mask has one bit per token of the vocabulary. An additional token, which the model does not know,
+stands for the end of the text: its bit says that the text is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from planish.errors import UnsupportedError, UserError
+from planish.types import Constraint
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
+    from transformers import PreTrainedTokenizerBase
+
+COMPILE_SECONDS = 5.0
+"""The maximum time that `GrammarCache.check` waits until a grammar is compiled."""
+MAX_GRAMMARS_PER_OWNER = 32
+MAX_GRAMMARS = 512
+"""Limits of the cache of compiled grammars."""
+_WORKERS = min(4, os.cpu_count() or 1)
+
+_LIMITS = {
+    # The first limit is a third of llguidance's default. At the default, one step of the regular
+    # expression ((a{1000}){1000}){1000} takes 0.7 s and 190 MB; at this limit, 0.2 s.
+    "initial_lexer_fuel": 300_000,
+    "step_lexer_fuel": 100_000,
+    "max_lexer_states": 20_000,
+    "verbose_errors": False,
+}
+_JSON_OPTIONS: Any = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+"""JSON is written in one line, with at most one space after each comma and colon. If any whitespace
+were allowed, a model could write nothing else up to `max_tokens`.
+"""
+_END = "<|planish: end of the text|>"
+
+
+@dataclass(frozen=True, eq=False)
+class Grammar:
+    """A compiled grammar."""
+
+    matcher: LLMatcher
+    """The matcher before the first token. It is copied for each sample and never changed."""
+    mask: np.ndarray
+    """The mask of the first token."""
+
+
+class GrammarState:
+    """The position of one sample in its grammar.
+
+    `done` is the computation of the next mask, and the other attributes are valid once it has
+    ended. The attribute `is_late` belongs to the sampler.
+    """
+
+    def __init__(self, owner: str) -> None:
+        """Create a state whose first mask is not computed yet."""
+        self.owner = owner
+        self.done: Future[None] = Future()
+        self.matcher: LLMatcher | None = None
+        self.mask: np.ndarray | None = None
+        """uint32 words, one bit per token: the tokens that may come next."""
+        self.error: Exception | None = None
+        """Why no further token can be sampled."""
+        self.is_late = False
+        """Whether a decoding step had to leave this sample out, because its mask was missing."""
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the next mask is there."""
+        return self.done.done()
+
+
+class GrammarCache:
+    """The compiled grammars of one base model, and the workers that compute their masks.
+
+    The cache is an LRU cache with a limit for each owner, such as a server's tenant. Owners do not
+    share entries: the time of a request must not tell that another owner uses the same grammar.
+    `check` is thread-safe.
+    """
+
+    def __init__(self, tokenizer: Callable[[], PreTrainedTokenizerBase], vocab_size: int) -> None:
+        """Create an empty cache for a model with `vocab_size` logits.
+
+        `tokenizer` is called at the first use of a grammar.
+        """
+        self._load_tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._lock = threading.Lock()
+        self._tokenizer_lock = threading.Lock()
+        self._compiled: OrderedDict[tuple[str, Constraint], Future[Grammar]] = OrderedDict()
+        self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="planish-grammar")
+        weakref.finalize(self, self._workers.shutdown, wait=False)
+
+    def __len__(self) -> int:
+        """Return the number of grammars in the cache."""
+        return len(self._compiled)
+
+    def check(self, constraint: Constraint, owner: str) -> None:
+        """Compile a grammar, unless it is cached. Raise UserError if it cannot be compiled."""
+        future = self._grammar(constraint, owner)
+        try:
+            future.result(COMPILE_SECONDS)
+        except TimeoutError:
+            raise UserError(
+                f"SamplingParams.constraint of kind {constraint.kind} took more than "
+                f"{COMPILE_SECONDS:g} s to compile; give a simpler one"
+            ) from None
+
+    def start(self, constraint: Constraint, owner: str) -> GrammarState:
+        """Return the state of a new sample."""
+        state = GrammarState(owner)
+        # This job must not wait in a worker for another job of the workers. So the state is filled
+        # by the thread that completes the grammar, or at once if the grammar is cached.
+        self._grammar(constraint, owner).add_done_callback(lambda grammar: _begin(state, grammar))
+        return state
+
+    def advance(self, taken: Sequence[tuple[GrammarState, int]]) -> None:
+        """Start computing the masks that follow the sampled tokens.
+
+        One job has all samples of an owner. So a slow grammar delays no samples of other owners
+        while a worker is free.
+        """
+        by_owner: dict[str, list[tuple[GrammarState, int]]] = {}
+        for state, token in taken:
+            by_owner.setdefault(state.owner, []).append((state, token))
+        for group in by_owner.values():
+            done = self._workers.submit(_advance, group)
+            for state, _ in group:
+                state.done = done
+
+    def allowed(self, state: GrammarState) -> tuple[np.ndarray, bool]:
+        """Return the mask of a sample's next token, bool [vocab_size], and whether the text is
+        complete.
+
+        The mask is empty if the text is complete and cannot be continued.
+        """
+        assert state.mask is not None
+        bits = np.unpackbits(state.mask.view(np.uint8), bitorder="little").view(bool)
+        end = self._tokenizer.eos_token
+        is_complete, bits[end] = bool(bits[end]), False
+        return bits[: self._vocab_size], is_complete
+
+    def _grammar(self, constraint: Constraint, owner: str) -> Future[Grammar]:
+        """Return the compiled grammar, or the one that is being compiled."""
+        key = (owner, constraint)
+        with self._lock:
+            future = self._compiled.get(key)
+            if future is None:
+                future = self._compiled[key] = self._workers.submit(self._compile, constraint)
+                mine = [other for other in self._compiled if other[0] == owner]
+                if len(mine) > MAX_GRAMMARS_PER_OWNER:
+                    del self._compiled[mine[0]]
+                if len(self._compiled) > MAX_GRAMMARS:
+                    self._compiled.popitem(last=False)
+            else:
+                self._compiled.move_to_end(key)
+            return future
+
+    def _compile(self, constraint: Constraint) -> Grammar:
+        # Importing it takes time and memory, which only constrained requests should pay.
+        from llguidance import LLMatcher, LLParserLimits
+
+        with self._tokenizer_lock:
+            tokenizer = self._tokenizer
+        matcher = LLMatcher(
+            tokenizer, _grammar_text(constraint), log_level=0, limits=LLParserLimits(**_LIMITS)
+        )
+        if not matcher.is_error():
+            first = matcher.deep_copy()
+            mask = _mask(first)
+            if not first.is_error():
+                return Grammar(matcher, mask)
+            matcher = first
+        raise UserError(
+            f"SamplingParams.constraint of kind {constraint.kind} cannot be used: "
+            f"{_reason(matcher)}"
+        )
+
+    @cached_property
+    def _tokenizer(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+        from tokenizers import AddedToken, Tokenizer
+
+        backend: Any = getattr(self._load_tokenizer(), "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedError(
+                "SamplingParams.constraint needs a tokenizer with a tokenizer.json, and this model "
+                "has none; convert its tokenizer, or leave the constraint out"
+            )
+        tokenizer = Tokenizer.from_str(backend.to_str())
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.add_special_tokens([AddedToken(_END, special=True, normalized=False)])
+        end = tokenizer.token_to_id(_END)
+        assert end is not None
+        return LLTokenizer(
+            tokenizer.to_str(), n_vocab=max(self._vocab_size, end + 1), eos_token=end
+        )
+
+
+def wait_for_masks(states: Sequence[GrammarState], seconds: float, for_all: bool = False) -> None:
+    """Wait until one of the states has its next mask, or all of them; at most for `seconds`."""
+    wait(
+        [state.done for state in states],
+        seconds,
+        ALL_COMPLETED if for_all else FIRST_COMPLETED,
+    )
+
+
+def _begin(state: GrammarState, grammar: Future[Grammar]) -> None:
+    try:
+        compiled = grammar.result()
+        state.matcher, state.mask = compiled.matcher.deep_copy(), compiled.mask
+    except Exception as error:
+        state.error = error
+    state.done.set_result(None)
+
+
+def _advance(taken: Sequence[tuple[GrammarState, int]]) -> None:
+    for state, token in taken:
+        try:
+            assert state.matcher is not None
+            state.mask = None
+            if state.matcher.consume_token(token):
+                state.mask = _mask(state.matcher)
+            if state.matcher.is_error():
+                state.error = UserError(
+                    "SamplingParams.constraint became too complex at one of the sampled tokens: "
+                    f"{_reason(state.matcher)}; give a simpler constraint"
+                )
+        except Exception as error:
+            state.error = error
+
+
+def _mask(matcher: LLMatcher) -> np.ndarray:
+    return np.frombuffer(matcher.compute_bitmask(), np.uint32)
+
+
+def _reason(matcher: LLMatcher) -> str:
+    """Return llguidance's error without the dump of its state."""
+    return matcher.get_error().partition("\n<")[0].strip()[:1000]
+
+
+def _grammar_text(constraint: Constraint) -> str:
+    from llguidance import LLMatcher
+
+    match constraint.kind:
+        case "json_object":
+            return _json_grammar('{"type": "object"}')
+        case "json_schema":
+            return _json_grammar(constraint.text)
+        case "regex":
+            return LLMatcher.grammar_from_regex(constraint.text)
+        case "choice":
+            quoted = (json.dumps(choice, ensure_ascii=False) for choice in constraint.choices)
+            return LLMatcher.grammar_from_lark(f"start: {' | '.join(quoted)}")
+        case "lark":
+            return LLMatcher.grammar_from_lark(constraint.text)
+
+
+def _json_grammar(schema: str) -> str:
+    from llguidance import LLMatcher
+
+    if schema.strip() in ("true", "false"):
+        # grammar_from_json_schema accepts objects only.
+        schema = "{}" if schema.strip() == "true" else '{"enum": []}'
+    return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
