@@ -340,7 +340,11 @@ class Samplers:
         """Raise ValueError if no sampler of the base model could ever serve the request."""
         stop = operation.sampling_params.stop
         has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
-        is_long = operation.prompt.length > _INLINE_TOKENS
+        # A constraint is compiled by the check, which may take some tenths of a second.
+        is_long = (
+            operation.prompt.length > _INLINE_TOKENS
+            or operation.sampling_params.constraint is not None
+        )
         if has_text or is_long or base_model not in self._checked_models:
             await self._services.engine.check_sample(base_model, operation)
             self._checked_models.add(base_model)

@@ -64,37 +64,31 @@ def sample_batch(
     `adjustments` maps indices of `rows` to the adjustments of these rows. `logits` is not changed.
     """
     plain = [i for i in range(len(rows)) if i not in adjustments]
-    tokens = torch.zeros(len(rows), dtype=torch.int64, device=logits.device)
-    normalizer = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
-
-    def keep(indices: list[int], sampled: SampledTokens) -> None:
-        at = on_device(indices, torch.int64, logits.device)
-        tokens[at] = sampled.tokens
-        normalizer[at] = sampled.log_normalizer.float()
-
-    if plain:
-        keep(
-            plain,
-            sample_tokens(
-                backend,
-                logits,
-                [params[i] for i in plain],
-                [uniforms[i] for i in plain],
-                [rows[i] for i in plain],
-            ),
-        )
     adjusted = list(adjustments)
-    keep(
-        adjusted,
+    parts = [
         _sample_adjusted(
             backend,
             logits[on_device([rows[i] for i in adjusted], torch.int64, logits.device)],
             [params[i] for i in adjusted],
             [uniforms[i] for i in adjusted],
             [adjustments[i] for i in adjusted],
-        ),
+        )
+    ]
+    if plain:
+        others = sample_tokens(
+            backend,
+            logits,
+            [params[i] for i in plain],
+            [uniforms[i] for i in plain],
+            [rows[i] for i in plain],
+        )
+        parts.append(others)
+    place = {i: place for place, i in enumerate([*adjusted, *plain])}
+    order = on_device([place[i] for i in range(len(rows))], torch.int64, logits.device)
+    return SampledTokens(
+        torch.cat([part.tokens for part in parts])[order],
+        torch.cat([part.log_normalizer for part in parts])[order],
     )
-    return SampledTokens(tokens, normalizer)
 
 
 def penalize_(logits: Tensor, params: SamplingParams, adjustment: Adjustment) -> None:

@@ -84,7 +84,9 @@ class GrammarState:
         self.error: Exception | None = None
         """Why no further token can be sampled."""
         self.is_late = False
-        """Whether a decoding step had to leave this sample out, because its mask was missing."""
+        """Whether a decoding step ended without a token for this sample, because its mask was
+        missing.
+        """
 
     @property
     def is_ready(self) -> bool:
@@ -259,8 +261,9 @@ def _mask(matcher: LLMatcher) -> np.ndarray:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return llguidance's error without the dump of its state."""
-    return matcher.get_error().partition("\n<")[0].strip()[:1000]
+    """Return llguidance's error without the dump of its state, and without most of the grammar."""
+    reason = matcher.get_error().partition("\n<")[0].strip()
+    return reason if len(reason) <= 600 else f"{reason[:300]} ... {reason[-300:]}"
 
 
 def _grammar_text(constraint: Constraint) -> str:

@@ -247,12 +247,12 @@ class Sampler:
         ]
         if fresh:
             self._sample_first(fresh)
-        going = [
-            sample for sample in self._scheduler.running if sample.tokens and not sample.awaits_mask
-        ]
-        if going:
+        going = [sample for sample in self._scheduler.running if sample.tokens]
+        # The runner decodes all samples that have a slot. Samples whose mask is missing are decoded
+        # too, and no token is sampled for them.
+        if going and not all(sample.awaits_mask for sample in going):
             self._decode(going)
-        elif not fresh and not batch and self._scheduler.running:
+        elif not fresh and not batch:
             self._wait_for_a_mask()
         if not self.busy:
             self._runner.release_adapters()
@@ -581,9 +581,10 @@ class Sampler:
         missing, failed samples, and samples whose text is complete and cannot be continued. The
         last ones are finished here.
         """
-        states = [sample.grammar for sample in samples if sample.grammar is not None]
-        if not all(state.is_ready for state in states):
-            wait_for_masks(states, _MASK_SECONDS, for_all=True)
+        missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
+        if missing:
+            on_time = [state for state in missing if not state.is_late]
+            wait_for_masks(on_time, _MASK_SECONDS, for_all=True)
         able: list[RunningSample] = []
         able_rows: list[int] = []
         adjustments: dict[int, Adjustment] = {}

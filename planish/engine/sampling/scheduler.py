@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from planish.engine.sampling.grammars import GrammarState
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.randomness import UniformStream
 from planish.engine.sampling.stopping import StopCondition
@@ -28,6 +27,7 @@ from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
+    from planish.engine.sampling.grammars import GrammarState
     from planish.engine.sampling.prompt_logprobs import PromptScores
     from planish.model.lora import LoraWeights
 
@@ -44,8 +44,6 @@ class Request:
     op: Sample
     number: int
     tokens: list[int]
-    is_adjusted: bool
-    """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""
     max_tokens: int
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
@@ -56,9 +54,11 @@ class Request:
     stop: StopCondition
     seed: int
     scores: PromptScores | None
-    new_grammar: Callable[[], GrammarState] | None
-    """Returns the grammar state of a new sample; None without a constraint."""
     future: Future[SampleResponse]
+    is_adjusted: bool = False
+    """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""
+    new_grammar: Callable[[], GrammarState] | None = None
+    """Returns the grammar state of a new sample; None without a constraint."""
     prompt: Prompt | None = None
     started: int = 0
     """The number of samples that have started."""
@@ -147,7 +147,7 @@ class RunningSample:
     index: int
     prompt: Prompt
     stream: UniformStream
-    grammar: GrammarState | None
+    grammar: GrammarState | None = None
     """The sample's position in the grammar of its constraint; None without a constraint."""
     slot: int = -1
     capacity: int = 0
@@ -164,10 +164,10 @@ class RunningSample:
 
     @property
     def awaits_mask(self) -> bool:
-        """Whether the sample has to be left out of this step, because its mask is missing.
+        """Whether no token can be sampled in this step, because the mask is missing.
 
         The first mask must be there before a step begins. Later masks are computed while the
-        decoder runs. So a sample is left out only after a step that had to leave it out at its end.
+        decoder runs. So their samples have to wait only after a step that ended without the mask.
         """
         grammar = self.grammar
         if grammar is None or grammar.is_ready:

@@ -1,0 +1,402 @@
+"""Constrained decoding: masks against brute force over the vocabulary, and samples in batches."""
+
+import json
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import regex
+import torch
+
+from planish.engine.sampling import grammars as grammars_module
+from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
+from planish.engine.sampling.sampler import Sampler, SamplerSettings
+from planish.errors import UserError
+from planish.model.decoder import Decoder
+from planish.service import Sample
+from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model
+from planish.tokenizer import load_tokenizer
+from planish.types import Constraint, ModelInput, SampledSequence, SampleResponse, SamplingParams
+
+CPU = torch.device("cpu")
+SCHEMA: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "tags": {"type": "array", "items": {"enum": ["a", "b"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+JSON = Constraint("json_schema", json.dumps(SCHEMA))
+EXPLOSIVE = Constraint("regex", "((a{1000}){1000}){1000}")
+"""llguidance's limits end it at its first or second token."""
+
+
+def text_of(tokens: Sequence[int]) -> str:
+    return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    tiny_model(path, family="qwen3")
+    return path
+
+
+@pytest.fixture(scope="module")
+def decoder(model_dir) -> Decoder:
+    return Decoder.load(model_dir, torch.float32, CPU)
+
+
+@pytest.fixture(scope="module")
+def cache(model_dir) -> GrammarCache:
+    return GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
+
+
+@pytest.fixture
+def sampler(decoder, cache) -> Sampler:
+    return Sampler(decoder, SamplerSettings(), text_of, cache)
+
+
+def request(prompt: Sequence[int], n: int = 1, owner: str = "", **params: Any) -> Sample:
+    options = SamplingParams(**{"max_tokens": 60, "stop": [EOS_TOKEN_ID], "seed": 0, **params})
+    return Sample("sampler", ModelInput.from_ints(prompt), n, options, cache_owner=owner)
+
+
+def start(sampler: Sampler, *ops: Sample) -> list[Future[SampleResponse]]:
+    futures: list[Future[SampleResponse]] = []
+    for op in ops:
+        sampler.validate(op)
+        futures.append(Future())
+        sampler.submit(op, None, "base", futures[-1])
+    return futures
+
+
+def run(sampler: Sampler, *ops: Sample) -> list[SampleResponse]:
+    futures = start(sampler, *ops)
+    for _ in range(5000):
+        if not sampler.busy:
+            break
+        sampler.step()
+    assert not sampler.busy
+    return [future.result(timeout=0) for future in futures]
+
+
+def bits(response: SampleResponse) -> list[tuple[list[int], list[float]]]:
+    return [(sequence.tokens, sequence.logprobs) for sequence in response.sequences]
+
+
+def text(sequence: SampledSequence) -> str:
+    return text_of(sequence.tokens)
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(0, 256, n).tolist()
+
+
+def ready(state: GrammarState) -> GrammarState:
+    wait_for_masks([state], 30, for_all=True)
+    if state.error is not None:
+        raise state.error
+    return state
+
+
+@pytest.mark.parametrize(
+    ("constraint", "pattern"),
+    [
+        (Constraint("regex", "[a-c]{2,4}x|(yes|no)+"), "[a-c]{2,4}x|(yes|no)+"),
+        (Constraint("regex", "é+[0-9]"), "(é)+[0-9]"),
+        (Constraint("choice", choices=["ab", "abc", 'q"\n\\', "日"]), 'ab|abc|q"\n\\\\|日'),
+        (Constraint("lark", 'start: "a" b*\nb: "b" | "c"'), "a[bc]*"),
+        (Constraint("json_schema", '{"enum": [1, "x"]}'), '1|"x"'),
+    ],
+)
+def test_masks_equal_brute_force_over_the_vocabulary(cache, constraint, pattern):
+    """`regex` can tell whether bytes are the beginning of a match."""
+    raw = regex.compile(pattern.encode())
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        state, written = cache.start(constraint, ""), b""
+        for _ in range(12):
+            allowed, is_complete = cache.allowed(ready(state))
+            expected = [
+                bool(raw.fullmatch(written + bytes([byte]), partial=True)) for byte in range(256)
+            ]
+            assert allowed[:256].tolist() == expected
+            assert not allowed[256:].any()
+            assert is_complete == bool(raw.fullmatch(written))
+            if not allowed.any():
+                break
+            token = int(rng.choice(np.flatnonzero(allowed)))
+            written += bytes([token])
+            cache.advance([(state, token)])
+
+
+def test_control_tokens_are_allowed_only_where_a_grammar_names_them(cache):
+    free = cache.start(Constraint("lark", "start: /(.|\\n)*/"), "")
+    assert not cache.allowed(ready(free))[0][256:].any()
+    named = cache.start(Constraint("lark", 'start: <|im_start|> "a"'), "")
+    assert np.flatnonzero(cache.allowed(ready(named))[0]).tolist() == [257]
+
+
+@pytest.mark.parametrize(
+    ("constraint", "reason"),
+    [
+        (Constraint("regex", "(("), "unclosed group"),
+        (Constraint("regex", "(?=a)b"), "look-around"),
+        (Constraint("json_schema", '{"type": "strin"}'), "strin"),
+        (Constraint("json_schema", '{"not": {}}'), "not"),
+        (Constraint("json_schema", "false"), "nsatisfiable"),
+        (Constraint("lark", "start: x"), "unknown name"),
+        (Constraint("lark", 'start: "a" <|nosuch|>'), "unknown special token"),
+        (Constraint("regex", "(" * 5000 + ")" * 5000), "invalid regex"),
+    ],
+)
+def test_an_invalid_grammar_is_an_error_of_the_request(sampler, constraint, reason):
+    with pytest.raises(UserError, match=reason) as caught:
+        sampler.validate(request(tokens(5), constraint=constraint))
+    assert "SamplingParams.constraint" in str(caught.value)
+
+
+def test_samples_match_their_constraint(sampler):
+    ops = [
+        request(tokens(40), 8, constraint=JSON),
+        request(tokens(40), 4, constraint=Constraint("regex", "[a-z]{3}-[0-9]{2}")),
+        request(tokens(30, 1), 4, constraint=Constraint("choice", choices=["yes", "no"])),
+        request(tokens(30, 1), 4, constraint=Constraint("json_object"), max_tokens=100),
+        request(tokens(30, 1), 4),
+    ]
+    answers, ids, words, objects, free = run(sampler, *ops)
+    for sequence in answers.sequences:
+        assert sequence.stop_reason == "stop"
+        assert sequence.tokens[-1] == EOS_TOKEN_ID
+        jsonschema.validate(json.loads(text(sequence)), SCHEMA)
+    assert all(regex.fullmatch("[a-z]{3}-[0-9]{2}", text(s)) for s in ids.sequences)
+    assert {text(s) for s in words.sequences} <= {"yes", "no"}
+    assert all(text(s).startswith("{") for s in objects.sequences)
+    for sequence in objects.sequences:
+        if sequence.stop_reason == "stop":
+            assert isinstance(json.loads(text(sequence)), dict)
+    assert any(not text(s).isascii() for s in free.sequences)
+
+
+def test_a_batch_changes_no_bits(sampler):
+    """Neither those of constrained rows nor those of the others."""
+    ops = [
+        request(tokens(70), 3, seed=1),
+        request(tokens(70), 3, seed=1, constraint=JSON),
+        request(tokens(64, 2), 2, seed=2, top_p=0.8, constraint=JSON),
+        request(tokens(33, 3), 2, seed=3, min_tokens=30),
+        request(tokens(33, 3), 2, seed=3, repetition_penalty=1.5, presence_penalty=0.5),
+        request(tokens(33, 3), 2, seed=3, top_k=4),
+        request(tokens(20, 4), 2, temperature=0.0, constraint=JSON),
+    ]
+    together = run(sampler, *ops)
+    for op, response in zip(ops, together, strict=True):
+        assert bits(run(sampler, op)[0]) == bits(response)
+
+
+def test_logprobs_are_those_of_the_unconstrained_distribution(sampler):
+    prompt = tokens(40)
+    op = Sample(
+        "sampler",
+        ModelInput.from_ints(prompt),
+        1,
+        SamplingParams(max_tokens=60, seed=0, stop=[EOS_TOKEN_ID], constraint=JSON),
+        topk_sample_logprobs=3,
+    )
+    (sequence,) = run(sampler, op)[0].sequences
+    scored = Sample(
+        "sampler",
+        ModelInput.from_ints(prompt + sequence.tokens),
+        1,
+        SamplingParams(max_tokens=1),
+        prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+        prompt_only=True,
+    )
+    response = run(sampler, scored)[0]
+    assert response.prompt_logprobs is not None
+    assert response.topk_prompt_logprobs is not None
+    assert response.prompt_logprobs[len(prompt) :] == pytest.approx(sequence.logprobs, abs=1e-4)
+    assert sequence.topk_logprobs is not None
+    ids = [[token for token, _ in row or []] for row in sequence.topk_logprobs]
+    expected = response.topk_prompt_logprobs[len(prompt) :]
+    assert ids == [[token for token, _ in row or []] for row in expected]
+
+
+@pytest.mark.parametrize("stop", [[], ["\n\n"]])
+def test_without_stop_tokens_a_sample_ends_where_its_text_is_complete(sampler, stop):
+    words = Constraint("choice", choices=["yes", "no"])
+    for sequence in run(sampler, request(tokens(30), 4, stop=stop, constraint=words))[0].sequences:
+        assert text(sequence) in ("yes", "no")
+        assert len(sequence.tokens) == len(text(sequence))
+        assert sequence.stop_reason == "stop"
+
+
+def test_an_empty_text_is_a_sample_without_tokens(sampler):
+    op = request(tokens(30), stop=[], constraint=Constraint("regex", "a{0}"))
+    (sequence,) = run(sampler, op)[0].sequences
+    assert sequence.tokens == []
+    assert sequence.stop_reason == "stop"
+
+
+def test_min_tokens_keeps_stop_tokens_and_strings_from_ending_a_sample(sampler):
+    often = [EOS_TOKEN_ID, *range(0, 256, 2)]
+    for sequence in run(sampler, request(tokens(9), 6, stop=often, min_tokens=20))[0].sequences:
+        assert len(sequence.tokens) > 20
+        assert not set(sequence.tokens[:20]) & set(often)
+        assert sequence.tokens[-1] in often
+    strings = [chr(byte) for byte in range(32, 95)]
+    early = run(sampler, request(tokens(9), 6, stop=strings))[0]
+    late = run(sampler, request(tokens(9), 6, stop=strings, min_tokens=20))[0]
+    for first, second in zip(early.sequences, late.sequences, strict=True):
+        assert len(first.tokens) < 20 < len(second.tokens)
+        assert second.tokens[: len(first.tokens)] == first.tokens
+
+
+def test_a_complete_text_ends_before_min_tokens(sampler):
+    """Nothing but the stop token is allowed after it."""
+    words = Constraint("choice", choices=["yes", "no"])
+    (sequence,) = run(sampler, request(tokens(9), min_tokens=20, constraint=words))[0].sequences
+    assert text(sequence) in ("yes", "no")
+    assert sequence.tokens[-1] == EOS_TOKEN_ID
+    longer = Constraint("regex", "[ab]*")
+    (sequence,) = run(sampler, request(tokens(9), min_tokens=20, constraint=longer))[0].sequences
+    assert len(sequence.tokens) > 20
+
+
+def test_a_grammar_that_explodes_fails_its_request_only(sampler, cache):
+    """Its time is limited, and the samples of others do not wait for it."""
+    ops = [request(tokens(40), 2), request(tokens(40), 2, constraint=JSON)]
+    expected = [bits(response) for response in run(sampler, *ops)]
+    began = time.monotonic()
+    bad, *futures = start(sampler, request(tokens(8), owner="x", constraint=EXPLOSIVE), *ops)
+    while sampler.busy:
+        sampler.step()
+    assert [bits(future.result(timeout=0)) for future in futures] == expected
+    with pytest.raises(UserError, match="too complex"):
+        bad.result(timeout=0)
+    assert time.monotonic() - began < 20
+
+
+def test_a_slow_mask_delays_only_its_own_sample(sampler, cache, monkeypatch):
+    release = threading.Event()
+    advance = grammars_module._advance
+
+    def slow(taken: Sequence[tuple[GrammarState, int]]) -> None:
+        if taken[0][0].owner == "slow":
+            assert release.wait(30)
+        advance(taken)
+
+    delayed = request(tokens(40), 2, owner="slow", constraint=JSON)
+    expected = bits(run(sampler, delayed)[0])
+    monkeypatch.setattr(grammars_module, "_advance", slow)
+    waiting, other, plain = start(
+        sampler,
+        delayed,
+        request(tokens(40), 2, owner="quick", constraint=JSON),
+        request(tokens(40), 2),
+    )
+    for _ in range(3000):
+        sampler.step()
+        if other.done() and plain.done():
+            break
+    assert other.done()
+    assert plain.done()
+    assert not waiting.done()
+    release.set()
+    while sampler.busy:
+        sampler.step()
+    assert bits(waiting.result(timeout=0)) == expected
+
+
+def test_a_cancelled_request_leaves_nothing(sampler):
+    (future,) = start(sampler, request(tokens(8), 3, constraint=JSON))
+    for _ in range(5):
+        sampler.step()
+    future.cancel()
+    sampler.step()
+    assert not sampler.busy
+
+
+def test_owners_share_no_grammars_and_each_has_a_limit(model_dir):
+    cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
+    cache.check(Constraint("regex", "a"), "first")
+    cache.check(Constraint("regex", "a"), "second")
+    assert len(cache) == 2
+    for number in range(grammars_module.MAX_GRAMMARS_PER_OWNER + 5):
+        cache.check(Constraint("regex", f"a{number}"), "second")
+    assert len(cache) == grammars_module.MAX_GRAMMARS_PER_OWNER + 1
+    # A grammar that was evicted after the check is compiled again.
+    assert cache.allowed(ready(cache.start(Constraint("regex", "a0"), "second")))[0].sum() == 1
+
+
+@pytest.mark.parametrize("option", ["constraint", "min_tokens", "frequency_penalty"])
+def test_options_that_would_have_no_effect_are_rejected(sampler, option):
+    value = {"constraint": JSON, "min_tokens": 2, "frequency_penalty": 1.0}[option]
+    params = SamplingParams(max_tokens=4, **{option: value})
+    prompt = ModelInput.from_ints([1, 2, 3])
+    options: list[dict[str, Any]] = [
+        {"prompt_only": True, "prompt_logprobs": True},
+        {"prompt_alt_tokens_k": 2},
+    ]
+    for rest in options:
+        with pytest.raises(UserError, match="constraint, min_tokens or penalties"):
+            sampler.validate(Sample("sampler", prompt, 1, params, **rest))
+
+
+def test_a_sentencepiece_tokenizer_writes_the_text_of_the_grammar(tmp_path):
+    """Its tokens mark a space by a character, and unknown bytes by tokens of single bytes."""
+    from tokenizers import Tokenizer, decoders, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
+    vocab |= {token: 259 + i for i, token in enumerate(["▁", "a", "b", "▁a", "ab", "▁ab"])}
+    merges = [("▁", "a"), ("a", "b"), ("▁a", "b")]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=vocab, merges=merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
+    )
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>", "</s>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+    cache = GrammarCache(lambda: fast, 272)
+    state, seen = cache.start(Constraint("regex", "a ab日"), ""), []
+    for token in tokenizer.encode("a ab日").ids:
+        allowed, is_complete = cache.allowed(ready(state))
+        assert allowed[token]
+        assert not is_complete
+        seen.append(token)
+        cache.advance([(state, token)])
+    allowed, is_complete = cache.allowed(ready(state))
+    assert is_complete
+    assert not allowed.any()
+    assert seen == [260, 264, *(3 + byte for byte in "日".encode())]
+
+
+def test_a_model_without_tokenizer_json_has_no_constraints():
+    cache = GrammarCache(lambda: object(), VOCAB_SIZE)  # type: ignore[arg-type, return-value]
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        cache.check(Constraint("regex", "a"), "")
+
+
+def test_the_byte_tokenizer_has_no_end_of_text_token(tmp_path):
+    """The end of a text is a token of the grammar, not one of the model."""
+    tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
+    before = len(tokenizer)
+    cache = GrammarCache(lambda: tokenizer, VOCAB_SIZE)
+    allowed, is_complete = cache.allowed(ready(cache.start(Constraint("regex", "a?"), "")))
+    assert np.flatnonzero(allowed).tolist() == [ord("a")]
+    assert is_complete
+    assert len(tokenizer) == before
