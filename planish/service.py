@@ -454,6 +454,12 @@ class HostedService(Service, Protocol):
         """Let a checkpoint expire `ttl_seconds` from now; None keeps it for ever."""
         ...
 
+    def checkpoint_paths(self) -> list[str]:
+        """Return the tinker:// paths of all checkpoints on disk, damaged and expired ones too,
+        without reading them.
+        """
+        ...
+
     def clear_leftovers(self) -> None:
         """Remove incomplete files of processes that were killed."""
         ...

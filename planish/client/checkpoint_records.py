@@ -98,10 +98,8 @@ class ServerRecords:
         """Return at most `limit` checkpoints of a run, or of all runs."""
         if run_id is None:
             return self._pages("/checkpoints", "checkpoints", limit)
-        found = self._call("GET", f"/training_runs/{quote(run_id, safe=':')}/checkpoints")[
-            "checkpoints"
-        ]
-        return found[:limit]
+        path = f"/training_runs/{quote(run_id, safe=':')}/checkpoints"
+        return self._pages(path, "checkpoints", limit)[:limit]
 
     def checkpoint(self, path: str) -> Row:
         """Return the row of a checkpoint, with its base model and adapter shape."""
@@ -133,9 +131,11 @@ class ServerRecords:
         found: list[Row] = []
         while limit is None or len(found) < limit:
             wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
-            page = self._call("GET", path, params={"limit": wanted, "offset": len(found)})[name]
-            found += page
-            if len(page) < wanted:
+            page = self._call("GET", path, params={"limit": wanted, "offset": len(found)})
+            found += page[name]
+            # A server may send less than what was asked for, if the metadata are large.
+            total = page.get("cursor", {}).get("total_count", 0)
+            if not page[name] or len(found) >= total:
                 break
         return found
 

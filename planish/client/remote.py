@@ -159,15 +159,18 @@ class RemoteService:
 
     def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
         """Return the server's checkpoints of a run, or of all runs, newest first."""
-        if run_id is not None:
-            return _checkpoints(self._read(f"/training_runs/{quote(run_id, safe=':')}/checkpoints"))
+        place = "" if run_id is None else f"/training_runs/{quote(run_id, safe=':')}"
         found: list[Checkpoint] = []
-        for offset in itertools.count(0, _PAGE):
-            page = self._read("/checkpoints", {"limit": _PAGE, "offset": offset})
+        offset = 0
+        while True:
+            page = self._read(f"{place}/checkpoints", {"limit": _PAGE, "offset": offset})
             found += _checkpoints(page)
-            if len(page.array("checkpoints")) < _PAGE:
+            # A server may send less than what was asked for, if the metadata are large.
+            sent = len(page.array("checkpoints"))
+            offset += sent
+            cursor = page.optional(page.object, "cursor")
+            if not sent or cursor is None or offset >= cursor.integer("total_count"):
                 return found
-        raise AssertionError("itertools.count ended")
 
     def checkpoint_info(self, path: str) -> CheckpointInfo:
         """Return base model and adapter shape of the checkpoint at a tinker:// path."""

@@ -241,6 +241,10 @@ class Engine:
         """Make a checkpoint expire `ttl_seconds` from now; None keeps it forever."""
         self._store.set_ttl(CheckpointPath.parse(path), ttl_seconds)
 
+    def checkpoint_paths(self) -> list[str]:
+        """Return the paths of all checkpoints on disk, without reading them."""
+        return [str(path) for path in self._store.paths()]
+
     def clear_leftovers(self) -> None:
         """Remove the temporary checkpoint files of crashed processes."""
         self._store.clear_leftovers()

@@ -23,7 +23,6 @@ from planish.service import (
     Sample,
 )
 from planish.types import (
-    Checkpoint,
     GetServerCapabilitiesResponse,
     LoraConfig,
     ModelInput,
@@ -98,9 +97,9 @@ class EngineClient:
         """Return what a checkpoint holds."""
         return await self._in_thread(lambda: self._service.checkpoint_info(path))
 
-    async def checkpoints(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return all checkpoints on disk, private ones included."""
-        return await self._in_thread(lambda: self._service.checkpoints(run_id))
+    async def checkpoint_paths(self) -> list[str]:
+        """Return the paths of all checkpoints on disk, private and damaged ones included."""
+        return await self._in_thread(self._service.checkpoint_paths)
 
     async def exists(self, path: str) -> bool:
         """Return whether there is such a checkpoint."""

@@ -63,9 +63,10 @@ class Recovery:
         resume the unanswered requests.
         """
         store, sessions = self._services.store, self._services.sessions
-        session_rows = await store.read(select, SessionRow, "ended IS NULL")
+        # Texts of clients are left out: all together they may be larger than the memory.
+        session_rows = await store.read(select, SessionRow, "ended IS NULL", without="spec")
         still_open = "closed IS NULL ORDER BY created"
-        models = await store.read(select, ModelRow, still_open)
+        models = await store.read(select, ModelRow, still_open, without="user_metadata")
         samplers = await store.read(select, SamplerRow, still_open)
         to_do = await store.read(journal.to_do)
         for session in session_rows:
@@ -148,8 +149,7 @@ class Recovery:
         private checkpoint leaves one.
         """
         sources = {sampler.row.source for sampler in self._samplers.all()}
-        for checkpoint in await self._services.engine.checkpoints():
-            path = checkpoint.tinker_path
+        for path in await self._services.engine.checkpoint_paths():
             if not is_private(path) or path in sources:
                 continue
             model = self._models.open.get(CheckpointPath.parse(path).run_id)

@@ -22,19 +22,23 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
-from planish.errors import UnknownModelError, UserError
+from planish.errors import EngineClosedError, UnknownModelError, UserError
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry
 from planish.server.durable.quotas import check_models, text_bytes
 from planish.server.durable.records import (
+    PAGE_BYTES,
     ModelRow,
     count,
+    ids,
     moment,
+    page_bytes,
     put,
     put_checkpoint,
     select,
@@ -135,7 +139,7 @@ class Server:
         self.models = ModelRegistry(services, self.samplers)
         self.cleanup = Cleanup(services, self.models, self.samplers)
         self._recovery = Recovery(services, self.models, self.samplers)
-        self._cleaning: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         self._is_open = False
 
     # Life of the process.
@@ -147,7 +151,10 @@ class Server:
         begun = time.monotonic()
         await self.crash_guard.begin()
         recovered = await self._recovery.recover()
-        self._cleaning = asyncio.create_task(self.cleanup.run(), name="cleanup")
+        self._background = [
+            asyncio.create_task(self.cleanup.run(), name="cleanup"),
+            asyncio.create_task(self._verify_checkpoints(), name="verification of checkpoints"),
+        ]
         self._is_open = True
         _log.info(
             "ready in %.1f s with %d sessions, %d models, %d samplers and %d unanswered requests "
@@ -164,9 +171,9 @@ class Server:
         snapshots, and close. Everything else stays in the journal.
         """
         self._is_open = False
-        if self._cleaning is not None:
-            self._cleaning.cancel()
-            await asyncio.wait([self._cleaning])
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         deadline = time.monotonic() + seconds
         await asyncio.gather(self.samplers.stop(seconds), self.models.stop(seconds))
         await self.sessions.stop()
@@ -175,6 +182,14 @@ class Server:
             await self.crash_guard.end()
         _log.info("stopped, %.1f s before the deadline", deadline - time.monotonic())
         await asyncio.to_thread(self.store.close)
+
+    async def _verify_checkpoints(self) -> None:
+        try:
+            await self.checkpoints.verify()
+        except EngineClosedError:
+            return
+        except Exception:
+            _log.exception("the checkpoints could not be verified; the next start tries again")
 
     async def _load_base_models(self) -> None:
         for name in self._base_models:
@@ -365,27 +380,49 @@ class Server:
 
         request = await self.request_log.accept(creation, entry, record)
         if request is not None:
-            Model(self.models, row, RequestQueue(0)).enqueue(request)
+            Model(self.models, replace(row, user_metadata=""), RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
 
     # Training runs: every model that a tenant made, in memory or not, open or closed.
 
     async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
-        """Return a page of the tenant's runs, newest first."""
+        """Return a page of the tenant's runs, newest first. A page ends early when its metadata
+        reach PAGE_BYTES; its `limit` is then the number of its items.
+        """
         newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
         found, total = await self.store.read(
             lambda db: (
-                _with_last_request(db, newest_first, [tenant.name, limit, offset]),
+                ids(db, ModelRow, newest_first, [tenant.name, limit, offset]),
                 count(db, ModelRow, "tenant = ?", [tenant.name]),
             )
         )
-        return Page([await self._run_of(item) for item in found], offset, limit, total)
+        runs, size = list[TrainingRun](), 0
+        for run_id in found:
+            with suppress(NotFound):  # it was removed at this moment
+                run = await self.training_run(tenant, run_id)
+                newest = (run.last_checkpoint, run.last_sampler_checkpoint)
+                metadata = [run.user_metadata, *(c.user_metadata or {} for c in newest if c)]
+                size += page_bytes(*(text for each in metadata for text in chain(*each.items())))
+                if runs and size > PAGE_BYTES:
+                    return Page(runs, offset, len(runs), total)
+                runs.append(run)
+        return Page(runs, offset, limit, total)
 
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
         """Return one run. Raise NotFound if the tenant has none with this id."""
         row = await self._model_row(tenant, run_id)
-        [found] = await self.store.read(_with_last_request, "id = ?", [row.id])
-        return await self._run_of(found)
+        last = await self.store.read(_last_request, run_id)
+        newest = await self.checkpoints.newest(run_id)
+        return TrainingRun(
+            training_run_id=row.id,
+            base_model=row.base_model,
+            model_owner=row.tenant,
+            lora_rank=row.rank,
+            last_request_time=moment(max(row.used, last)),
+            user_metadata=row.metadata,
+            last_checkpoint=newest.get("training"),
+            last_sampler_checkpoint=newest.get("sampler"),
+        )
 
     async def list_checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
@@ -457,32 +494,10 @@ class Server:
             )
         return bool(runs)
 
-    async def _run_of(self, found: _FoundRun) -> TrainingRun:
-        row, newest = found.row, await self.checkpoints.newest(found.row.id)
-        return TrainingRun(
-            training_run_id=row.id,
-            base_model=row.base_model,
-            model_owner=row.tenant,
-            lora_rank=row.rank,
-            last_request_time=moment(max(row.used, found.last_request or 0)),
-            user_metadata=row.metadata,
-            last_checkpoint=newest.get("training"),
-            last_sampler_checkpoint=newest.get("sampler"),
-        )
 
-
-@dataclass(frozen=True)
-class _FoundRun:
-    row: ModelRow
-    last_request: float | None
-
-
-def _with_last_request(db: sqlite3.Connection, where: str, values: list[object]) -> list[_FoundRun]:
-    last = "SELECT MAX(accepted) FROM requests WHERE owner = ?"
-    return [
-        _FoundRun(row, db.execute(last, [row.id]).fetchone()[0])
-        for row in select(db, ModelRow, where, values)
-    ]
+def _last_request(db: sqlite3.Connection, owner: str) -> float:
+    query = "SELECT COALESCE(MAX(accepted), 0) FROM requests WHERE owner = ?"
+    return db.execute(query, [owner]).fetchone()[0]
 
 
 async def _close_idle(model: Model) -> None:

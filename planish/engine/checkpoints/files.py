@@ -38,6 +38,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "planish.json"
 FORMAT = 1
+MAX_MANIFEST_BYTES = 4 << 20
+"""The largest manifest that is read. Metadata have at most 131,072 characters (MAX_METADATA of the
+model and of the checkpoint), which are 1.5 MiB of JSON at most.
+"""
 
 _PEFT_PREFIX = "base_model.model."
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -139,6 +143,9 @@ def read_manifest(directory: Path) -> Manifest:
     """Return the manifest in `directory`. Raises DamagedFileError if it is missing or invalid."""
     path = directory / MANIFEST
     try:
+        size = path.stat().st_size
+        if size > MAX_MANIFEST_BYTES:
+            raise ValueError(f"it has {size:,} bytes, and may have {MAX_MANIFEST_BYTES:,}")
         return Manifest.from_json(path.read_text())
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedFileError(

@@ -216,17 +216,23 @@ class CheckpointStore:
         check_name("run_id", run_id)
         return (self.directory / run_id).is_dir()
 
-    def records(self, run_id: str | None = None) -> list[Checkpoint]:
-        """Return the usable checkpoints of one run, or of all runs, newest first."""
+    def paths(self, run_id: str | None = None) -> Iterator[CheckpointPath]:
+        """Yield the paths of the checkpoints of one run, or of all runs, in no order. Reads only
+        directories, so damaged and expired checkpoints are among them.
+        """
         if run_id is not None:
             check_name("run_id", run_id)
-        found = []
-        for manifest_path in self.directory.glob(f"{run_id or '*'}/*/*/{MANIFEST}"):
-            run, segment, name = manifest_path.parts[-4:-1]
+        for directory in self.directory.glob(f"{run_id or '*'}/*/*/"):
+            run, segment, name = directory.parts[-3:]
             if segment in _TYPE and is_name(run) and is_name(name):
-                path = CheckpointPath(run, _TYPE[segment], name)
-                with suppress(CheckpointError, DamagedFileError):
-                    found.append(record_of(path, self.manifest(path)))
+                yield CheckpointPath(run, _TYPE[segment], name)
+
+    def records(self, run_id: str | None = None) -> list[Checkpoint]:
+        """Return the usable checkpoints of one run, or of all runs, newest first."""
+        found = []
+        for path in self.paths(run_id):
+            with suppress(CheckpointError, DamagedFileError):
+                found.append(record_of(path, self.manifest(path)))
         return sorted(found, key=lambda checkpoint: checkpoint.time, reverse=True)
 
     def delete(self, path: CheckpointPath) -> None:

@@ -30,16 +30,23 @@ import logging
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, BinaryIO
 from weakref import WeakValueDictionary
 
-from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.errors import (
+    CheckpointError,
+    DamagedFileError,
+    StorageError,
+    UnsupportedError,
+    UserError,
+)
 from planish.server.durable.links import LinkSigner
 from planish.server.durable.quotas import check_storage
-from planish.server.durable.records import CheckpointRow, change, count, remove, select
+from planish.server.durable.records import CheckpointRow, change, count, remove, select, select_page
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
@@ -84,37 +91,53 @@ class CheckpointCatalog:
     async def page(
         self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int
     ) -> Page[Checkpoint]:
-        """Return a page of the tenant's checkpoints, or of one of its runs, newest first."""
+        """Return a page of the tenant's checkpoints, or of one of its runs, newest first. A page
+        ends early when its metadata reach PAGE_BYTES; its `limit` is then the number of its items.
+        """
         where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
         if run_id is not None:
             where, values = f"{where} AND run = ?", [*values, run_id]
         order = f"{where} ORDER BY made DESC, path LIMIT ? OFFSET ?"
-        rows, total = await self._store.read(
+        (rows, is_cut), total = await self._store.read(
             lambda connection: (
-                select(
-                    connection,
-                    CheckpointRow,
-                    order,
-                    [*values, -1 if limit is None else limit, offset],
-                ),
+                select_page(connection, order, [*values, -1 if limit is None else limit, offset]),
                 count(connection, CheckpointRow, where, values),
             )
         )
         return Page(
-            [row.checkpoint for row in rows], offset, total if limit is None else limit, total
+            [row.checkpoint for row in rows],
+            offset,
+            len(rows) if is_cut or limit is None else limit,
+            total,
         )
+
+    async def size_of_session(self, tenant: Tenant, session_id: str) -> tuple[int, int]:
+        """Return the number of checkpoints of a session's runs, and their bytes."""
+        query = (
+            f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? AND {_ALIVE}"
+            " AND run IN (SELECT id FROM models WHERE session = ?)"
+        )
+        values = [tenant.name, time.time(), session_id]
+        number, size = await self._store.read(lambda db: db.execute(query, values).fetchone())
+        return number, size
 
     async def newest(self, run_id: str) -> dict[str, Checkpoint]:
         """Return the last checkpoint of each kind of a run. External weights are left out, because
         no sampler is made of them.
         """
-        where = f"run = ? AND {_ALIVE} ORDER BY made"
-        rows = await self._store.read(select, CheckpointRow, where, [run_id, time.time()])
-        return {
-            row.checkpoint.checkpoint_type: row.checkpoint
-            for row in rows
-            if not is_external(row.path)
-        }
+        # The paths of one directory are a range, because "0" is the character after "/".
+        where = (
+            f"run = ? AND {_ALIVE} AND path > ? || '/' AND path < ? || '0' AND NOT "
+            "(path > ? AND path < ?) ORDER BY made DESC LIMIT 1"
+        )
+        external = f"tinker://{run_id}{_STORED}"
+        found: dict[str, Checkpoint] = {}
+        for segment in ("weights", "sampler_weights"):
+            directory = f"tinker://{run_id}/{segment}"
+            values = [run_id, time.time(), directory, directory, external, f"{external}\U0010ffff"]
+            for row in await self._store.read(select, CheckpointRow, where, values):
+                found[row.checkpoint.checkpoint_type] = row.checkpoint
+        return found
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
         """Return what a readable checkpoint holds."""
@@ -184,45 +207,64 @@ class CheckpointCatalog:
         await asyncio.gather(*removed)
 
     async def reconcile(self) -> None:
-        """Make the rows agree with the files on disk. Runs at a start, because a crash may have
-        interrupted a change.
-
-        A checkpoint that exists but cannot be read stays in the catalog: its files may be restored.
+        """Remove the rows of checkpoints that are not on disk. Runs at a start, because a crash may
+        have interrupted a deletion. Reads the names of directories only, so that no file can
+        prevent the start; `verify` reads the manifests afterwards.
         """
-        on_disk = {
-            checkpoint.tinker_path: checkpoint for checkpoint in await self._engine.checkpoints()
-        }
-        rows = await self._store.read(select, CheckpointRow, "1")
-        missing, now = [row for row in rows if row.path not in on_disk], time.time()
-        damaged = {
-            row.path: error
-            for row in missing
-            if (error := await self._damage(row.path)) is not None
-        }
-        lost = [row.path for row in missing if row.path not in damaged]
-        found = {
-            row.path: CheckpointRow.made_of(on_disk[row.path], row.tenant).expires
-            for row in rows
-            if row.path in on_disk
-        }
-        changed = [row.path for row in rows if row.path in found and row.expires != found[row.path]]
-        for path, error in damaged.items():
-            _log.error(
-                "%s cannot be read: %s. Restore the file from a backup, or delete the checkpoint",
-                path,
-                error,
-            )
-        for row in missing:
-            if row.path in lost and (row.expires is None or row.expires > now):
-                _log.warning("%s of %s is no longer on disk", row.path, row.tenant)
+        on_disk = set(await self._engine.checkpoint_paths())
+        query = "SELECT path, tenant, expires FROM checkpoints"
+        rows = await self._store.read(lambda db: db.execute(query).fetchall())
+        lost, now = list[str](), time.time()
+        for path, tenant, expires in rows:
+            # A checkpoint that a crash left between two names comes back when it is read.
+            if path in on_disk or await self._exists(path):
+                continue
+            lost.append(path)
+            if expires is None or expires > now:
+                _log.warning("%s of %s is no longer on disk", path, tenant)
 
         def record(transaction: Transaction) -> None:
             for path in lost:
                 remove(transaction, CheckpointRow, path)
-            for path in changed:
-                change(transaction, CheckpointRow, path, expires=found[path])
 
-        await self._store.write(record)
+        if lost:
+            with suppress(StorageError):  # on a full disk, the next start removes the rows
+                await self._store.write(record)
+
+    async def verify(self) -> None:
+        """Read the manifests of all checkpoints one after another. Log those that are damaged, and
+        correct the rows of others: a crash may have interrupted a change of an expiry. Runs in the
+        background after a start.
+
+        A damaged checkpoint stays in the catalog: its files may be restored.
+        """
+        last, query = "", "SELECT path FROM checkpoints WHERE path > ? ORDER BY path LIMIT 100"
+        while rows := await self._store.read(
+            lambda db, after: db.execute(query, [after]).fetchall(), last
+        ):
+            for row in rows:
+                last = row["path"]
+                await self._verify(last)
+
+    async def _verify(self, path: str) -> None:
+        async with self.changing(path):
+            try:
+                found = (await self._engine.checkpoint_info(path)).checkpoint
+            except CheckpointError:  # it was deleted, or has expired
+                return
+            except (DamagedFileError, OSError) as error:
+                _log.error(
+                    "%s cannot be read: %s. Restore the file from a backup, or delete the "
+                    "checkpoint",
+                    path,
+                    error,
+                )
+                return
+            expires = None if found.expires_at is None else found.expires_at.timestamp()
+            columns = {"expires": expires, "bytes": found.size_bytes or 0}
+            [row] = await self._store.read(select, CheckpointRow, "path = ?", [path]) or [None]
+            if row is not None and columns != {"expires": row.expires, "bytes": row.bytes}:
+                self._store.keep_later(change, CheckpointRow, path, **columns)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
         """Return a token with which anybody can read the files of one checkpoint for `seconds`, as
@@ -246,13 +288,12 @@ class CheckpointCatalog:
             raise _not_found(path)
         return rows[0]
 
-    async def _damage(self, path: str) -> Exception | None:
-        """Return what is wrong with a checkpoint that exists but cannot be read."""
+    async def _exists(self, path: str) -> bool:
+        """Return whether there is such a checkpoint on disk, damaged or not."""
         try:
-            await self._engine.exists(path)
-        except (DamagedFileError, OSError) as error:
-            return error
-        return None
+            return await self._engine.exists(path)
+        except (DamagedFileError, OSError):
+            return True
 
     async def _is_alive(self, path: str) -> bool:
         """Return whether the checkpoint can be read and has not expired."""

@@ -167,13 +167,13 @@ class CrashGuard:
         """Note that the request of a key was answered. Does nothing if the key is not running."""
         if self._left(key):
             self._suspects.pop(key, None)
-            self._written(self._store.keep(_forget, key))
+            self._store.keep_later(_forget, key)
         self._admit()
 
     def pause(self, key: str) -> None:
         """Note that a key is not running at the moment, but will run again."""
         if self._left(key):
-            self._written(self._store.keep(_unmark, key))
+            self._store.keep_later(_unmark, key)
         self._admit()
 
     @asynccontextmanager
@@ -231,10 +231,6 @@ class CrashGuard:
         if not self._active:
             return True
         return level == self._level and (not level or self._active.total() < self._widths[level])
-
-    def _written(self, change: asyncio.Future[None]) -> None:
-        # The change may fail while the process ends. asyncio logs an error that no code reads.
-        change.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
 
 # Transactions.

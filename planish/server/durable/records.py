@@ -227,11 +227,50 @@ def remove(transaction: Transaction, kind: type[Record], key: str) -> None:
 
 
 def select(
-    source: Source, kind: type[RecordT], where: str, values: Sequence[Any] = ()
+    source: Source,
+    kind: type[RecordT],
+    where: str,
+    values: Sequence[Any] = (),
+    without: str | None = None,
 ) -> list[RecordT]:
-    """Return the selected records. `where` may end with an order and a limit."""
-    found = source.execute(f"SELECT {kind.columns()} FROM {_TABLES[kind]} WHERE {where}", values)
+    """Return the selected records. `where` may end with an order and a limit. The column `without`
+    is not read, and empty in the records.
+    """
+    columns = kind.columns()
+    if without is not None:
+        columns = columns.replace(without, f"'' AS {without}")
+    found = source.execute(f"SELECT {columns} FROM {_TABLES[kind]} WHERE {where}", values)
     return [kind.of(row) for row in found]
+
+
+PAGE_BYTES = 8 << 20
+"""Limit for the texts of one page of a list. The metadata of 1000 items may be much larger."""
+_ITEM_BYTES = 512
+
+
+def page_bytes(*texts: str) -> int:
+    """Return what an item with these texts adds to a page."""
+    return _ITEM_BYTES + sum(map(len, texts))
+
+
+def select_page(
+    source: Source, where: str, values: Sequence[Any]
+) -> tuple[list[CheckpointRow], bool]:
+    """Return the selected checkpoints, and whether the list was cut off because its texts reached
+    PAGE_BYTES. There is at least one, if any is selected.
+    """
+    columns = CheckpointRow.columns()
+    # The cursor reads row by row, so rows after the cut are never in memory.
+    cursor = source.execute(f"SELECT {columns} FROM checkpoints WHERE {where}", values)
+    found, size = list[CheckpointRow](), 0
+    for row in cursor:
+        record = CheckpointRow.of(row)
+        size += page_bytes(record.path, record.user_metadata)
+        if found and size > PAGE_BYTES:
+            cursor.close()
+            return found, True
+        found.append(record)
+    return found, False
 
 
 def ids(source: Source, kind: type[Record], where: str, values: Sequence[Any] = ()) -> list[str]:

@@ -203,6 +203,16 @@ class Store:
         """
         return asyncio.wrap_future(self._put(change, True, args, kwargs))
 
+    def keep_later(
+        self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> None:
+        """Do the same as `keep`, for a change that no code waits for: on a full disk, the caller
+        continues. If the server ends before the change is made, the next start makes it.
+        """
+        written = self.keep(change, *args, **kwargs)
+        # asyncio logs an error that no code reads.
+        written.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
     async def read(
         self,
         query: Callable[Concatenate[sqlite3.Connection, P], R],

@@ -64,9 +64,12 @@ async def training_run(context: RequestContext) -> Response:
 
 
 async def run_checkpoints(context: RequestContext) -> Response:
-    """List the checkpoints of a run."""
-    page = await context.server.list_checkpoints(context.tenant, context.path("run_id"))
-    return answered({"checkpoints": [_checkpoint(context, item) for item in page.items]})
+    """List the checkpoints of a run. The SDK asks for all of them, and gets as many as fit into a
+    page.
+    """
+    run_id, offset = context.path("run_id"), context.query("offset", 0, 0, 2**53)
+    page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
+    return answered(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
 
 
 async def checkpoints(context: RequestContext) -> Response:

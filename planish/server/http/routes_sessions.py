@@ -7,11 +7,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
+from itertools import chain
 from typing import Any
 
 from starlette.responses import Response
 
 from planish.errors import UnsupportedError, UserError
+from planish.server.durable.records import PAGE_BYTES, page_bytes
 from planish.server.http.context import MIB, RequestContext, answered, endpoint, nothing, paged
 from planish.server.results import SessionRecord, SessionSpec
 from planish.service import MAX_METADATA
@@ -181,13 +183,14 @@ async def search(context: RequestContext) -> Response:
         query = _query(fields)
     found: list[SessionRecord] = []
     last: SessionRecord | None = None
-    scanned = 0
+    scanned = size = 0
     async for record in _sessions(context, query):
         scanned += 1
         last = record
         if query.matches(record):
             found.append(record)
-        if len(found) == query.limit or scanned == _SCANNED:
+            size += page_bytes(*chain(*record.spec.user_metadata.items()))
+        if len(found) == query.limit or scanned == _SCANNED or size > PAGE_BYTES:
             break
     else:
         last = None
@@ -216,20 +219,17 @@ async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[Sess
 
 
 async def _summary(context: RequestContext, record: SessionRecord) -> dict[str, Any]:
-    pages = [
-        await context.server.list_checkpoints(context.tenant, run)
-        for run in record.training_run_ids
-    ]
+    number, size = await context.server.checkpoints.size_of_session(
+        context.tenant, record.session_id
+    )
     return {
         "session_id": record.session_id,
         "created_at": record.created.isoformat(),
         "owner": context.tenant.name,
         "project_id": "default",
         "status": {"type": "active"} if record.ended is None else None,
-        "checkpoints_count": sum(page.total for page in pages),
-        "checkpoint_storage_bytes": sum(
-            item.size_bytes or 0 for page in pages for item in page.items
-        ),
+        "checkpoints_count": number,
+        "checkpoint_storage_bytes": size,
         "display_name": record.spec.display_name,
         "user_metadata": dict(record.spec.user_metadata) or None,
     }

@@ -72,6 +72,7 @@ class Model:
     ) -> None:
         """Open a model. `unload_seq` is the number of its unload request, if there is one."""
         self.row = row
+        """Without the metadata of the client, which only the database keeps."""
         self.queue = queue
         self.in_flight = InFlight()
         self.adapter = AdapterState()

@@ -28,7 +28,7 @@ from planish.errors import CheckpointError, DamagedFileError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import loaded_path, snapshot_name
 from planish.server.durable.journal import RequestRow
-from planish.server.durable.records import ModelRow, change
+from planish.server.durable.records import ModelRow, change, select
 from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Failed
@@ -130,8 +130,9 @@ async def restore(
     begun = row.last_snapshot
     try:
         if row.snapshot is not None:
+            [stored] = await services.store.read(select, ModelRow, "id = ?", [row.id])
             creation = CreateModel(
-                row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=row.metadata
+                row.id, from_path=row.snapshot, with_optimizer=True, user_metadata=stored.metadata
             )
             async with services.crash_guard.running(row.id):
                 await services.engine.perform(creation)
