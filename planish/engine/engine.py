@@ -33,7 +33,6 @@ from planish.engine.checkpoints.store import (
 )
 from planish.engine.engine_thread import EngineThread
 from planish.engine.memory import DeviceMemory, adapter_bytes
-from planish.engine.operations import TrainingOperations
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training_models import (
     LoadedAdapter,
@@ -52,6 +51,7 @@ from planish.engine.training_models import (
     SamplerSession,
     TrainingModel,
 )
+from planish.engine.training_operations import TrainingOperations
 from planish.errors import CheckpointError, EngineClosedError, UnsupportedError, UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.choose import choose_backend

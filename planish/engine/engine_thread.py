@@ -25,7 +25,6 @@ import torch
 
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
-from planish.engine.operations import TrainingOperations
 from planish.engine.release_memory import clear_frames
 from planish.engine.training_models import (
     QueuedCreation,
@@ -42,6 +41,7 @@ from planish.engine.training_models import (
     SamplerSession,
     TrainingModel,
 )
+from planish.engine.training_operations import TrainingOperations
 from planish.errors import EngineClosedError, PlanishError, UserError
 from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.kernels.linear import before_each_matmul

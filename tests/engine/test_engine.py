@@ -408,7 +408,7 @@ def test_later_operations_on_a_model_name_why_its_creation_failed(engine, tmp_pa
 
 
 def test_operations_queued_on_a_failed_creation_name_its_error(engine, monkeypatch):
-    import planish.engine.operations as operations
+    import planish.engine.training_operations as operations
 
     def refuse(*_: Any) -> None:
         raise RuntimeError("out of memory")
