@@ -433,6 +433,10 @@ class HostedService(Service, Protocol):
         """
         ...
 
+    def weights_fingerprint(self, base_model: str) -> str:
+        """Return a hash of the base model's weight files, without loading the base model."""
+        ...
+
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory of an adapter of this shape, without loading the base model."""
         ...

@@ -30,7 +30,7 @@ from planish.engine.settings import (
     kernel_shapes,
 )
 from planish.engine.training.trainer import Trainer
-from planish.errors import UserError
+from planish.errors import UnknownModelError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
@@ -184,12 +184,18 @@ class BaseModels:
     """The base models of an engine by name. The class is thread-safe."""
 
     def __init__(
-        self, models: Mapping[str, str] | None, settings: EngineSettings, memory: DeviceMemory
+        self,
+        models: Mapping[str, str] | None,
+        settings: EngineSettings,
+        memory: DeviceMemory,
+        only_these: bool = False,
     ) -> None:
         """Create the collection without loading anything.
 
-        `models` maps names to directories or .gguf files; an invalid mapping raises UserError.
+        `models` maps names to directories or .gguf files; an invalid mapping raises UserError. With
+        `only_these`, every other name is unknown. Otherwise it may be a path, or be downloaded.
         """
+        self._only_these = only_these
         self._mapping = checked_mapping(models)
         self._settings = settings
         self._memory = memory
@@ -241,6 +247,11 @@ class BaseModels:
         # the same name find the same directory.
         if name in self._directories:
             return self._directories[name]
+        if self._only_these and name not in self._mapping:
+            raise UnknownModelError(
+                f"base_model={name[:200]!r} is not served by this process, which was started with "
+                f"{', '.join(self._mapping)}; its operator can start it with --model {name[:200]}=PATH"
+            )
         return self._directories.setdefault(name, resolve_model(name, self._mapping))
 
     def loaded_contexts(self) -> dict[str, int]:

@@ -59,6 +59,7 @@ from planish.model.kernels.cpp.threads import limit_threads
 from planish.model.listing import list_models
 from planish.model.lora import LoraLayout
 from planish.model.sources import checked_mapping, environment_models
+from planish.model.weights import weights_fingerprint
 from planish.service import (
     SUBSTITUTE_REMEDY,
     AdapterBytes,
@@ -113,6 +114,7 @@ class Engine:
         data_dir: str | Path | None = None,
         settings: EngineSettings | None = None,
         memory: DeviceMemory | None = None,
+        only_these_models: bool = False,
     ) -> None:
         """Create an engine and start its thread; base models are loaded at their first use.
 
@@ -122,6 +124,9 @@ class Engine:
         By default each base model reserves its share when it is loaded. On a GPU the first base
         model reserves all memory, unless `models` or PLANISH_MODELS name several directories. Then
         each base model leaves memory for the next.
+
+        With `only_these_models`, every base model outside of `models` is unknown. A server needs
+        this: otherwise a name in a request could be a path on its machine, or start a download.
         """
         limit_threads()
         self._settings = settings or EngineSettings()
@@ -129,8 +134,9 @@ class Engine:
         named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
         # An entry that maps a name to itself only announces that this base model will be used.
-        given = {name: path for name, path in given.items() if name != path}
-        self._models = BaseModels(given, self._settings, memory)
+        if not only_these_models:
+            given = {name: path for name, path in given.items() if name != path}
+        self._models = BaseModels(given, self._settings, memory, only_these_models)
         self._store = CheckpointStore(data_directory(data_dir))
         self._training_models: dict[str, TrainingModel] = {}
         self._sampler_sessions: dict[str, SamplerSession] = {}
@@ -214,6 +220,10 @@ class Engine:
     def check_sample(self, base_model: str, operation: Sample) -> None:
         """Raise UserError if the base model would reject this request; load the model if needed."""
         self._check_request(self._models.get(base_model), operation)
+
+    def weights_fingerprint(self, base_model: str) -> str:
+        """Return the fingerprint of the base model's weight files, which need not be loaded."""
+        return weights_fingerprint(self._models.directory(base_model))
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter of this shape needs for training and for sampling."""

@@ -85,6 +85,10 @@ class EngineClient:
         """Return the memory that an adapter takes for training and for sampling."""
         return await self._in_thread(lambda: self._service.adapter_bytes(base_model, lora))
 
+    async def weights_fingerprint(self, base_model: str) -> str:
+        """Return a hash of a base model's weight files."""
+        return await self._in_thread(lambda: self._service.weights_fingerprint(base_model))
+
     async def tokenizer_directory(self, base_model: str) -> Path:
         """Return the directory of a base model's tokenizer."""
         return await self._in_thread(lambda: self._service.tokenizer_directory(base_model))

@@ -113,7 +113,9 @@ def serve(options: ServeOptions) -> int:
                 for asked in hub_names(name):
                     cache_tokenizer(asked, path)
         directories = {name: str(path) for name, path in prepared.models.items()}
-        engine = Engine(directories, prepared.data_dir, options.engine, prepared.memory)
+        engine = Engine(
+            directories, prepared.data_dir, options.engine, prepared.memory, only_these_models=True
+        )
         server = _Server(_application(engine, prepared), engine, prepared, connections)
         server.run([listener])
     if server.fault is not None:

@@ -28,6 +28,7 @@ from itertools import chain
 from pathlib import Path
 
 from planish.errors import EngineClosedError, UnknownModelError, UserError
+from planish.server.durable import base_weights
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
 from planish.server.durable.journal import JournalEntry
@@ -146,9 +147,11 @@ class Server:
 
     async def start(self) -> None:
         """Recover the state of an earlier process, and resume its requests in the background. The
-        server takes requests when this returns.
+        server takes requests when this returns. Raise UserError if a base model has other weights
+        than those that open models were made on.
         """
         begun = time.monotonic()
+        await base_weights.check(self.store, self.engine, self._base_models)
         await self.crash_guard.begin()
         recovered = await self._recovery.recover()
         self._background = [

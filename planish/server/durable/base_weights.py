@@ -1,0 +1,63 @@
+"""Notices that a base model has other weights than at the last start.
+
+Checkpoints and snapshots contain the fingerprint of their base weights. Requests in the journal and
+models without a snapshot do not, so the data directory keeps the fingerprint of each base model.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from planish.errors import PlanishError, StorageError, UserError
+from planish.server.durable.records import ModelRow, SamplerRow, count
+from planish.server.durable.store import Store, Transaction
+from planish.server.engine_client import EngineClient
+
+_log = logging.getLogger(__name__)
+
+
+async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) -> None:
+    """Compare the weights of each base model with those of the last start, and record new ones.
+
+    Raise UserError if they differ while models or samplers of this base model are open: their
+    requests would run on other weights. A base model whose files cannot be read fails later.
+    """
+    for name in base_models:
+        try:
+            fingerprint = await engine.weights_fingerprint(name)
+        except (PlanishError, OSError) as error:
+            _log.error("the weights of %s cannot be read: %s", name, error)
+            continue
+        try:
+            in_use = await store.write(_record, name, fingerprint)
+        except StorageError:
+            return  # on a full disk the server starts all the same
+        if in_use:
+            raise UserError(
+                f"--model {name}: these are not the weights with which this data directory was last "
+                f"used, and {in_use} open models and samplers were made on those. Give the earlier "
+                "weights, or serve the new ones under another name"
+            )
+
+
+def _record(transaction: Transaction, name: str, fingerprint: str) -> int:
+    """Record the fingerprint of a base model, unless it has another one that is in use. Return how
+    many open models and samplers use the other one.
+    """
+    key = f"weights of {name}"
+    row = transaction.execute("SELECT value FROM meta WHERE key = ?", [key]).fetchone()
+    if row is not None and bytes(row[0]).decode() == fingerprint:
+        return 0
+    in_use = 0
+    if row is not None:
+        in_use = sum(
+            count(transaction, kind, "base_model = ? AND closed IS NULL", [name])
+            for kind in (ModelRow, SamplerRow)
+        )
+    if not in_use:
+        transaction.execute(
+            "INSERT INTO meta VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET value = excluded.value",
+            [key, fingerprint.encode()],
+        )
+    return in_use
