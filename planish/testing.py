@@ -20,6 +20,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     MistralConfig,
@@ -29,7 +30,17 @@ from transformers import (
 
 from planish.tokenizer import save_tokenizer
 
+GEMMA3_WINDOW = 24
+"""The attention window of a tiny Gemma 3 in positions."""
+
 CONFIGS = {
+    # Attention scores do not use the default scale, so that a test notices a missing factor.
+    "gemma3": partial(
+        Gemma3TextConfig,
+        sliding_window=GEMMA3_WINDOW,
+        sliding_window_pattern=2,
+        query_pre_attn_scalar=24,
+    ),
     "llama": LlamaConfig,
     "mistral": partial(MistralConfig, sliding_window=None),
     "qwen2": Qwen2Config,
@@ -135,8 +146,8 @@ def tiny_model(
     max_context: int = 2048,
     shards: int = 1,
 ) -> Path:
-    """Write a random model of `family` ("llama", "mistral", "qwen2", "qwen3") as a Hugging Face
-    directory and return its path.
+    """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
+    its path.
 
     `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
     "factor": 2.0}; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
@@ -152,6 +163,10 @@ def tiny_model(
         )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
+    rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
+    if family == "gemma3":
+        local = {"rope_type": "default", "rope_theta": 500.0}
+        rope = {"full_attention": rope, "sliding_attention": local}
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -162,7 +177,7 @@ def tiny_model(
         head_dim=head_dim,
         max_position_embeddings=max_context,
         tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})},
+        rope_parameters=rope,
         bos_token_id=None,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=256,
@@ -190,6 +205,8 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
             is_scale = name.endswith(("norm.weight", "layernorm.weight"))
+            # Gemma 3 adds 1 to the stored weights of norms.
+            is_scale = is_scale and "Gemma3" not in type(model).__name__
             parameter.copy_(noise + 1.0 if is_scale else noise)
 
 

@@ -1,7 +1,7 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5 and Qwen3, because these families
-differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
+One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3 and Gemma 3, because these
+families differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
 is rejected before any weight is read, and the error names the field. Required dimensions must be
 present; any other missing field takes the default of `transformers`. A `ModelConfig` does not
 contain the model's name, so the same architecture from the hub and from a GGUF file compares equal.
@@ -11,20 +11,43 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
 }
+"""The family of each supported architecture, as config.json names the architecture."""
+
+MULTIMODAL = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+"""The text model inside each supported multimodal architecture."""
+
+MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
+"""The model_type in config.json where it differs from the family's name."""
+
+_GEMMA3_DEFAULTS = {
+    "vocab_size": 262208,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+    "query_pre_attn_scalar": 256,
+    "tie_word_embeddings": True,
+}
+"""The defaults of `transformers`. Published Gemma 3 configs omit even dimensions with these values."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +125,37 @@ class ModelConfig:
     """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither
     names one.
     """
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    """The activation function of the MLP's gate."""
+    output_norms: bool = False
+    """Whether the outputs of attention and MLP pass an RMSNorm before they are added (Gemma 3)."""
+    norm_offset: float = 0.0
+    """The number that is added to the stored weight of every RMSNorm (1 in Gemma 3)."""
+    embedding_scale: float = 1.0
+    """The factor of the embeddings, which is rounded to the model's dtype."""
+    query_scalar: float | None = None
+    """Attention scores are multiplied by query_scalar ** -0.5; None: by head_dim ** -0.5."""
+    windows: tuple[int | None, ...] = ()
+    """For each layer, the number of positions that a row attends to, including its own. None: all
+    positions. Empty: all positions in every layer.
+    """
+    local_rope: RopeConfig | None = None
+    """RoPE of the layers with a window; None: `rope`, as in the other layers."""
+
+    def window(self, layer: int) -> int | None:
+        """Return the attention window of a layer in positions, or None if it has no window."""
+        return self.windows[layer] if self.windows else None
+
+    def rope_of(self, layer: int) -> RopeConfig:
+        """Return the RoPE of a layer."""
+        has_own = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if has_own and self.local_rope is not None else self.rope
 
     def __post_init__(self) -> None:
+        if self.query_scalar is not None and not self.qk_norm:
+            raise UnsupportedError(
+                f"query_pre_attn_scalar is {self.query_scalar}; the decoder supports it only with norms of queries"
+            )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedError(
                 f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
@@ -133,9 +185,14 @@ class ModelConfig:
                 f"{directory} is not a model directory: it has no config.json; check the path"
             )
         fields = read_json(directory / "config.json")
-        family = _family(fields, directory)
+        architecture = _architecture(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
         try:
+            if architecture in MULTIMODAL:
+                architecture, fields = MULTIMODAL[architecture], _text_fields(fields)
+            family = FAMILIES[architecture]
+            if family == "gemma3":
+                fields = _GEMMA3_DEFAULTS | fields
             _refuse_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
@@ -149,10 +206,17 @@ class ModelConfig:
         """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
         logits: all except `eos_token_ids` and `max_context`.
         """
-        fields = asdict(self)
-        del fields["eos_token_ids"], fields["max_context"]
-        fields["rope"]["kind"] = type(self.rope.scaling).__name__
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:16]
+        found = asdict(self)
+        del found["eos_token_ids"], found["max_context"]
+        # A field that a later version of planish added must not change older models' fingerprints,
+        # because checkpoints contain them.
+        for field in fields(self):
+            if field.default is not MISSING and found[field.name] == field.default:
+                del found[field.name]
+        found["rope"]["kind"] = type(self.rope.scaling).__name__
+        if self.local_rope is not None:
+            found["local_rope"]["kind"] = type(self.local_rope.scaling).__name__
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -168,24 +232,38 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _family(fields: Mapping[str, Any], directory: Path) -> Family:
+def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
+    """Return the supported architecture that config.json names. UnsupportedError for any other."""
     model_type = fields.get("model_type")
+    types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
+    types |= {name: MODEL_TYPES[name] for name in MULTIMODAL}
     architectures = fields.get("architectures") or [
-        name for name, family in FAMILIES.items() if family == model_type
+        name for name, own_type in types.items() if own_type == model_type
     ]
     for name in architectures:
-        if name in FAMILIES and model_type in (None, FAMILIES[name]):
-            return FAMILIES[name]
+        if name in types and model_type in (None, types[name]):
+            return str(name)
     raise UnsupportedError(
         f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or model_type!r}; "
-        f"planish supports {', '.join(FAMILIES)}"
+        f"planish supports {', '.join(types)}"
     )
+
+
+def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model inside a multimodal config."""
+    text = fields.get("text_config")
+    if not isinstance(text, Mapping):
+        raise TypeError(f"text_config is {text!r}, not an object")
+    outer = {key: fields[key] for key in ("quantization_config",) if key in fields}
+    return {**outer, **text}
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if fields.get("quantization_config"):
         raise UnsupportedError("quantization_config is set; use the unquantized checkpoint")
-    if fields.get("hidden_act", "silu") not in ("silu", "swish"):
+    if family == "gemma3":
+        _refuse_gemma_options(fields)
+    elif fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedError(
             f"hidden_act {fields['hidden_act']!r}; the decoder supports only silu"
         )
@@ -210,9 +288,24 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         )
     if family == "mistral":
         _refuse_mistral_window(fields)
-    elif _uses_sliding_window(fields):
+    elif family != "gemma3" and _uses_sliding_window(fields):
         raise UnsupportedError(
             "the model attends within a sliding window; the decoder attends to the whole context"
+        )
+
+
+def _refuse_gemma_options(fields: Mapping[str, Any]) -> None:
+    activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"
+    if activation != "gelu_pytorch_tanh":
+        raise UnsupportedError(
+            f"hidden_activation {activation!r}; the decoder supports gelu_pytorch_tanh for Gemma 3"
+        )
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.get(key) is not None:
+            raise UnsupportedError(f"{key} is {fields[key]}; the decoder has no softcapping")
+    if fields.get("use_bidirectional_attention"):
+        raise UnsupportedError(
+            "use_bidirectional_attention is true; the decoder's attention is causal"
         )
 
 
@@ -251,7 +344,7 @@ def _from_fields(
         raise TypeError(
             f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of the {num_heads} heads"
         )
-    rope = _rope(fields)
+    rope = _rope(fields, "full_attention" if family == "gemma3" else None)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
     return ModelConfig(
         family=family,
@@ -266,26 +359,68 @@ def _from_fields(
         rope=rope,
         max_context=_max_context(fields, rope),
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family == "qwen3",
+        qk_norm=family in ("qwen3", "gemma3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
+        **(_gemma3_fields(fields) if family == "gemma3" else {}),
     )
 
 
-def _rope(fields: Mapping[str, Any]) -> RopeConfig:
+def _gemma3_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` in which Gemma 3 differs from the other families."""
+    layers = _positive(fields, "num_hidden_layers")
+    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
+    kinds = fields.get("layer_types") or [
+        "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
+        for layer in range(layers)
+    ]
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise TypeError(
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
+            f"of sliding_attention and full_attention for each of {layers} layers"
+        )
+    window = _positive(fields, "sliding_window")
+    return {
+        "activation": "gelu_tanh",
+        "output_norms": True,
+        "norm_offset": 1.0,
+        "embedding_scale": _positive(fields, "hidden_size") ** 0.5,
+        "query_scalar": _number(fields, "query_pre_attn_scalar"),
+        "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
+        "local_rope": _rope(fields, "sliding_attention"),
+    }
+
+
+_GEMMA3_THETAS = {
+    "full_attention": ("rope_theta", 1_000_000.0),
+    "sliding_attention": ("rope_local_base_freq", 10_000.0),
+}
+"""For each kind of Gemma 3's layers, the field of older configs with the base, and its default."""
+
+
+def _rope(fields: Mapping[str, Any], layer_type: str | None = None) -> RopeConfig:
     """Read RoPE from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
     (older versions).
+
+    `layer_type`: a key of `_GEMMA3_THETAS` for Gemma 3, whose kinds of layers differ in RoPE.
     """
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):
         raise TypeError(f"rope_parameters is {parameters!r}, not an object")
-    merged = {"rope_theta": fields.get("rope_theta"), **parameters}
+    key, default = "rope_theta", 10000.0
+    if layer_type is not None:
+        key, default = _GEMMA3_THETAS[layer_type]
+        if layer_type in parameters:
+            parameters = parameters[layer_type] or {}
+        elif layer_type == "sliding_attention":
+            parameters = {}  # Older configs scale only the layers with full attention.
+    merged = {"rope_theta": fields.get(key), **parameters}
     theta = _number(
-        {key: value for key, value in merged.items() if value is not None}, "rope_theta", 10000.0
+        {key: value for key, value in merged.items() if value is not None}, "rope_theta", default
     )
     if any(isinstance(value, Mapping) for value in parameters.values()):
         raise UnsupportedError(
-            "rope_parameters differ between layers; the decoder has one RoPE for all layers"
+            "rope_parameters differ between layers; the decoder has one RoPE for all layers of this family"
         )
     rotary_part = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
     if rotary_part not in (None, 1, 1.0):

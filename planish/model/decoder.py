@@ -1,6 +1,6 @@
-"""The decoder of Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense) and similar models.
+"""The decoder of Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense), Gemma 3 and similar models.
 
-These models share RMSNorm, RoPE, grouped-query attention and SwiGLU.
+These models share RMSNorm, RoPE, grouped-query attention and a gated MLP.
 
 The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
 sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
@@ -29,7 +29,7 @@ from planish.model.kernels.backend import AdapterBatch, Attend, Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.lora import LoraWeights
-from planish.model.operations import adapted_linear, add_rms_norm, rope, swiglu
+from planish.model.operations import adapted_linear, add_rms_norm, gated, rope
 from planish.model.rope import RotaryEmbedding, Rotation
 from planish.model.weights import load_weights
 
@@ -43,9 +43,13 @@ class Layer:
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: PackedLinear
+    attn_output_norm: Tensor | None
     mlp_norm: Tensor
     gate_up: PackedLinear
     down: PackedLinear
+    mlp_output_norm: Tensor | None
+    rope: RotaryEmbedding
+    """The table of this layer; layers with the same RoPE share one."""
 
 
 class Decoder:
@@ -60,11 +64,17 @@ class Decoder:
         self.head = backend.pack(
             [self.embedding if config.tied_head else loader.one("lm_head.weight")]
         )
-        self.final_norm = loader.one("model.norm.weight").float()
-        self.layers = [loader.layer(f"model.layers.{i}.") for i in range(config.num_layers)]
-        self.rope = RotaryEmbedding(
-            config.rope, config.head_dim, config.max_context, backend.device
-        )
+        self.final_norm = loader.norm("model.norm")
+        ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
+        tables = {
+            rope: RotaryEmbedding(rope, config.head_dim, config.max_context, backend.device)
+            for rope in dict.fromkeys(ropes)
+        }
+        self.layers = [
+            loader.layer(f"model.layers.{i}.", tables[rope]) for i, rope in enumerate(ropes)
+        ]
+        # The factor is rounded to the model's dtype, as in transformers.
+        self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=backend.dtype))
 
     @classmethod
     def load(
@@ -107,8 +117,13 @@ class Decoder:
         gradients, or a batch of several adapters, without gradients. `recompute`: use activation
         checkpointing, which stores only each layer's input for the backward pass.
         """
-        x = self.embedding[tokens].float()
-        run = _Forward(self.backend, self.rope(positions), attend, adapters)
+        x = self.embedding[tokens]
+        if self.embedding_scale != 1.0:
+            x = x * self.embedding_scale
+        x = x.float()
+        tables = dict.fromkeys(layer.rope for layer in self.layers)
+        rotations = {table: table(positions) for table in tables}
+        run = _Forward(self.backend, rotations, attend, adapters)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
@@ -131,7 +146,8 @@ class _Forward:
     """The inputs that all layers of one forward pass share."""
 
     backend: Backend
-    rotation: Rotation
+    rotations: Mapping[RotaryEmbedding, Rotation]
+    """The rotation of the rows for each table."""
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
 
@@ -148,9 +164,15 @@ class _Forward:
         x, h = self.add_norm(x, residual, layer.input_norm)
         q, k, v = self.qkv(self.linear(h, layer.qkv, index, "attn_in"), layer)
         attended = self.attend(index, q, k, v).flatten(-2)
-        x, h = self.add_norm(x, self.linear(attended, layer.o, index, "attn_out"), layer.mlp_norm)
+        out = self.linear(attended, layer.o, index, "attn_out")
+        x, h = self.add_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
         gate_up = self.linear(h, layer.gate_up, index, "mlp_in")
-        return x, self.linear(swiglu(self.backend, gate_up), layer.down, index, "mlp_out")
+        out = self.linear(gated(self.backend, gate_up), layer.down, index, "mlp_out")
+        return x, self.output_norm(out, layer.mlp_output_norm)
+
+    def output_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
+        return x if weight is None else self.add_norm(x.float(), None, weight)[1]
 
     def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Return x + residual, and its RMSNorm in the model's dtype."""
@@ -158,7 +180,8 @@ class _Forward:
 
     def qkv(self, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
         """Return q [T, Hq, E] and k [T, Hkv, E], normed and rotated, and v [T, Hkv, E]."""
-        config, cos, sin = self.backend.config, self.rotation.cos, self.rotation.sin
+        config, rotation = self.backend.config, self.rotations[layer.rope]
+        cos, sin = rotation.cos, rotation.sin
         heads = (config.num_heads, config.num_kv_heads)
         q, k, v = qkv.unflatten(-1, (-1, config.head_dim)).split([*heads, heads[1]], 1)
         norms = None
@@ -220,8 +243,16 @@ class _Loader:
             part.copy_(weight)
         return parts
 
-    def layer(self, prefix: str) -> Layer:
-        """Return the decoder layer whose weight names start with `prefix`."""
+    def norm(self, name: str, factor: float = 1.0) -> Tensor:
+        """Return the float32 weight of an RMSNorm, with the config's offset, times `factor`."""
+        weight = self.one(f"{name}.weight").float()
+        offset = self.backend.config.norm_offset
+        # Do not copy a weight that is used as it is.
+        return weight if offset == 0.0 and factor == 1.0 else (weight + offset) * factor
+
+    def layer(self, prefix: str, rope: RotaryEmbedding) -> Layer:
+        """Return the decoder layer whose weight names start with `prefix`, with its RoPE table."""
+        config = self.backend.config
 
         def linear(*names: str) -> PackedLinear:
             biased = f"{prefix}{names[0]}.bias" in self.weights
@@ -229,17 +260,28 @@ class _Loader:
             weights = self.several([f"{prefix}{name}.weight" for name in names])
             return self.backend.pack(weights, biases, keeps=False)
 
-        def norm(name: str) -> Tensor:
-            return self.one(f"{prefix}{name}.weight").float()
+        def norm(name: str, factor: float = 1.0) -> Tensor:
+            return self.norm(prefix + name, factor)
 
-        has_norms = self.backend.config.qk_norm
+        def output_norm(name: str) -> Tensor | None:
+            return norm(name) if config.output_norms else None
+
+        # Attention scales scores by head_dim ** -0.5. Scaling the norm of the queries gives the
+        # scale that the config asks for, because RoPE is linear.
+        scale = (config.head_dim / (config.query_scalar or config.head_dim)) ** 0.5
+        before_mlp = (
+            "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
+        )
         return Layer(
             input_norm=norm("input_layernorm"),
             qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-            q_norm=norm("self_attn.q_norm") if has_norms else None,
-            k_norm=norm("self_attn.k_norm") if has_norms else None,
+            q_norm=norm("self_attn.q_norm", scale) if config.qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
             o=linear("self_attn.o_proj"),
-            mlp_norm=norm("post_attention_layernorm"),
+            attn_output_norm=output_norm("post_attention_layernorm"),
+            mlp_norm=norm(before_mlp),
             gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
             down=linear("mlp.down_proj"),
+            mlp_output_norm=output_norm("post_feedforward_layernorm"),
+            rope=rope,
         )

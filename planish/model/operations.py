@@ -122,23 +122,34 @@ class _Rope(torch.autograd.Function):
         return None, ctx.backend.rope(grad.contiguous(), cos, sin, inverse=True), None, None
 
 
-def swiglu(backend: Backend, gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up (Shazeer 2020): [T, I]. `gate_up`: [T, 2 * I], the gate before up."""
+def gated(backend: Backend, gate_up: Tensor) -> Tensor:
+    """Return activation(gate) * up (Shazeer 2020): [T, I].
+
+    `gate_up`: [T, 2 * I], the gate before up. The activation is SiLU or GELU (see `ModelConfig`).
+    """
     if torch.is_grad_enabled():
-        return _SwiGLU.apply(backend, gate_up)  # type: ignore[no-any-return]
+        return _Gated.apply(backend, gate_up)  # type: ignore[no-any-return]
+    return _activated(backend, gate_up)
+
+
+def _activated(backend: Backend, gate_up: Tensor) -> Tensor:
+    if backend.config.activation == "gelu_tanh":
+        return backend.geglu(gate_up)
     return backend.swiglu(gate_up)
 
 
-class _SwiGLU(torch.autograd.Function):
-    """SwiGLU whose backward pass recomputes silu instead of storing it."""
+class _Gated(torch.autograd.Function):
+    """A gated activation whose backward pass recomputes the activation instead of storing it."""
 
     @staticmethod
     def forward(ctx, backend: Backend, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.backend = backend
-        return backend.swiglu(gate_up)
+        return _activated(backend, gate_up)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
+        if ctx.backend.config.activation == "gelu_tanh":
+            return None, ctx.backend.geglu_backward(grad, gate_up)
         return None, ctx.backend.swiglu_backward(grad, gate_up)

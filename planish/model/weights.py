@@ -11,8 +11,10 @@ The mapping is private: writing to a tensor would copy its page and leave the fi
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,14 +30,23 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+_TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
+"""The prefixes of the text model's tensors in a multimodal checkpoint, and what they stand for."""
+_SKIPPED_PREFIXES = tuple(
+    f"{outer}{part}."
+    for outer in ("", "model.")
+    for part in ("vision_tower", "multi_modal_projector")
+)
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
+_log = logging.getLogger(__name__)
 
 
 def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.Tensor]:
     """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on CPU.
 
-    `lm_head.weight` is absent if the head is tied. Raises UnknownModelError (no weights),
+    `lm_head.weight` is absent if the head is tied. The text model's tensors in a multimodal
+    checkpoint get the names of a text model, and the others are skipped. Raises UnknownModelError (no weights),
     UnsupportedError (pickled or quantized weights), DamagedFileError (a truncated file, or tensors
     that are missing, unexpected or of the wrong shape).
     """
@@ -46,9 +57,9 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
         }
         files = _files_by_tensor(directory, handles)
         _check(directory, config, files)
-        weights = {name: files[name].get_tensor(name) for name in expected_shapes(config)}
+        weights = {name: files[name].tensor() for name in expected_shapes(config)}
         if config.tied_head and "lm_head.weight" in files:
-            _check_tied(directory, weights, files["lm_head.weight"].get_tensor("lm_head.weight"))
+            _check_tied(directory, weights, files["lm_head.weight"].tensor())
     return weights
 
 
@@ -77,6 +88,9 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "self_attn.k_norm.weight", (config.head_dim,)
     yield "self_attn.o_proj.weight", (hidden, queries)
     yield "post_attention_layernorm.weight", (hidden,)
+    if config.output_norms:
+        yield "pre_feedforward_layernorm.weight", (hidden,)
+        yield "post_feedforward_layernorm.weight", (hidden,)
     yield "mlp.gate_proj.weight", (inner, hidden)
     yield "mlp.up_proj.weight", (inner, hidden)
     yield "mlp.down_proj.weight", (hidden, inner)
@@ -147,28 +161,68 @@ def _open(path: Path) -> Any:
         ) from error
 
 
-def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the open file of each stored tensor. DamagedFileError if two files hold the same."""
-    files: dict[str, Any] = {}
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor of an open safetensors file."""
+
+    handle: Any
+    name: str
+    """The tensor's name in the file."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return the tensor, memory-mapped."""
+        found: torch.Tensor = self.handle.get_tensor(self.name)
+        return found
+
+    def slice(self) -> Any:
+        """Return safetensors' view of the tensor, which has its shape and dtype."""
+        return self.handle.get_slice(self.name)
+
+
+def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _Stored]:
+    """Return the stored tensors by their name in a text model, without those of other towers.
+
+    DamagedFileError if two files hold the same tensor.
+    """
+    files: dict[str, _Stored] = {}
+    skipped: list[str] = []
     for file, handle in handles.items():
         names: list[str] = handle.keys()
-        for name in names:
+        for stored in names:
+            if stored.startswith(_SKIPPED_PREFIXES):
+                skipped.append(stored)
+                continue
+            name = _text_name(stored)
             if name in files:
                 raise DamagedFileError(
                     f"{directory / file} repeats {name} of another shard; get the model again"
                 )
-            files[name] = handle
+            files[name] = _Stored(handle, stored)
+    if skipped:
+        _log.info(
+            "%s: skipped %d tensors that the text model does not need (%s and others)",
+            directory,
+            len(skipped),
+            skipped[0],
+        )
     return files
 
 
-def _check(directory: Path, config: ModelConfig, files: Mapping[str, Any]) -> None:
+def _text_name(stored: str) -> str:
+    for prefix, replacement in _TEXT_PREFIXES.items():
+        if stored.startswith(prefix):
+            return replacement + stored[len(prefix) :]
+    return stored
+
+
+def _check(directory: Path, config: ModelConfig, files: Mapping[str, _Stored]) -> None:
     expected = expected_shapes(config)
     ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         ignored.add("lm_head.weight")
     missing = [name for name in expected if name not in files]
     unexpected = [name for name in files if name not in expected and name not in ignored]
-    slices = {name: files[name].get_slice(name) for name in expected if name in files}
+    slices = {name: files[name].slice() for name in expected if name in files}
     wrong_shape = [
         f"{name} is {tuple(found.get_shape())}, not {expected[name]}"
         for name, found in slices.items()

@@ -1,5 +1,7 @@
 """The decoder equals transformers and PEFT, on small random models of each family."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,11 +41,16 @@ VARIANTS = [
     ("qwen2", {"rope_scaling": YARN_SCALING}),
     ("qwen3", {}),
     ("qwen3", {"tied": False, "head_dim": 32}),
+    ("gemma3", {"layers": 4}),
+    ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "head_dim": 32}),
 ]
 
 
 class CausalAttention:
     """Causal attention of one sequence in float32, by its definition."""
+
+    def __init__(self, windows: Sequence[int | None] = ()) -> None:
+        self.windows = windows
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
@@ -53,13 +60,17 @@ class CausalAttention:
             x.float().transpose(0, 1)
             for x in (q, k.repeat_interleave(repeat, 1), v.repeat_interleave(repeat, 1))
         )
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1)
+        window = self.windows[layer] if self.windows else None
+        position = torch.arange(q.shape[1])
+        distance = position[:, None] - position
+        allowed = (distance >= 0) & (distance < (window or len(position)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed).transpose(0, 1)
 
 
 def logits_of(
     decoder: Decoder, tokens: torch.Tensor, weights: LoraWeights | None = None, **options
 ) -> torch.Tensor:
-    attend = CausalAttention()
+    attend = CausalAttention(decoder.config.windows)
 
     def in_dtype(*args):
         return attend(*args).to(decoder.dtype)
@@ -119,7 +130,7 @@ def test_yarn_frequencies_equal_transformers_bitwise(tmp_path, options):
     assert torch.equal(ours.sin, sin[0, :, :64])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     tiny_model(tmp_path, family=family, layers=4)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -156,6 +167,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         ("mistral", LoraConfig(rank=3)),
         ("qwen2", LoraConfig(rank=5, train_attn=False, train_unembed=False)),
         ("qwen3", LoraConfig(rank=32)),
+        ("gemma3", LoraConfig(rank=4)),
     ],
 )
 def test_an_adapter_gives_the_logits_of_peft(tmp_path, family, lora):

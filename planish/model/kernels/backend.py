@@ -39,7 +39,8 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """The attention function of one forward pass: (layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E])
 -> [T, Hq, E].
 
-RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5.
+RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5. In a layer
+with a window of W positions, a row attends to its own position and to the W - 1 before it.
 """
 
 Exact = tuple[Tensor, Tensor]
@@ -298,7 +299,7 @@ class Backend(Protocol):
         """
         ...
 
-    # Norms, RoPE and SwiGLU
+    # Norms, RoPE, SwiGLU and GeGLU
 
     def rms_norm(
         self,
@@ -350,6 +351,17 @@ class Backend(Protocol):
         ...
 
     def swiglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I]."""
+        ...
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up: [T, I]. `gate_up`: [T, 2 * I].
+
+        GELU is the approximation by tanh.
+        """
+        ...
+
+    def geglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of `gate_up`: [T, 2 * I]."""
         ...
 

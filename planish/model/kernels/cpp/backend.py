@@ -76,7 +76,7 @@ class CppBackend(TorchBackend):
         linears = [linear_shape(config, name) for names in LAYER_SITES for name in names]
         self.packs_layer_adapters = adapts(linears, dtype)
         self.packs_head_adapters = adapts_forward([(config.vocab_size, config.hidden_size)], dtype)
-        self.has_attention = cpu.attends(config.head_dim)
+        self.has_attention = cpu.attends(config.head_dim) and not any(config.windows)
         if self.has_attention:
             self.kv_dtype = dtype
 

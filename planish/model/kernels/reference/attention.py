@@ -19,6 +19,7 @@ Shapes: T rows, Hq/Hkv heads, E head_dim, n queries and m keys of a piece.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -79,6 +80,21 @@ class Triangles:
         return torch.minimum(row, end - 1).flatten(), (row < end).flatten()
 
 
+@dataclass(frozen=True)
+class Window:
+    """The attention window of a layer, and the positions of the rows of a piece."""
+
+    size: int
+    queries: Tensor
+    """int64 [n]: the position of each query in its sequence."""
+    keys: Tensor
+    """int64 [m]: the position of each key in its sequence."""
+
+    def hides(self, rows: slice, keys: slice) -> Tensor:
+        """Return whether each of these keys lies before the window of each query: bool [n, m]."""
+        return self.keys[None, keys] <= self.queries[rows, None] - self.size
+
+
 class Kernel(Protocol):
     """A kernel for the backward pass of a batch of pieces.
 
@@ -87,11 +103,20 @@ class Kernel(Protocol):
     """
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        window: Window | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v.
 
         `out` and `lse`: the final output and log-sum-exp of the rows, over all their pieces.
+        `window`: the window of the layer, if it has one.
         """
         ...
 
@@ -171,15 +196,28 @@ def _path(batch: list[tuple[np.ndarray, int]], device: torch.device) -> _Path:
 class ForestAttention:
     """The decoder's attention function (`Attend`) for one micro-batch."""
 
-    def __init__(self, packed: Packed, device: torch.device, kernel: Kernel | None = None) -> None:
+    def __init__(
+        self,
+        packed: Packed,
+        device: torch.device,
+        kernel: Kernel | None = None,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
         batches = [(group.length, *group.rows(device)) for group in triangles(packed)]
         self._plan = _Plan(
-            _paths(packed, device), batches, rectangles(packed), kernel or default_kernel(device)
+            _paths(packed, device),
+            batches,
+            rectangles(packed),
+            torch.from_numpy(packed.positions).to(device),
+            kernel or default_kernel(device),
         )
+        self._windows = windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
-        return _Forest.apply(q, k, v, self._plan)  # type: ignore[no-any-return]
+        window = self._windows[layer] if self._windows else None
+        return _Forest.apply(q, k, v, self._plan, window)  # type: ignore[no-any-return]
 
 
 def default_kernel(device: torch.device) -> Kernel:
@@ -187,16 +225,22 @@ def default_kernel(device: torch.device) -> Kernel:
     return FusedCpuKernel() if device.type == "cpu" else BlockKernel()
 
 
-def dense_mask_attention(packed: Packed, device: torch.device) -> Attend:
+def dense_mask_attention(
+    packed: Packed, device: torch.device, windows: Sequence[int | None] = ()
+) -> Attend:
     """Return the slow reference implementation of ForestAttention.
 
     It uses one T x T mask and computes everything in float32 or wider.
     """
-    allowed = torch.from_numpy(mask(packed)).to(device)
+    whole = torch.from_numpy(mask(packed)).to(device)
+    position = torch.from_numpy(packed.positions).to(device)
+    distance = position[:, None] - position
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [T, Hq, E]; see `Attend` for the arguments."""
         group = q.shape[1] // k.shape[1]
+        window = windows[layer] if windows else None
+        allowed = whole if window is None else whole & (distance < window)
         wide = torch.promote_types(q.dtype, torch.float32)
         q_h, k_h, v_h = (
             x.transpose(0, 1).to(wide)
@@ -234,43 +278,50 @@ class _Plan:
     triangles: list[tuple[int, Tensor, Tensor]]
     """(length, rows, real) of each batch of triangles."""
     rectangles: tuple[Rectangle, ...]
+    positions: Tensor
+    """int64 [T]: position of each row in its sequences."""
     kernel: Kernel
 
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, window: int | None) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         for path in plan.paths:
-            part, part_lse = _attend_path(q, k, v, path)
+            part, part_lse = _attend_path(q, k, v, path, window)
             out[path.rows[path.real]] = part[path.real].to(q.dtype)
             lse[path.rows[path.real]] = part_lse[path.real]
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.plan = plan
+        ctx.plan, ctx.window = plan, window
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        plan = ctx.plan
+        plan: _Plan = ctx.plan
         grads = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
         for length, rows, real in plan.triangles:
             held = grad[rows].mul_(real[:, None, None])
             tensors = (_batch(x, length) for x in (held, q[rows], k[rows], v[rows], out[rows]))
             batch_lse = lse[rows].unflatten(0, (-1, length)).transpose(1, 2)
-            for total, part in zip(
-                grads, plan.kernel.backward(*tensors, batch_lse, True), strict=True
-            ):
+            # Within a segment, the distance of two rows is that of their positions.
+            number = torch.arange(length, device=q.device)
+            window = None if ctx.window is None else Window(ctx.window, number, number)
+            parts = plan.kernel.backward(*tensors, batch_lse, True, window)
+            for total, part in zip(grads, parts, strict=True):
                 total[rows[real]] = _unbatch(part)[real].to(total.dtype)
         for piece in plan.rectangles:
             rows, keys = slice(piece.q_start, piece.q_end), slice(piece.k_start, piece.k_end)
             tensors = (_heads(x) for x in (grad[rows], q[rows], k[keys], v[keys], out[rows]))
-            parts = plan.kernel.backward(*tensors, lse[rows].transpose(0, 1)[None], False)
+            window = None
+            if ctx.window is not None:
+                window = Window(ctx.window, plan.positions[rows], plan.positions[keys])
+            parts = plan.kernel.backward(*tensors, lse[rows].transpose(0, 1)[None], False, window)
             for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[where] += part[0].transpose(0, 1)
-        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None
+        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None, None
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -288,7 +339,9 @@ def _unbatch(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(0, 1)
 
 
-def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, Tensor]:
+def _attend_path(
+    q: Tensor, k: Tensor, v: Tensor, path: _Path, window: int | None
+) -> tuple[Tensor, Tensor]:
     """Return the output [B, n, Hq, E] and the log-sum-exp [B, n, Hq] of one batch of queries."""
     batch, n = path.rows.shape
     group = q.shape[1] // k.shape[1]
@@ -296,7 +349,7 @@ def _attend_path(q: Tensor, k: Tensor, v: Tensor, path: _Path) -> tuple[Tensor, 
     queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
     visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
-    out, lse = ordered_attention.attend(queries, keys, values, visible)
+    out, lse = ordered_attention.attend(queries, keys, values, visible, window)
     return (
         out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
         lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),
@@ -307,9 +360,19 @@ class FusedCpuKernel:
     """torch's fused flash attention for CPUs, which keeps the scores in the cache."""
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        window: Window | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v in float32 or wider (see `Kernel`)."""
+        if window is not None:
+            return BlockKernel().backward(grad, q, k, v, out, lse, causal, window)
         group = q.shape[1] // k.shape[1]
         # Compute in float32: for bfloat16 this kernel repacks the operands of each block, which
         # costs more than its faster matmuls save (measured: 15 to 60%).
@@ -330,7 +393,15 @@ class BlockKernel:
     """
 
     def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+        self,
+        grad: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        causal: bool,
+        window: Window | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v (see `Kernel`)."""
         group = q.shape[1] // k.shape[1]
@@ -341,6 +412,8 @@ class BlockKernel:
         for start, stop in _blocks(q, k):
             rows, keys = slice(start, stop), slice(0, stop if causal else k.shape[2])
             scores = _scores(q[:, :, rows], k[:, :, keys], start if causal else None)
+            if window is not None:
+                scores.masked_fill_(window.hides(rows, keys), float("-inf"))
             weights = scores.sub_(lse[:, :, rows, None]).exp_()
             grad_v[:, :, keys] += weights.to(q.dtype).transpose(-1, -2) @ grad[:, :, rows]
             inner = (grad[:, :, rows] @ v[:, :, keys].transpose(-1, -2)).to(lse.dtype)

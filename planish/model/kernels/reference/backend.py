@@ -224,7 +224,7 @@ class TorchBackend:
         grad_hidden = lora.packed.backward_(grad, grad_x, sizes)
         return lora.packed.gradients(x, lora_hidden, grad, grad_hidden, sizes)
 
-    # Norms, RoPE and SwiGLU
+    # Norms, RoPE, SwiGLU and GeGLU
 
     def rms_norm(
         self,
@@ -300,6 +300,17 @@ class TorchBackend:
         return torch.cat(
             [torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)], -1
         )
+
+    def geglu(self, gate_up: Tensor) -> Tensor:
+        """Return gelu(gate) * up: [T, I]."""
+        gate, up = gate_up.chunk(2, -1)
+        return F.gelu(gate, approximate="tanh").mul_(up)
+
+    def geglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I]."""
+        gate, up = gate_up.chunk(2, -1)
+        of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
+        return torch.cat([of_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
 
     # Head
 
@@ -416,18 +427,18 @@ class TorchBackend:
 
     def tree_attention(self, packed: Packed) -> Attend:
         """Return torch's attention of a micro-batch of the trainer, with gradients."""
-        return ForestAttention(packed, self.device)
+        return ForestAttention(packed, self.device, windows=self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return torch's causal attention of prompt rows, which stores their keys and values."""
-        return PrefillAttention(spans)
+        return PrefillAttention(spans, self.config.windows)
 
     def decode_attention(
         self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
     ) -> Attend:
         """Return torch's attention of a decoding step with one new row per sample."""
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
-        return DecodeAttention(rows, prompts, samples, query_rows, self.device)
+        return DecodeAttention(rows, prompts, samples, query_rows, self.device, self.config.windows)
 
     # Sampling
 

@@ -44,11 +44,12 @@ class Sums:
     weights: Tensor
 
 
-def scores(q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
+def scores(q: Tensor, keys: Tensor, visible: Tensor, first: Tensor | None = None) -> Tensor:
     """Return the scaled scores [G, H, M, L] in float32 or wider.
 
     `q`: [G, H, M, E]. `keys`: [G, H, L, E]. `visible`: [G or 1, 1, M or 1], the number of leading
-    keys that a row attends to; the scores of later keys are -inf. Products of bf16 operands are
+    keys that a row attends to; the scores of later keys are -inf. `first`: [G or 1, 1, M or 1], the
+    first key that a row attends to, in a layer with a window. Products of bf16 operands are
     exact in float32, and they are accumulated in float32.
     """
     scale = q.shape[-1] ** -0.5
@@ -58,7 +59,10 @@ def scores(q: Tensor, keys: Tensor, visible: Tensor) -> Tensor:
         found = flat.unflatten(0, q.shape[:2]).mul_(scale)
     else:
         found = torch.matmul(q.to(wide) * scale, keys.to(wide).transpose(-1, -2))
-    unseen = torch.arange(keys.shape[2], device=q.device) >= visible.unsqueeze(-1)
+    numbers = torch.arange(keys.shape[2], device=q.device)
+    unseen = numbers >= visible.unsqueeze(-1)
+    if first is not None:
+        unseen = unseen | (numbers < first.unsqueeze(-1))
     return found.masked_fill_(unseen, -torch.inf)
 
 
@@ -93,15 +97,20 @@ def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) ->
     return sums
 
 
-def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, window: int | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
-    Each row attends to the first `visible` [G, 1, M] keys. The keys start at position 0, and their
+    Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. The
+    keys start at position 0, and their
     number must be a multiple of SPAN.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)
-    found = scores(F.pad(q, (0, 0, 0, missing)), keys, F.pad(visible, (0, missing), value=1))
+    visible = F.pad(visible, (0, missing), value=1)
+    first = None if window is None else visible - window
+    found = scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first)
     peak = peaks(found)
     sums = add_spans(found, peak, values, None)
     out, lse = sums.values / sums.weights, (peak + sums.weights.log()).squeeze(-1)

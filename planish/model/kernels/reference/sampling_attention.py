@@ -81,9 +81,12 @@ class PrefillAttention:
     positions up to its own.
     """
 
-    def __init__(self, spans: Sequence[PrefillSpan]) -> None:
-        """`spans` names the rows of each prompt; rows outside of them are padding."""
-        self._spans = spans
+    def __init__(self, spans: Sequence[PrefillSpan], windows: Sequence[int | None] = ()) -> None:
+        """`spans` names the rows of each prompt; rows outside of them are padding.
+
+        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        """
+        self._spans, self._windows = spans, windows
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output of one layer, with the shape and dtype of `q`.
@@ -113,6 +116,7 @@ class PrefillAttention:
                 keys[None, :, :width],
                 values[None, :, :width],
                 seen.repeat(group)[None, None],
+                self._windows[layer] if self._windows else None,
             )
             rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
             out[first : first + len(part)] = rows.to(out.dtype)
@@ -128,12 +132,14 @@ class DecodeAttention:
         samples: KVPools,
         query_rows: int,
         device: torch.device,
+        windows: Sequence[int | None] = (),
     ) -> None:
         """`rows` maps each sample in `samples` to its batch row.
 
-        `query_rows` is the minimum number of rows of a matmul; fewer rows are padded.
+        `query_rows` is the minimum number of rows of a matmul; fewer rows are padded. `windows`:
+        the attention window of each layer (see `ModelConfig.windows`).
         """
-        self._query_rows = query_rows
+        self._query_rows, self._windows = query_rows, windows
         self._own = [_own_part(pool, rows, device) for pool in samples.in_use()]
         shared = [
             part for pool in prompts.in_use() for part in _prompt_parts(pool, samples, rows, device)
@@ -148,10 +154,12 @@ class DecodeAttention:
         for part in self._own:
             part.store(layer, k, v)
         grouped = q.unflatten(1, (k.shape[1], -1))
-        found = [
-            scores(self._placed(part, grouped), part.keys(layer), part.visible)
-            for part in self._parts
-        ]
+        window = self._windows[layer] if self._windows else None
+        found = []
+        for part in self._parts:
+            placed = self._placed(part, grouped)
+            first = None if window is None else part.first(window, grouped.shape[2], placed)
+            found.append(scores(placed, part.keys(layer), part.visible, first))
         wide = found[0].dtype
         peak = torch.full(
             (*grouped.shape[:-1], 1), torch.finfo(wide).min, dtype=wide, device=q.device
@@ -198,6 +206,10 @@ class _Part:
     """The batch rows at the used places, in the order of the places."""
     visible: Tensor
     """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
+    ends: Tensor
+    """The number of positions up to and including a row's own, counted from position 0 of the slot:
+    [n, lane]. A window ends there.
+    """
     width: int
     """The number of positions to read from every slot, at least the maximum of `visible`."""
     span: slice | None = None
@@ -224,6 +236,14 @@ class _Part:
         """
         placed = x[self.table].transpose(1, 2).flatten(2, 3) if self.span is None else x[self.span]
         return F.pad(placed, (0, 0, 0, max(0, query_rows - placed.shape[2])))
+
+    def first(self, window: int, group: int, placed: Tensor) -> Tensor:
+        """Return the first position of each row's window in its slot: [n, 1, M].
+
+        `placed`: the queries, as `placed` returned them; `group`: the query heads per key head.
+        """
+        first = (self.ends - window).repeat_interleave(group, 1)
+        return F.pad(first, (0, placed.shape[2] - first.shape[1])).unsqueeze(1)
 
     def taken(self, x: Tensor, group: int) -> Tensor:
         """Undo `placed` for the used places: turn [n, H, M, E] into [len(rows), H, group, E]."""
@@ -255,6 +275,7 @@ def _own_part(pool: KVPool, rows: dict[SlotOwner, int], device: torch.device) ->
         taken_places=None,
         rows=batch_rows,
         visible=torch.tensor(visible, device=device)[:, None, None],
+        ends=torch.tensor(visible, device=device)[:, None],
         width=whole_spans(max(visible)),
         span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
     )
@@ -270,17 +291,18 @@ def _prompt_parts(
     positions after these.
     """
     prompts = cast("list[PromptSlot]", pool.owners)
-    members: list[list[int]] = [[] for _ in prompts]
+    members: list[list[tuple[int, int]]] = [[] for _ in prompts]
     for sample in (
         sample for other in samples.in_use() for sample in cast("list[SampleSlot]", other.owners)
     ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
-            members[slot].append(rows[sample])
+            members[slot].append((rows[sample], sample.stored + 1))
     parts = []
     for first in range(0, max(map(len, members)), _LANE):
         slots = [slot for slot, of_slot in enumerate(members) if len(of_slot) > first]
-        table = [members[slot][first : first + _LANE] for slot in slots]
+        chosen = [members[slot][first : first + _LANE] for slot in slots]
+        table = [[row for row, _ in of_slot] for of_slot in chosen]
         lane = max(map(len, table))
         visible = [prompts[slot].length // SPAN * SPAN for slot in slots]
         parts.append(
@@ -296,6 +318,13 @@ def _prompt_parts(
                 ),
                 rows=torch.tensor([row for of_slot in table for row in of_slot], device=device),
                 visible=torch.tensor(visible, device=device)[:, None, None],
+                ends=torch.tensor(
+                    [
+                        [seen + own for _, own in of_slot] + [seen] * (lane - len(of_slot))
+                        for seen, of_slot in zip(visible, chosen, strict=True)
+                    ],
+                    device=device,
+                ),
                 width=max(visible),
             )
         )

@@ -1,7 +1,7 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
 torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
-unusual head sizes, and families that failed their self-test. In deterministic mode torch computes
+unusual head sizes, attention windows, GeGLU, and families that failed their self-test. In deterministic mode torch computes
 attention and LoRA too, because the order of additions of these kernels depends on the batch.
 """
 
@@ -38,7 +38,7 @@ class TritonBackend(TorchBackend):
         """`families`: the families of kernels that passed their self-test for this model."""
         # Triton is absent on machines without a GPU.
         kernels: Any = import_module("planish.model.kernels.triton.elementwise_kernels")
-        if config.head_dim % 16 or config.head_dim > 256:
+        if config.head_dim % 16 or config.head_dim > 256 or any(config.windows):
             families = set(families).difference(_OF_HEADS)
         super().__init__(config, dtype, device)
         self.use_kernels(kernels, families)
