@@ -60,6 +60,19 @@ def test_prefix_tree_attention_equals_dense_masked_attention(kernel, heads: int,
             torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("window", [1, 9, 40, 1000])
+def test_windowed_prefix_tree_attention_equals_dense_masked_attention(kernel, window: int):
+    packed = forest(4)
+    qkv, weight = inputs(len(packed), 6, 2, torch.float64)
+    fast = attention_gradients(ForestAttention(packed, CPU, kernel, (window,)), qkv, weight)
+    slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    unlimited = dense_mask_attention(packed, CPU)(0, *qkv)
+    assert torch.equal(slow[0], unlimited) == (window == 1000)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 1.5e-2)])

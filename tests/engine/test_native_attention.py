@@ -60,12 +60,13 @@ def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
     [(4, 4, 16), *(pytest.param(x, marks=SLOW) for x in ((9, 3, 64), (8, 2, 128), (6, 2, 80)))],
 )
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
-def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, tolerance):
+@pytest.mark.parametrize("window", [None, 2, 20, 70])
+def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, tolerance, window):
     for seed in range(2):
         packed = forest(seed)
         *qkv, upstream = tensors(len(packed), shape, dtype)
-        fast = gradients(NativeForest(packed), qkv, upstream)
-        slow = gradients(dense_mask_attention(packed, CPU), qkv, upstream)
+        fast = gradients(NativeForest(packed, (window,)), qkv, upstream)
+        slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
@@ -133,7 +134,10 @@ class Sample:
 @pytest.mark.parametrize(
     ("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))]
 )
-def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtype, count, shape):
+@pytest.mark.parametrize("window", [None, 3, 65])
+def test_prefill_and_decode_equal_training_attention_bitwise(
+    prompt_tokens, dtype, count, shape, window
+):
     """One sequence is computed as a path of a prefix tree, as a prefill in two chunks, and row by
     row after its prompt, each time in a batch with other sequences.
 
@@ -149,7 +153,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtyp
     q[..., half:] = q[..., :half] + 4 * q[..., half:]
     k[..., half:] = -k[..., :half]
     with torch.no_grad():
-        whole = NativeForest(packed)(0, q, k, v)
+        whole = NativeForest(packed, (window,))(0, q, k, v)
     shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
@@ -160,7 +164,8 @@ def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtyp
         part = slice(first, stop)
         span = PrefillSpan(home, prompt.slot, 0, first, stop - first)
         if stop > first:
-            assert torch.equal(NativePrefill([span])(0, q[part], k[part], v[part]), whole[part])
+            prefill = NativePrefill([span], (window,))
+            assert torch.equal(prefill(0, q[part], k[part], v[part]), whole[part])
     running = [Sample(prompt, prompt_tokens % SPAN) for _ in range(count)]
     pool = samples.pool_for(256)
     for sample in running:
@@ -176,7 +181,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(prompt_tokens, dtyp
             torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)])
             for x in (q, k, v)
         )
-        found = NativeDecode(rows, prompts, samples)(0, qs, ks, vs)
+        found = NativeDecode(rows, prompts, samples, (window,))(0, qs, ks, vs)
         assert not found[0].any()
         assert all(torch.equal(row, whole[position]) for row in found[1:])
         for sample in running:

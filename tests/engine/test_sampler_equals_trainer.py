@@ -118,7 +118,7 @@ def _kernels(request, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
     """With planish's kernels, the logprobs are bitwise equal."""
@@ -135,6 +135,7 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
         pytest.param("llama", {"layers": 6, "vocab_size": 320}, marks=pytest.mark.slow),
         ("qwen2", {"rope_scaling": YARN_SCALING}),
         ("qwen3", {"kv_heads": 4}),
+        ("gemma3", {"vocab_size": 320}),
     ],
 )
 def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, options):
@@ -249,8 +250,8 @@ def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     exact = ordered_attention.attend
 
-    def less_exact(q, keys, values, visible):
-        out, lse = exact(q, keys, values, visible)
+    def less_exact(q, keys, values, visible, window):
+        out, lse = exact(q, keys, values, visible, window)
         return out * (1 + 2**-9), lse
 
     monkeypatch.setattr(ordered_attention, "attend", less_exact)

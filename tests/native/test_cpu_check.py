@@ -14,6 +14,8 @@ OUTPUTS = {
     "rotate": ("rope", (5,)),
     "swiglu": ("swiglu", (1,)),
     "swiglu_backward": ("swiglu", (2,)),
+    "geglu": ("swiglu", (1,)),
+    "geglu_backward": ("swiglu", (2,)),
     "normalizers": ("log_sum_exp", (5, 6)),
     "normalizers_backward": ("log_sum_exp", (0,)),
     "attend": ("attention", (3, 4)),

@@ -47,7 +47,8 @@ The number is fixed, so that sums do not depend on the number of threads.
 class NativeForest:
     """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
-    def __init__(self, packed: Packed) -> None:
+    def __init__(self, packed: Packed, windows: Sequence[int | None] = ()) -> None:
+        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
         blocks, ranges = [], []
         for segment in packed.segments:
             for start in range(segment.start, segment.end, ATTENDED_ROWS):
@@ -61,15 +62,19 @@ class NativeForest:
             ranges=np.zeros((1, len(ranges)), cpu.Range),
             rows=np.arange(len(packed)),
             visible=packed.positions + 1,
+            windows=windows,
         )
         self._sums: Tensor | None = None
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
-        return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
+        return _Forest.apply(q, k, v, self, layer)  # type: ignore[no-any-return]
 
-    def plan(self, keys: Tensor, values: Tensor) -> AttentionPlan:
-        """Return the plan with the addresses of these keys and values, contiguous [T, H, E]."""
+    def plan(self, keys: Tensor, values: Tensor, layer: int) -> AttentionPlan:
+        """Return the plan of one layer alone, with keys and values at the addresses of these.
+
+        `keys`, `values`: contiguous [T, H, E].
+        """
         _, heads, e = keys.shape
         ranges = self._plan.ranges.copy()
         first, counts = (
@@ -78,7 +83,8 @@ class NativeForest:
         )
         ranges["k"], ranges["v"] = keys.data_ptr() + first, values.data_ptr() + first
         ranges["count"], ranges["row"], ranges["head"] = counts, heads * e, e
-        return replace(self._plan, ranges=ranges)
+        windows = self._plan.windows[layer : layer + 1]
+        return replace(self._plan, ranges=ranges, windows=windows)
 
     def sums(self, parts: int, keys: Tensor) -> Tensor:
         """Return scratch memory for a backward pass, float32 [parts, 2, T, H, E].
@@ -103,20 +109,20 @@ class NativeForest:
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest) -> Tensor:
+    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest, layer: int) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = cpu.attend(forest.plan(k, v), 0, q, k.shape[1], lse)
+        out = cpu.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse)
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.forest = forest
+        ctx.forest, ctx.layer = forest, layer
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        plan, ends = ctx.forest.plan(k, v), ctx.forest.part_ends(k.shape[1])
+        plan, ends = ctx.forest.plan(k, v, ctx.layer), ctx.forest.part_ends(k.shape[1])
         sums = ctx.forest.sums(len(ends), k)
-        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None
+        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None, None
 
 
 class NativePrefill:
@@ -126,7 +132,8 @@ class NativePrefill:
     positions up to its own.
     """
 
-    def __init__(self, spans: Sequence[PrefillSpan]) -> None:
+    def __init__(self, spans: Sequence[PrefillSpan], windows: Sequence[int | None] = ()) -> None:
+        """`windows`: the attention window of each layer (see `ModelConfig.windows`)."""
         self._spans = spans
         blocks, owners, rows, visible = [], [], [], []
         for span in spans:
@@ -141,6 +148,7 @@ class NativePrefill:
             ranges=_ranges(owners),
             rows=np.array(rows, np.int64),
             visible=np.array(visible, np.int64),
+            windows=windows,
         )
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -158,8 +166,17 @@ class NativePrefill:
 class NativeDecode(KeptAttention):
     """The attention of a decoding step, with one new row for each running sample."""
 
-    def __init__(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
-        """`rows`: the batch row of each sample. Every sample in `samples` has one."""
+    def __init__(
+        self,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        windows: Sequence[int | None] = (),
+    ) -> None:
+        """`rows`: the batch row of each sample. Every sample in `samples` has one.
+
+        `windows`: the attention window of each layer (see `ModelConfig.windows`).
+        """
         found = [
             (sample, pool)
             for pool in samples.in_use()
@@ -184,6 +201,7 @@ class NativeDecode(KeptAttention):
             rows=np.array([rows[sample] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
             own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
+            windows=windows,
         )
         super().__init__(plan)
 

@@ -72,11 +72,13 @@ class CppBackend(TorchBackend):
             families.discard("amx")
         super().__init__(config, dtype, device)
         self.use_kernels(cpu, families)
+        if "swiglu" in self.families:
+            self.geglu, self.geglu_backward = cpu.geglu, cpu.geglu_backward
         self._arena = WeightRoom()
         linears = [linear_shape(config, name) for names in LAYER_SITES for name in names]
         self.packs_layer_adapters = adapts(linears, dtype)
         self.packs_head_adapters = adapts_forward([(config.vocab_size, config.hidden_size)], dtype)
-        self.has_attention = cpu.attends(config.head_dim) and not any(config.windows)
+        self.has_attention = cpu.attends(config.head_dim)
         if self.has_attention:
             self.kv_dtype = dtype
 
@@ -165,7 +167,10 @@ class CppBackend(TorchBackend):
         # One native call runs all layers, if the kernels support all weights and adapters.
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
             return None
-        layers = [_panel_layer(layer) for layer in decoder.layers]
+        layers = [
+            _panel_layer(layer, self.config.window(index))
+            for index, layer in enumerate(decoder.layers)
+        ]
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(layers):
             return None
@@ -174,11 +179,11 @@ class CppBackend(TorchBackend):
             layers=found,
             embedding=decoder.embedding,
             final_norm=decoder.final_norm,
-            cos=decoder.rope.cos,
-            sin=decoder.rope.sin,
             eps=config.rms_norm_eps,
             heads=(config.num_heads, config.num_kv_heads),
             inner=config.intermediate_size,
+            uses_gelu=config.activation == "gelu_tanh",
+            embedding_scale=decoder.embedding_scale,
         )
 
         def run(tokens: Tensor, positions: Tensor, attend: Attend, batch: AdapterBatch) -> Tensor:
@@ -243,11 +248,15 @@ class CppBackend(TorchBackend):
 
     def tree_attention(self, packed: Packed) -> Attend:
         """Return the attention of a micro-batch of the trainer, with gradients."""
-        return NativeForest(packed) if self.has_attention else super().tree_attention(packed)
+        if not self.has_attention:
+            return super().tree_attention(packed)
+        return NativeForest(packed, self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
-        return NativePrefill(spans) if self.has_attention else super().prefill_attention(spans)
+        if not self.has_attention:
+            return super().prefill_attention(spans)
+        return NativePrefill(spans, self.config.windows)
 
     def decode_attention(
         self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
@@ -255,7 +264,7 @@ class CppBackend(TorchBackend):
         """Return the attention of a decoding step with one new row per sample."""
         if not self.has_attention:
             return super().decode_attention(rows, prompts, samples)
-        return NativeDecode(rows, prompts, samples)
+        return NativeDecode(rows, prompts, samples, self.config.windows)
 
     # Sampling
 
@@ -304,11 +313,14 @@ class _CppHeadAdapters(TorchHeadAdapters):
             super().add_(logits)
 
 
-def _panel_layer(layer: Layer) -> PanelLayer | None:
+def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
     """Return the layer for the native forward pass, or None unless all its weights are packed."""
     given: list[PanelWeight | Tensor | None] = []
     for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
         if not isinstance(linear.packed, PanelWeight) or linear.packed.address is None:
             return None
         given += [linear.packed, linear.bias]
-    return PanelLayer(layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm, *given)  # type: ignore[arg-type]
+    norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
+    outputs = (layer.attn_output_norm, layer.mlp_output_norm)
+    rope = (layer.rope.cos, layer.rope.sin)
+    return PanelLayer(*norms, *outputs, *rope, window or 0, *given)  # type: ignore[arg-type]

@@ -41,6 +41,8 @@ _SIGNATURES = {
     "rotate": "pnppfpnnni",
     "swiglu": "ppnni",
     "swiglu_backward": "pppnni",
+    "geglu": "ppnni",
+    "geglu_backward": "pppnni",
     "normalizers": "pppnpppnni",
     "normalizers_backward": "pppnfppppnni",
     "keep": "ppnpnpnnni",
@@ -85,7 +87,7 @@ class Attention(ctypes.Structure):
     """`struct Attention` of src/attention_products.h."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "group", "e")),
+        *((name, ctypes.c_int64) for name in ("heads", "group", "e", "window")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("blocks", "ranges", "rows", "visible", "own")),
     )
@@ -110,6 +112,11 @@ class AttentionPlan:
     """int64 [N]: the number of shared positions that each entry attends to."""
     own: np.ndarray | None = None
     """[L, N] of Range: each entry's own range, after the shared positions."""
+    windows: Sequence[int | None] = ()
+    """The attention window of each layer (see `ModelConfig.windows`).
+
+    A row attends to the last positions of its keys, as many as the window has.
+    """
 
     def arguments(self, heads: tuple[int, int], e: int, layer: int) -> Attention:
         """Return the arguments of the kernels for one layer.
@@ -121,7 +128,16 @@ class AttentionPlan:
         of_keys, group = heads[1], heads[0] // heads[1]
         own = self.own_ranges(layer)
         return Attention(
-            of_keys, group, e, e**-0.5, blocks, ranges, self.rows_address, visible, own
+            of_keys,
+            group,
+            e,
+            self.windows[layer] or 0 if self.windows else 0,
+            e**-0.5,
+            blocks,
+            ranges,
+            self.rows_address,
+            visible,
+            own,
         )
 
     def own_ranges(self, layer: int) -> int | None:
@@ -304,6 +320,20 @@ def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Do the same as `Backend.swiglu_backward`."""
     out = torch.empty_like(gate_up)
     call("swiglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
+    return out
+
+
+def geglu(gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.geglu`."""
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    call("geglu", gate_up.dtype, gate_up, out, *out.shape)
+    return out
+
+
+def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Do the same as `Backend.geglu_backward`."""
+    out = torch.empty_like(gate_up)
+    call("geglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
     return out
 
 

@@ -224,18 +224,34 @@ def _rope(dtype: torch.dtype, tolerance: float) -> None:
             _close("the rotated heads", cpu.rope(x, cos, sin, inverse=back), expected, tolerance)
 
 
+def _gelu(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
+    _gated(dtype, tolerance, "SwiGLU", F.silu, cpu.swiglu, cpu.swiglu_backward)
+    _gated(dtype, tolerance, "GeGLU", _gelu, cpu.geglu, cpu.geglu_backward)
+
+
+def _gated(
+    dtype: torch.dtype,
+    tolerance: float,
+    name: str,
+    activation: Callable[[Tensor], Tensor],
+    forward: Callable[[Tensor], Tensor],
+    backward: Callable[[Tensor, Tensor], Tensor],
+) -> None:
     for width in (33, 640):
         given, grad = torch.randn(70, 2 * width).to(dtype) * 4, torch.randn(70, width).to(dtype)
         wide = given.double().requires_grad_()
         gate, up = wide.chunk(2, 1)
-        expected = F.silu(gate) * up
+        expected = activation(gate) * up
         expected.backward(grad.double())
         assert wide.grad is not None
-        found = cpu.swiglu(given)
-        _close("SwiGLU", found, expected.detach(), tolerance)
-        _same("SwiGLU", cpu.swiglu(given[30:31]), found[30:31])
-        _close("the gradient", cpu.swiglu_backward(grad, given), wide.grad, tolerance)
+        found = forward(given)
+        _close(name, found, expected.detach(), tolerance)
+        _same(name, forward(given[30:31]), found[30:31])
+        _close("the gradient", backward(grad, given), wide.grad, tolerance)
 
 
 def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
@@ -298,11 +314,14 @@ def _sampling() -> None:
 
 def _attention(dtype: torch.dtype, tolerance: float) -> None:
     for heads, of_keys, e in ((6, 2, 64), (4, 4, 16)):
-        _tree_attention(dtype, tolerance, heads, of_keys, e)
-        _decode_attention(dtype, tolerance, heads, of_keys, e)
+        for window in (None, 9):
+            _tree_attention(dtype, tolerance, heads, of_keys, e, window)
+            _decode_attention(dtype, tolerance, heads, of_keys, e, window)
 
 
-def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int) -> None:
+def _tree_attention(
+    dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int, window: int | None
+) -> None:
     """Check a prefix of 24 positions with two continuations of 8, forward and backward."""
     rows = 40
     q, k, v = (torch.randn(rows, n, e).to(dtype) for n in (heads, of_keys, of_keys))
@@ -315,12 +334,17 @@ def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: i
     visible = torch.cat((torch.arange(24), torch.arange(24, 32), torch.arange(24, 32))) + 1
     blocks = [(0, 16, 0, 1), (16, 8, 1, 1), (24, 8, 2, 2), (32, 8, 4, 2)]
     plan = cpu.AttentionPlan(
-        np.array(blocks, cpu.Block), ranges, np.arange(rows), visible.numpy().astype(np.int64)
+        np.array(blocks, cpu.Block),
+        ranges,
+        np.arange(rows),
+        visible.numpy().astype(np.int64),
+        windows=(window,),
     )
     lse = torch.empty(rows, heads)
     found = cpu.attend(plan, 0, q, of_keys, lse)
     mask = torch.arange(rows)[:, None] >= torch.arange(rows)
     mask[32:, 24:32] = False
+    mask &= visible[:, None] - visible < (window or rows)
     wide = [x.double().requires_grad_() for x in (q, k, v)]
     group = heads // of_keys
     keys, values = (x.repeat_interleave(group, 1) for x in wide[1:])
@@ -344,10 +368,10 @@ def _tree_attention(dtype: torch.dtype, tolerance: float, heads: int, of_keys: i
 
 
 def _decode_attention(
-    dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int
+    dtype: torch.dtype, tolerance: float, heads: int, of_keys: int, e: int, window: int | None
 ) -> None:
     """Check five samples of one prompt of 32 positions, each with some positions of its own."""
-    step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e)
+    step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e, windows=(window,))
     q, k, v = (torch.randn(step.samples, n, e).to(dtype) for n in (heads, of_keys, of_keys))
     found = cpu.KeptAttention(step.plan)(0, q, k, v)
     _close("attention of one row", found, step.attend(0, q, k, v), tolerance)
@@ -358,7 +382,15 @@ class _DecodeStep:
 
     samples, prompt, capacity = 5, 32, 32
 
-    def __init__(self, dtype: torch.dtype, layers: int, heads: int, e: int) -> None:
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        layers: int,
+        heads: int,
+        e: int,
+        windows: tuple[int | None, ...],
+    ) -> None:
+        self.windows = windows
         self.shared = torch.randn(layers, 2, heads, self.prompt, e).to(dtype)
         self.own = torch.randn(layers, 2, self.samples, heads, self.capacity, e).to(dtype)
         self.stored = [0, 3, 16, 17, 30]
@@ -377,6 +409,7 @@ class _DecodeStep:
             np.arange(self.samples),
             np.full(self.samples, self.prompt, np.int64),
             own,
+            windows,
         )
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -397,15 +430,27 @@ class _DecodeStep:
                 ).repeat_interleave(q.shape[1] // k.shape[1], 0)
                 for place, new in enumerate((k, v))
             )
+            window = self.windows[layer] or keys.shape[1]
+            keys, values = keys[:, -window:], values[:, -window:]
             scores = torch.einsum("he,hpe->hp", q[sample].double(), keys) * q.shape[2] ** -0.5
             out.append(torch.einsum("hp,hpe->he", scores.softmax(-1), values))
         return torch.stack(out)
 
 
 def _decode(dtype: torch.dtype, tolerance: float) -> None:
-    """Check a decoding step through two layers with query and key norms, biases and adapters."""
+    """Check a decoding step through two layers with query and key norms, biases and adapters.
+
+    The second check adds what Gemma 3 has: norms of outputs, GELU, scaled embeddings, and a layer
+    with a window and another RoPE.
+    """
+    _decode_model(dtype, tolerance, is_gemma=False)
+    _decode_model(dtype, tolerance, is_gemma=True)
+
+
+def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> None:
     d, e, heads, of_keys, inner, layers, rank = 64, 32, 4, 2, 96, 2, 4
-    step = _DecodeStep(dtype, layers, of_keys, e)
+    windows = (9, None) if is_gemma else ()
+    step = _DecodeStep(dtype, layers, of_keys, e, windows or (None,) * layers)
     rows, room = step.samples, WeightRoom(0)
     sizes = {
         "attn_in": ((heads * e, of_keys * e, of_keys * e), d),
@@ -423,7 +468,7 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
         }
         for _ in range(layers)
     ]
-    norms = [[torch.rand(n) + 0.5 for n in (d, d, e, e)] for _ in range(layers)]
+    norms = [[torch.rand(n) + 0.5 for n in (d, d, e, e, d, d)] for _ in range(layers)]
     adapters = [
         (
             torch.randn(len(out) * rank, fan_in).div(fan_in**0.5).to(dtype),
@@ -433,15 +478,18 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
         for out, fan_in in sizes.values()
     ]
     embedding, final_norm = torch.randn(50, d).to(dtype), torch.rand(d) + 0.5
-    angles = torch.randn(80, e // 2)
+    angles = torch.randn(layers if is_gemma else 1, 80, e // 2).expand(layers, -1, -1)
     cos, sin = angles.cos(), angles.sin()
     panels = []
-    for layer, norm_weights in zip(weights, norms, strict=True):
-        parts: list[Any] = [*norm_weights]
+    for number, (layer, norm_weights) in enumerate(zip(weights, norms, strict=True)):
+        parts: list[Any] = [*norm_weights[:4], *(norm_weights[4:] if is_gemma else (None, None))]
+        parts += [cos[number], sin[number], step.windows[number] or 0]
         for weight, bias in layer.values():
             parts += [PanelWeight(weight, room), bias]
         panels.append(PanelLayer(*parts))
-    whole = PanelPass(panels, embedding, final_norm, cos, sin, 1e-5, (heads, of_keys), inner)
+    scale = 1.5 if is_gemma else 1.0
+    given = (panels, embedding, final_norm, 1e-5, (heads, of_keys), inner, is_gemma, scale)
+    whole = PanelPass(*given)
     tokens, positions = torch.arange(rows) * 7, torch.arange(rows) + step.prompt
     table = PanelRows([(0, 3, AdapterPanels(adapters))], list(sizes))
     found = whole.decoded(tokens, positions, step.plan, table)
@@ -449,12 +497,12 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
 
-    def rotated(x: Tensor) -> Tensor:
-        c, s = cos[positions, None].double(), sin[positions, None].double()
+    def rotated(x: Tensor, layer: int) -> Tensor:
+        c, s = (table[layer][positions, None].double() for table in (cos, sin))
         first, second = x.chunk(2, -1)
         return torch.cat((first * c - second * s, second * c + first * s), -1)
 
-    x = embedding[tokens].double()
+    x = embedding[tokens].double() * scale
     for layer in range(layers):
 
         def linear(given: Tensor, site: str, layer: int = layer) -> Tensor:
@@ -465,13 +513,15 @@ def _decode(dtype: torch.dtype, tolerance: float) -> None:
             out[:3] += torch.cat([low @ b.double().t() for low, b in zip(lows, bs, strict=True)], 1)
             return out
 
-        attn_norm, mlp_norm, q_norm, k_norm = (weight.double() for weight in norms[layer])
+        attn_norm, mlp_norm, q_norm, k_norm, *outputs = (w.double() for w in norms[layer])
         qkv = linear(norm(x, attn_norm), "attn_in").unflatten(1, (-1, e))
         q, k, v = qkv.split((heads, of_keys, of_keys), 1)
-        q, k = rotated(norm(q, q_norm)), rotated(norm(k, k_norm))
-        x = x + linear(step.attend(layer, q, k, v).flatten(1), "attn_out")
+        q, k = rotated(norm(q, q_norm), layer), rotated(norm(k, k_norm), layer)
+        out = linear(step.attend(layer, q, k, v).flatten(1), "attn_out")
+        x = x + (norm(out, outputs[0]) if is_gemma else out)
         gate, up = linear(norm(x, mlp_norm), "mlp_in").chunk(2, 1)
-        x = x + linear(F.silu(gate) * up, "mlp_out")
+        out = linear((_gelu if is_gemma else F.silu)(gate) * up, "mlp_out")
+        x = x + (norm(out, outputs[1]) if is_gemma else out)
     # Two layers round to bf16 about twenty times, so the tolerance is larger.
     _close("the hidden states", found, norm(x, final_norm.double()), 3 * tolerance)
     fresh = whole.decoded(tokens, positions, step.plan, table)

@@ -33,6 +33,13 @@ class PanelLayer:
     mlp_norm: Tensor
     q_norm: Tensor | None
     k_norm: Tensor | None
+    attn_output_norm: Tensor | None
+    mlp_output_norm: Tensor | None
+    cos: Tensor
+    """float32 [max_context, E/2], as is `sin`."""
+    sin: Tensor
+    window: int
+    """The number of positions that a row attends to; 0 for all."""
     qkv: PanelWeight
     qkv_bias: Tensor | None
     o: PanelWeight
@@ -48,11 +55,11 @@ _Layer = np.dtype([(field.name, np.int64) for field in fields(PanelLayer)])
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("layers", "rows", "hidden", "inner")),
-        ("eps", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in ("layers", "rows", "hidden", "inner", "gelu")),
+        *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
         *(
             (name, ctypes.c_void_p)
-            for name in ("layer", "final_norm", "cos", "sin", "embedding", "tokens", "positions")
+            for name in ("layer", "final_norm", "embedding", "tokens", "positions")
         ),
         ("attention", cpu.Attention),
         *((name, ctypes.c_int64) for name in ("blocks", "layer_ranges", "entries")),
@@ -69,14 +76,15 @@ class PanelPass:
     embedding: Tensor
     """[V, D], in the dtype of the matmuls."""
     final_norm: Tensor
-    cos: Tensor
-    """float32 [max_context, E/2], as is `sin`."""
-    sin: Tensor
     eps: float
     heads: tuple[int, int]
     """The number of query heads and of key heads."""
     inner: int
     """The MLP's intermediate size."""
+    uses_gelu: bool = False
+    """Whether the MLP's activation is GELU instead of SiLU."""
+    embedding_scale: float = 1.0
+    """The factor of the embeddings."""
 
     def decoded(
         self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None
@@ -92,15 +100,15 @@ class PanelPass:
             rows=len(tokens),
             hidden=out.shape[1],
             inner=self.inner,
+            gelu=self.uses_gelu,
             eps=self.eps,
+            embedding_scale=self.embedding_scale,
             layer=self._table.ctypes.data,
             final_norm=self.final_norm.data_ptr(),
-            cos=self.cos.data_ptr(),
-            sin=self.sin.data_ptr(),
             embedding=self.embedding.data_ptr(),
             tokens=tokens.data_ptr(),
             positions=positions.data_ptr(),
-            attention=plan.arguments(self.heads, 2 * self.cos.shape[1], 0),
+            attention=plan.arguments(self.heads, 2 * self.layers[0].cos.shape[1], 0),
             blocks=len(plan.blocks),
             layer_ranges=plan.ranges.shape[1],
             entries=len(plan.rows),
@@ -119,7 +127,9 @@ class PanelPass:
         return table
 
 
-def _address(x: Tensor | PanelWeight | None) -> int:
+def _address(x: Tensor | PanelWeight | int | None) -> int:
+    if isinstance(x, int):
+        return x
     if isinstance(x, PanelWeight):
         assert x.address is not None
         return x.address

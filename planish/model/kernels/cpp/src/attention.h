@@ -12,34 +12,40 @@ template <class By, class X>
 void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, X* out, float* lse,
                   Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e;
-    int64_t shared = 0, own = 0;
-    for (int64_t i = 0; i < b.ranges; i++) shared += a.ranges[b.first_range + i].count;
-    if (a.own)
-        for (int64_t r = 0; r < b.count; r++) own = std::max(own, a.own[b.first + r].count);
-    const int64_t shared_width = (shared + 15) / 16 * 16,
+    const Reach reach(a, b);
+    const int64_t own = reach.own - reach.skip_own,
+                  shared_width = (reach.shared - reach.skip_shared + 15) / 16 * 16,
                   width = shared_width + (own + 15) / 16 * 16;
-    Course course(a, b, head, sizeof(X));
+    Course course(a, b, reach, head, sizeof(X));
     const typename By::Query* queries = By::queries(a, b, head, q, scratch);
     float* s = scratch.s.of<float>(m * width);
     float* o = scratch.o.of<float>(m * e);
     std::fill(o, o + m * e, 0.0f);
     const X *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
-         at += n)
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges, reach.skip_shared);
+         int64_t n = walk.next(head, k, v); at += n)
         By::scores(a, queries, m, k, n, scratch, course, s + at, width);
     for (int64_t r = 0; r < b.count; r++) {
-        for (int64_t g = 0; g < a.group; g++)
-            mask_from(s + (r * a.group + g) * width, a.visible[b.first + r], shared_width);
+        const int64_t visible = a.visible[b.first + r], unseen = first_seen(a, b.first + r);
+        for (int64_t g = 0; g < a.group; g++) {
+            float* row = s + (r * a.group + g) * width;
+            mask_from(row, visible - reach.skip_shared, shared_width);
+            mask_until(row, unseen - reach.skip_shared, shared_width);
+        }
         if (!own) continue;
         float* mine_s = s + r * a.group * width;
         int64_t first = shared_width;
         const Range& mine = a.own[b.first + r];
-        for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
+        for (Walk<X> walk(&mine, mine.count > 0, reach.skip_own);
+             int64_t n = walk.next(head, k, v); first += n)
             By::scores(a, queries + r * a.group * e, a.group, k, n, scratch, course, mine_s + first,
                        width);
-        for (int64_t g = 0; g < a.group; g++)
-            mask_from(mine_s + g * width + shared_width, mine.count, width - shared_width);
+        for (int64_t g = 0; g < a.group; g++) {
+            float* row = mine_s + g * width + shared_width;
+            mask_from(row, mine.count - reach.skip_own, width - shared_width);
+            mask_until(row, unseen - visible - reach.skip_own, width - shared_width);
+        }
     }
     Totals* totals = scratch.stats.of<Totals>(m);
     for (int64_t i = 0; i < m; i++) {
@@ -50,14 +56,15 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
         totals[i].exact = By::log_sum(peak, totals[i].exact);
     }
     at = 0;
-    for (Walk<X> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
-         at += n)
+    for (Walk<X> walk(a.ranges + b.first_range, b.ranges, reach.skip_shared);
+         int64_t n = walk.next(head, k, v); at += n)
         By::weigh_values(a, s, at, width, m, v, n, scratch, course, o);
     if (own)
         for (int64_t r = 0; r < b.count; r++) {
             int64_t first = shared_width;
             const Range& mine = a.own[b.first + r];
-            for (Walk<X> walk(&mine, mine.count > 0); int64_t n = walk.next(head, k, v); first += n)
+            for (Walk<X> walk(&mine, mine.count > 0, reach.skip_own);
+                 int64_t n = walk.next(head, k, v); first += n)
                 By::weigh_values(a, s + r * a.group * width, first, width, a.group, v, n, scratch,
                                  course, o + r * a.group * e);
         }
@@ -123,8 +130,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
         grad_rows[i] = g + i * e;
     }
     const float *k[KEYS], *v[KEYS];
-    int64_t at = 0;
-    for (Walk<float> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
+    int64_t at = Reach(a, b).skip_shared;
+    for (Walk<float> walk(a.ranges + b.first_range, b.ranges, at); int64_t n = walk.next(head, k, v);
          at += n) {
         const int64_t padded = (n + 15) / 16 * 16;
         for (int64_t j = 0; j < n; j += LANES) {
@@ -137,6 +144,7 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
             if (seen <= 0) break;
             first = i;
             mask_from(s + i * KEYS, seen, padded);
+            mask_until(s + i * KEYS, first_seen(a, b.first + i / a.group) - at, padded);
             for (int64_t j = 0; j < padded; j += LANES) {
                 V p = exp_(sub(load(s + i * KEYS + j), all(stats[i])));
                 p = only(tail(n - j), p);
@@ -255,9 +263,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
                                   const uint16_t* k0, uint16_t* grad_q, float* grad_k,
                                   float* grad_v, Scratch& scratch) {
     const int64_t m = b.count * a.group, e = a.e, even = m + m % 2, row_size = a.heads * e;
-    int64_t width = 0;
-    for (int64_t i = 0; i < b.ranges; i++) width += a.ranges[b.first_range + i].count;
-    width = (width + 15) / 16 * 16;
+    const Reach reach(a, b);
+    const int64_t skip = reach.skip_shared, width = (reach.shared - skip + 15) / 16 * 16;
     uint16_t* queries = Pairs::of_rows(a, b, head, q, scratch.q.of<uint16_t>(even * e));
     const uint16_t* g = Pairs::of_rows(a, b, head, grad, scratch.g.of<uint16_t>(m * e));
     float* s = scratch.s.of<float>(m * width);
@@ -266,8 +273,8 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     std::fill(ds + m * width, ds + even * width, 0.0f);
     const uint16_t *k[KEYS], *v[KEYS];
     int64_t at = 0;
-    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
-         at += n) {
+    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges, skip);
+         int64_t n = walk.next(head, k, v); at += n) {
         Pairs::many_dots(queries, m, e, k, n, a.scale * Pairs::PER_LN, scratch, s + at, width);
         Pairs::many_dots(g, m, e, v, n, 1.0f, scratch, ds + at, width);
     }
@@ -276,7 +283,9 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     for (int64_t i = 0; i < m; i++) {
         const int64_t row =
             a.rows[b.first + i / a.group] * a.heads * a.group + head * a.group + i % a.group;
-        slopes(s + i * width, ds + i * width, std::min(a.visible[b.first + i / a.group], at), width,
+        const int64_t entry = b.first + i / a.group;
+        mask_until(s + i * width, first_seen(a, entry) - skip, width);
+        slopes(s + i * width, ds + i * width, std::min(a.visible[entry] - skip, at), width,
                lse[row], a.scale);
         twice[2 * i] = twice[2 * i + 1] = g + i * e;
     }
@@ -288,10 +297,10 @@ inline void attend_block_backward(const Attention& a, const Block& b, int64_t he
     float* dq = scratch.o.of<float>(m * e);
     std::fill(dq, dq + m * e, 0.0f);
     at = 0;
-    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges); int64_t n = walk.next(head, k, v);
-         at += n) {
+    for (Walk<uint16_t> walk(a.ranges + b.first_range, b.ranges, skip);
+         int64_t n = walk.next(head, k, v); at += n) {
         int64_t first = m;  // queries before it see nothing of this tile
-        while (first && a.visible[b.first + (first - 1) / a.group] > at) first--;
+        while (first && a.visible[b.first + (first - 1) / a.group] > at + skip) first--;
         if (first == m) continue;
         const int64_t padded = (n + 15) / 16 * 16, blind = first / 2;
         const uint32_t* d = (const uint32_t*)ds + at / 2;

@@ -24,7 +24,8 @@ struct Block {
 };
 
 struct Attention {
-    int64_t heads, group, e;
+    // window: positions that a row attends to, with its own; 0 if it attends to all before it.
+    int64_t heads, group, e, window;
     float scale;
     const Block* blocks;
     const Range* ranges;
@@ -33,6 +34,21 @@ struct Attention {
     const Range* own;  // one for each entry, behind the shared positions; or null
 };
 
+// The keys of one block that no window hides. Skipped keys are whole tiles, so that the remaining
+// ones are added in the same order as if they had been multiplied by weights of 0.
+struct Reach {
+    int64_t shared = 0, own = 0;            // positions of the ranges; the most of own ones
+    int64_t skip_shared = 0, skip_own = 0;  // leading positions that no row attends to
+
+    inline Reach(const Attention& a, const Block& b);
+};
+
+// The first position that an entry attends to.
+inline int64_t first_seen(const Attention& a, int64_t entry) {
+    if (!a.window) return 0;
+    return a.visible[entry] + (a.own ? a.own[entry].count : 0) - a.window;
+}
+
 // Asks for the rows of one block and head some way before they are read: keys, then values, each
 // the shared ones, then every row's own. They mostly come from memory, in pieces too short for the
 // CPU to foresee.
@@ -40,7 +56,8 @@ class Course {
     static constexpr int64_t AHEAD = 64;
     const Attention& a;
     const Block& b;
-    int64_t head, size, row_bytes, segment = 0, left = 0, step = 0;
+    const Reach& reach;
+    int64_t head, size, row_bytes, segment = 0, left = 0, step = 0, hidden = 0;
     const char* at = nullptr;
 
     void next_segment() {
@@ -49,15 +66,19 @@ class Course {
             const int64_t i = segment % segments;
             const Range& range =
                 i < b.ranges ? a.ranges[b.first_range + i] : a.own[b.first + i - b.ranges];
-            left = range.count;
+            if (!i) hidden = reach.skip_shared;
+            const int64_t skip = std::min(i < b.ranges ? hidden : reach.skip_own, range.count);
+            if (i < b.ranges) hidden -= skip;
+            left = range.count - skip;
             step = range.row * size;
-            at = (const char*)(segment < segments ? range.k : range.v) + head * range.head * size;
+            at = (const char*)(segment < segments ? range.k : range.v) + head * range.head * size +
+                 skip * step;
         }
     }
 
   public:
-    Course(const Attention& a, const Block& b, int64_t head, int64_t size)
-        : a(a), b(b), head(head), size(size), row_bytes(a.e * size) {
+    Course(const Attention& a, const Block& b, const Reach& reach, int64_t head, int64_t size)
+        : a(a), b(b), reach(reach), head(head), size(size), row_bytes(a.e * size) {
         fetch(AHEAD);
     }
     void fetch(int64_t rows) {
@@ -147,6 +168,20 @@ inline void weighted_rows(const float* w, int64_t stride, int64_t rows, const fl
 
 constexpr int KEYS = 64;  // keys of a tile
 
+inline Reach::Reach(const Attention& a, const Block& b) {
+    for (int64_t i = 0; i < b.ranges; i++) shared += a.ranges[b.first_range + i].count;
+    int64_t of_shared = std::numeric_limits<int64_t>::max(), of_own = of_shared;
+    for (int64_t r = b.first; r < b.first + b.count; r++) {
+        const int64_t first = first_seen(a, r);
+        of_shared = std::min(of_shared, first);
+        if (!a.own) continue;
+        own = std::max(own, a.own[r].count);
+        of_own = std::min(of_own, first - a.visible[r]);
+    }
+    skip_shared = std::clamp<int64_t>(of_shared, 0, shared) / KEYS * KEYS;
+    if (a.own) skip_own = std::max<int64_t>(of_own, 0) / KEYS * KEYS;
+}
+
 // weighted_rows over all columns, 64 at a time.
 inline void add_weighted(const float* w, int64_t stride, int64_t rows, const float* const* values,
                          int64_t n, float* out, int64_t e) {
@@ -168,7 +203,11 @@ struct Walk {
     const Range* range;
     int64_t left, at = 0;
 
-    Walk(const Range* ranges, int64_t n) : range(ranges), left(n) {}
+    // Begins behind the first `skip` positions.
+    Walk(const Range* ranges, int64_t n, int64_t skip) : range(ranges), left(n) {
+        for (; left && skip >= range->count; range++, left--) skip -= range->count;
+        at = skip;
+    }
 
     // Where the keys and values of the next positions lie, at most KEYS; the last is repeated up to
     // a multiple of 16. How many there are.
@@ -365,6 +404,10 @@ inline float largest(const float* w, int64_t n) {
     V top = all(-std::numeric_limits<float>::infinity());
     for (int64_t j = 0; j < n; j += LANES) top = larger(load(w + j), top);
     return largest_lane(top);
+}
+
+inline void mask_until(float* s, int64_t end, int64_t n) {
+    for (int64_t j = 0; j < std::min(end, n); j++) s[j] = -std::numeric_limits<float>::infinity();
 }
 
 inline void mask_from(float* s, int64_t first, int64_t n) {

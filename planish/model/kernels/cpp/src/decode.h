@@ -13,22 +13,25 @@
 namespace {
 
 // Frozen weights of a decoder layer: norms, and products as panels with their biases, which may be
-// null. Norms of heads likewise.
+// null. Norms of heads, and of the outputs of attention and MLP, likewise. cos, sin: [positions,
+// E/2]. window: as in Attention.
 template <class X>
 struct Layer {
-    const float *input_norm, *mlp_norm, *q_norm, *k_norm;
+    const float *input_norm, *mlp_norm, *q_norm, *k_norm, *attn_output_norm, *mlp_output_norm, *cos,
+        *sin;
+    int64_t window;
     const X *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;
 };
 
 // New rows of running samples through all layers. Attention and adapters [layers, SITES,
 // n_adapters] are those of the first layer; ranges, and ranges of their own, of the next layer lie
-// `layer_ranges` and `entries` further. cos, sin: [positions, E/2].
+// `layer_ranges` and `entries` further. gelu: whether the MLP's activation is GELU instead of SiLU.
 template <class X>
 struct Pass {
-    int64_t layers, rows, hidden, inner;
-    float eps;
+    int64_t layers, rows, hidden, inner, gelu;
+    float eps, embedding_scale;
     const Layer<X>* layer;
-    const float *final_norm, *cos, *sin;
+    const float* final_norm;
     const X* embedding;
     const int64_t *tokens, *positions;
     Attention attention;
@@ -95,11 +98,20 @@ void decode(const Pass<X>& p, X* out, int threads) {
       *act = gate_up + rows * 2 * p.inner;
     for (int64_t t = 0; t < rows; t++) {
         const X* from = p.embedding + p.tokens[t] * p.hidden;
-        for (int64_t i = 0; i < p.hidden; i += LANES)
-            store(x + t * p.hidden + i, load(from + i, tail(p.hidden - i)), tail(p.hidden - i));
-        std::memcpy(cos + t * (e / 2), p.cos + p.positions[t] * (e / 2), 2 * e);
-        std::memcpy(sin + t * (e / 2), p.sin + p.positions[t] * (e / 2), 2 * e);
+        X* scaled = h + t * p.hidden;  // the product is rounded to X before it is widened
+        for (int64_t i = 0; i < p.hidden; i += LANES) {
+            const Tail there = tail(p.hidden - i);
+            store(scaled + i, mul(load(from + i, there), all(p.embedding_scale)), there);
+            store(x + t * p.hidden + i, load(scaled + i, there), there);
+        }
     }
+    const float* table = nullptr;  // whose rows `cos` and `sin` hold
+    auto output_norm = [&](const float* weight) {
+        if (!weight) return;
+        parallel(rows, rows * p.hidden, threads, [=, &p](int64_t first, int64_t last) {
+            norm_heads(more + first * p.hidden, p.hidden, weight, p.eps, last - first, 1, p.hidden);
+        });
+    };
     if (p.entries < rows)
         std::fill(attended, attended + rows * q_size, 0);  // rows that attend to nothing
     auto linear = [&](const X* panels, const X* bias, const X* from, int64_t in, X* to,
@@ -114,17 +126,29 @@ void decode(const Pass<X>& p, X* out, int threads) {
     Attention attention = p.attention;
     for (int64_t l = 0; l < p.layers; l++) {
         const Layer<X>& own = p.layer[l];
+        attention.window = own.window;
+        if (own.cos != table)
+            for (int64_t t = 0; t < rows; t++) {
+                std::memcpy(cos + t * (e / 2), own.cos + p.positions[t] * (e / 2), 2 * e);
+                std::memcpy(sin + t * (e / 2), own.sin + p.positions[t] * (e / 2), 2 * e);
+            }
+        table = own.cos;
         rms_norm<X, X>(x, l ? more : nullptr, own.input_norm, p.eps, x, h, nullptr, rows, p.hidden,
                        threads);
         linear(own.qkv, own.qkv_bias, h, p.hidden, qkv, {q_size, k_size, k_size}, l * SITES);
         heads_of_rows(p, own, attention, qkv, cos, sin, q, k, threads);
         attend(attention, p.blocks, q, attended, nullptr, threads);
         linear(own.o, own.o_bias, attended, q_size, more, {p.hidden}, l * SITES + 1);
+        output_norm(own.attn_output_norm);
         rms_norm<X, X>(x, more, own.mlp_norm, p.eps, x, h, nullptr, rows, p.hidden, threads);
         linear(own.gate_up, own.gate_up_bias, h, p.hidden, gate_up, {p.inner, p.inner},
                l * SITES + 2);
-        swiglu(gate_up, act, rows, p.inner, threads);
+        if (p.gelu)
+            geglu(gate_up, act, rows, p.inner, threads);
+        else
+            swiglu(gate_up, act, rows, p.inner, threads);
         linear(own.down, own.down_bias, act, p.inner, more, {p.hidden}, l * SITES + 3);
+        output_norm(own.mlp_output_norm);
         attention.ranges += p.layer_ranges;
         attention.own += p.entries;
     }

@@ -1,4 +1,4 @@
-// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, SwiGLU, attention, products
+// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, gated activations, attention, products
 // with frozen weights and with adapters. Every function has a twin in torch, which the tests
 // compare.
 //
@@ -52,6 +52,13 @@ Told told(F f) {
     EXPORT Told swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows,         \
                                     int64_t d, int threads) {                                      \
         return told([&] { swiglu_backward<X>(grad, gate_up, out, rows, d, threads); });            \
+    }                                                                                              \
+    EXPORT Told geglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {        \
+        return told([&] { geglu<X>(gate_up, out, rows, d, threads); });                            \
+    }                                                                                              \
+    EXPORT Told geglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows,          \
+                                   int64_t d, int threads) {                                       \
+        return told([&] { geglu_backward<X>(grad, gate_up, out, rows, d, threads); });             \
     }                                                                                              \
     EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact,        \
                                 int64_t k, const float* temperature, float* weights, float* out,   \
