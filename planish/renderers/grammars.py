@@ -18,8 +18,14 @@ from planish.renderers.renderer import Renderer
 from planish.renderers.tool_calls import CALL, CALL_END, call_opening
 
 ANY_TEXT = r"/(.|\n)*/"
-_JSON_DUMPS = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""White space as json.dumps writes it, and as chat templates write tool calls."""
+_JSON_OPTIONS = {
+    "whitespace_flexible": False,
+    "item_separator": ", ?",
+    "key_separator": ": ?",
+}
+"""JSON is written in one line, with at most one space after each comma and colon, as by the engine's
+own constraints. If any white space were allowed, a model could write nothing else.
+"""
 _THINK, _THINK_END = Control("<think>"), Control("</think>")
 
 
@@ -34,25 +40,16 @@ class CallableTool:
     """Whether to reject a schema that has an unknown keyword. Otherwise the keyword is ignored."""
 
 
-def json_rule(schema: Mapping[str, Any] | bool, strict: bool, compact: bool = False) -> str:
-    """Return the Lark expression for JSON that `schema` accepts. With `compact`, its white space is
-    that of json.dumps. Unless `strict`, unknown keywords of the schema are ignored.
+def json_rule(schema: Mapping[str, Any], strict: bool) -> str:
+    """Return the Lark expression for JSON that `schema` accepts. Unless `strict`, keywords of the
+    schema that llguidance does not know are ignored.
     """
-    return f"%json {schema_text(schema, strict, compact)}"
+    return f"%json {schema_text(schema, strict)}"
 
 
-def schema_text(schema: Mapping[str, Any] | bool, strict: bool, compact: bool = False) -> str:
+def schema_text(schema: Mapping[str, Any], strict: bool) -> str:
     """Return a JSON schema as text, with llguidance's options for white space and keywords."""
-    if isinstance(schema, bool):
-        return json.dumps(schema)
-    options = {**(_JSON_DUMPS if compact else _FEW_BLANKS), "lenient": not strict}
-    return json.dumps({**schema, "x-guidance": options})
-
-
-_FEW_BLANKS = {"whitespace_flexible": True, "whitespace_pattern": r"(\n[ ]{0,40}|[ ])"}
-"""White space of JSON in an answer: one blank, or a line break and its indentation. Otherwise a
-small model may write blanks without end.
-"""
+    return json.dumps({**schema, "x-guidance": {**_JSON_OPTIONS, "lenient": not strict}})
 
 
 def literal(text: str) -> str:
@@ -92,7 +89,7 @@ def calls_rules(
     for number, tool in enumerate(tools):
         # Arguments are a JSON object, also where a schema does not say so.
         schema = {"type": "object", **tool.parameters}
-        arguments = json_rule(schema, tool.strict, compact=True)
+        arguments = json_rule(schema, tool.strict)
         rules.append(
             f"call_{number}: {literal(call_opening(tool.name))} {arguments} {literal('}' + chr(10))}"
         )

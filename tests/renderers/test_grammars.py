@@ -94,8 +94,8 @@ CASES: list[tuple[str, dict[str, Any], dict[str, bool]]] = [
         {
             ADD: True,
             '{"z": true}': True,
-            '{\n  "z": false\n}': True,
-            '{\n\n\n"z": true}': False,
+            '{"z":false}': True,
+            '{\n  "z": true\n}': False,
             '{"z": 1}': False,
             f'{{"z": true}}{ADD}': False,
         },

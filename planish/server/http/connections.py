@@ -29,6 +29,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import h11
+import orjson
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -45,6 +47,25 @@ _BUSY = b'{"detail":"this server has too many connections; try again later"}'
 _BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
     b"connection: close\r\ncontent-length: %d\r\n\r\n%s" % (len(_BUSY), _BUSY)
+)
+_INVALID_DETAIL = (
+    "the request is not HTTP/1.1: its headers have more than 64 KiB, or a part of it is invalid"
+)
+# The path is unknown, so this body has what the SDK reads and what OpenAI's clients read.
+_INVALID = orjson.dumps(
+    {
+        "detail": _INVALID_DETAIL,
+        "error": {
+            "message": _INVALID_DETAIL,
+            "type": "invalid_request_error",
+            "param": None,
+            "code": None,
+        },
+    }
+)
+_INVALID_RESPONSE = (
+    b"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    b"content-length: %d\r\n\r\n%s" % (len(_INVALID), _INVALID)
 )
 
 
@@ -297,6 +318,12 @@ class _LimitedProtocol(H11Protocol):
             return
         self.table.received(self.connection)
         super().data_received(data)
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is not HTTP with JSON, as all other errors."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.write(_INVALID_RESPONSE)
+        self.transport.close()
 
     def pause_writing(self) -> None:
         if self.connection is not None:

@@ -74,9 +74,9 @@ def chat_constraint(
         callable_tools = []
     if callable_tools:
         instead = None if must_call else _rule(answer) if answer else ANY_TEXT
-        rules = calls_rules(
-            renderer, callable_tools, several=request.parallel_tool_calls, instead=instead
-        )
+        # A named function is called once, as in vLLM: a small model would repeat it without end.
+        several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
+        rules = calls_rules(renderer, callable_tools, several=several, instead=instead)
         return _checked("tools", lambda: Constraint("lark", message_grammar(renderer, rules)))
     if answer is None:
         return None
