@@ -180,6 +180,43 @@ _NOT_NEEDED = (
 """Requests that no replay needs."""
 
 
+_JUMP_SECONDS = 60.0
+"""A larger change of the clock between two looks is a jump."""
+
+
+class ClockWatch:
+    """Tells for how long the system's clock has not jumped. A wrong clock must not delete anything:
+    within minutes to an hour, time synchronization or an operator corrects it.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = lambda: time.time(),
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Both functions return seconds."""
+        self._clock, self._monotonic = clock, monotonic
+        self._since = monotonic()
+        self._offset = clock() - self._since
+
+    def steady_seconds(self) -> float:
+        """Return the seconds since the start or the last jump. A suspended machine counts as a
+        jump. Must be called often, because it compares the clock with the previous call.
+        """
+        now = self._monotonic()
+        offset = self._clock() - now
+        jump, self._offset = offset - self._offset, offset
+        if abs(jump) > _JUMP_SECONDS:
+            self._since = now
+            _log.warning(
+                "the system's clock has jumped by %+.0f seconds, or the machine was suspended; "
+                "nothing that has expired is deleted until the clock has run for expiry_delay "
+                "without another jump",
+                jump,
+            )
+        return now - self._since
+
+
 @dataclass(frozen=True)
 class Cleanup:
     """Removes what has expired, in a background task."""
@@ -187,6 +224,12 @@ class Cleanup:
     _services: Services
     _models: ModelRegistry
     _samplers: Samplers
+    _clock: ClockWatch = field(default_factory=ClockWatch)
+
+    @property
+    def _may_expire(self) -> bool:
+        """Whether the clock can be trusted."""
+        return self._clock.steady_seconds() >= self._services.settings.expiry_delay
 
     async def run(self) -> None:
         """Clean up until the task is cancelled."""
@@ -201,6 +244,7 @@ class Cleanup:
                     self._services.settings.idle_seconds
                 )
             )
+            self._clock.steady_seconds()
             if time.monotonic() - last >= _ROUND_SECONDS:
                 last = time.monotonic()
                 await self.clean()
@@ -209,7 +253,8 @@ class Cleanup:
         """Run the parts of the cleanup that are due only every 30 seconds. Files are deleted first,
         because on a full disk every write to the database waits for space.
         """
-        await self._guarded(self._services.checkpoints.remove_expired)
+        if self._may_expire:
+            await self._guarded(self._services.checkpoints.remove_expired)
         await self._guarded(self._services.sessions.write_seen)
         await self._guarded(self._end_stale_sessions)
         await self._guarded(self._close_samplers)
@@ -265,10 +310,11 @@ class Cleanup:
 
     async def _drop_results(self) -> None:
         now = time.time()
-        while await self._services.store.keep(self._drop_before, now) == _BATCH:
-            pass
+        if self._may_expire:
+            while await self._services.store.keep(self._drop_before, now) == _BATCH:
+                pass
+            await self._services.store.keep(drop_sessions, "ended < ?", [now - _ENDED_SECONDS])
         await self._services.store.keep(self._drop_large, now)
-        await self._services.store.keep(drop_sessions, "ended < ?", [now - _ENDED_SECONDS])
         await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:

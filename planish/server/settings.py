@@ -70,6 +70,10 @@ class ServerSettings:
     """A session ends when its client has sent nothing for this long, in seconds."""
     result_retention: float = 6 * 3600
     """How long a result can be read, in seconds."""
+    expiry_delay: float = 3600
+    """Expired checkpoints, results and sessions are deleted only when the system's clock has run
+    for this long without a jump, in seconds. The time before the server's start does not count.
+    """
 
     # Disk.
     result_bytes: int = 4 * _GIB

@@ -209,6 +209,7 @@ def test_replacing_an_expired_checkpoint_does_not_deadlock(store, adapter):
 def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
     store, adapter, monkeypatch
 ):
+    monkeypatch.setattr(checkpoints, "_EXPIRED_SECONDS", 0.0)
     let_it_expire(store)
     read = checkpoints.read_manifest
 
@@ -223,7 +224,8 @@ def test_removing_an_expired_checkpoint_spares_a_newer_one_saved_meanwhile(
     assert store.exists(SOURCE)
 
 
-def test_an_expired_checkpoint_is_rejected_while_its_run_is_locked(store):
+def test_an_expired_checkpoint_is_rejected_while_its_run_is_locked(store, monkeypatch):
+    monkeypatch.setattr(checkpoints, "_EXPIRED_SECONDS", 0.0)
     directory = let_it_expire(store)
     with FileLock(directory.parents[1] / ".lock"):
         with pytest.raises(CheckpointError, match="expired at"):

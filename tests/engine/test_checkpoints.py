@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 
 import planish.engine.checkpoints.files as checkpoint_files
 import planish.engine.checkpoints.store as checkpoints
+from planish.engine.checkpoints import store as checkpoint_store
 from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, OPTIMIZER
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter, data_directory
 from planish.engine.training.adapters import Adapter
@@ -266,7 +267,8 @@ def test_reading_with_another_adapter_layout_is_rejected(store, model_dir):
         store.read(TRAINING, other, False)
 
 
-def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir):
+def test_an_expired_checkpoint_is_rejected_and_removed(store, model_dir, monkeypatch):
+    monkeypatch.setattr(checkpoint_store, "_EXPIRED_SECONDS", 0.0)
     adapter = trained(model_dir)
     store.save(Label(TRAINING, ttl_seconds=3600), saved(adapter))
     assert store.records()[0].expires_at is not None

@@ -46,6 +46,7 @@ SETTINGS = ServerSettings(
     idle_seconds=5.0,
     adapter_memory_bytes=4_000_000,
     result_retention=30.0,
+    expiry_delay=10.0,
     result_memory_bytes=1 << 20,
     unnamed_sampler_bytes=4_000_000,
 )

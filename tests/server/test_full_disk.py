@@ -93,7 +93,7 @@ def test_answers_wait_until_a_full_disk_accepts_them(model_dir, tmp_path, monkey
 @pytest.mark.slow
 def test_expired_checkpoints_are_deleted_from_a_full_disk(model_dir, data_dir, monkeypatch):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
+        async with running(model_dir, data_dir, ServerSettings(expiry_delay=1e-3)) as server:
             model = await (await Client.start(server)).model()
             for name in "ab":
                 await model.save(name, ttl_seconds=1)

@@ -235,7 +235,7 @@ def test_a_pending_unload_survives_a_restart(model_dir, data_dir):
 
 def test_ended_sessions_are_forgotten_after_a_week(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
+        async with running(model_dir, data_dir, ServerSettings(expiry_delay=1e-3)) as server:
             old, new = await Client.start(server), await Client.start(server)
             for client in (old, new):
                 await (await client.model()).publish()

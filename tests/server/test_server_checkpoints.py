@@ -13,6 +13,9 @@ from planish.server.results import BadRequest, Gone, NotFound
 from planish.server.settings import ServerSettings
 from planish.service import SaveWeights, SaveWeightsForSampler
 
+AT_ONCE = ServerSettings(expiry_delay=1e-3)
+"""What has expired is deleted soon after a start."""
+
 
 def test_lists_are_newest_first_and_in_pages(model_dir, data_dir):
     async def scenario() -> None:
@@ -103,7 +106,7 @@ def test_invalid_checkpoint_paths_are_rejected(model_dir, data_dir, path):
 @pytest.mark.slow
 def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
+        async with running(model_dir, data_dir, AT_ONCE) as server:
             client = await Client.start(server)
             model = await client.model()
             path = await model.save("a", ttl_seconds=1)
@@ -123,7 +126,7 @@ def test_an_expired_checkpoint_is_not_found(model_dir, data_dir):
 @pytest.mark.slow
 def test_a_checkpoint_saved_again_while_it_expires_stays(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
+        async with running(model_dir, data_dir, AT_ONCE) as server:
             client = await Client.start(server)
             model = await client.model()
             for name in "ab":
@@ -190,7 +193,7 @@ def test_a_damaged_checkpoint_stays_listed_until_restored_or_deleted(model_dir, 
 @pytest.mark.slow
 def test_a_damaged_checkpoint_does_not_block_expiry_of_others(model_dir, data_dir):
     async def scenario() -> None:
-        async with running(model_dir, data_dir) as server:
+        async with running(model_dir, data_dir, AT_ONCE) as server:
             model = await (await Client.start(server)).model()
             for name in "ab":
                 await model.save(name, ttl_seconds=1)
@@ -239,7 +242,8 @@ def test_a_download_token_opens_one_checkpoint_for_a_while(model_dir, data_dir):
             model = await (await Client.start(server)).model()
             path = await model.save("a")
             token = server.checkpoints.token(TENANT, path, 60)
-            files = await server.checkpoints.files_of_token(token)
+            tenant, files = await server.checkpoints.files_of_token(token)
+            assert tenant == TENANT
             assert {"adapter_model.safetensors", "adapter_config.json"} <= set(files.names)
             assert all(file.is_file() for file in files.paths.values())
             old = server.checkpoints.token(TENANT, path, -1)
@@ -348,7 +352,10 @@ def test_sessions_have_time_to_return_after_the_server_was_suspended(
 def test_results_expire_and_published_samplers_use_bounded_space(model_dir, data_dir):
     async def scenario() -> None:
         settings = ServerSettings(
-            result_retention=0.3, unnamed_sampler_bytes=100_000, result_memory_bytes=1
+            result_retention=0.3,
+            unnamed_sampler_bytes=100_000,
+            result_memory_bytes=1,
+            expiry_delay=1e-3,
         )
         async with running(model_dir, data_dir, settings) as server:
             client = await Client.start(server)

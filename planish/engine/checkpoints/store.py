@@ -8,8 +8,9 @@ Replacing a checkpoint takes two renames under a lock file of the run. If the pr
 between them, the old checkpoint keeps a temporary name, and the next reader renames it back.
 Readers take no lock. They repeat a read or a copy if the checkpoint was replaced meanwhile.
 
-Expired checkpoints are rejected, and removed when a reader finds them. A run without checkpoints
-has no directory.
+Expired checkpoints are rejected, and removed by a reader that finds them a day after another reader
+has found them expired: the clock may be wrong when the first one looks. The modification time of an
+expired checkpoint's directory tells when that was. A run without checkpoints has no directory.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -58,6 +60,8 @@ _SEGMENT: dict[CheckpointType, str] = {"training": "weights", "sampler": "sample
 _TYPE: dict[str, CheckpointType] = {segment: kind for kind, segment in _SEGMENT.items()}
 
 _LOCK = ".lock"
+_EXPIRED_SECONDS = 86400.0
+"""How long an expired checkpoint stays on disk after a reader has found it expired."""
 
 R = TypeVar("R")
 
@@ -420,12 +424,20 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove_expired(self, target: Path) -> None:
-        """Remove the checkpoint if it has expired and its run is not locked.
+        """Remove the checkpoint if it was found expired a day ago, and its run is not locked. Note
+        the present time if this is the first reader that finds it expired.
 
         Readers reject an expired checkpoint even if it is not removed.
         """
         with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
-            if _has_expired(read_manifest(target)):
+            manifest, now = read_manifest(target), time.time()
+            if manifest.expires_at is None or not _has_expired(manifest):
+                return
+            # No entry of the directory has changed since it was written, before it expired.
+            noted = target.stat().st_mtime
+            if not manifest.expires_at.timestamp() <= noted <= now:
+                os.utime(target, (now, now))
+            elif now - noted >= _EXPIRED_SECONDS:
                 _remove(target)
 
     def _restore_previous(self, target: Path) -> None:
