@@ -22,8 +22,8 @@ from contextlib import suppress
 from rich.console import Console
 from rich.text import Text
 
-from planish.commands.chat_session import ChatSession, Draws, Ended
-from planish.commands.chat_voice import Piece, listening
+from planish.commands.chat_sampler import Piece, open_chat_sampler
+from planish.commands.chat_session import ChatSession, Ended, SamplingOptions
 from planish.commands.runs import add_place_arguments
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
@@ -69,22 +69,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> None:
     """Run `planish chat` until the input ends or a line says /quit."""
-    draws = Draws(arguments.temperature, arguments.max_tokens, arguments.seed)
-    with listening(
+    sampling = SamplingOptions(arguments.temperature, arguments.max_tokens, arguments.seed)
+    with open_chat_sampler(
         arguments.model,
         arguments.renderer,
         arguments.base_url,
         arguments.api_key,
         arguments.data_dir,
-    ) as voice:
-        session = ChatSession(voice, draws, arguments.system)
+    ) as sampler:
+        session = ChatSession(sampler, sampling, arguments.system)
         at_terminal = sys.stdin.isatty()
         screen = Screen(at_terminal)
         if at_terminal:
             screen.note(
-                f"{voice.name}, renderer {voice.renderer.name}. /help lists the commands, Ctrl-D ends."
+                f"{sampler.name}, renderer {sampler.renderer.name}. /help lists the commands, "
+                "Ctrl-D ends."
             )
-            if not voice.streams:
+            if not sampler.streams:
                 screen.note("Of a server's model an answer is shown when it is whole.")
         converse(session, _typed(screen) if at_terminal else _piped(), screen)
 

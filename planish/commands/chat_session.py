@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from planish.commands.chat_voice import Answer, Show, Voice
+from planish.commands.chat_sampler import Answer, ChatSampler, Show
 from planish.completers import derived_seed
 from planish.errors import StorageError, UserError
 
@@ -26,7 +26,7 @@ HELP = """\
 
 
 @dataclass
-class Draws:
+class SamplingOptions:
     """The sampling options of a conversation."""
 
     temperature: float
@@ -37,16 +37,16 @@ class Draws:
         check_temperature(self.temperature)
         if self.max_tokens < 1:
             raise UserError(f"max_tokens={self.max_tokens}: give a whole number of at least 1")
-        self._drawn = 0
+        self._num_answers = 0
 
     def next_seed(self) -> int | None:
         """Return a new seed for each answer, also for another answer to the same message."""
-        self._drawn += 1
-        return None if self.seed is None else derived_seed(self.seed, self._drawn)
+        self._num_answers += 1
+        return None if self.seed is None else derived_seed(self.seed, self._num_answers)
 
 
 @dataclass(frozen=True)
-class Taken:
+class LineResult:
     """The result of a processed line, if the chat continues."""
 
     note: str = ""
@@ -63,12 +63,14 @@ class Ended:
 class ChatSession:
     """A conversation that processes one line at a time."""
 
-    def __init__(self, voice: Voice, draws: Draws, system: str | None = None) -> None:
+    def __init__(
+        self, sampler: ChatSampler, sampling: SamplingOptions, system: str | None = None
+    ) -> None:
         self.system = system
         self.turns: list[Mapping[str, Any]] = []
         """The messages of user and assistant, alternating."""
-        self._voice = voice
-        self._draws = draws
+        self._sampler = sampler
+        self._sampling = sampling
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -76,17 +78,17 @@ class ChatSession:
         system = [{"role": "system", "content": self.system}] if self.system else []
         return [*system, *self.turns]
 
-    def take(self, line: str, show: Show) -> Taken | Ended:
+    def take(self, line: str, show: Show) -> LineResult | Ended:
         """Send a line as a message, or run its command. On UserError the conversation is
         unchanged.
         """
         if not line.startswith("/"):
-            return self._said(line, show)
+            return self._send(line, show)
         if line.startswith("//"):
-            return self._said(line[1:], show)
+            return self._send(line[1:], show)
         name, _, argument = line[1:].partition(" ")
-        commands: Mapping[str, Callable[[str], Taken | Ended]] = {
-            "help": lambda _: Taken(HELP),
+        commands: Mapping[str, Callable[[str], LineResult | Ended]] = {
+            "help": lambda _: LineResult(HELP),
             "reset": self._reset,
             "system": self._set_system,
             "retry": lambda _: self._retry(show),
@@ -104,7 +106,7 @@ class ChatSession:
             raise UserError(f"/{name} takes nothing after it")
         return commands[name](argument.strip())
 
-    def _said(self, text: str, show: Show) -> Taken:
+    def _send(self, text: str, show: Show) -> LineResult:
         turns = self.turns
         self.turns = [*turns, {"role": "user", "content": text}]
         try:
@@ -113,7 +115,7 @@ class ChatSession:
             self.turns = turns
             raise
 
-    def _retry(self, show: Show) -> Taken:
+    def _retry(self, show: Show) -> LineResult:
         if not self.turns:
             raise UserError("/retry: nothing was said yet")
         turns = self.turns
@@ -124,29 +126,29 @@ class ChatSession:
             self.turns = turns
             raise
 
-    def _answer(self, show: Show) -> Taken:
-        draws = self._draws
-        answer = self._voice.answer(
-            self.messages, draws.temperature, draws.max_tokens, draws.next_seed(), show
+    def _answer(self, show: Show) -> LineResult:
+        sampling = self._sampling
+        answer = self._sampler.answer(
+            self.messages, sampling.temperature, sampling.max_tokens, sampling.next_seed(), show
         )
         self.turns = [*self.turns, answer.message]
-        return Taken(_note(answer), is_answer=True)
+        return LineResult(_note(answer), is_answer=True)
 
-    def _reset(self, _: str) -> Taken:
+    def _reset(self, _: str) -> LineResult:
         self.turns = []
-        return Taken("conversation cleared")
+        return LineResult("conversation cleared")
 
-    def _set_system(self, text: str) -> Taken:
+    def _set_system(self, text: str) -> LineResult:
         self.system = text or None
-        return Taken("system message set" if text else "no system message")
+        return LineResult("system message set" if text else "no system message")
 
-    def _undo(self, _: str) -> Taken:
+    def _undo(self, _: str) -> LineResult:
         if not self.turns:
             raise UserError("/undo: nothing was said yet")
         self.turns = self.turns[:-2]
-        return Taken(f"last exchange removed; {len(self.turns) // 2} left")
+        return LineResult(f"last exchange removed; {len(self.turns) // 2} left")
 
-    def _save(self, name: str) -> Taken:
+    def _save(self, name: str) -> LineResult:
         if not name:
             raise UserError("/save: give the name of a file")
         if not self.turns:
@@ -157,16 +159,16 @@ class ChatSession:
                 file.write(json.dumps({"messages": self.messages}, ensure_ascii=False) + "\n")
         except OSError as error:
             raise StorageError(f"/save {name}: {error}") from error
-        return Taken(f"appended to {path}")
+        return LineResult(f"appended to {path}")
 
-    def _set_temperature(self, text: str) -> Taken:
+    def _set_temperature(self, text: str) -> LineResult:
         try:
             temperature = float(text)
         except ValueError:
             raise UserError(f"/temperature {text}: give a number") from None
         check_temperature(temperature)
-        self._draws.temperature = temperature
-        return Taken(f"temperature {temperature:g}")
+        self._sampling.temperature = temperature
+        return LineResult(f"temperature {temperature:g}")
 
 
 def check_temperature(temperature: float) -> None:

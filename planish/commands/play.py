@@ -76,9 +76,9 @@ def run(arguments: argparse.Namespace) -> None:
                 f"{arguments.options[0]}: {arguments.recipe} has no class `Options`; change its config"
             )
         training_run.finished(_play(config, arguments, console))
-        raise _Played
+        raise _EpisodeEnd
 
-    with suppress(_Played), rl_options.instead_of_training(play):
+    with suppress(_EpisodeEnd), rl_options.instead_of_training(play):
         module = _module(arguments.recipe)
         presets, words = getattr(module, "PRESETS", {}), arguments.options
         if hasattr(module, "with_sizes"):
@@ -86,14 +86,14 @@ def run(arguments: argparse.Namespace) -> None:
         module.main(training_run.read_options(module.Options, presets, words))
 
 
-class _Played(BaseException):
+class _EpisodeEnd(BaseException):
     """Ends a script after the episode, because the rest of it would look for a finished run."""
 
 
 def _module(recipe: str) -> ModuleType:
     """Return the module of a recipe: one of planish's, a dotted name, or a file.
 
-    A script that trains runs its episode while it is loaded, and then raises _Played.
+    A script that trains runs its episode while it is loaded, and then raises _EpisodeEnd.
     """
     path = Path(recipe)
     try:

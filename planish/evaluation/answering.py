@@ -21,7 +21,7 @@ from planish.types import ModelInput, SamplingParams
 
 
 @dataclass(frozen=True)
-class Asked:
+class RenderedQuestion:
     """A question with its tokens."""
 
     question: Question
@@ -30,12 +30,12 @@ class Asked:
     """The tokens of the assistant message after the prompt, for each choice."""
 
 
-def ask(question: Question, renderer: Renderer) -> Asked:
+def render_question(question: Question, renderer: Renderer) -> RenderedQuestion:
     """Render a question whose answers are sampled."""
-    return Asked(question, renderer.build_generation_prompt(question.messages))
+    return RenderedQuestion(question, renderer.build_generation_prompt(question.messages))
 
 
-def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
+def render_choices(question: Question, renderer: Renderer) -> RenderedQuestion:
     """Render a question with each of its choices as the assistant's message.
 
     Each message includes its end-of-message token, as in training. Without that token, a choice
@@ -47,7 +47,7 @@ def ask_for_choice(question: Question, renderer: Renderer) -> Asked:
         answer: Message = {"role": "assistant", "content": choice}
         tokens, _ = renderer.build_supervised_example([*question.messages, answer])
         messages.append(tokens.to_ints()[prompt.length :])
-    return Asked(question, prompt, tuple(messages))
+    return RenderedQuestion(question, prompt, tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,21 @@ class Answerer:
     renderer: Renderer
     context_window: int | None
 
-    async def draw(
-        self, asked: Asked, task: SampledTask, sampling: Sampling
+    async def sample(
+        self, rendered: RenderedQuestion, task: SampledTask, sampling: Sampling
     ) -> list[SampledAnswer]:
         """Sample the answers to a question and grade them.
 
         A prompt that leaves no room for an answer gives answers with an error.
         """
-        prompt, question = asked.prompt, asked.question
+        prompt, question = rendered.prompt, rendered.question
         room = sampling.max_tokens
         if self.context_window is not None:
             room = min(room, self.context_window - prompt.length)
         if room < 1:
             error = self._too_long(prompt.length)
             return [
-                self._answer(asked, index, [], None, Verdict(False, None, error))
+                self._answer(rendered, index, [], None, Verdict(False, None, error))
                 for index in range(sampling.samples)
             ]
         params = SamplingParams(
@@ -93,17 +93,17 @@ class Answerer:
             message, _ = self.renderer.parse_response(sequence.tokens)
             verdict = await task.grade(question, get_text_content(message))  # type: ignore[arg-type]
             answers.append(
-                self._answer(asked, index, list(sequence.tokens), sequence.stop_reason, verdict)
+                self._answer(rendered, index, list(sequence.tokens), sequence.stop_reason, verdict)
             )
         return answers
 
-    async def choose(self, asked: Asked) -> ChosenAnswer:
+    async def choose(self, rendered: RenderedQuestion) -> ChosenAnswer:
         """Score each choice of a question by the logprob of its message.
 
         If the longest choice exceeds the context window, the answer has an error and no scores.
         """
-        question, prompt = asked.question, asked.prompt
-        longest = prompt.length + max(map(len, asked.messages))
+        question, prompt = rendered.question, rendered.prompt
+        longest = prompt.length + max(map(len, rendered.messages))
         if self.context_window is not None and longest > self.context_window:
             return ChosenAnswer(
                 question.number,
@@ -116,8 +116,8 @@ class Answerer:
                 reference=question.reference,
                 error=self._too_long(longest),
             )
-        scores = await at_once(self._score(prompt, message) for message in asked.messages)
-        named = zip(LETTERS, question.choices, asked.messages, scores, strict=False)
+        scores = await at_once(self._score(prompt, message) for message in rendered.messages)
+        named = zip(LETTERS, question.choices, rendered.messages, scores, strict=False)
         choices = [
             ScoredChoice(letter, text, score, len(message))
             for letter, text, message, score in named
@@ -145,18 +145,23 @@ class Answerer:
         return sum(scored)
 
     def _answer(
-        self, asked: Asked, index: int, tokens: list[int], stop_reason: Any, verdict: Verdict
+        self,
+        rendered: RenderedQuestion,
+        index: int,
+        tokens: list[int],
+        stop_reason: Any,
+        verdict: Verdict,
     ) -> SampledAnswer:
         return SampledAnswer(
-            asked.question.number,
+            rendered.question.number,
             index,
-            prompt=self._text(asked.prompt.to_ints()),
+            prompt=self._text(rendered.prompt.to_ints()),
             answer=self._text(tokens),
             tokens=tokens,
             stop_reason=stop_reason,
             reward=float(verdict.correct),
             extracted=verdict.extracted,
-            reference=asked.question.reference,
+            reference=rendered.question.reference,
             error=verdict.error,
         )
 

@@ -25,7 +25,7 @@ from typing import Any
 
 from planish import SamplingClient
 from planish.errors import UserError
-from planish.evaluation.answering import Answerer, Asked, ask, ask_for_choice
+from planish.evaluation.answering import Answerer, RenderedQuestion, render_choices, render_question
 from planish.evaluation.files import Answers, EvaluationDirectory
 from planish.evaluation.metrics import check_k, metrics_of
 from planish.evaluation.types import ChoiceTask, Sampling, Task
@@ -84,7 +84,7 @@ async def evaluate(
     `weights` identifies the weights behind that name, so that an evaluation of other weights is not
     resumed by mistake. `open_model` computes it.
     """
-    draws, sizes = checked_draws(task, sampling, k, concurrency)
+    params, sizes = checked_sampling(task, sampling, k, concurrency)
     renderer = renderer or choose_renderer(
         None, sampling_client.get_base_model(), sampling_client.get_tokenizer()
     )
@@ -96,8 +96,8 @@ async def evaluate(
         "renderer": renderer.name,
         "weights": weights,
     }
-    settings = {} if draws is None else asdict(draws)
-    asked = [_rendered(task, renderer, question) for question in task.questions]
+    settings = {} if params is None else asdict(params)
+    rendered = [_rendered(task, renderer, question) for question in task.questions]
     config = {
         "task": task.name,
         "digest": task.digest,
@@ -107,19 +107,19 @@ async def evaluate(
     }
     answerer = Answerer(sampling_client, renderer, context_window)
 
-    async def answer(one: Asked) -> Answers:
-        if draws is None or isinstance(task, ChoiceTask):
+    async def answer(one: RenderedQuestion) -> Answers:
+        if params is None or isinstance(task, ChoiceTask):
             return [await answerer.choose(one)]
-        return await answerer.draw(one, task, draws)
+        return await answerer.sample(one, task, params)
 
     with nullcontext() if out is None else EvaluationDirectory(out, config) as directory:
-        samples = 1 if draws is None else draws.samples
+        samples = 1 if params is None else params.samples
         known = directory.answers(task, samples) if directory else {}
         wanted = {question.number for question in task.questions}
         answers = {number: found for number, found in known.items() if number in wanted}
         progress = _Progress(directory, answers, display)
         await _answer_all(
-            [one for one in asked if one.question.number not in answers],
+            [one for one in rendered if one.question.number not in answers],
             answer,
             progress,
             concurrency,
@@ -171,19 +171,22 @@ class _Progress:
 
 
 async def _answer_all(
-    asked: Sequence[Asked], answer: Callable[[Asked], Any], progress: _Progress, concurrency: int
+    rendered: Sequence[RenderedQuestion],
+    answer: Callable[[RenderedQuestion], Any],
+    progress: _Progress,
+    concurrency: int,
 ) -> None:
     places = asyncio.Semaphore(concurrency)
-    progress.begin(len(asked))
+    progress.begin(len(rendered))
 
-    async def one(question: Asked) -> None:
+    async def one(question: RenderedQuestion) -> None:
         async with places:
             progress.keep(await answer(question))
 
-    await at_once(one(question) for question in asked)
+    await at_once(one(question) for question in rendered)
 
 
-def checked_draws(
+def checked_sampling(
     task: Task, sampling: Sampling | None, k: Sequence[int] | None, concurrency: int
 ) -> tuple[Sampling | None, tuple[int, ...]]:
     """Return the sampling options and the values of k; UserError if the task cannot use them.
@@ -202,17 +205,17 @@ def checked_draws(
                 "temperature and seed"
             )
         return None, ()
-    draws = sampling or Sampling()
+    params = sampling or Sampling()
     sizes = tuple(k) if k is not None else (1,)
-    check_k(sizes, draws.samples)
-    return draws, sizes
+    check_k(sizes, params.samples)
+    return params, sizes
 
 
-def _rendered(task: Task, renderer: Renderer, question: Any) -> Asked:
+def _rendered(task: Task, renderer: Renderer, question: Any) -> RenderedQuestion:
     return (
-        ask_for_choice(question, renderer)
+        render_choices(question, renderer)
         if isinstance(task, ChoiceTask)
-        else ask(question, renderer)
+        else render_question(question, renderer)
     )
 
 

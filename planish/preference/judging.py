@@ -5,7 +5,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from planish.errors import NonFiniteError, UserError
-from planish.preference.preference_models import PreferenceModel, ScoringPreferenceModel, asked
+from planish.preference.preference_models import (
+    PreferenceModel,
+    ScoringPreferenceModel,
+    preference_of,
+)
 from planish.preference.types import Comparison, Messages
 from planish.processes.interruption import at_once
 
@@ -25,7 +29,9 @@ async def judged(
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
     else:
-        given = await at_once(asked(preference_model, comparison) for comparison in comparisons)
+        given = await at_once(
+            preference_of(preference_model, comparison) for comparison in comparisons
+        )
     return [checked_preference(preference, preference_model) for preference in given]
 
 

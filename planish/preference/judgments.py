@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from planish import SamplingClient
-from planish.preference.preference_models import LogOddsModel, PreferenceModel, asked
+from planish.preference.preference_models import LogOddsModel, PreferenceModel, preference_of
 from planish.preference.types import Label, LabeledComparison
 from planish.processes.interruption import at_once
 from planish.runlog.evaluators import SamplingClientEvaluator
@@ -46,11 +46,11 @@ class Judgment:
     """The label as a number: 1 for B, -1 for A."""
     preference: float
     swapped: float | None = None
-    """The model's preference for the swapped comparison; None if it was not asked."""
+    """The model's preference for the swapped comparison; None if it was not asked for."""
 
     @property
     def probabilities(self) -> list[float]:
-        """The probability of the preferred answer, for each order that was asked."""
+        """The probability of the preferred answer, for each order that was asked for."""
         found = [(1 + self.sign * self.preference) / 2]
         return found if self.swapped is None else [*found, (1 - self.sign * self.swapped) / 2]
 
@@ -65,7 +65,7 @@ async def judge(
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     as_given = [labeled.comparison for labeled in ranked]
     swaps = [comparison.swap() for comparison in as_given] if both_orders else []
-    found = await at_once(asked(model, comparison) for comparison in [*as_given, *swaps])
+    found = await at_once(preference_of(model, comparison) for comparison in [*as_given, *swaps])
     given, swapped = (
         found[: len(ranked)],
         found[len(ranked) :] if both_orders else [None] * len(ranked),

@@ -24,7 +24,7 @@ class PreferenceModel(Protocol):
         ...
 
 
-async def asked(preference_model: PreferenceModel, comparison: Comparison) -> float:
+async def preference_of(preference_model: PreferenceModel, comparison: Comparison) -> float:
     """Return the model's preference. This turns any awaitable into a coroutine."""
     return await preference_model(comparison)
 
@@ -47,7 +47,7 @@ class BothOrders:
 
     async def __call__(self, comparison: Comparison) -> float:
         given, swapped = await at_once(
-            asked(self.model, each) for each in (comparison, comparison.swap())
+            preference_of(self.model, each) for each in (comparison, comparison.swap())
         )
         return (given - swapped) / 2
 

@@ -31,7 +31,7 @@ from planish.preference.datasets import (
 )
 from planish.preference.types import LabeledComparison
 from planish.recipes import training_run
-from planish.recipes.preference_pairs import KINDS, count_of_sums, drawn_pairs
+from planish.recipes.preference_pairs import KINDS, count_of_sums, generated_pairs
 from planish.supervised.types import ChatDatasetBuilderCommonConfig
 from planish.training.run_options import (
     LogOptions,
@@ -57,7 +57,7 @@ class DrawnComparisonBuilder(ComparisonBuilder):
 
     def __call__(self) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
         """Return (training pairs, test pairs)."""
-        return drawn_pairs(self.largest, self.test_size, self.seed, self.kind)
+        return generated_pairs(self.largest, self.test_size, self.seed, self.kind)
 
 
 @chz.chz

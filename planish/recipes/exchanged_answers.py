@@ -26,7 +26,7 @@ from planish.preference.types import Comparison, LabeledComparison
 
 
 @dataclass(frozen=True)
-class Answered:
+class QuestionWithAnswer:
     """A question with its own answer."""
 
     question: str
@@ -36,7 +36,7 @@ class Answered:
 Exchange = tuple[LabeledComparison, LabeledComparison]
 
 
-def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
+def exchanges(answered: Sequence[QuestionWithAnswer], seed: int) -> list[Exchange]:
     """Return the exchanges of pairs of questions, in a random order that `seed` determines. Pairs
     of questions with the same answer are left out.
     """
@@ -48,7 +48,7 @@ def exchanges(answered: Sequence[Answered], seed: int) -> list[Exchange]:
     return generator.sample(found, len(found))
 
 
-def exchange(one: Answered, other: Answered) -> Exchange:
+def exchange(one: QuestionWithAnswer, other: QuestionWithAnswer) -> Exchange:
     """Return the comparisons of both questions, each with its own answer preferred."""
     return (
         comparison(one.question, one.answer, other.answer),
@@ -75,7 +75,7 @@ class ExchangedSumsBuilder(ComparisonBuilder):
         """Return (training pairs, test pairs)."""
         numbers = range(self.largest + 1)
         sums = [
-            Answered(f"What is {a} + {b}?", f"The answer is {a + b}.")
+            QuestionWithAnswer(f"What is {a} + {b}?", f"The answer is {a + b}.")
             for a in numbers
             for b in numbers
         ]
@@ -100,9 +100,9 @@ class ExchangedSolutionsBuilder(ComparisonBuilder):
             return _joined(train), test
         return _split(train, self.test_size)
 
-    def _read(self, split: str) -> list[Answered]:
+    def _read(self, split: str) -> list[QuestionWithAnswer]:
         return [
-            Answered(problem.question, problem.solution)
+            QuestionWithAnswer(problem.question, problem.solution)
             for problem in load_problems(self.questions, split)
         ]
 

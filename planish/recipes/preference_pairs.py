@@ -34,7 +34,7 @@ FORMS = (
 KINDS = ("style", "result")
 
 
-def drawn_pairs(
+def generated_pairs(
     largest: int, test_size: int, seed: int, kind: str = "style"
 ) -> tuple[list[LabeledComparison], list[LabeledComparison]]:
     """Return (training pairs, test pairs) for the sums of two numbers from 0 to `largest`, in a

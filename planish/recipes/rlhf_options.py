@@ -201,7 +201,7 @@ class Options(LoraOptions):
     )
 
     @property
-    def draws_sums(self) -> bool:
+    def generates_sums(self) -> bool:
         """Whether the data are those of planish/recipes/wordy_sums.py, whose rule is known."""
         return self.preference.dataset is None
 
@@ -224,13 +224,13 @@ class Trained:
 def check(options: Options) -> None:
     """Raise UserError for an invalid option of any stage, before the first stage begins."""
     own = {options.sft.dataset is not None, options.preference.dataset is not None}
-    if len(own) > 1 or (options.rl.dataset is not None and options.draws_sums):
+    if len(own) > 1 or (options.rl.dataset is not None and options.generates_sums):
         raise UserError(
             "your own data need chats and comparisons: give both sft.dataset and "
             "preference.dataset (and rl.dataset, if the prompts are not those of the "
             "comparisons), or none of them for generated sums"
         )
-    if options.draws_sums and options.sums.test_size == 0:
+    if options.generates_sums and options.sums.test_size == 0:
         raise UserError("sums.test_size=0: give at least 1; policies are compared on held-out sums")
     if options.test_prompts is not None and options.test_prompts < 1:
         raise UserError(f"test_prompts={options.test_prompts}: give at least 1, or none for all")
@@ -320,7 +320,9 @@ def contest(
     """Return the evaluator that compares a policy with the SFT policy. The judges are the
     preference model and, for generated sums, the rule.
     """
-    known: dict[str, PreferenceModelBuilder] = {"rule": RuleBuilder()} if options.draws_sums else {}
+    known: dict[str, PreferenceModelBuilder] = (
+        {"rule": RuleBuilder()} if options.generates_sums else {}
+    )
     return ComparisonEvaluatorBuilder(
         prompt_builder=prompts(options),
         judge_builders={"preference_model": trained.judge, **known},
@@ -363,7 +365,7 @@ def prompts(options: Options) -> PromptBuilder:
         return PromptsFromRows(
             dataset=options.rl.dataset, test_size=options.rl.test_size, shuffle_seed=options.seed
         )
-    if options.draws_sums:
+    if options.generates_sums:
         return WordySumPrompts(sums=options.sums)
     return PromptsOfComparisons(comparison_builder=comparisons(options))
 

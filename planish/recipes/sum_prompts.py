@@ -6,7 +6,7 @@ The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 import random
 from functools import partial
 
-from planish.recipes.sums import SHOWN, Sum, draw_sum, held_out_sums, shown_exchanges, sum_env
+from planish.recipes.sums import SHOWN, Sum, held_out_sums, random_sum, shown_exchanges, sum_env
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
@@ -16,7 +16,7 @@ MAX_TOKENS = 16
 """Maximum tokens of an answer in the test."""
 
 
-def drawn_sum_prompts(
+def generated_sum_prompts(
     count: int, max_operand: int, seed: int, *, shows_examples: bool
 ) -> list[Conversation]:
     """Return `count` random questions. With `shows_examples`, worked examples come before each."""
@@ -25,7 +25,7 @@ def drawn_sum_prompts(
     }
     rng = random.Random(f"prompts:{seed}")
     prefix = [dict(message) for message in shown_exchanges()] if shows_examples else []
-    drawn = (draw_sum(rng, max_operand, held_out) for _ in range(count))
+    drawn = (random_sum(rng, max_operand, held_out) for _ in range(count))
     return [[*prefix, {"role": "user", "content": problem.question}] for problem in drawn]
 
 

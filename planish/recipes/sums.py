@@ -119,7 +119,7 @@ class SumDatasetBuilder(RLDatasetBuilder):
         held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
 
         def draw_group(rng: random.Random) -> ProblemGroupBuilder:
-            return self._group(self.group_size, draw_sum(rng, self.max_operand, held_out))
+            return self._group(self.group_size, random_sum(rng, self.max_operand, held_out))
 
         train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
         return train, evaluation_dataset(tests, partial(self._group, 1))
@@ -146,12 +146,12 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
     taken = {shown.pair for shown in SHOWN}
     tests: list[Sum] = []
     while len(tests) < count:
-        tests.append(draw_sum(rng, max_operand, taken))
+        tests.append(random_sum(rng, max_operand, taken))
         taken.add(tests[-1].pair)
     return tests
 
 
-def draw_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:
+def random_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:
     """Return a random sum of numbers up to `max_operand` whose pair is not in `held_out`."""
     while True:
         drawn = Sum(rng.randint(0, max_operand), rng.randint(0, max_operand))

@@ -19,7 +19,7 @@ from planish.errors import UserError
 from planish.files import hold_directory
 from planish.recipes import training_run
 from planish.recipes.sl_options import SLOptions, chat_builder
-from planish.recipes.sum_prompts import drawn_sum_prompts, sum_test
+from planish.recipes.sum_prompts import generated_sum_prompts, sum_test
 from planish.renderers import TrainOnWhat
 from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import Conversation
@@ -189,7 +189,7 @@ def prompts_of(
     """Return the prompts that the teacher answers; UserError if there are too few."""
     if options.dataset == SUMS:
         count = options.num_prompts or 512
-        return drawn_sum_prompts(
+        return generated_sum_prompts(
             count, options.largest_operand, options.seed, shows_examples=shows_examples
         )
     prompts = load_prompts(

@@ -104,7 +104,7 @@ class Spans:
 
 
 @dataclass
-class _Held:
+class _LaneUse:
     lane: int
     depth: int = 0
 
@@ -113,28 +113,28 @@ class _Held:
 class _Lanes:
     """Assigns each task or thread with an open span to the lowest free lane of the trace."""
 
-    _held: dict[int, _Held] = field(default_factory=dict)
+    _in_use: dict[int, _LaneUse] = field(default_factory=dict)
     _free: list[int] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def enter(self) -> int:
         with self._lock:
             worker = _worker()
-            if worker not in self._held:
-                self._held[worker] = _Held(
-                    heapq.heappop(self._free) if self._free else len(self._held)
+            if worker not in self._in_use:
+                self._in_use[worker] = _LaneUse(
+                    heapq.heappop(self._free) if self._free else len(self._in_use)
                 )
-            held = self._held[worker]
+            held = self._in_use[worker]
             held.depth += 1
             return held.lane
 
     def leave(self) -> None:
         with self._lock:
             worker = _worker()
-            held = self._held[worker]
+            held = self._in_use[worker]
             held.depth -= 1
             if held.depth == 0:
-                del self._held[worker]
+                del self._in_use[worker]
                 heapq.heappush(self._free, held.lane)
 
 

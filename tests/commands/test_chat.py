@@ -1,4 +1,4 @@
-"""`planish chat`: by a scripted voice, and by a tiny model as a user would."""
+"""`planish chat`: by a scripted sampler, and by a tiny model as a user would."""
 
 import io
 import json
@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from planish.commands import chat
-from planish.commands.chat_session import ChatSession, Draws, Ended, Taken
-from planish.commands.chat_voice import Answer, Piece, Voice, listening
+from planish.commands.chat_sampler import Answer, ChatSampler, Piece, open_chat_sampler
+from planish.commands.chat_session import ChatSession, Ended, LineResult, SamplingOptions
 from planish.commands.cli import main
 from planish.errors import UserError
 from planish.recipes.chat_sl import Options
@@ -35,13 +35,13 @@ class Echo:
 
 
 @pytest.fixture
-def voice() -> Echo:
+def sampler() -> Echo:
     return Echo()
 
 
 @pytest.fixture
-def session(voice) -> ChatSession:
-    return ChatSession(voice, Draws(1.0, 16, seed=3), "Be brief.")
+def session(sampler) -> ChatSession:
+    return ChatSession(sampler, SamplingOptions(1.0, 16, seed=3), "Be brief.")
 
 
 def said(session: ChatSession, *lines: str) -> list[str]:
@@ -53,7 +53,7 @@ def said(session: ChatSession, *lines: str) -> list[str]:
 
     for line in lines:
         outcome = session.take(line, show)
-        assert isinstance(outcome, Taken)
+        assert isinstance(outcome, LineResult)
         found.extend([outcome.note] if outcome.note else [])
     return found
 
@@ -62,10 +62,10 @@ def contents(session: ChatSession) -> list[str]:
     return [message["content"] for message in session.messages]
 
 
-def test_chat_turns_form_a_conversation(session, voice):
+def test_chat_turns_form_a_conversation(session, sampler):
     assert said(session, "a", "b") == ["a!", "b!"]
     assert contents(session) == ["Be brief.", "a", "a!", "b", "b!"]
-    assert [message["role"] for message in voice.asked[1][0]] == [
+    assert [message["role"] for message in sampler.asked[1][0]] == [
         "system",
         "user",
         "assistant",
@@ -73,14 +73,14 @@ def test_chat_turns_form_a_conversation(session, voice):
     ]
 
 
-def test_chat_commands_change_the_conversation(session, voice):
+def test_chat_commands_change_the_conversation(session, sampler):
     said(session, "a", "b", "/undo")
     assert contents(session) == ["Be brief.", "a", "a!"]
     said(session, "/temperature 0.25", "/retry")
     assert contents(session) == ["Be brief.", "a", "a!"]
-    messages, temperature, seed = voice.asked[-1]
+    messages, temperature, seed = sampler.asked[-1]
     assert (messages[-1]["content"], temperature) == ("a", 0.25)
-    assert seed not in {asked[2] for asked in voice.asked[:-1]}, "the same draw again"
+    assert seed not in {asked[2] for asked in sampler.asked[:-1]}, "the same draw again"
     said(session, "/system Be kind. Please.", "//literally")
     assert contents(session) == ["Be kind. Please.", "a", "a!", "/literally", "/literally!"]
     said(session, "/reset", "/system")
@@ -163,9 +163,9 @@ def model(tmp_path_factory) -> str:
 
 
 @pytest.fixture
-def speaking(model, tmp_path) -> Iterator[Voice]:
-    with listening(model, None, None, None, tmp_path / "data") as voice:
-        yield voice
+def speaking(model, tmp_path) -> Iterator[ChatSampler]:
+    with open_chat_sampler(model, None, None, None, tmp_path / "data") as sampler:
+        yield sampler
 
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -255,17 +255,17 @@ def test_a_checkpoint_selects_its_chat_format(model, tmp_path):
         metadata = {"renderer_name": "role_colon"}
         client = service.create_lora_training_client(model, rank=4, user_metadata=metadata)
         path = client.save_weights_for_sampler("final").result().path
-    with listening(path, None, None, None, tmp_path) as voice:
-        assert voice.renderer.name == "role_colon"
-    with listening(path, "chatml", None, None, tmp_path) as voice:
-        assert voice.renderer.name == "chatml"
+    with open_chat_sampler(path, None, None, None, tmp_path) as sampler:
+        assert sampler.renderer.name == "role_colon"
+    with open_chat_sampler(path, "chatml", None, None, tmp_path) as sampler:
+        assert sampler.renderer.name == "chatml"
     run = tmp_path / "run"
     run.mkdir()
     (run / "checkpoints.jsonl").write_text(
         json.dumps({"name": "final", "batch": 1, "sampler_path": path}) + "\n"
     )
-    with listening(str(run), None, None, None, tmp_path) as voice:
-        assert voice.renderer.name == "role_colon"
+    with open_chat_sampler(str(run), None, None, None, tmp_path) as sampler:
+        assert sampler.renderer.name == "role_colon"
     assert model_renderer(model).name != "role_colon"
 
 

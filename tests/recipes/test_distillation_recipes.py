@@ -13,7 +13,7 @@ from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
 from planish.files import hold_directory, read_rows
 from planish.recipes import off_policy_distillation, on_policy_distillation, prompt_distillation
-from planish.recipes.sum_prompts import drawn_sum_prompts
+from planish.recipes.sum_prompts import generated_sum_prompts
 from planish.recipes.sums import held_out_sums
 from planish.recipes.training_run import read_options
 from planish.renderers import Renderer
@@ -318,12 +318,12 @@ def test_prompt_distillation_rejects_an_invalid_prompt(small_model, tmp_path, co
 
 def test_no_test_sum_is_a_prompt():
     tests = {frozenset((test.left, test.right)) for test in held_out_sums(3, None)}
-    prompts = drawn_sum_prompts(200, 3, seed=0, shows_examples=False)
+    prompts = generated_sum_prompts(200, 3, seed=0, shows_examples=False)
     asked = {
         frozenset(int(word) for word in prompt[-1]["content"].strip("?").split() if word.isdigit())
         for prompt in prompts
     }
     assert asked
     assert not asked & tests
-    assert drawn_sum_prompts(200, 3, seed=0, shows_examples=False) == prompts
-    assert drawn_sum_prompts(200, 3, seed=1, shows_examples=False) != prompts
+    assert generated_sum_prompts(200, 3, seed=0, shows_examples=False) == prompts
+    assert generated_sum_prompts(200, 3, seed=1, shows_examples=False) != prompts

@@ -9,7 +9,7 @@ from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import dpo
-from planish.recipes.preference_pairs import KINDS, drawn_pairs
+from planish.recipes.preference_pairs import KINDS, generated_pairs
 
 
 @pytest.fixture
@@ -56,7 +56,7 @@ def test_pairs_of_a_file(small_model, tmp_path, engine):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generated_pairs_hold_out_their_sums_in_either_order(kind):
-    train, test = drawn_pairs(5, 6, seed=0, kind=kind)
+    train, test = generated_pairs(5, 6, seed=0, kind=kind)
     sums = [sum_of(pair) for pair in [*train, *test]]
     assert len(set(sums)) == len(sums)
     assert len(test) == 6
@@ -64,7 +64,7 @@ def test_generated_pairs_hold_out_their_sums_in_either_order(kind):
     assert {frozenset(pair) for pair in sums} - held_out == {
         frozenset(sum_of(pair)) for pair in train
     }
-    assert drawn_pairs(5, 6, 0, kind) == (train, test) != drawn_pairs(5, 6, 1, kind)
+    assert generated_pairs(5, 6, 0, kind) == (train, test) != generated_pairs(5, 6, 1, kind)
 
 
 def sum_of(pair):
@@ -78,13 +78,13 @@ def answers(pair):
 
 
 def test_pairs_of_style_differ_by_style_alone():
-    for short, wordy in map(answers, drawn_pairs(5, 6, seed=0)[0]):
+    for short, wordy in map(answers, generated_pairs(5, 6, seed=0)[0]):
         assert short.rpartition(" ")[2] in wordy
         assert len(wordy) > 3 * len(short)
 
 
 def test_pairs_of_results_differ_by_the_result_alone():
-    train, test = drawn_pairs(20, 64, seed=0, kind="result")
+    train, test = generated_pairs(20, 64, seed=0, kind="result")
     for pair in [*train, *test]:
         right, wrong = answers(pair)
         assert len(right) == len(wrong)

@@ -9,9 +9,9 @@ import pytest
 from planish.errors import UserError
 from planish.preference.splits import prompt_of
 from planish.recipes.exchanged_answers import (
-    Answered,
     ExchangedSolutionsBuilder,
     ExchangedSumsBuilder,
+    QuestionWithAnswer,
     exchanges,
 )
 
@@ -59,7 +59,7 @@ def test_answer_and_length_alone_do_not_reveal_the_preference(side, sums_dataset
 
 
 def test_solutions_are_exchanged_with_those_of_nearly_their_length():
-    answered = [Answered(f"question {n}", "x" * n + str(n)) for n in range(10, 90)]
+    answered = [QuestionWithAnswer(f"question {n}", "x" * n + str(n)) for n in range(10, 90)]
     for chosen, rejected in answers_of([pair for both in exchanges(answered, 0) for pair in both]):
         assert chosen != rejected
         assert abs(len(chosen) - len(rejected)) <= 1

@@ -2,8 +2,8 @@
 environments of planish.
 
 In verifiers, the environment calls the model. In planish, the training loop calls the environment.
-To bridge the two, each verifiers rollout runs as an asyncio task with a proxy model (`Seat`). When
-the rollout requests a completion, `VerifiersEnv` returns the prompt as its observation. The sampled
+To bridge the two, each verifiers rollout runs as an asyncio task with a `ProxyModel`. When the
+rollout requests a completion, `VerifiersEnv` returns the prompt as its observation. The sampled
 action then becomes the completion. So seeds, retries, reports, evaluations and worker processes
 work as in any other environment.
 
@@ -21,7 +21,13 @@ from typing import Any
 from planish import logtree
 from planish.completers import StopCondition
 from planish.errors import PlanishError, UserError
-from planish.integrations.verifiers.library import MODEL, Asked, PromptTooLong, Told, policy_client
+from planish.integrations.verifiers.library import (
+    MODEL,
+    Completion,
+    CompletionRequest,
+    PromptTooLong,
+    policy_client,
+)
 from planish.integrations.verifiers.messages import answer_fields, offered, read_message, read_tool
 from planish.renderers import Message, Renderer
 from planish.rl.environments.conversation import Conversation
@@ -48,10 +54,10 @@ _STOPS = {
 
 
 @dataclass
-class Played:
+class LatestAnswer:
     """The policy's latest answer, as the environment received it."""
 
-    told: list[Message]
+    messages: list[Message]
     """The conversation including the answer, in the environment's form."""
     answer: Message
     """The answer in the renderer's form."""
@@ -60,13 +66,13 @@ class Played:
     tools: Sequence[Any]
 
 
-class Seat:
+class ProxyModel:
     """The proxy model of one verifiers rollout. It handles one request at a time; concurrent
     requests wait.
     """
 
     def __init__(self, renderer: Renderer, max_prompt_tokens: int | None) -> None:
-        self.asked: asyncio.Queue[list[int]] = asyncio.Queue()
+        self.prompts: asyncio.Queue[list[int]] = asyncio.Queue()
         """The prompts that the policy has to answer, as tokens."""
         self.messages: list[Message] = []
         """The messages of the newest prompt."""
@@ -75,16 +81,16 @@ class Seat:
         self._turn = asyncio.Lock()
         self._action: asyncio.Future[tuple[Action, bool]] | None = None
         self._conversation: Conversation | None = None
-        self._played: Played | None = None
+        self._latest: LatestAnswer | None = None
 
-    async def ask(self, asked: Asked) -> Told:
+    async def ask(self, request: CompletionRequest) -> Completion:
         """Return the policy's answer to a request of the rollout. PromptTooLong if the prompt has
         more than `max_prompt_tokens` tokens.
         """
         async with self._turn:
-            told = [read_message(message) for message in asked.messages]
-            tools = [read_tool(tool) for tool in asked.tools]
-            conversation = self._gone_on(told, tools)
+            received = [read_message(message) for message in request.messages]
+            tools = [read_tool(tool) for tool in request.tools]
+            conversation = self._next_conversation(received, tools)
             if (
                 self._max_prompt_tokens is not None
                 and len(conversation.tokens) > self._max_prompt_tokens
@@ -92,13 +98,13 @@ class Seat:
                 raise PromptTooLong
             self.messages = conversation.messages
             self._action = asyncio.get_running_loop().create_future()
-            self.asked.put_nowait(conversation.tokens)
+            self.prompts.put_nowait(conversation.tokens)
             action, is_cut_off = await self._action
             answer = conversation.with_call_ids(self._renderer.parse_response(action).message)
             fields = answer_fields(answer)
             self._conversation = conversation
-            self._played = Played([*told, _as_told(fields)], answer, action, tools)
-            return Told(fields, action, len(conversation.tokens), is_cut_off)
+            self._latest = LatestAnswer([*received, _as_received(fields)], answer, action, tools)
+            return Completion(fields, action, len(conversation.tokens), is_cut_off)
 
     def answer(self, action: Action, is_cut_off: bool) -> bool:
         """Give the policy's action to the waiting rollout. Return False if the rollout no longer
@@ -110,24 +116,25 @@ class Seat:
         self._action.set_result((action, is_cut_off))
         return True
 
-    def _gone_on(self, told: list[Message], tools: Sequence[Any]) -> Conversation:
-        """Return the conversation of the next prompt. If `told` continues the previous conversation
-        with the same tools, append the new messages to it. Otherwise render a new conversation.
+    def _next_conversation(self, received: list[Message], tools: Sequence[Any]) -> Conversation:
+        """Return the conversation of the next prompt. If `received` continues the previous
+        conversation with the same tools, append the new messages to it. Otherwise render a new
+        conversation.
         """
-        played, conversation = self._played, self._conversation
-        if played is not None and conversation is not None and tools == played.tools:
-            size = len(played.told)
-            if told[:size] == played.told:
+        latest, conversation = self._latest, self._conversation
+        if latest is not None and conversation is not None and tools == latest.tools:
+            size = len(latest.messages)
+            if received[:size] == latest.messages:
                 conversation.update(
-                    played.answer,
-                    played.action,
-                    [*conversation.messages, played.answer, *told[size:]],
+                    latest.answer,
+                    latest.action,
+                    [*conversation.messages, latest.answer, *received[size:]],
                 )
                 return conversation
-        return Conversation(self._renderer, offered(self._renderer, told, tools))
+        return Conversation(self._renderer, offered(self._renderer, received, tools))
 
 
-def _as_told(fields: Mapping[str, Any]) -> Message:
+def _as_received(fields: Mapping[str, Any]) -> Message:
     """Return the message that `read_message` returns for this answer in a later request."""
     message: dict[str, Any] = {"role": "assistant", "content": fields["content"]}
     if fields["reasoning_content"]:
@@ -163,20 +170,20 @@ class VerifiersEnv(Env):
         """The final state of verifiers; None until the rollout has ended."""
         self._row = row
         self._renderer = renderer
-        self._seat = Seat(renderer, max_prompt_tokens)
+        self._proxy = ProxyModel(renderer, max_prompt_tokens)
         self._rollout: asyncio.Task[Any] | None = None
         self._turns = 0
 
     async def initial_observation(
         self,
     ) -> tuple[Observation, StopCondition] | InitialObservationOverflow:
-        client = policy_client(self._seat.ask)
+        client = policy_client(self._proxy.ask)
         self._rollout = asyncio.create_task(
             self.environment.rollout(dict(self._row), client, MODEL, {})
         )
         prompt = await self._next_prompt()
         with logtree.scope_header("Prompt"):
-            logtree.conversation(self._seat.messages)
+            logtree.conversation(self._proxy.messages)
         if prompt is None:
             why = self.state.get("stop_condition") or "the end"
             return InitialObservationOverflow(
@@ -187,12 +194,12 @@ class VerifiersEnv(Env):
     async def step(self, action: Action, *, extra: ActionExtra | None = None) -> StepResult:
         self._turns += 1
         is_cut_off = extra is not None and extra.get("stop_reason") == "length"
-        known = len(self._seat.messages)
-        was_awaited = self._seat.answer(action, is_cut_off)
+        known = len(self._proxy.messages)
+        was_awaited = self._proxy.answer(action, is_cut_off)
         prompt = await self._next_prompt()
         with logtree.scope_header(f"Turn {self._turns}"):
             answer = self._renderer.parse_response(action).message
-            replies = self._seat.messages[known + 1 :] if prompt is not None else []
+            replies = self._proxy.messages[known + 1 :] if prompt is not None else []
             logtree.conversation([answer, *replies])
         return StepResult(
             reward=0.0,
@@ -214,7 +221,7 @@ class VerifiersEnv(Env):
         its error.
         """
         assert self._rollout is not None
-        asking = asyncio.ensure_future(self._seat.asked.get())
+        asking = asyncio.ensure_future(self._proxy.prompts.get())
         try:
             await asyncio.wait({asking, self._rollout}, return_when=asyncio.FIRST_COMPLETED)
             if asking.done():

@@ -25,7 +25,7 @@ MODEL = "planish"
 
 
 @dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """A request of an environment to the policy."""
 
     messages: Any
@@ -34,7 +34,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Told:
+class Completion:
     """The policy's answer to a request."""
 
     fields: Mapping[str, Any]
@@ -51,7 +51,7 @@ class PromptTooLong(Exception):
     """The prompt has more tokens than `max_prompt_tokens`."""
 
 
-Ask = Callable[[Asked], Awaitable[Told]]
+Ask = Callable[[CompletionRequest], Awaitable[Completion]]
 
 
 def require_verifiers() -> None:
@@ -147,7 +147,7 @@ def _client_type() -> type:
 
         async def get_native_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **_: Any
-        ) -> Told:
+        ) -> Completion:
             check_sampling(sampling_args)
             if model != MODEL:
                 raise UnsupportedError(
@@ -155,14 +155,14 @@ def _client_type() -> type:
                     "called"
                 )
             try:
-                return await self.client(Asked(prompt, tools or []))
+                return await self.client(CompletionRequest(prompt, tools or []))
             except PromptTooLong as error:
                 raise errors.OverlongPromptError from error
 
-        async def raise_from_native_response(self, response: Told) -> None:
+        async def raise_from_native_response(self, response: Completion) -> None:
             """Accept every answer, even an empty one, because an environment may reward silence."""
 
-        async def from_native_response(self, response: Told) -> Any:
+        async def from_native_response(self, response: Completion) -> Any:
             calls = response.fields["tool_calls"]
             finish = "length" if response.is_cut_off else "tool_calls" if calls else "stop"
             written = len(response.tokens)

@@ -57,7 +57,7 @@ class Answer:
     """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
 
 
-class Voice:
+class ChatSampler:
     """A sampler with a chat format."""
 
     def __init__(
@@ -93,10 +93,14 @@ class Voice:
             stop=self.renderer.get_stop_sequences(),
         )
         tokens: SimpleQueue[int | None] = SimpleQueue()
-        tell = (lambda drawn: tokens.put(drawn.token)) if self.streams else None
-        future = self._service.submit(Sample(self._sampler_id, prompt, 1, params, on_token=tell))
+        on_token = (lambda sampled: tokens.put(sampled.token)) if self.streams else None
+        future = self._service.submit(
+            Sample(self._sampler_id, prompt, 1, params, on_token=on_token)
+        )
         future.add_done_callback(lambda _: tokens.put(None))
-        written = _Written(Growing(read_message(self.renderer), (), marks_of(self.renderer)), show)
+        written = _StreamedAnswer(
+            Growing(read_message(self.renderer), (), marks_of(self.renderer)), show
+        )
         try:
             while (token := tokens.get()) is not None:
                 written.add(token)
@@ -107,7 +111,7 @@ class Voice:
         written.growing.tokens = list(sequence.tokens)
         return self._read(written, sequence.stop_reason)
 
-    def _read(self, written: _Written, ended: str) -> Answer:
+    def _read(self, written: _StreamedAnswer, ended: str) -> Answer:
         written.finish()
         tokens = written.growing.tokens
         message = self.renderer.parse_response(tokens).message
@@ -123,7 +127,7 @@ class Voice:
         return min(max_tokens, self._context - prompt)
 
 
-class _Written:
+class _StreamedAnswer:
     """Parses the tokens of an answer and shows its text."""
 
     def __init__(self, growing: Growing, show: Show) -> None:
@@ -149,13 +153,13 @@ class _Written:
 
 
 @contextmanager
-def listening(
+def open_chat_sampler(
     model: str,
     renderer_name: str | None,
     base_url: str | None,
     api_key: str | None,
     data_dir: Path | None,
-) -> Iterator[Voice]:
+) -> Iterator[ChatSampler]:
     """Yield the sampler of a base model, a checkpoint, or the newest checkpoint of a run
     directory.
     """
@@ -164,13 +168,13 @@ def listening(
         service = connect(url, api_key, {}) if url else start_engine(None, data_dir, {})
     try:
         with as_user_errors("--model"):
-            voice = _voice(service, weights_of(model), renderer_name, streams=url is None)
-        yield voice
+            sampler = _sampler(service, weights_of(model), renderer_name, streams=url is None)
+        yield sampler
     finally:
         service.close(finish=False)
 
 
-def _voice(service: Service, model: str, renderer_name: str | None, streams: bool) -> Voice:
+def _sampler(service: Service, model: str, renderer_name: str | None, streams: bool) -> ChatSampler:
     is_checkpoint = model.startswith("tinker://")
     sampler_id = f"{secrets.token_hex(8)}:sample:0"
     create = (
@@ -185,7 +189,7 @@ def _voice(service: Service, model: str, renderer_name: str | None, streams: boo
         renderer_name = metadata.get("renderer_name")
     tokenizer = load_tokenizer(service.tokenizer_directory(base))
     renderer = choose_renderer(renderer_name, base, tokenizer)
-    return Voice(service, sampler_id, model, renderer, _context(service, base), streams)
+    return ChatSampler(service, sampler_id, model, renderer, _context(service, base), streams)
 
 
 def _context(service: Service, base: str) -> int | None:
