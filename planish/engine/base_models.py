@@ -81,7 +81,13 @@ class BaseModel:
         # Pass a method of `_Texts`, because a method of this object would create a reference cycle.
         # Without a cycle, the memory is freed with the last reference, not at a later collection.
         grammars = GrammarCache(self._texts.load, config.vocab_size)
-        self.sampler = Sampler(self.decoder, memory.sampler, self._texts.decode, grammars)
+        self.sampler = Sampler(
+            self.decoder,
+            memory.sampler,
+            self._texts.decode,
+            grammars,
+            shares_prefixes=settings.share_prefix_cache,
+        )
         self.sampler.record()
 
     @property

@@ -139,6 +139,13 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory for cached prefixes, 0 for none (1; on a GPU an eighth of it)",
     )
     parser.add_argument(
+        "--share-prefix-cache",
+        action="store_true",
+        help="let tenants use each other's cached prefixes, which saves time where they share a "
+        "system prompt; reveals whether another tenant has sent a prompt with the same beginning, "
+        "so that tenants can guess each other's prompts word by word",
+    )
+    parser.add_argument(
         "--max-batch",
         type=int,
         help="maximum number of samples in a batch (256; on a GPU up to 512)",
@@ -180,6 +187,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
             prefix_cache_bytes=_gib_bytes(
                 "--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True
             ),
+            share_prefix_cache=arguments.share_prefix_cache,
             max_batch=arguments.max_batch,
             micro_batch_tokens=arguments.micro_batch_tokens,
             deterministic=arguments.deterministic,

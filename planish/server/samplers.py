@@ -336,8 +336,9 @@ class Samplers:
 
     # Samples.
 
-    async def check(self, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if no sampler of the base model could ever serve the request."""
+    async def check(self, tenant: Tenant, base_model: str, operation: Sample) -> None:
+        """Raise ValueError if no sampler of the base model could ever serve the tenant's request."""
+        operation = replace(operation, cache_owner=tenant.name)
         stop = operation.sampling_params.stop
         has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
         # A constraint is compiled by the check, which may take some tenths of a second.
@@ -360,7 +361,7 @@ class Samplers:
             row = await self.row(tenant, operation.sampler_id)
             raise Gone(f"sampling_session_id={row.id!r} is closed: {row.closed}")
         await self._services.sessions.touch(tenant, sampler.row.session)
-        await self.check(sampler.row.base_model, operation)
+        await self.check(tenant, sampler.row.base_model, operation)
         entry = await self._services.request_log.encode(operation, seq_id)
         await run_uncancelled(self._journal(tenant, sampler, seq_id, entry))
         request_id = f"{sampler.id}:{seq_id}"
@@ -475,7 +476,9 @@ class Samplers:
             crash_point("before running")
             counters.samples += 1
             counters.sequences_at_samples += queue.used
-            response = await self._services.engine.perform(replace(operation, on_token=on_token))
+            response = await self._services.engine.perform(
+                replace(operation, on_token=on_token, cache_owner=tenant)
+            )
         finally:  # a cancelled request pays for the tokens that were sampled for it
             queue.charge(tenant, sampled)
             self._services.limits.use(tenant, sampled)

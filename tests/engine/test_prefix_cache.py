@@ -25,7 +25,7 @@ def test_versions_share_no_chunks_and_can_be_evicted():
     cache: PrefixCache[tuple] = PrefixCache(2, 100)
     store(cache, "a", [1, 2, 3])
     store(cache, "b", [1, 2, 3])
-    cache.evict("a")
+    cache.evict(lambda version: version == "a")
     assert cache.find("a", [1, 2, 3]) == []
     assert cache.find("b", [1, 2, 3]) == [(1, 2)]
 

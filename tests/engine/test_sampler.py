@@ -99,6 +99,10 @@ def drawn(responses: list[SampleResponse]) -> list[tuple[list[int], list[float]]
     return [(s.tokens, s.logprobs) for response in responses for s in response.sequences]
 
 
+def bits_equal(one: SampleResponse, other: SampleResponse) -> bool:
+    return drawn([one]) == drawn([other])
+
+
 def tokens(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, 256, n).tolist()
 
@@ -249,6 +253,24 @@ def test_the_prefix_cache_never_serves_another_version(decoder):
     assert again.sequences[0].tokens == crossed.sequences[0].tokens
     sampler.evict_prefixes("second")
     assert run(sampler, (request(prompt, seed=0), second, "second"))[0].prompt_cache_hit_tokens == 0
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_owners_share_cached_prefixes_only_if_told_to(decoder, shared):
+    """Neither a cached prefix nor the prompt of a running request serves another owner."""
+    sampler = Sampler(decoder, SamplerSettings(), text_of, shares_prefixes=shared)
+    prompt = tokens(100)
+    ops = [request(prompt, 2, seed=0, cache_owner=owner) for owner in ("first", "second")]
+    both = run(sampler, *ops)
+    prompts = 1 if shared else 2
+    assert len(sampler._cache) == prompts * 3
+    assert bits_equal(both[0], both[1])
+    for op in ops:
+        assert run(sampler, op)[0].prompt_cache_hit_tokens == 96
+    (other,) = run(sampler, request(prompt, seed=0, cache_owner="third"))
+    assert other.prompt_cache_hit_tokens == (96 if shared else 0)
+    sampler.evict_prefixes("base")
+    assert not len(sampler._cache)
 
 
 @pytest.mark.parametrize("chunk", [32, 50, 1000])

@@ -43,11 +43,12 @@ def make_core(
     model_dir: Path,
     data_dir: Path,
     settings: ServerSettings | None = None,
+    **engine_settings: Any,
 ) -> Server:
     engine = Engine(
         {BASE: str(model_dir)},
         data_dir / "checkpoints",
-        EngineSettings(deterministic=True, device="cpu"),
+        EngineSettings(deterministic=True, device="cpu", **engine_settings),
     )
     return Server(engine, data_dir, [BASE], settings)
 
@@ -57,8 +58,9 @@ async def running(
     model_dir: Path,
     data_dir: Path,
     settings: ServerSettings | None = None,
+    **engine_settings: Any,
 ) -> AsyncIterator[Server]:
-    server = make_core(model_dir, data_dir, settings)
+    server = make_core(model_dir, data_dir, settings, **engine_settings)
     await server.start()
     try:
         yield server

@@ -1,6 +1,7 @@
 """A prefix cache: an LRU cache of prompt prefixes in chunks of a fixed number of tokens.
 
-The key of a chunk is (version of the weights, number of the previous chunk, tokens of the chunk).
+The key of a chunk is (version, number of the previous chunk, tokens of the chunk). The sampler's
+versions name the weights and the owner of the prefixes, such as a server's tenant.
 Keys are compared exactly, never by a hash alone. A lookup walks from the start of a prompt.
 
 The least recently used chunks are evicted first. A chunk always counts as more recently used than
@@ -11,9 +12,9 @@ chooses the type `V` of the stored values; the sampler stores keys, values and h
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 V = TypeVar("V")
 
@@ -76,9 +77,9 @@ class PrefixCache(Generic[V]):
         while len(self._chunks) > self.capacity:
             self._chunks.popitem(last=False)
 
-    def evict(self, version: Hashable) -> None:
-        """Evict every chunk of one version of the weights."""
-        for key in [key for key in self._chunks if key[0] == version]:
+    def evict(self, is_unused: Callable[[Any], bool]) -> None:
+        """Evict every chunk of the versions for which `is_unused` is true."""
+        for key in [key for key in self._chunks if is_unused(key[0])]:
             del self._chunks[key]
 
     def _walk(

@@ -118,12 +118,15 @@ class Sampler:
         settings: SamplerSettings,
         decode_text: Callable[[Sequence[int]], str],
         grammars: GrammarCache | None = None,
+        shares_prefixes: bool = False,
     ) -> None:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
         `decode_text` turns tokens into text, to look for stop strings. Requests with a constraint
-        need `grammars`.
+        need `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`)
+        use each other's cached prefixes.
         """
+        self._shares_prefixes = shares_prefixes
         self._grammars = grammars
         self._decoder = decoder
         self._decode_text = decode_text
@@ -218,7 +221,7 @@ class Sampler:
             is_adjusted=is_adjusted(params),
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
-            version=version,
+            version=(version, "" if self._shares_prefixes else op.cache_owner),
             stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids),
             seed=seed,
             scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
@@ -259,7 +262,7 @@ class Sampler:
 
     def evict_prefixes(self, version: Hashable) -> None:
         """Free the cached prefixes of a version of the weights that is no longer in use."""
-        self._cache.evict(version)
+        self._cache.evict(lambda key: key[0] == version)
 
     def abort_all(self, error: Exception) -> None:
         """Fail every request with `error` and reset the scheduler and the pools.

@@ -48,8 +48,9 @@ class Request:
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
     version: Hashable
-    """The version of the weights, which is part of the prefix cache key. Different weights have
-    different versions.
+    """The version of the weights, and the owner of the cached prefixes that the request may use:
+    the key of the prefix cache. Requests with different keys share no active prompt either, since
+    its time and its cached tokens would tell that another request has the same prompt.
     """
     stop: StopCondition
     seed: int

@@ -156,7 +156,7 @@ class OpenAIModels:
         """
         self.server.limits.check(tenant.name, 0)
         for operation in operations:
-            await self.server.samplers.check(model.base_model, operation)
+            await self.server.samplers.check(tenant, model.base_model, operation)
         return await self._sampler(tenant, model)
 
     async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
