@@ -103,7 +103,10 @@ def parse_forward_backward(body: bytes) -> Any:
     """Parse a protobuf body. If it has too many fields, or a shape of too many dimensions, raise
     UserError before parsing it.
     """
+    datums = 0
     for count, (number, begin, end) in enumerate(_walk(body), start=1):
+        datums += number == (_DATA_FIELD,)
+        check_parts("data", datums)
         if count > MAX_FIELDS:
             raise UserError(
                 f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"

@@ -325,7 +325,7 @@ def check_source(path: str) -> None:
 
 SUFFIX = ".age"
 _RECIPIENTS = "age_encryption_recipients"
-_MAX_RECIPIENTS = 10
+MAX_RECIPIENTS = 10
 
 
 @dataclass(frozen=True)
@@ -358,9 +358,9 @@ def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
     """
     if not recipients:
         return {}
-    if len(recipients) > _MAX_RECIPIENTS:
+    if len(recipients) > MAX_RECIPIENTS:
         raise UserError(
-            f"{_RECIPIENTS} names {len(recipients)} keys; give at most {_MAX_RECIPIENTS}"
+            f"{_RECIPIENTS} names {len(recipients)} keys; give at most {MAX_RECIPIENTS}"
         )
     for index, recipient in enumerate(recipients):
         if not isinstance(recipient, str) or "\n" in recipient:

@@ -58,7 +58,7 @@ T = TypeVar("T")
 
 API = "/api/v1"
 MIB = 1 << 20
-SMALL_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 64 * MIB, 256 * MIB
+SMALL_BODY, TELEMETRY_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
 """Limit for the bodies of all requests together. It is four times TRAINING_BODY, so the largest
 body in compressed and decompressed form fits into the half that one tenant may use.

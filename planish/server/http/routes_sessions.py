@@ -14,7 +14,15 @@ from starlette.responses import Response
 
 from planish.errors import UnsupportedError, UserError
 from planish.server.durable.records import PAGE_BYTES, page_bytes
-from planish.server.http.context import MIB, RequestContext, answered, endpoint, nothing, paged
+from planish.server.http.context import (
+    MIB,
+    TELEMETRY_BODY,
+    RequestContext,
+    answered,
+    endpoint,
+    nothing,
+    paged,
+)
 from planish.server.results import SessionRecord, SessionSpec
 from planish.service import MAX_METADATA
 from planish.wire.fields import Fields
@@ -105,7 +113,7 @@ async def session(context: RequestContext) -> Response:
 
 async def telemetry(context: RequestContext) -> Response:
     """Accept and discard what clients report about themselves."""
-    async with context.body(16 * MIB):
+    async with context.body(TELEMETRY_BODY):
         return answered({"status": "accepted"})
 
 

@@ -24,7 +24,7 @@ R = TypeVar("R", bound="Request")
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS, MAX_PROMPTS = 128, 20, 16, 1024
 MAX_TOOLS = 1024
-_MAX_OPTION_BYTES = 256 << 10
+MAX_OPTION_BYTES = 256 << 10
 """Limit for the JSON of one parameter, except those that carry the text of the request."""
 _TEXTS = ("messages", "tools", "prompt", "tokens")
 _TEXT_TOKENS = 16
@@ -379,9 +379,9 @@ def read_request(kind: type[R], fields: Fields) -> R:
                 raise UnsupportedParameterError(name, remedy)
         elif name not in kind.model_fields:
             raise UnsupportedParameterError(name[:100], "leave it out")
-        elif name not in _TEXTS and len(orjson.dumps(value)) > _MAX_OPTION_BYTES:
+        elif name not in _TEXTS and len(orjson.dumps(value)) > MAX_OPTION_BYTES:
             raise WrongParameterError(
-                name, f"{name} is larger than {_MAX_OPTION_BYTES >> 10} KiB; shorten it"
+                name, f"{name} is larger than {MAX_OPTION_BYTES >> 10} KiB; shorten it"
             )
         else:
             values[name] = value

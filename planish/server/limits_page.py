@@ -1,0 +1,230 @@
+"""Write docs/limits.md: `python -m planish.server.limits_page > docs/limits.md`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from planish.server.openai.openapi import openapi
+from planish.server.openai.requests import MAX_OPTION_BYTES
+from planish.server.request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
+from planish.server.settings import ServerSettings
+
+_OPENING = """\
+# Limits
+
+Every list, string, object and number of every request has a limit. This page is generated from the
+tables and constants that the server checks requests with
+(`python -m planish.server.limits_page > docs/limits.md`). A test compares it with the code, and
+fails for a field without a limit. Another test sends each field of the JSON requests at its limit
+and one beyond.
+
+Beyond a limit, the answer is status 400 with a sentence that names the field and the remedy, unless
+the tables say otherwise. Nothing was changed then. As for every rejected training request, the
+model's sequence number is used up.
+
+[reliability.md](reliability.md#test-sizes-and-counts) has the test that sends every field far too
+large.
+"""
+_TENANT = (
+    ("requests accepted and not answered", "max_queued_requests", "429"),
+    ("bytes of their bodies", "max_queued_bytes", "429"),
+    ("tokens per minute", "tokens_per_minute", "429"),
+    ("sessions", "max_sessions", "400, or the oldest ended ones are removed"),
+    ("open training models", "max_models", "400"),
+    ("open samplers", "max_samplers", "400; of unnamed samplers, the oldest are closed"),
+    ("bytes on disk: checkpoints, snapshots, records", "storage_bytes", "400"),
+    ("bytes of one gradient in the journal", "journal_bytes", "400 until the next optim_step"),
+    ("sequences in the engine while others wait", "max_sampling_slots_per_tenant", "they wait"),
+    ("training operations in the engine while others wait", "max_training_slots_per_tenant",
+     "they wait"),
+)  # fmt: skip
+_SHARED = (
+    ("adapters in memory", "adapter_memory_bytes", "they wait; the least recently used leaves"),
+    (
+        "decoded requests in memory",
+        "request_memory_bytes",
+        "others are read again from the journal",
+    ),
+    ("results in memory", "result_memory_bytes", "others are read from disk"),
+    ("results on disk", "result_bytes", "the oldest are deleted"),
+    ("unnamed samplers on disk", "unnamed_sampler_bytes", "the least recently used are deleted"),
+    ("free disk space", "min_free_disk_bytes", "503 for new work"),
+)
+
+
+def page() -> str:
+    """Return the page."""
+    lines = [
+        _OPENING,
+        "## Bodies\n",
+        _table(("what", "limit", "beyond it"), BODIES),
+        "",
+        "## One tenant\n",
+        "A tenant is all keys with one name in the key file. `planish serve --set NAME=VALUE`",
+        "changes a setting.\n",
+        _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
+        "",
+        "A tenant may use half of the memory for bodies, and half of the server's connections, whose",
+        "number follows from the limit of open files. Beyond either, the answer is 503. Turns in the",
+        "engine and in the decoding of large bodies are shared fairly by tenant.\n",
+        "These are bounds of all tenants together:\n",
+        _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
+        "",
+        "## JSON requests\n",
+        "`[]` stands for the items of a list, and `*` for the entries of an object.\n",
+    ]
+    for path, limits in JSON_LIMITS.items():
+        method = "PUT" if path.endswith("/ttl") else "POST"
+        lines += [f"### {method} /api/v1{path}\n", *_fields(path, limits), ""]
+    lines += [
+        "## Protobuf: POST /api/v1/forward_backward\n",
+        *_fields("", PROTOBUF_LIMITS),
+        "",
+        "## Requests of OpenAI clients\n",
+        "The JSON of one parameter has at most "
+        f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and `prompt` has at most as",
+        "many characters as the model's context can hold, which is its length times the longest token",
+        "of the vocabulary; of all prompts together 8 Mi characters, if that is more.\n",
+    ]
+    for path, fields in openai_fields().items():
+        rows = [(f"`{name}`", limit) for name, limit in fields.items()]
+        lines += [f"### POST {path}\n", _table(("field", "limit"), rows), ""]
+    lines += [
+        "## Paths, queries and headers\n",
+        _table(
+            ("what", "limit", "beyond it"),
+            (
+                ("an id in a path", "an id that exists", "404"),
+                ("`limit`, `offset`", "0 to 1,000; 0 to 2^53", "400"),
+                ("`access_scope`", "`owned` or `accessible`", "400"),
+                ("`project_id`", "absent", "400"),
+                ("request line and headers", "64 KiB", "400, and the connection is closed"),
+            ),
+        ),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _table(head: tuple[str, ...], rows: Any) -> str:
+    return "\n".join(
+        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |"
+        for row in (head, tuple("---" for _ in head), *rows)
+    )
+
+
+def _settings(rows: Any) -> list[tuple[str, ...]]:
+    return [
+        (what, f"`{name}`", _number(getattr(ServerSettings, name)), beyond)
+        for what, name, beyond in rows
+    ]
+
+
+def _number(value: float) -> str:
+    if value >= 1 << 40:
+        return "no limit"
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20)):
+        if value >= size:
+            return f"{value / size:g} {unit}"
+    return f"{value:,}"
+
+
+def _fields(path: str, limits: Mapping[str, Limit]) -> list[str]:
+    if path == "/planish/draw":
+        return [f"`requests`: {limits['requests'].limit}, each with the fields of /asample."]
+    rows = [
+        (f"`{name}`" if name else "the body", limit.limit, _answer(limit))
+        for name, limit in limits.items()
+        if limit.limit
+    ]
+    return [_table(("field", "limit", "a part of the answer"), rows)]
+
+
+def _answer(limit: Limit) -> str:
+    return f"`{limit.answer.strip()}`" if limit.answer else ""
+
+
+def openai_fields() -> dict[str, dict[str, str]]:
+    """Return the limit of each field of the OpenAI-compatible requests, by path and field."""
+    description = openapi()
+    schemas = description["components"]["schemas"]
+    found: dict[str, dict[str, str]] = {}
+    for path, methods in description["paths"].items():
+        if "post" in methods:
+            content = methods["post"]["requestBody"]["content"]["application/json"]
+            found[path] = dict(_schema_fields(content["schema"], schemas, ""))
+    return found
+
+
+def _schema_fields(
+    schema: Mapping[str, Any], schemas: Mapping[str, Any], path: str
+) -> Iterator[tuple[str, str]]:
+    """Yield (field, limit) for each field of an object's schema, at any depth."""
+    target = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    for name, one in target.get("properties", {}).items():
+        where = f"{path}.{name}".lstrip(".")
+        limit = _schema_limit(one, schemas, name)
+        if limit:
+            yield where, limit
+        for part in _parts(one):
+            items = part.get("items", {})
+            yield from _schema_fields(part, schemas, where)
+            yield from _schema_fields(items, schemas, f"{where}[]")
+
+
+def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the alternatives of a schema that are no alternatives themselves."""
+    inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
+    return [part for one in inner for part in _parts(one)] if inner else [schema]
+
+
+def _schema_limit(schema: Mapping[str, Any], schemas: Mapping[str, Any], name: str) -> str:
+    said = [_part_limit(part, name) for part in _parts(schema)]
+    return ", or ".join(dict.fromkeys(limit for limit in said if limit))
+
+
+def _part_limit(part: Mapping[str, Any], name: str) -> str:
+    if "$ref" in part:
+        return ""
+    if "enum" in part or "const" in part:
+        values = part.get("enum", [part.get("const")])
+        return " or ".join(f"`{_shown(value)}`" for value in values) or "absent"
+    size = "the text that the context holds" if name in _TEXTS else "the parameter's size"
+    match part.get("type"):
+        case "null":
+            return ""
+        case "boolean":
+            return "true or false"
+        case "integer" | "number":
+            return _span(part)
+        case "string":
+            return size
+        case "array":
+            count = part.get("maxItems")
+            return size if count is None else f"{count:,} items, and {size}"
+    return "not read" if not part else size
+
+
+_TEXTS = ("messages", "tools", "prompt", "tokens")
+
+
+def _span(part: Mapping[str, Any]) -> str:
+    low = part.get("minimum", part.get("exclusiveMinimum"))
+    high = part.get("maximum", part.get("exclusiveMaximum"))
+    begin = "" if low is None else f"{'above ' * ('exclusiveMinimum' in part)}{low:,} "
+    end = (
+        "the context" if part["type"] == "integer" and high is None
+        else "the limit of float64" if high is None
+        else f"{'below ' * ('exclusiveMaximum' in part)}{high:,}"
+    )  # fmt: skip
+    return f"{begin}to {end}"
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false"}[value] if isinstance(value, bool) else str(value)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

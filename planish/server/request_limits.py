@@ -1,0 +1,426 @@
+"""The limit of every field of every request: the table of docs/limits.md.
+
+`python -m planish.server.request_limits` prints that page. The limits of the JSON and protobuf
+requests are listed here, with the constants that the decoders use. A test walks the decoders, and
+fails for a field that is not listed; it sends every field at its limit and one beyond. The
+limits of /v1 are read from the types that check its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.server.durable.checkpoints import MAX_RECIPIENTS
+from planish.server.http.context import (
+    ALL_BODIES,
+    MIB,
+    SAMPLE_BODY,
+    SMALL_BODY,
+    TELEMETRY_BODY,
+    TRAINING_BODY,
+)
+from planish.server.http.routes_sampling import MAX_REQUESTS
+from planish.service import MAX_METADATA, MAX_SAMPLES
+from planish.types import (
+    LONGEST_TTL_SECONDS,
+    MAX_CONSTRAINT_BYTES,
+    MAX_CONSTRAINT_CHOICES,
+    MAX_STOP_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+)
+from planish.wire.fields import (
+    MAX_CONTAINERS,
+    MAX_DEPTH,
+    MAX_ID,
+    MAX_LIST,
+    MAX_MAP,
+    MAX_TEXT,
+    MAX_VALUES,
+)
+from planish.wire.tensors import MAX_DENSE_ELEMENTS, MAX_DIMENSIONS, MAX_PARTS, MAX_TOKENS
+from planish.wire.training import MAX_FIELDS
+
+MAX_INT64 = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class Limit:
+    """The limit of one field."""
+
+    limit: str
+    """The limit in words; empty for an object whose fields are listed."""
+    answer: str = ""
+    """A part of the answer beyond the limit, whose status is 400."""
+    edges: Sequence[Any] = ()
+    """Values at the limit, which are accepted."""
+    beyond: Sequence[Any] = ()
+    """Values one beyond the limit."""
+    covers_all_within: bool = False
+    """Whether the limit is that of all values within this one."""
+
+
+OBJECT = Limit("")
+FLAG = Limit("true or false", "give true or false", [True, False], [2, "true"])
+NOT_READ = Limit("not read; part of the body", covers_all_within=True)
+
+
+def text(most: int = MAX_TEXT) -> Limit:
+    """Return the limit of a string."""
+    return Limit(
+        f"{most:,} characters",
+        f"has {most + 1:,} characters; give at most {most:,}",
+        ["x" * most],
+        ["x" * (most + 1)],
+    )
+
+
+def items(most: int, item: Any, answer: str | None = None) -> Limit:
+    """Return the limit of a list of values such as `item`."""
+    answer = answer or f"has {most + 1:,} items; give at most {most:,}"
+    return Limit(f"{most:,} items", answer, [[item] * most], [[item] * (most + 1)])
+
+
+def whole(low: int, high: int, answer: str | None = None) -> Limit:
+    """Return the limit of an integer."""
+    answer = answer or f"give a whole number from {low} to {high}"
+    return Limit(f"{low:,} to {high:,}", answer, [low, high], [low - 1, high + 1, 0.5])
+
+
+def number(low: float | None, high: float | None, answer: str, *beyond: float) -> Limit:
+    """Return the limit of a number. None: float64's own."""
+    span = " to ".join("the limit of float64" if end is None else f"{end:g}" for end in (low, high))
+    edges = [end for end in (low, high) if end is not None]
+    return Limit(span, answer, edges, beyond)
+
+
+def one_of(*values: str, answer: str) -> Limit:
+    """Return the limit of a string that selects something."""
+    return Limit(" or ".join(f"`{value}`" for value in values), answer, values, ["other"])
+
+
+IDENTIFIER = Limit(
+    f"{MAX_ID} letters, digits and `_ . : -`",
+    "is not an id: give up to 256 letters",
+    ["x" * MAX_ID],
+    ["x" * (MAX_ID + 1), "a/b"],
+)
+NAME = Limit(
+    "200 letters, digits and `_ . - :`",
+    "give up to 200 letters, digits",
+    ["x" * 200],
+    ["x" * 201, "a/b"],
+)
+TTL = whole(1, LONGEST_TTL_SECONDS, "ttl_seconds=")
+METADATA = Limit(
+    f"{MAX_METADATA:,} characters of keys and values, {MAX_LIST:,} entries",
+    "user_metadata has ",
+    [{"k" * 1000: "v" * (MAX_METADATA - 1000)}, {f"{i}": "" for i in range(MAX_LIST)}],
+    [{"k" * 1000: "v" * (MAX_METADATA - 999)}, {f"{i}": "" for i in range(MAX_LIST + 1)}],
+    covers_all_within=True,
+)
+SESSION_SPEC = Limit(
+    f"{MAX_METADATA:,} characters together, {MAX_LIST:,} entries",
+    " give at most ",
+    [],
+    [],
+    covers_all_within=True,
+)
+COUNT = Limit("0 to the size of the vocabulary", "give a number from 0 to the vocabulary's")
+
+_LARGE_LIST = Limit(f"{MAX_VALUES:,} values in the body")
+_PARTS = Limit(f"{MAX_PARTS:,} datums, chunks and tensors in the body")
+
+_TYPE = {"type": NOT_READ}
+_SEQ = {"seq_id": whole(1, 2**62, "seq_id")}
+_PLACE = {"model_id": IDENTIFIER, **_SEQ}
+_NUMBER = whole(0, MAX_INT64)
+_MODEL_NUMBER = {"session_id": IDENTIFIER, "model_seq_id": _NUMBER}
+_OPTIMIZER = {
+    "optimizer_config": OBJECT,
+    "optimizer_config.type": one_of("adamw", answer="is not supported: AdamW is the only"),
+    "optimizer_config.version": NOT_READ,
+}
+_SPEC = {"user_metadata": SESSION_SPEC, "display_name": text()}
+_CHUNKS = {
+    "": OBJECT,
+    ".chunks": _PARTS,
+    ".chunks[].type": one_of("encoded_text", answer="is not a chunk of tokens"),
+    ".chunks[].tokens": Limit(f"{MAX_TOKENS:,} token ids in all chunks, and the context"),
+    ".chunks[].tokens[]": Limit("the vocabulary"),
+}
+_DIMENSIONS = Limit(
+    f"{MAX_DIMENSIONS} dimensions",
+    f"has {MAX_DIMENSIONS + 1} dimensions; give at most {MAX_DIMENSIONS}",
+    [],
+    [[1] * (MAX_DIMENSIONS + 1)],
+)
+_INT64 = Limit("int64")
+_TENSOR = {
+    "": OBJECT,
+    ".data": _LARGE_LIST,
+    ".data[]": Limit("float32 or int64"),
+    ".dtype": one_of("float32", "int64", answer="give 'float32' or 'int64'"),
+    ".shape": _DIMENSIONS,
+    ".shape[]": Limit("the number of values; of a CSR tensor 2^26 elements in the body"),
+    ".sparse_crow_indices": _LARGE_LIST,
+    ".sparse_crow_indices[]": _INT64,
+    ".sparse_col_indices": _LARGE_LIST,
+    ".sparse_col_indices[]": _INT64,
+}
+
+
+def _under(path: str, table: Mapping[str, Limit]) -> dict[str, Limit]:
+    return {f"{path}{field}": limit for field, limit in table.items()}
+
+
+def _gradient(name: str) -> dict[str, Limit]:
+    datum = f"{name}.data[]"
+    options = Limit(
+        f"{MAX_MAP} numbers or strings",
+        f"has {MAX_MAP + 1} entries; give at most {MAX_MAP}",
+        [],
+        [{f"k{i}": 1.0 for i in range(MAX_MAP + 1)}],
+        covers_all_within=True,
+    )
+    return {
+        **_PLACE,
+        name: OBJECT,
+        f"{name}.data": _PARTS,
+        datum: OBJECT,
+        **_under(f"{datum}.model_input", _CHUNKS),
+        f"{datum}.loss_fn_inputs": Limit(
+            f"{MAX_MAP} tensors",
+            f"has {MAX_MAP + 1} entries; give at most {MAX_MAP}",
+            [],
+            [{f"k{i}": {} for i in range(MAX_MAP + 1)}],
+        ),
+        **_under(f"{datum}.loss_fn_inputs.*", _TENSOR),
+        f"{datum}.model_input_spans": NOT_READ,
+        f"{datum}.loss_fn_input_spans": NOT_READ,
+        f"{name}.loss_fn": text(),
+        f"{name}.loss_fn_config": options,
+    }
+
+
+_STOP = Limit(
+    f"{MAX_STOP_STRINGS} strings of {MAX_STOP_BYTES:,} bytes, or {MAX_STOP_TOKENS:,} token ids",
+    "stop",
+    [["x" * MAX_STOP_BYTES] * MAX_STOP_STRINGS, [1] * MAX_STOP_TOKENS],
+    [["x"] * (MAX_STOP_STRINGS + 1), ["x" * (MAX_STOP_BYTES + 1)], [1] * (MAX_STOP_TOKENS + 1)],
+    covers_all_within=True,
+)
+_PENALTY = number(-100, 100, "give a finite number at least -100 and at most 100", -101, 101)
+_CONSTRAINT = {
+    "sampling_params.constraint": OBJECT,
+    "sampling_params.constraint.kind": one_of(
+        "json_object", "json_schema", "regex", "choice", "lark", answer="constraint.kind='other'"
+    ),
+    "sampling_params.constraint.text": Limit(
+        f"{MAX_CONSTRAINT_BYTES:,} bytes", "give at most 65", [], ["x" * (MAX_CONSTRAINT_BYTES + 1)]
+    ),
+    "sampling_params.constraint.choices": Limit(
+        f"{MAX_CONSTRAINT_CHOICES:,} strings of {MAX_CONSTRAINT_BYTES:,} bytes together",
+        covers_all_within=True,
+    ),
+}
+_PARAMS = {
+    "sampling_params": OBJECT,
+    "sampling_params.max_tokens": Limit(
+        "1 to the rest of the context", "max_tokens", [1], [0, MAX_INT64]
+    ),
+    "sampling_params.seed": whole(-(2**63), 2**64 - 1, "sampling_params.seed"),
+    "sampling_params.stop": _STOP,
+    "sampling_params.stop_token_ids": Limit(
+        f"{MAX_STOP_TOKENS:,} token ids", "stop", [], [[1] * (MAX_STOP_TOKENS + 1)],
+        covers_all_within=True,
+    ),
+    "sampling_params.temperature": Limit(
+        "0, or 1e-30 to the limit of float64", "temperature", [0, 1e-30, 1e308], [-1, 1e-31]
+    ),
+    "sampling_params.top_k": Limit("-1, or 1 to 2^63 - 1", "top_k", [-1, 1, MAX_INT64], [0, -2]),
+    "sampling_params.top_p": number(1e-320, 1, "above 0 and at most 1", 0, 1.1),
+    "sampling_params.min_p": number(0, 1, "at least 0 and at most 1", -0.1, 1.1),
+    "sampling_params.min_tokens": Limit("0 to max_tokens", "min_tokens", [0], [-1, MAX_INT64]),
+    "sampling_params.repetition_penalty": number(
+        0.01, 100, "give a finite number at least 0.01 and at most 100", 0, 101
+    ),
+    "sampling_params.frequency_penalty": _PENALTY,
+    "sampling_params.presence_penalty": _PENALTY,
+    **_CONSTRAINT,
+}  # fmt: skip
+_SAMPLE = {
+    **_TYPE,
+    "sampling_session_id": IDENTIFIER,
+    "seq_id": _NUMBER,
+    **_under("prompt", _CHUNKS),
+    "num_samples": whole(1, MAX_SAMPLES),
+    **_PARAMS,
+    "prompt_logprobs": FLAG,
+    "topk_prompt_logprobs": COUNT,
+    "topk_sample_logprobs": COUNT,
+    "prompt_alt_tokens_k": COUNT,
+    **_under("target_prompt_logprobs", _TENSOR),
+    "prompt_logprobs_last_n": Limit("1 to 2^63 - 1", "prompt_logprobs_last_n", [], [0]),
+    "record_stability_info": FLAG,
+    "prompt_only": FLAG,
+}
+_ADAM = {
+    **{
+        f"adam_params.{name}": number(0, None, "give a finite number at least 0", -1)
+        for name in ("learning_rate", "eps", "weight_decay", "grad_clip_norm")
+    },
+    **{
+        f"adam_params.{name}": number(0, None, "give a finite number at least 0 and below 1", 1, -1)
+        for name in ("beta1", "beta2")
+    },
+}
+_NAMED_SAVE = {"path": NAME, "ttl_seconds": TTL, "overwrite": FLAG, "user_metadata": METADATA}
+_KIND = {"kind": one_of("snapshot", "inflight", answer="give 'snapshot' or 'inflight'")}
+
+JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
+    "/client/config": {"sdk_version": text()},
+    "/client/dynamic_config": {"": NOT_READ},
+    "/create_session": {
+        "tags": SESSION_SPEC, **_SPEC, "sdk_version": text(), "project_id": text(), **_TYPE,
+    },
+    "/session_heartbeat": {"session_id": IDENTIFIER, **_TYPE},
+    "/sessions/{session_id}/finish": {
+        "reason": OBJECT,
+        "reason.type": one_of("success", "errored", "interrupted", answer="give one of success"),
+        "detail": text(),
+    },
+    "/sessions/search": {
+        "session_id": text(),
+        "owner": OBJECT,
+        "owner.type": one_of("own", "accessible", answer="sessions of other keys"),
+        "project_ids": NOT_READ,
+        "statuses": items(MAX_LIST, {"type": "active"}),
+        "statuses[].type": one_of(
+            "active", "client_finished", "cancelled", "failed", answer="is unknown"
+        ),
+        "statuses[].reasons": Limit("empty", "leave `reasons` out", [[]], [["x"]]),
+        "limit": whole(1, 200),
+        "cursor": OBJECT,
+        "cursor.last_created_at": Limit("a time in ISO 8601"),
+        "cursor.last_session_id": text(),
+        "user_metadata": Limit(
+            f"{MAX_LIST:,} strings", f"has {MAX_LIST + 1:,} entries; give at most {MAX_LIST:,}",
+            [{f"{i}": "" for i in range(MAX_LIST)}], [{f"{i}": "" for i in range(MAX_LIST + 1)}],
+            covers_all_within=True,
+        ),
+        "display_name": text(),
+    },
+    "/telemetry": {"": NOT_READ},
+    "/create_model": {
+        **_TYPE, **_MODEL_NUMBER, "base_model": text(), **_OPTIMIZER, "user_metadata": METADATA,
+        "lora_config": OBJECT,
+        "lora_config.rank": whole(1, 256, "give a whole number from 1 to 256"),
+        "lora_config.seed": whole(-(2**63), 2**64 - 1),
+        "lora_config.train_mlp": FLAG, "lora_config.train_attn": FLAG,
+        "lora_config.train_unembed": FLAG,
+    },
+    "/get_info": {"model_id": IDENTIFIER, **_TYPE},
+    "/forward_backward": _gradient("forward_backward_input"),
+    "/forward": _gradient("forward_input"),
+    "/optim_step": {
+        **_TYPE, **_PLACE, "adam_params": OBJECT, **_ADAM,
+        "optimizer_params": Limit("absent", "give adam_params", [], [{"type": "dimuon"}]),
+    },
+    "/save_weights": {**_TYPE, **_PLACE, **_NAMED_SAVE},
+    "/save_weights_for_sampler": {
+        **_TYPE, **_PLACE, **_NAMED_SAVE, **_KIND, "sampling_session_seq_id": _NUMBER,
+    },
+    "/save_weights_external": {
+        **_TYPE, **_PLACE, "path": NAME, "ttl_seconds": TTL,
+        "age_encryption_recipients": Limit(
+            f"{MAX_RECIPIENTS} keys of 4,096 characters", f"give at most {MAX_RECIPIENTS}", [],
+            [["age1"] * (MAX_RECIPIENTS + 1)], covers_all_within=True,
+        ),
+    },
+    "/load_weights": {
+        **_TYPE, **_PLACE, **_MODEL_NUMBER, **_OPTIMIZER, "path": text(), "optimizer": FLAG,
+        "base_model": text(), "user_metadata": METADATA,
+        "weights_access_token": Limit("absent", "leave it out", [], ["x"]),
+    },
+    "/unload_model": {"model_id": IDENTIFIER, **_TYPE},
+    "/weights_info": {"tinker_path": text()},
+    "/copy_weights": {
+        "source_path": text(), "ttl_seconds": whole(1, LONGEST_TTL_SECONDS),
+        "session_id": IDENTIFIER, "model_seq_id": _NUMBER, "destination_project_id": text(),
+        "weights_access_token": Limit("absent", "leave it out", [], ["x"]),
+    },
+    "/training_runs/{run_id}/checkpoints/{checkpoint_id:path}/ttl": {
+        "ttl_seconds": whole(1, LONGEST_TTL_SECONDS),
+    },
+    "/create_sampling_session": {
+        **_TYPE, "session_id": IDENTIFIER, "sampling_session_seq_id": _NUMBER,
+        "base_model": text(), "model_path": text(),
+    },
+    "/asample": _SAMPLE,
+    "/planish/draw": {
+        "requests": items(MAX_REQUESTS, {}, "entries; give 1 to"), **_under("requests[].", _SAMPLE),
+    },
+    "/planish/release": {"sampler_id": IDENTIFIER},
+    "/retrieve_future": {"request_id": IDENTIFIER, "allow_metadata_only": NOT_READ},
+    "/cancel_future": {"request_id": IDENTIFIER},
+}  # fmt: skip
+"""The limits of JSON requests by the path of their route under /api/v1, and by field. `[]` stands for
+the items of a list, `*` for the entries of an object.
+"""
+
+_PROTO_TENSOR = {
+    "": OBJECT,
+    ".dense": Limit("the body"),
+    ".dtype": Limit("1 to 4"),
+    ".shape": _DIMENSIONS,
+    ".sparse_csr": OBJECT,
+    ".sparse_csr.values": Limit("the body"),
+    ".sparse_csr.crow_indices": Limit("the body"),
+    ".sparse_csr.col_indices": Limit("the body"),
+}
+PROTOBUF_LIMITS: Mapping[str, Limit] = {
+    "model_id": IDENTIFIER,
+    "seq_id": whole(1, 2**31 - 1, "seq_id"),
+    "loss_fn": text(),
+    "loss_fn_config": Limit(f"{MAX_MAP} numbers", covers_all_within=True),
+    "loss_fn_config_v2": Limit(f"{MAX_MAP} numbers or strings", covers_all_within=True),
+    "forward_only": FLAG,
+    "data": _PARTS,
+    "data[].model_input": _PARTS,
+    "data[].model_input[].encoded_text": OBJECT,
+    "data[].model_input[].encoded_text.tokens": Limit(
+        f"{MAX_TOKENS:,} token ids in all chunks, and the context"
+    ),
+    "data[].model_input[].image": Limit("absent", covers_all_within=True),
+    "data[].model_input[].dmel": Limit("absent", covers_all_within=True),
+    "data[].loss_fn_inputs": Limit(f"{MAX_MAP} tensors"),
+    **_under("data[].loss_fn_inputs.*", _PROTO_TENSOR),
+    "data[].model_input_spans": NOT_READ,
+    "data[].loss_fn_input_spans": NOT_READ,
+}
+"""The limits of the protobuf body of /forward_backward."""
+
+BODIES: Sequence[tuple[str, str, str]] = (
+    (
+        "size of a training request",
+        f"{TRAINING_BODY // MIB} MiB",
+        "413: send fewer data in one call",
+    ),
+    ("size of a sampling or OpenAI request", f"{SAMPLE_BODY // MIB} MiB", "413"),
+    ("size of telemetry", f"{TELEMETRY_BODY // MIB} MiB", "413"),
+    ("size of any other request", f"{SMALL_BODY // MIB} MiB", "413"),
+    ("size of all bodies at once", f"{ALL_BODIES // MIB} MiB; half of it for one key", "503"),
+    ("objects and lists in a JSON body", f"{MAX_CONTAINERS:,}", "400"),
+    ("values in a JSON body, token ids in a training request", f"{MAX_VALUES:,}", "400"),
+    ("objects and lists within each other", f"{MAX_DEPTH}", "400"),
+    ("fields of a protobuf body, its datums and tensors", f"{MAX_FIELDS:,}", "400"),
+    ("datums, chunks and tensors in a training request", f"{MAX_PARTS:,}", "400"),
+    ("elements of all CSR tensors of a body, dense", f"{MAX_DENSE_ELEMENTS:,}", "400"),
+    ("an unknown field", "null, false, 0, empty", "400: unknown fields are not ignored"),
+)
+"""Limits of a body as a whole: what is limited, the limit, and the answer beyond it. Sizes are those
+of the body as sent, and again when it is decompressed.
+"""
