@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
+from planish.server.openai import requests
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
 from planish.server.request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
@@ -152,26 +153,33 @@ def openai_fields() -> dict[str, dict[str, str]]:
     schemas = description["components"]["schemas"]
     found: dict[str, dict[str, str]] = {}
     for path, methods in description["paths"].items():
-        if "post" in methods:
-            content = methods["post"]["requestBody"]["content"]["application/json"]
-            found[path] = dict(_schema_fields(content["schema"], schemas, ""))
+        if "post" not in methods:
+            continue
+        content = methods["post"]["requestBody"]["content"]["application/json"]
+        rows: dict[str, list[str]] = {}
+        for field, limit in _schema_fields(content["schema"], schemas, ""):
+            rows.setdefault(field, []).append(limit)
+        found[path] = {field: ", or ".join(dict.fromkeys(said)) for field, said in rows.items()}
     return found
 
 
 def _schema_fields(
     schema: Mapping[str, Any], schemas: Mapping[str, Any], path: str
 ) -> Iterator[tuple[str, str]]:
-    """Yield (field, limit) for each field of an object's schema, at any depth."""
-    target = schemas[schema["$ref"].rpartition("/")[2]] if "$ref" in schema else schema
+    """Yield (field, limit) for each field of an object's schema, at any depth. A field with several
+    forms is yielded several times.
+    """
+    kind = schema["$ref"].rpartition("/")[2] if "$ref" in schema else ""
+    target = schemas[kind] if kind else schema
     for name, one in target.get("properties", {}).items():
         where = f"{path}.{name}".lstrip(".")
-        limit = _schema_limit(one, schemas, name)
-        if limit:
-            yield where, limit
+        span = _integer_span(kind, name)
         for part in _parts(one):
-            items = part.get("items", {})
+            limit = span if part.get("type") == "integer" else _part_limit(part, name)
+            if limit:
+                yield where, limit
             yield from _schema_fields(part, schemas, where)
-            yield from _schema_fields(items, schemas, f"{where}[]")
+            yield from _schema_fields(part.get("items", {}), schemas, f"{where}[]")
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
@@ -180,31 +188,53 @@ def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [part for one in inner for part in _parts(one)] if inner else [schema]
 
 
-def _schema_limit(schema: Mapping[str, Any], schemas: Mapping[str, Any], name: str) -> str:
-    said = [_part_limit(part, name) for part in _parts(schema)]
-    return ", or ".join(dict.fromkeys(limit for limit in said if limit))
+def _integer_span(kind: str, name: str) -> str:
+    """Return the range of an integer field. The JSON schema of an integer that may also be written as
+    3.0 has no bounds, so they are read from the type.
+    """
+    field = getattr(requests, kind).model_fields.get(name) if hasattr(requests, kind) else None
+    if field is None:
+        return ""
+    bounds = list(_metadata([*field.metadata, field.annotation]))
+    found = {
+        key: getattr(bound, key)
+        for bound in bounds
+        for key in ("ge", "gt", "le", "lt")
+        if hasattr(bound, key)
+    }
+    low = found.get("ge", found.get("gt", 0) + 1 if "gt" in found else None)
+    high = found.get("le", found["lt"] - 1 if "lt" in found else None)
+    return (
+        f"{'' if low is None else f'{low:,} '}to {'the context' if high is None else f'{high:,}'}"
+    )
+
+
+def _metadata(values: Any) -> Iterator[Any]:
+    """Yield the metadata of annotated types at any depth."""
+    for value in values:
+        for bound in (*getattr(value, "metadata", ()), *getattr(value, "__metadata__", ())):
+            yield from _metadata([bound])
+        yield from _metadata(get_args(value))
+        yield value
 
 
 def _part_limit(part: Mapping[str, Any], name: str) -> str:
-    if "$ref" in part:
-        return ""
+    """Return the limit of one form of a field; empty for an object whose fields are listed."""
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return " or ".join(f"`{_shown(value)}`" for value in values) or "absent"
     size = "the text that the context holds" if name in _TEXTS else "the parameter's size"
     match part.get("type"):
-        case "null":
-            return ""
         case "boolean":
             return "true or false"
-        case "integer" | "number":
+        case "number":
             return _span(part)
-        case "string":
-            return size
         case "array":
             count = part.get("maxItems")
             return size if count is None else f"{count:,} items, and {size}"
-    return "not read" if not part else size
+        case "string" | "object":
+            return size
+    return "not read" if not part else ""
 
 
 _TEXTS = ("messages", "tools", "prompt", "tokens")
@@ -214,12 +244,7 @@ def _span(part: Mapping[str, Any]) -> str:
     low = part.get("minimum", part.get("exclusiveMinimum"))
     high = part.get("maximum", part.get("exclusiveMaximum"))
     begin = "" if low is None else f"{'above ' * ('exclusiveMinimum' in part)}{low:,} "
-    end = (
-        "the context" if part["type"] == "integer" and high is None
-        else "the limit of float64" if high is None
-        else f"{'below ' * ('exclusiveMaximum' in part)}{high:,}"
-    )  # fmt: skip
-    return f"{begin}to {end}"
+    return f"{begin}to {'the limit of float64' if high is None else f'{high:,}'}"
 
 
 def _shown(value: Any) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.server.durable.checkpoints import MAX_RECIPIENTS
+from planish.server.durable.checkpoints import EXTERNAL_PREFIX, MAX_RECIPIENTS
 from planish.server.http.context import (
     ALL_BODIES,
     MIB,
@@ -107,12 +107,19 @@ IDENTIFIER = Limit(
     ["x" * MAX_ID],
     ["x" * (MAX_ID + 1), "a/b"],
 )
-NAME = Limit(
-    "200 letters, digits and `_ . - :`",
-    "give up to 200 letters, digits",
-    ["x" * 200],
-    ["x" * 201, "a/b"],
-)
+
+
+def name(most: int = 200) -> Limit:
+    """Return the limit of a checkpoint's name."""
+    return Limit(
+        f"{most} letters, digits and `_ . - :`",
+        "give up to 200 letters, digits",
+        ["x" * most],
+        ["x" * (most + 1), "a/b"],
+    )
+
+
+NAME = name()
 TTL = whole(1, LONGEST_TTL_SECONDS, "ttl_seconds=")
 METADATA = Limit(
     f"{MAX_METADATA:,} characters of keys and values, {MAX_LIST:,} entries",
@@ -134,7 +141,7 @@ _LARGE_LIST = Limit(f"{MAX_VALUES:,} values in the body")
 _PARTS = Limit(f"{MAX_PARTS:,} datums, chunks and tensors in the body")
 
 _TYPE = {"type": NOT_READ}
-_SEQ = {"seq_id": whole(1, 2**62, "seq_id")}
+_SEQ = {"seq_id": Limit("1 to 2^62, the next one of its model", "seq_id", [], [0, 2**63])}
 _PLACE = {"model_id": IDENTIFIER, **_SEQ}
 _NUMBER = whole(0, MAX_INT64)
 _MODEL_NUMBER = {"session_id": IDENTIFIER, "model_seq_id": _NUMBER}
@@ -231,7 +238,7 @@ _PARAMS = {
     "sampling_params.max_tokens": Limit(
         "1 to the rest of the context", "max_tokens", [1], [0, MAX_INT64]
     ),
-    "sampling_params.seed": whole(-(2**63), 2**64 - 1, "sampling_params.seed"),
+    "sampling_params.seed": whole(-(2**63), 2**64 - 1, "give a whole number from "),
     "sampling_params.stop": _STOP,
     "sampling_params.stop_token_ids": Limit(
         f"{MAX_STOP_TOKENS:,} token ids", "stop", [], [[1] * (MAX_STOP_TOKENS + 1)],
@@ -317,8 +324,8 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "/create_model": {
         **_TYPE, **_MODEL_NUMBER, "base_model": text(), **_OPTIMIZER, "user_metadata": METADATA,
         "lora_config": OBJECT,
-        "lora_config.rank": whole(1, 256, "give a whole number from 1 to 256"),
-        "lora_config.seed": whole(-(2**63), 2**64 - 1),
+        "lora_config.rank": whole(1, 256, "give a whole number from "),
+        "lora_config.seed": whole(-(2**63), 2**64 - 1, "give a whole number from "),
         "lora_config.train_mlp": FLAG, "lora_config.train_attn": FLAG,
         "lora_config.train_unembed": FLAG,
     },
@@ -334,7 +341,7 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
         **_TYPE, **_PLACE, **_NAMED_SAVE, **_KIND, "sampling_session_seq_id": _NUMBER,
     },
     "/save_weights_external": {
-        **_TYPE, **_PLACE, "path": NAME, "ttl_seconds": TTL,
+        **_TYPE, **_PLACE, "path": name(200 - len(EXTERNAL_PREFIX)), "ttl_seconds": TTL,
         "age_encryption_recipients": Limit(
             f"{MAX_RECIPIENTS} keys of 4,096 characters", f"give at most {MAX_RECIPIENTS}", [],
             [["age1"] * (MAX_RECIPIENTS + 1)], covers_all_within=True,

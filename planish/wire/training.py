@@ -121,7 +121,8 @@ def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield (numbers of the fields around it and its own, start of its content, end) for each field
     that may be repeated, at any depth.
     """
-    pending = [((), _fields_of(body, 0, len(body)))]
+    path: tuple[int, ...] = ()
+    pending = [(path, _fields_of(body, 0, len(body)))]
     while pending:
         path, fields = pending[-1]
         for number, _, begin, end in fields:

@@ -198,7 +198,7 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
         return {**body, "ttl_seconds": 3600, **metadata}
 
     number = {"sampling_session_seq_id": 10 + ids.next("samplers")}
-    recipients = {"age_encryption_recipients": ["age1abc"]}
+    recipients = {"age_encryption_recipients": []}
     run, _, checkpoint = ids.path.removeprefix("tinker://").partition("/")
     return [
         _post("save_weights", named()),
@@ -213,7 +213,12 @@ def _save_requests(ids: Ids) -> list[FullRequest]:
         _post(
             "copy_weights",
             {"source_path": ids.path, "session_id": ids.session, "ttl_seconds": 60,
-             "model_seq_id": 10 + ids.next("models"), "destination_project_id": "p"},
+             "model_seq_id": 10 + ids.next("models")},
+        ),
+        _post(
+            "copy_weights into a project",
+            {"source_path": ids.path, "destination_project_id": "p"},
+            f"{API}/copy_weights",
         ),
         FullRequest(
             "ttl", "PUT", f"{API}/training_runs/{run}/checkpoints/{checkpoint}/ttl",

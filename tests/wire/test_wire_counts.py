@@ -1,5 +1,7 @@
 """Sizes and counts of a body are checked before they take memory or time."""
 
+from typing import Any
+
 import orjson
 import pytest
 
@@ -62,7 +64,7 @@ def test_an_unknown_field_is_named_in_short():
     assert len(str(refused.value)) < 300
 
 
-def message() -> ForwardBackwardRequestMessage:
+def message() -> Any:
     made = ForwardBackwardRequestMessage(model_id="m", seq_id=1, loss_fn="cross_entropy")
     datum = made.data.add()
     datum.model_input.add().encoded_text.tokens = bytes(4)
@@ -71,7 +73,7 @@ def message() -> ForwardBackwardRequestMessage:
     return made
 
 
-def read(made: ForwardBackwardRequestMessage):
+def read(made: Any):
     return forward_backward_from_message(parse_forward_backward(made.SerializeToString()))
 
 
