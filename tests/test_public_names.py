@@ -9,6 +9,7 @@ NAMES = [
     "AdamParams",
     "Checkpoint",
     "CheckpointError",
+    "Constraint",
     "DamagedFileError",
     "Datum",
     "EncodedTextChunk",
