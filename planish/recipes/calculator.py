@@ -204,12 +204,10 @@ class CalculatorDatasetBuilder(RLDatasetBuilder):
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(Kind, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/calculator"
-    operands: int = chz.field(default=2, doc="numbers per problem")
-    digits: int = chz.field(default=3, doc="number of digits in each number, or one less")
     batch_size: int = chz.field(default=8, doc="problems per step")
     group_size: int = chz.field(default=8, doc="attempts per problem")
     test_problems: int = chz.field(

@@ -230,16 +230,10 @@ class GuessNumberDatasetBuilder(RLDatasetBuilder):
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(Rules, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/guess_number"
-    largest: int = chz.field(default=15, doc="largest number to guess; the smallest is 0")
-    max_guesses: int = 4
-    waste_cost: float = chz.field(
-        default=0.25, doc="penalty of a guess that contradicts the earlier replies or is no number"
-    )
-    hints: bool = chz.field(default=True, doc="tell the player which numbers are still possible")
     batch_size: int = chz.field(default=16, doc="numbers to guess per step")
     group_size: int = chz.field(default=8, doc="episodes per number")
     learning_rate: float = 3e-4

@@ -219,16 +219,24 @@ def outcome(player: TicTacToePlayer) -> Metrics:
 
 
 @chz.chz
-class TicTacToeDatasetBuilder(RLDatasetBuilder):
-    """Games of the policy against itself, and test games against each of `PLAYERS`."""
+class GameOptions:
+    """How many games are played, and how they begin."""
 
-    model_name: str
-    renderer_name: str | None = None
     batch_size: int = chz.field(default=32, doc="games per step, each with two players")
     opening_moves: int = chz.field(
         default=3, doc="maximum number of random moves before a training game"
     )
-    test_games: int = chz.field(default=32, doc="number of test games against each opponent")
+    test_games: int = chz.field(
+        default=32, doc="number of test games against each opponent; 0 = no evaluation"
+    )
+
+
+@chz.chz
+class TicTacToeDatasetBuilder(GameOptions, RLDatasetBuilder):
+    """Games of the policy against itself, and test games against each of `PLAYERS`."""
+
+    model_name: str
+    renderer_name: str | None = None
     seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
@@ -248,17 +256,10 @@ class TicTacToeDatasetBuilder(RLDatasetBuilder):
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(GameOptions, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/tic_tac_toe"
-    batch_size: int = chz.field(default=32, doc="games per step, each with two players")
-    opening_moves: int = chz.field(
-        default=3, doc="maximum number of random moves before a training game"
-    )
-    test_games: int = chz.field(
-        default=32, doc="number of test games against each opponent; 0 = no evaluation"
-    )
     learning_rate: float = 1e-4
     max_tokens: int = chz.field(default=4, doc="maximum number of tokens in an answer")
     max_steps: int | None = 40

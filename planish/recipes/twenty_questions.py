@@ -241,15 +241,11 @@ def riddle_of(secret: str, words: Sequence[str], choices: int, rng: random.Rando
 
 
 @chz.chz
-class Options(RLOptions):
+class Options(Rules, RLOptions):
     """Options of the recipe."""
 
     log_path: str = "/tmp/planish-examples/twenty_questions"
     choices: int = chz.field(default=6, doc="number of candidate words that a game lists; 0 = none")
-    max_questions: int = chz.field(
-        default=4, doc="maximum number of the player's messages, guesses included"
-    )
-    waste_cost: float = chz.field(default=0.1, doc="penalty of a message that cannot help")
     answerer_model: str | None = chz.field(
         default=None, doc="base model of the answerer; none = model_name"
     )

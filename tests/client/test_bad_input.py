@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from short_datum import STEP, WAIT, datum, logprobs
 
 import planish
 from planish import (
@@ -27,27 +28,10 @@ from planish import (
 from planish.client.futures import Pending
 from planish.testing import VOCAB_SIZE, tiny_model
 
-WAIT = 60.0
-STEP = AdamParams(learning_rate=1e-2)
-
-
-def datum(length: int = 6, **inputs: Any) -> Datum:
-    tokens = [(3 + 5 * i) % 256 for i in range(length + 1)]
-    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **inputs})
-
 
 @pytest.fixture
 def training_client(embedded_client) -> TrainingClient:
     return embedded_client.create_lora_training_client("tiny", rank=4, seed=1)
-
-
-def logprobs(client: TrainingClient) -> list[float]:
-    return (
-        client.forward([datum()], "cross_entropy")
-        .result(WAIT)
-        .loss_fn_outputs[0]["logprobs"]
-        .tolist()
-    )
 
 
 def put_in_later() -> Datum:

@@ -13,10 +13,10 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import Future
-from typing import Any
 
 import pytest
 import torch
+from short_datum import STEP, WAIT, datum, logprobs
 
 import planish
 from planish import (
@@ -33,27 +33,10 @@ from planish import (
     TrainingClient,
 )
 
-WAIT = 60.0
-STEP = AdamParams(learning_rate=1e-2)
-
-
-def datum(length: int = 6, **inputs: Any) -> Datum:
-    tokens = [(3 + 5 * i) % 256 for i in range(length + 1)]
-    return Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], **inputs})
-
 
 @pytest.fixture
 def training_client(service_client) -> TrainingClient:
     return service_client.create_lora_training_client("tiny", rank=4, seed=1)
-
-
-def logprobs(client: TrainingClient) -> list[float]:
-    return (
-        client.forward([datum()], "cross_entropy")
-        .result(WAIT)
-        .loss_fn_outputs[0]["logprobs"]
-        .tolist()
-    )
 
 
 # The tutorial's loop
@@ -171,8 +154,8 @@ def test_a_custom_loss_equals_the_built_in_one(service_client):
 
     def importance_sampling(data, logprobs_list):
         total = torch.zeros(())
-        for d, logprobs in zip(data, logprobs_list, strict=True):
-            ratio = torch.exp(logprobs - d.loss_fn_inputs["logprobs"].to_torch())
+        for d, trained in zip(data, logprobs_list, strict=True):
+            ratio = torch.exp(trained - d.loss_fn_inputs["logprobs"].to_torch())
             total = total - (ratio * d.loss_fn_inputs["advantages"].to_torch()).sum()
         return total, {"mean_ratio:mean": 3.0}
 

@@ -3,6 +3,7 @@ import json
 import pytest
 from fake_service import FakeService
 
+from planish import ServiceClient
 from planish.testing import save_byte_tokenizer, tiny_model
 from planish.tokenizer import load_tokenizer
 
@@ -37,3 +38,10 @@ def sums_dataset(tmp_path_factory):
 def small_model(tmp_path_factory):
     """A tiny random model by its path; the renderer of its name is chatml over bytes."""
     return str(tiny_model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def engine(tmp_path):
+    """A service client with an engine in this process."""
+    with ServiceClient(data_dir=tmp_path / "data") as client:
+        yield client

@@ -3,6 +3,7 @@ other words.
 """
 
 import pytest
+from pair_texts import answers_of, question_of
 
 from planish.errors import UserError
 from planish.recipes.courteous_answers import (
@@ -12,16 +13,6 @@ from planish.recipes.courteous_answers import (
     TEST_RUDE,
     CourteousAnswersBuilder,
 )
-
-
-def answers_of(pairs):
-    for pair in pairs:
-        assert pair.ranked is not None
-        yield tuple(answer[0]["content"] for answer in pair.ranked)
-
-
-def question_of(pair):
-    return pair.comparison.prompt_conversation[0]["content"]
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from metric_tables import definition_of
 
-from planish import ServiceClient
 from planish.distillation.prompts import PromptOnlyDatasetBuilder
 from planish.errors import UserError
 from planish.files import hold_directory, read_rows
@@ -19,12 +18,6 @@ from planish.recipes.training_run import read_options
 from planish.renderers import Renderer
 from planish.renderers.termination import Parsed, Termination
 from planish.testing import tiny_model
-
-
-@pytest.fixture
-def engine(tmp_path):
-    with ServiceClient(data_dir=tmp_path / "data") as client:
-        yield client
 
 
 @pytest.fixture

@@ -5,17 +5,10 @@ import re
 
 import pytest
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import dpo
 from planish.recipes.preference_pairs import KINDS, generated_pairs
-
-
-@pytest.fixture
-def engine(tmp_path):
-    with ServiceClient(data_dir=tmp_path / "data") as client:
-        yield client
 
 
 def options_of(small_model, tmp_path, **changes):

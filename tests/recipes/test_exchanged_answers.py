@@ -5,6 +5,7 @@ preferred.
 from collections import Counter
 
 import pytest
+from pair_texts import answers_of, question_of
 
 from planish.errors import UserError
 from planish.preference.splits import prompt_of
@@ -14,16 +15,6 @@ from planish.recipes.exchanged_answers import (
     QuestionWithAnswer,
     exchanges,
 )
-
-
-def answers_of(pairs):
-    for pair in pairs:
-        assert pair.ranked is not None
-        yield tuple(answer[0]["content"] for answer in pair.ranked)
-
-
-def question_of(pair):
-    return pair.comparison.prompt_conversation[0]["content"]
 
 
 def test_the_preferred_sum_is_right_and_the_other_one_wrong():

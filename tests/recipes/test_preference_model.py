@@ -5,18 +5,11 @@ import json
 
 import pytest
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.preference.model_files import Description, PreferenceModelBuilderFromRun
 from planish.preference.types import Comparison
 from planish.recipes import preference_model
-
-
-@pytest.fixture
-def engine(tmp_path):
-    with ServiceClient(data_dir=tmp_path / "data") as client:
-        yield client
 
 
 def options_of(small_model, tmp_path, **changes):

@@ -5,7 +5,6 @@ import json
 import datasets as hub
 import pytest
 
-from planish import ServiceClient
 from planish.errors import UserError
 from planish.files import read_rows
 from planish.recipes import chat_sl, sl_basic, sl_loop
@@ -15,12 +14,6 @@ from planish.renderers import TrainOnWhat
 from planish.training.learning_rates import get_lr
 
 CHAT = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4, dear."}]
-
-
-@pytest.fixture
-def engine(tmp_path):
-    with ServiceClient(data_dir=tmp_path / "data") as client:
-        yield client
 
 
 def options_of(recipe, small_model, dataset, tmp_path, **changes):

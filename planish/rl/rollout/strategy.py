@@ -79,10 +79,8 @@ class FailFast(RolloutStrategy):
 
 
 @chz.chz
-class RetryOnFailure(RolloutStrategy):
-    """Retry failed rollouts in new environments with other seeds. If the retries are used up, the
-    error is raised, so no group has fewer trajectories than environments.
-    """
+class RetryOptions:
+    """How often and when a rollout is retried."""
 
     max_retries: int = chz.field(
         default=3, validator=_count, doc="number of failed rollouts of a group that are retried"
@@ -93,6 +91,13 @@ class RetryOnFailure(RolloutStrategy):
         doc="time limit of a trajectory in seconds; a longer one has failed; 0 = no limit",
     )
 
+
+@chz.chz
+class RetryOnFailure(RetryOptions, RolloutStrategy):
+    """Retry failed rollouts in new environments with other seeds. If the retries are used up, the
+    error is raised, so no group has fewer trajectories than environments.
+    """
+
     def rules(self, group_size: int) -> FailureRules:
         """Return rules with up to `max_retries` retries; all trajectories must succeed."""
         return FailureRules(
@@ -101,7 +106,7 @@ class RetryOnFailure(RolloutStrategy):
 
 
 @chz.chz
-class MinViableGroup(RolloutStrategy):
+class MinViableGroup(RetryOptions, RolloutStrategy):
     """Allow slightly smaller groups. Advantages are noisier in a smaller group, since its baseline
     is the mean of fewer rewards.
 
@@ -114,14 +119,6 @@ class MinViableGroup(RolloutStrategy):
         validator=_at_least_one,
         doc="minimum number of successful trajectories in a group; none = three quarters, rounded "
         "up",
-    )
-    max_retries: int = chz.field(
-        default=3, validator=_count, doc="number of failed rollouts of a group that are retried"
-    )
-    per_rollout_timeout: float = chz.field(
-        default=0,
-        validator=_seconds,
-        doc="time limit of a trajectory in seconds; a longer one has failed; 0 = no limit",
     )
 
     def rules(self, group_size: int) -> FailureRules:
