@@ -1,7 +1,5 @@
-"""What a reader would run first: the README's script, the tutorial and the recipes, on a tiny
-random model.
-
-The model's name leads to another directory; everything else is as a person starts it.
+"""The README's script, the tutorial and the recipes, on a tiny random model. Only the model's name
+leads to another directory; everything else runs as a reader would start it.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""`import planish` costs little and loads none of the heavy libraries."""
+"""`import planish` is fast and loads none of the heavy libraries."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""What reads the text of a model or of a program takes time in proportion to its length."""
+"""Functions that read the text of a model or a program take time proportional to its length."""
 
 import time
 

@@ -1,5 +1,5 @@
-"""What the documents point to is there: files, headings, and modules that are named by their path;
-and each page can be reached from the README.
+"""Links in the documents lead to existing files, headings and modules, and each page can be reached
+from the README.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Former module names give the same modules with a warning, and planish itself uses none of them."""
+"""Former module names return the same modules with a warning, and planish itself uses none of them."""
 
 import ast
 import importlib

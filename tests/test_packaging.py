@@ -1,4 +1,4 @@
-"""What an installed planish needs besides its modules is in the package."""
+"""The package contains all files that an installed planish needs besides its modules."""
 
 import subprocess
 import tomllib

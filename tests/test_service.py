@@ -1,4 +1,4 @@
-"""Operations check the kinds of their fields, and copy what their callers may change later."""
+"""Operations check the types of their fields, and copy values that their callers may change later."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The vocabulary: what it accepts, what it refuses, and that it agrees with the public SDK's types."""
+"""The public types: accepted and rejected values, and agreement with the public SDK's types."""
 
 import dataclasses
 import itertools

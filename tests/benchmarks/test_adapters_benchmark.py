@@ -1,4 +1,4 @@
-"""The benchmark of many adapters runs, and compares the same requests."""
+"""The benchmark of many adapters runs, and sends both sides the same requests."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A round beside a busy process is bounded, and the table says what was given up."""
+"""A round beside a busy process is bounded, and the table names the rounds that were abandoned."""
 
 import os
 import subprocess

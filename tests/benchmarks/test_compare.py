@@ -1,4 +1,4 @@
-"""Peers are held to the same work, and run one at a time."""
+"""The benchmark gives peers the same work and runs one at a time."""
 
 import sys
 from pathlib import Path

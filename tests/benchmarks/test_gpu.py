@@ -1,4 +1,4 @@
-"""The benchmark of a GPU runs, on the CPU too, and counts only work that is needed."""
+"""The GPU benchmark also runs on the CPU, and counts only necessary work."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What is measured of planish is its public API doing the whole work."""
+"""The benchmark measures planish through its public API, doing the whole work."""
 
 import math
 

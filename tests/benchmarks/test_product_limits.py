@@ -1,4 +1,4 @@
-"""What counts as the limit of a work."""
+"""The hardware limit of a workload."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The page of performance says what was recorded."""
+"""The performance page contains the recorded measurements."""
 
 import json
 

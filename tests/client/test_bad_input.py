@@ -1,5 +1,5 @@
-"""Every kind of bad input: refused with the argument and the remedy, by the same errors near and
-far, and nothing has changed.
+"""Every kind of bad input raises an error with the argument and the remedy, in process and over
+HTTP, and changes nothing.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Pending: one result for blocking and for async code."""
+"""`Pending` gives blocking and async code the same result."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A client reads every item of a list whose pages the server cuts by bytes."""
+"""A client reads every item of a list whose pages the server limits by bytes."""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""Recipes with `base_url`: the rows of a run in this process, and a run that goes on in another
-session.
+"""Recipes with `base_url` write the same rows as a run in this process, and a run can be resumed in
+another session.
 """
 
 import asyncio

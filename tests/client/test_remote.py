@@ -1,5 +1,5 @@
-"""A client of a server, on a network that fails: the same results, patience with an end, and errors
-that say what to do.
+"""A client on an unreliable network gets the same results, retries for a limited time, and raises
+errors that name a remedy.
 """
 
 import asyncio

@@ -1,5 +1,5 @@
-"""Programs written against the public SDK move over by an import: same methods, same arguments in
-the same order.
+"""The public SDK's methods exist with the same arguments in the same order, so its programs need
+only another import.
 """
 
 import inspect

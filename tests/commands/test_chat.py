@@ -1,4 +1,4 @@
-"""`planish chat`: by a scripted sampler, and by a tiny model as a user would."""
+"""`planish chat`, with a scripted sampler and with a tiny model."""
 
 import io
 import json

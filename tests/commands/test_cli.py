@@ -1,4 +1,4 @@
-"""`planish` lists and fetches models, converts traces, and says what is wrong without a traceback."""
+"""`planish` lists and downloads models, converts traces, and reports errors without a traceback."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The table of commands: each is there, none is loaded before it is named."""
+"""Every command is in the table, and none is imported before it is used."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Commands that list what there is answer at once: torch, which takes seconds to load, is not."""
+"""Commands that only list something do not import torch, which takes seconds."""
 
 import os
 import subprocess

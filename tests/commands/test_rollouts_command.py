@@ -1,4 +1,4 @@
-"""`planish rollouts`: what was said in a run, chosen by step, reward, tag and text."""
+"""`planish rollouts` shows the rollouts of a run, selected by step, reward, tag and text."""
 
 import json
 

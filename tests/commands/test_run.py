@@ -1,4 +1,4 @@
-"""`planish run`: the script's own behaviour, with planish as its SDK."""
+"""`planish run` executes a script unchanged, with planish as its SDK."""
 
 import os
 import subprocess

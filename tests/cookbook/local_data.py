@@ -1,6 +1,4 @@
-"""Small data sets under the names of the hub's, which `datasets.load_dataset` finds in the working
-directory.
-"""
+"""Small data sets under hub names, which `datasets.load_dataset` finds in the working directory."""
 
 import json
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Adapters of the cookbook's names that do work of their own."""
+"""The cookbook adapters that contain logic."""
 
 import asyncio
 import base64

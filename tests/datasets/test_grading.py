@@ -1,4 +1,6 @@
-r"""Boxes with braces, answers that a library must judge, and answers that would never end."""
+"""Boxed answers with braces, answers that a library must grade, and answers whose evaluation would
+not end.
+"""
 
 import contextlib
 import re

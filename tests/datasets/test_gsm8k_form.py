@@ -1,4 +1,4 @@
-"""Datasets by directory, file and hub name; each row that does not fit is named."""
+"""Data sets in GSM8K's form, by directory, file and hub name. An error names the invalid row."""
 
 import json
 

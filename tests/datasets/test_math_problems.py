@@ -1,5 +1,5 @@
-r"""Collections in their published forms, from small files: what is read of a row, what is held out,
-what is refused.
+"""Math collections in their published forms: the fields that are read, the held-out problems, and
+rejected rows.
 """
 
 import json

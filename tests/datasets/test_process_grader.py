@@ -1,5 +1,5 @@
-"""Grading for code that awaits: the loop goes on, one process serves all, and what cannot be judged
-is said.
+"""Grading in async code does not block the event loop, one process serves all callers, and an
+answer that cannot be graded raises an error.
 """
 
 import asyncio

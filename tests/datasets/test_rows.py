@@ -1,4 +1,4 @@
-"""Data sets on disk, in the layouts that people have them in."""
+"""Data sets on disk, in the directory layouts that are supported."""
 
 import json
 import logging

@@ -1,4 +1,6 @@
-"""Soft targets: by hand, against the whole vocabulary in plain torch, and runs on the engine."""
+"""Soft targets, compared with values computed by hand and with plain torch over the whole
+vocabulary, and runs on the engine.
+"""
 
 import asyncio
 import json

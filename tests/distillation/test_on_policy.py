@@ -1,5 +1,5 @@
-"""On-policy distillation: advantages by hand, gradients of plain torch, and runs on the engine with
-one and with two teachers.
+"""On-policy distillation: advantages computed by hand, gradients of plain torch, and runs with one
+and with two teachers.
 """
 
 import asyncio

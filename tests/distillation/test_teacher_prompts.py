@@ -1,4 +1,4 @@
-"""Prompts of rows, the environment without rewards, and conversations that a teacher wrote."""
+"""Prompts from rows, the environment without rewards, and conversations that a teacher wrote."""
 
 import asyncio
 import json

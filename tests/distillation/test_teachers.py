@@ -1,4 +1,4 @@
-"""Teachers are refused where their tokens are not the student's."""
+"""A teacher whose tokenizer differs from the student's is rejected."""
 
 import asyncio
 import json

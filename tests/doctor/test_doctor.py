@@ -1,4 +1,6 @@
-"""`planish doctor`: each cause that needs attention, made up; the JSON form; exit statuses; time."""
+"""`planish doctor` reports each problem, which the tests simulate; its JSON form, exit status and
+duration.
+"""
 
 import asyncio
 import json

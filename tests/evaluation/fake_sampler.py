@@ -1,5 +1,5 @@
-"""A sampling client that answers what a function says, and counts; draws are a function of seed and
-index, as the engine's.
+"""A sampling client whose answers come from a function, and which counts its requests. Like the
+engine's, its samples depend only on seed and index.
 """
 
 import asyncio

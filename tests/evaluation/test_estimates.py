@@ -1,4 +1,4 @@
-"""pass@k against counting all subsets, and standard errors against their textbook form."""
+"""pass@k agrees with counting all subsets, and standard errors agree with their textbook formula."""
 
 import itertools
 import statistics

@@ -1,4 +1,4 @@
-"""`planish eval` on a small random model: what it prints and keeps, checkpoints by name, Ctrl-C."""
+"""`planish eval` on a small random model: its output and files, checkpoints by name, and Ctrl-C."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""Questions in, numbers out: what is counted, what a kill leaves, what is refused before anything
-is asked.
+"""Evaluations: what is counted, what remains after a kill, and what is rejected before the first
+question is sent.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
-"""Inspect itself, on a small random model: its tasks, options and messages go through planish's
-sampler. Needs `planish[inspect]`; skipped where it is not.
+"""Inspect's tasks, options and messages reach planish's sampler, on a small random model. Needs
+`planish[inspect]`; skipped without it.
 """
 
 import asyncio

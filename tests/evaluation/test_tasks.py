@@ -1,6 +1,4 @@
-"""Rows of each task, what is asked of them, and bad rows: named by their line, before anything is
-asked.
-"""
+"""The questions of each task. An error about a bad row names its line, before any question is sent."""
 
 import asyncio
 import json

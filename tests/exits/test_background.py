@@ -1,4 +1,4 @@
-"""Threads that end before the interpreter does."""
+"""Background threads end before the interpreter does."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""An engine that is closed in the middle of a pass."""
+"""An engine can be closed in the middle of a forward pass."""
 
 import threading
 from typing import Any

@@ -1,4 +1,4 @@
-"""What an export is made of, what it refuses, and that it is whole or absent."""
+"""The files of an export, the rejected exports, and that an export is complete or absent."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What transformers and PEFT compute with an export is what planish computes with the checkpoint."""
+"""transformers and PEFT compute the same with an export as planish with the checkpoint."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved become checkpoints, whose logprobs are PEFT's."""
+"""Adapters that PEFT saved become checkpoints with PEFT's logprobs."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,6 @@
 # pyright: reportMissingImports=false
-"""Adapters go from planish to TRL and back. Needs TRL (`make test-extras`); skipped where it is
-not.
+"""Adapters can be moved from planish to TRL and back. Needs TRL (`make test-extras`); skipped
+without it.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Adapters that were really trained, on tiny models."""
+"""Adapters of tiny models after some training steps."""
 
 from dataclasses import dataclass
 from pathlib import Path

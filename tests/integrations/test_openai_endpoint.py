@@ -1,5 +1,5 @@
-"""A chat endpoint that answers, stumbles, hangs and refuses: a local HTTP server that does as it is
-told.
+"""`ChatEndpoint` with a local HTTP server that answers, fails temporarily, hangs or rejects, as
+each test asks.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""What is logged: escaped always, copied when it is logged, and readable by programs."""
+"""Logged content is escaped, is copied when it is logged, and can be read by programs."""
 
 import json
 from dataclasses import dataclass

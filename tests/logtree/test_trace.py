@@ -1,5 +1,5 @@
-"""A trace records what happens in its context, also in concurrent tasks and in other processes, and
-costs nothing outside.
+"""A trace records what is logged in its context, also in concurrent tasks and other processes.
+Without a trace, logging costs nothing.
 """
 
 import asyncio

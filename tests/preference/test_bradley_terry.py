@@ -1,5 +1,5 @@
-"""The scalar preference model: its loss against plain torch, its scores against transformers, and
-its antisymmetry.
+"""The Bradley-Terry model: its loss agrees with plain torch and its scores with transformers, and
+preferences are antisymmetric.
 """
 
 import asyncio

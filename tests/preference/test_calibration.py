@@ -1,4 +1,4 @@
-"""Temperatures: the one that is fitted is the one that the data were drawn with."""
+"""Calibration finds the temperature with which the data were sampled."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""The chat-rendered preference model: what it reads, what it learns, what it answers."""
+"""The chat preference model: its prompt, its training data and its answers."""
 
 import asyncio
 import math

@@ -1,5 +1,5 @@
-"""A choice between fixed answers: where it is decided, what is learned of it, and that sampler and
-trainer say the same of it.
+"""A choice between fixed answers: the token that decides it, its training data, and equal logprobs
+in sampler and trainer.
 """
 
 import asyncio

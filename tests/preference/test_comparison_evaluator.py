@@ -1,4 +1,6 @@
-"""Win rates by hand, in both orders and in one, against texts and against a policy."""
+"""Win rates agree with values computed by hand, in both orders and in one, against texts and
+against a policy.
+"""
 
 import asyncio
 import math

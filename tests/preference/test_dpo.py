@@ -1,5 +1,5 @@
-"""DPO: the loss of TRL, the logprobs of transformers, and runs on the engine whose reference stays
-where it was.
+"""DPO: losses equal TRL's, logprobs equal those of transformers, and the reference of a run on the
+engine does not change.
 """
 
 import asyncio

@@ -1,8 +1,6 @@
-"""Gradients of DPO and its kin on LoRA's weights: the engine's against transformers, PEFT and TRL's
-formulas, in float32.
-
-The engine's is read from a checkpoint: with beta1 = 0, the first moment that AdamW keeps is the
-gradient of the last step.
+"""Gradients of DPO and related losses on the LoRA weights equal those of transformers, PEFT and
+TRL's formulas, in float32. The engine's gradient is read from a checkpoint: with beta1 = 0, the
+first moment of AdamW is the gradient of the last step.
 """
 
 import asyncio

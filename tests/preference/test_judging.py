@@ -1,5 +1,5 @@
-"""Many comparisons at once: a model that scores answers reads each once, and says what it says one
-by one.
+"""A model that scores answers reads each answer once when it judges many comparisons, and returns
+the same preferences as one by one.
 """
 
 import asyncio

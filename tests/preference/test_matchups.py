@@ -1,4 +1,4 @@
-"""Who meets whom, and what comes of it."""
+"""Which answers are compared, and the rewards that follow."""
 
 from collections import Counter
 

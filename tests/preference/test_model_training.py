@@ -1,5 +1,5 @@
-"""Runs of preference models on the engine: they learn, they are calibrated, and what they leave can
-be used and gone on with.
+"""Runs of preference models on the engine train and calibrate the model. Their files can be used
+and the runs resumed.
 """
 
 import asyncio

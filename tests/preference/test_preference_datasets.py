@@ -1,4 +1,4 @@
-"""Pairs of datums: what is learned of each, what is cut, what is left out."""
+"""Pairs of datums: the trained tokens, truncation, and skipped pairs."""
 
 import json
 

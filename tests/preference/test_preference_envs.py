@@ -1,5 +1,5 @@
-"""Answers that are compared with each other: rewards by hand, errors of the judge, groups that lost
-a member.
+"""Answers that are compared with each other: rewards computed by hand, errors of the judge, and
+groups that lost a member.
 """
 
 import asyncio

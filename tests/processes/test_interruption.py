@@ -1,4 +1,4 @@
-"""Signals as requests, in loops without asyncio and around whole programs."""
+"""Signals become stop requests, in loops without asyncio and around whole programs."""
 
 import asyncio
 import os

@@ -1,8 +1,7 @@
-"""A service in a few lines: its "weights" are one number, the chance that it answers a sum rightly.
-
-It stands for an engine that may be killed: `die_at` ends the run (by an exception that nothing
-catches) before that many operations. States that were saved stay, as files would. It has the
-methods of the real clients that recipes use.
+"""A service whose "weights" are one number: the probability that it answers a sum correctly. It
+stands for an engine that may be killed. `die_at` ends the run, by an exception that nothing
+catches, before that many operations. Saved states remain, as files would. It has the methods of the
+real clients that recipes use.
 """
 
 import random

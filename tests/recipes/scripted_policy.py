@@ -1,4 +1,4 @@
-"""A policy that reads its prompt as text and answers as a function of it."""
+"""A policy whose answers are a function of its prompt's text."""
 
 import asyncio
 import inspect

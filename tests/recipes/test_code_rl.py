@@ -1,4 +1,4 @@
-"""Programs as answers, from a scripted policy to a whole run."""
+"""code_rl, from single answers of a scripted policy to a whole run."""
 
 import json
 import pickle

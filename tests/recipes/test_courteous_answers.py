@@ -1,5 +1,5 @@
-"""Drawn pairs: both answers are right, length says nothing, and tests hold other questions and
-other words.
+"""Generated pairs: both answers are correct, the length does not reveal the preferred one, and test
+pairs have other questions and other words.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The demo's files and its held-out sums, on a fake service; the real model runs in `make demo`."""
+"""The demo's files and its held-out sums, on a fake service. `make demo` runs the real model."""
 
 import sys
 from contextlib import nullcontext

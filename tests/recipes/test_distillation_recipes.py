@@ -1,6 +1,4 @@
-"""The recipes of distillation from their options to their files, on a tiny model that knows
-nothing.
-"""
+"""The distillation recipes from their options to their files, on an untrained tiny model."""
 
 import json
 from typing import Any

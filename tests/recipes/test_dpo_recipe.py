@@ -1,4 +1,4 @@
-"""The dpo recipe from its options to its files, on a tiny model that knows nothing."""
+"""The dpo recipe from its options to its files, on an untrained tiny model."""
 
 import json
 import re

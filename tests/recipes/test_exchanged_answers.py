@@ -1,5 +1,5 @@
-"""Pairs by exchange: right by construction, and nothing about an answer alone tells which is
-preferred.
+"""Pairs with exchanged answers: the preferred answer is correct by construction, and an answer
+alone does not reveal whether it is preferred.
 """
 
 from collections import Counter

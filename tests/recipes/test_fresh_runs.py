@@ -1,5 +1,5 @@
 """Every recipe takes one step without evaluations and without periodic checkpoints, and trains the
-parts of the model that it is told to.
+requested parts of the model.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""math_rl: each kind of environment from its options to its rows, and options that an env would
-ignore are refused.
+"""math_rl from its options to its rows, for each kind of environment. Options that an environment
+would ignore are rejected.
 """
 
 from pathlib import Path

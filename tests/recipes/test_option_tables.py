@@ -1,7 +1,6 @@
-"""The recipes' pages tell the defaults of the options, and of presets, that the code has.
-
-A cell is compared where it is plainly values: as many as its row has names, each a number or a
-word. The others (`none`, "the test split", an option whose default is worked out) are for people.
+"""The defaults of options and presets in the recipes' pages equal those in the code. A cell is
+compared if it contains as many values as its row has names, each a number or a word. Other cells,
+such as `none` or "the test split", are for people.
 """
 
 import importlib

@@ -1,5 +1,5 @@
-"""Tasks of reasoning-gym: made and scored in a process apart, the same everywhere, harmless to the
-one that asks.
+"""Tasks of reasoning-gym are generated and scored in a separate process, with the same results
+everywhere and without danger to the caller.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""rl_basic from its options to its files, on a tiny model that knows nothing."""
+"""rl_basic from its options to its files, on an untrained tiny model."""
 
 import json
 from pathlib import Path

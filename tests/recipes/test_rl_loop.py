@@ -1,5 +1,5 @@
-"""The RL recipe on a fake service: its rows, its resume after a kill at any operation, its
-refusals.
+"""rl_loop on a fake service: its rows, resuming after a kill at any operation, and rejected
+options.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Flat options to a run: each arrives where it belongs, and what cannot be right is refused before
+"""Each flat option reaches its place in the config, and invalid options are rejected before
 anything is loaded.
 """
 

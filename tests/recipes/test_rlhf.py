@@ -1,5 +1,5 @@
-"""Three stages and a comparison in one command: killed anywhere, it ends with the bits of a run
-that was not.
+"""rlhf runs three stages and a comparison in one command. Killed at any point and resumed, it ends
+with the same bits.
 """
 
 import json

@@ -1,5 +1,5 @@
 """The rubric recipe from its options to its files, with a tiny model as policy and as judge, and
-the rows that it draws.
+its generated rows.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The shorter recipe from its options to its files, on a tiny model that knows nothing."""
+"""The shorter recipe from its options to its files, on an untrained tiny model."""
 
 import asyncio
 import json

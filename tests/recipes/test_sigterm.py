@@ -1,4 +1,6 @@
-"""SIGTERM does what Ctrl-C does: a run stops where it can be resumed, saves, and says so."""
+"""SIGTERM does what Ctrl-C does: the run stops at a point from which it can be resumed, saves, and
+prints a message.
+"""
 
 import json
 import os

@@ -1,4 +1,6 @@
-"""The supervised recipe on a fake service: what is learned, the falling rate, resume, refusals."""
+"""sl_loop on a fake service: the trained tokens, the falling learning rate, resuming, and rejected
+options.
+"""
 
 import json
 

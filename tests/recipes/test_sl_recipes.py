@@ -1,4 +1,4 @@
-"""sl_basic and chat_sl from their options to their files, on a tiny model that knows nothing."""
+"""sl_basic and chat_sl from their options to their files, on an untrained tiny model."""
 
 import json
 

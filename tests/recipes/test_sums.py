@@ -1,4 +1,4 @@
-"""Sums as environments: what an answer earns, and tests that are never trained on."""
+"""Sums as environments: the reward of an answer, and test sums that are never trained on."""
 
 import asyncio
 import pickle

@@ -1,4 +1,4 @@
-"""What every recipe does around its loop."""
+"""The parts that every recipe shares."""
 
 import asyncio
 import logging

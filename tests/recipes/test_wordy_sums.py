@@ -1,4 +1,4 @@
-"""Drawn data whose rule is known."""
+"""Generated preference data whose rule is known."""
 
 import asyncio
 import random

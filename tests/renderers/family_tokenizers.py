@@ -1,9 +1,7 @@
-"""Small tokenizers that split text as the families' own do, with their special tokens and chat
-templates.
-
-Each is a byte-level BPE trained on a few sentences, so that merges across line breaks and spaces
-exist: the places where tokenising a message in pieces could differ from tokenising the rendered
-template.
+"""Small tokenizers that split text as the model families' own do, with their special tokens and
+chat templates. Each is a byte-level BPE trained on a few sentences, so that it has merges across
+line breaks and spaces. At these places, tokenising a message in pieces could differ from tokenising
+the rendered template.
 """
 
 from pathlib import Path

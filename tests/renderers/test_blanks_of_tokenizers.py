@@ -1,5 +1,5 @@
-"""Tokenizers made from SentencePiece put a blank before every text; what renderers tokenise apart
-has none but its own.
+"""Tokenizers made from SentencePiece put a blank before every text. Pieces that renderers tokenise
+separately get no such blank.
 """
 
 import json

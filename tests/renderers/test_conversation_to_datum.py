@@ -1,4 +1,4 @@
-"""Supervised examples as datums: shifted by one, cut and weighted."""
+"""Supervised examples become datums: shifted by one, truncated and weighted."""
 
 import pytest
 import torch

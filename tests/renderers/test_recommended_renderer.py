@@ -1,4 +1,4 @@
-"""Which renderer a model name or a model directory gets."""
+"""The renderer for a model name or a model directory."""
 
 import json
 from pathlib import Path

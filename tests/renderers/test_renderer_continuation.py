@@ -1,4 +1,4 @@
-"""Prompts that go on from sampled tokens."""
+"""Prompts that continue from sampled tokens."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Sampled tokens to messages."""
+"""Sampled tokens are parsed into messages."""
 
 import json
 

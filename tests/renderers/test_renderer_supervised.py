@@ -1,4 +1,6 @@
-"""Which tokens are targets, and that training sees what sampling sees."""
+"""The target tokens of supervised examples, and that training has the same prompt tokens as
+sampling.
+"""
 
 from typing import Any
 

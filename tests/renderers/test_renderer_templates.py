@@ -1,4 +1,4 @@
-"""Token for token, a renderer writes what the model's chat template writes."""
+"""A renderer writes the same tokens as the model's chat template."""
 
 from typing import Any
 

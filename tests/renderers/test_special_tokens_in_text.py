@@ -1,4 +1,4 @@
-"""The text of a message never becomes a control token, whatever it says."""
+"""No text of a message becomes a control token."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a stream sends of a growing sample adds up to the answer that is not streamed."""
+"""The parts that a stream sends add up to the answer without streaming."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""A judge that answers as a function of what it is shown."""
+"""A judge whose replies are a function of its prompt."""
 
 import asyncio
 from collections.abc import Callable, Sequence

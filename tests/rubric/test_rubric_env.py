@@ -1,6 +1,4 @@
-"""The environment of rubrics under the library's rollouts: rewards, metrics, and a judge that
-fails.
-"""
+"""The rubric environment in the library's rollouts: rewards, metrics, and a judge that fails."""
 
 import asyncio
 import itertools

@@ -1,4 +1,4 @@
-"""What a judge is shown, whatever an answer says, and what becomes of its replies."""
+"""The judge's prompt, whatever an answer contains, and how its replies are read."""
 
 import asyncio
 import re

@@ -1,4 +1,6 @@
-"""Rows of rubrics: what is read, what is refused and where, and how a judge's score is read."""
+"""Rows of rubrics: the fields that are read, errors that name the place, and how a judge's score is
+read.
+"""
 
 import pytest
 

@@ -1,5 +1,5 @@
-"""A judge behind planish's own server, on a real socket: a checkpoint that was trained there to
-write a score.
+"""A judge behind planish's own server, on a real socket. Its checkpoint was trained to write a
+score.
 """
 
 import asyncio

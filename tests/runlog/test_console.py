@@ -1,5 +1,5 @@
-"""Lines come out as they were given; bars on a terminal, and elsewhere a line while a step takes
-long.
+"""Lines are printed unchanged. A terminal shows bars; elsewhere, a line is printed while a step
+takes long.
 """
 
 import io

@@ -1,4 +1,4 @@
-"""Which curves are drawn, from files as runs leave them."""
+"""The curves that are plotted, from metrics files of runs."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Metrics reach the run directory, the console and the services, each step once, whatever happens
+"""Each step's metrics reach the run directory, the console and the services once, whatever happens
 to a service.
 """
 

@@ -1,5 +1,5 @@
-"""Renderers by names: one a process, found as an engine finds the model, or learned from a service
-that alone knows it.
+"""Renderers by model name: one per process, found where the engine finds the model, or learned from
+a service.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Pictures are pictures, and pages work offline and show what was logged."""
+"""Plots are valid image files, and HTML pages work offline and show the logged values."""
 
 import json
 import re

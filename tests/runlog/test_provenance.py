@@ -1,4 +1,4 @@
-"""code.diff says which code made a run, in any state of git."""
+"""code.diff identifies the code of a run, in any state of git."""
 
 import subprocess
 

@@ -1,4 +1,4 @@
-"""A run directory survives what kills a run: torn lines, a full disk, two processes, other options."""
+"""A run directory survives torn lines, a full disk, two processes, and other options."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Spans are timed wherever they run, and their files survive a resumption."""
+"""Spans are timed in tasks and threads, and their files survive resuming."""
 
 import asyncio
 import json

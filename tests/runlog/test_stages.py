@@ -1,4 +1,4 @@
-"""What a person sees of a training step, also when several are under way."""
+"""The display of a training step, also with several steps in progress."""
 
 import asyncio
 import io

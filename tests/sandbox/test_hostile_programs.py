@@ -1,4 +1,6 @@
-"""Programs that try to get out, to stay, to take everything, or to look right."""
+"""Programs that try to escape, to outlive their limits, to exhaust resources, or to fake a correct
+answer.
+"""
 
 import asyncio
 import gc

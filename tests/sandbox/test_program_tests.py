@@ -1,4 +1,4 @@
-"""What counts as the right answer."""
+"""Which outputs count as correct."""
 
 import ast
 import asyncio

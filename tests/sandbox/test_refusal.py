@@ -1,4 +1,4 @@
-"""Where the sandbox is missing or does not hold, nothing is run."""
+"""No program runs if the sandbox is missing or fails its self-test."""
 
 import asyncio
 import errno

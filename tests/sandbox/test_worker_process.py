@@ -1,4 +1,4 @@
-"""A sandboxed program that answers, fails, hangs, dies, never starts, or tries to get out."""
+"""A sandboxed worker that answers, fails, hangs, dies, does not start, or tries to escape."""
 
 import json
 import os

@@ -1,8 +1,6 @@
-"""A service whose "weights" are a digest of everything that was ever trained on, in its order, with
-each learning rate.
-
+"""A service whose "weights" are a digest of all trained data, in order, with each learning rate.
 Two runs end with equal weights only if every datum and every optimizer step was the same. `die_at`
-ends a run, by an exception that nothing catches, before that many operations; what was saved stays,
+ends a run, by an exception that nothing catches, before that many operations; saved states remain,
 as files would.
 """
 

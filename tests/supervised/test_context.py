@@ -1,4 +1,4 @@
-"""A run's longest example is what its models hold."""
+"""A run limits its examples to the context window of its models."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A conversation as datums: what is learned, what is cut, what is left out."""
+"""A conversation becomes datums: the trained tokens, truncation, and skipped conversations."""
 
 import pytest
 from ledger_service import digest

@@ -1,4 +1,4 @@
-"""Rows of several forms become the same conversation; what has none of them is named."""
+"""Rows of several forms become the same conversation. An error names a row of no known form."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Nats and bits of texts, by hand and by the engine."""
+"""Nats and bits of texts, computed by hand and by the engine."""
 
 import asyncio
 import math

@@ -1,4 +1,6 @@
-"""The loop on a service whose weights are a digest of all that was trained on (ledger_service.py)."""
+"""The supervised loop on a service whose weights are a digest of all trained data
+(ledger_service.py).
+"""
 
 import asyncio
 import json

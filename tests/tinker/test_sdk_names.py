@@ -1,4 +1,6 @@
-"""planish.tinker has every public name of the installed SDK: served, or refused with a reason."""
+"""planish.tinker has every public name of the installed SDK, either implemented or rejected with a
+reason.
+"""
 
 import importlib
 import inspect

@@ -1,4 +1,4 @@
-"""planish.tinker.ServiceClient: one engine in a process, and what the SDK's methods take."""
+"""planish.tinker.ServiceClient: one engine per process, and the arguments of the SDK's methods."""
 
 import asyncio
 import json

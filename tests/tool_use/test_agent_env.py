@@ -1,4 +1,4 @@
-"""Episodes with tools."""
+"""Episodes with tool calls."""
 
 import asyncio
 import json

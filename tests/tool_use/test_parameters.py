@@ -1,4 +1,4 @@
-"""Signatures as JSON schemas, and what models write as arguments."""
+"""Function signatures become JSON schemas, and the arguments that models write are checked."""
 
 import dataclasses
 import enum

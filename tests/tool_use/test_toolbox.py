@@ -1,4 +1,4 @@
-"""Running the calls of one message."""
+"""Running the tool calls of one message."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Functions as tools."""
+"""Python functions become tools."""
 
 import asyncio
 import pickle

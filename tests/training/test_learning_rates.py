@@ -1,4 +1,4 @@
-"""The formula gives the published values; what it does not cover is an error."""
+"""The formula returns the published values, and raises an error for models that it does not cover."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The adapter of a run has the parts that were asked for, and a resumed run keeps them."""
+"""The adapter of a run has the requested parts, and a resumed run keeps them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Our messages are the SDK's: the same numbers, types, labels and names."""
+"""The protobuf messages have the SDK's numbers, types, labels and names."""
 
 import pytest
 from tinker.proto import tinker_public_pb2 as theirs

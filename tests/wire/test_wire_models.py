@@ -1,4 +1,4 @@
-"""Requests that make, save and load, as the SDK's own request classes write them."""
+"""Requests that create, save and load models, as the SDK's request classes write them."""
 
 import orjson
 import pytest

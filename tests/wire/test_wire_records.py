@@ -1,4 +1,4 @@
-"""Records, as the SDK reads them."""
+"""The SDK's classes read the records."""
 
 from datetime import UTC, datetime
 

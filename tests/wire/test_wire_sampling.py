@@ -1,4 +1,4 @@
-"""asample, with the SDK's own encoder and decoder as the judge."""
+"""asample requests, compared with the SDK's own encoder and decoder."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""forward_backward and optim_step, with the SDK's own encoders and decoders as the judge."""
+"""forward_backward and optim_step, compared with the SDK's own encoders and decoders."""
 
 import contextlib
 

@@ -1,4 +1,4 @@
-"""Strategies for what crosses the wire, and bodies with one field made wrong."""
+"""Hypothesis strategies for values in requests, and bodies with one invalid field."""
 
 from __future__ import annotations
 
