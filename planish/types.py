@@ -27,8 +27,8 @@ from planish.tensors import HoldsArrays, TensorData, as_tensor_data
 if TYPE_CHECKING:
     import torch
 
-MAX_STOP_STRINGS = 64
-MAX_STOP_BYTES = 1024
+MAX_STOP_STRINGS = 32
+MAX_STOP_BYTES = 128
 MAX_STOP_TOKENS = 1024
 """Limits of SamplingParams.stop. The engine searches the last tokens of every sequence for every
 stop string after each token, so an unlimited `stop` would delay all tenants.

@@ -1,6 +1,7 @@
 """Stop conditions: tokens, strings, strings across token borders, and none."""
 
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -79,3 +80,47 @@ def test_an_explicit_stop_replaces_the_end_of_sequence_tokens():
         end_of([301, 97], StopCondition.from_params(SamplingParams(stop="a"), eos_token_ids=[301]))
         == 2
     )
+
+
+def words(tokens: Sequence[int]) -> str:
+    """Decode tokens as words with a space before each, of which the first is dropped."""
+    return " ".join(["abc", "de", "f", "g", "hi", "a"][token % 6] for token in tokens)
+
+
+@pytest.mark.parametrize("decoder", [decode, sentencepiece, words])
+def test_the_fast_test_never_misses_a_stop_string(decoder: Callable[[Sequence[int]], str]):
+    """The reference decodes the whole window after every token."""
+    source = random.Random(1)
+    alphabet = list("ab é€😀".encode())
+    met = 0
+    for _ in range(400):
+        tokens = [source.choice(alphabet) for _ in range(40)]
+        text = decoder(tokens)
+        strings = [
+            text[start : start + source.randint(1, 9)]
+            for start in (source.randrange(len(text)) for _ in range(source.randint(1, 4)))
+        ]
+        stop = [string for string in strings if "\ufffd" not in string] or ["b"]
+        least = source.choice((0, 0, 5))
+        fast = StopCondition.from_params(SamplingParams(stop=stop), ())
+        for end in range(1, len(tokens) + 1):
+            recent = tokens[max(least, end - fast._window) : end]
+            reference = end > least and fast._search(recent, decoder)
+            assert fast.is_met(tokens[:end], decoder, least) == reference, (stop, tokens[:end])
+            met += reference
+            if reference:
+                break
+    assert met > 200
+
+
+def test_most_tokens_need_no_text():
+    calls: list[int] = []
+
+    def counted(tokens: Sequence[int]) -> str:
+        calls.append(len(tokens))
+        return decode(tokens)
+
+    condition = StopCondition.from_params(SamplingParams(stop=["\n\nUser:", "x" * 100]), ())
+    text = b"The cat sat on the mat: " * 20
+    assert not any(condition.is_met(text[:end], counted) for end in range(1, len(text) + 1))
+    assert sum(calls) < len(text)

@@ -17,6 +17,8 @@ from google.protobuf.descriptor import FieldDescriptor
 
 MAX_BODY = 8 << 20
 """Bodies are cut to about this size, so that a run sends requests and not only bytes."""
+MAX_MESSAGES = 20_000
+"""An empty message has two bytes in a body and hundreds in the memory of this program."""
 _HUGE, _DEEP = "\0huge\0", "\0deep\0"
 """Stand for an integer and for nested lists that orjson cannot write."""
 NUMBERS: tuple[Any, ...] = (
@@ -127,7 +129,7 @@ def _blow_up_field(message: Any, field: FieldDescriptor, source: random.Random, 
     elif field.is_repeated and kind is not None:
         item = value[0] if value else None
         width = 2 + (item.ByteSize() if item is not None else 0)
-        for _ in range(min(size // width, 200_000)):
+        for _ in range(min(size // width, MAX_MESSAGES)):
             value.add().CopyFrom(
                 item
             ) if item is not None and source.random() < 0.7 else value.add()
@@ -141,7 +143,7 @@ def _blow_up_map(value: Any, entry: Any, source: random.Random, size: int) -> No
     is_message = entry.fields_by_name["value"].message_type is not None
     first = next(iter(value), None)
     width = 8 + (value[first].ByteSize() if is_message and first is not None else 8)
-    count = min(size // width, 100_000) + 1
+    count = min(size // width, MAX_MESSAGES) + 1
     keys = ["k" * size] if source.random() < 0.3 else [f"k{i}" for i in range(count)]
     for key in keys:
         if not is_message:

@@ -1,5 +1,6 @@
 """Fuzz the sizes and counts of a server in a process of its own, with limited memory:
 python tests/server/fuzz_sizes.py [--requests 100000] [--seed 1] [--connections 8] [--memory-mib 3072]
+[--minutes M]
 
 One tenant sends every request of both wires and of /v1 with one value blown up, value by value, and
 then with pairs of values. A second tenant, in another process, sends heartbeats and samples; their
@@ -15,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import os
 import random
 import resource
@@ -126,9 +128,12 @@ def fuzz(
     seed: int,
     connections: int = 8,
     memory: int = 3072 << 20,
+    seconds: float = math.inf,
     idle_seconds: float = IDLE_SECONDS,
 ) -> Report:
-    """Send `count` requests; return what was answered, and how long the second tenant waited."""
+    """Send `count` requests, or fewer if `seconds` have passed. Return what was answered, and how
+    long the second tenant waited.
+    """
     keys = directory / "keys"
     keys.write_text(f"fuzzing {FUZZING}\nwitness {WITNESS}\n")
     report = Report()
@@ -142,7 +147,7 @@ def fuzz(
                 report.idle = _watched(server, witness, idle_seconds)
                 watch = _watch(server, witness)
                 try:
-                    _all_rounds(server, source, count, connections, report)
+                    _all_rounds(server, source, count, connections, seconds, report)
                 finally:
                     report.busy = _stopped(watch)
             if server.process.poll() is None and (status := server.stop()) != 0:
@@ -152,11 +157,16 @@ def fuzz(
 
 
 def _all_rounds(
-    server: ServerProcess, source: random.Random, count: int, connections: int, report: Report
+    server: ServerProcess,
+    source: random.Random,
+    count: int,
+    connections: int,
+    seconds: float,
+    report: Report,
 ) -> None:
     plan = _plan(source)
     began = time.monotonic()
-    while report.requests < count:
+    while report.requests < count and time.monotonic() < began + seconds:
         before = report.requests
         try:
             with tenant(server, FUZZING) as fuzzing:
@@ -355,6 +365,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--connections", type=int, default=8)
     parser.add_argument("--memory-mib", type=int, default=3072)
+    parser.add_argument("--minutes", type=float, default=math.inf)
     options = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (_OWN_MEMORY, resource.RLIM_INFINITY))
     began = time.monotonic()
@@ -365,6 +376,7 @@ def main() -> int:
             options.seed,
             options.connections,
             options.memory_mib << 20,
+            options.minutes * 60,
         )
     seconds = time.monotonic() - began
     print(

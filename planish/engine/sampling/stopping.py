@@ -5,10 +5,18 @@ A stop string may span several tokens.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 from planish.types import SamplingParams
+
+_MAX_KNOWN = 4096, 512
+"""Limits of the pairs of tokens and of the windows whose outcome is kept. A text that repeats itself
+needs few; without them, text that nearly matches long stop strings would cost several steps of a
+small model.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,18 @@ class StopCondition:
 
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
+    _texts: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
+    """For tokens and pairs of tokens that were sampled: whether a stop string may end in the last."""
+    _windows: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
+    """For windows of tokens that were searched: whether a stop string was found."""
+
+    @cached_property
+    def _reversed(self) -> list[str]:
+        return sorted(string[::-1] for string in self.strings)
+
+    @cached_property
+    def _window(self) -> int:
+        return max(len(string.encode()) for string in self.strings) + 3
 
     @classmethod
     def from_params(cls, params: SamplingParams, eos_token_ids: Sequence[int]) -> StopCondition:
@@ -57,10 +77,66 @@ class StopCondition:
         """
         if tokens[-1] in self.token_ids:
             return True
-        if not self.strings or len(tokens) <= min_tokens:
+        if not self.strings or len(tokens) <= min_tokens or not self._may_end(tokens, decode):
             return False
-        window = max(len(string.encode()) for string in self.strings) + 3
-        recent = tokens[max(min_tokens, len(tokens) - window) :]
+        return self._is_found(tokens, decode, min_tokens)
+
+    def _may_end(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+        """Return False if no stop string ends in the last token. Decoding the whole window takes much
+        longer than this test, which needs no text or that of a few tokens.
+        """
+        may_end = self._ends((tokens[-1],), decode)
+        if may_end and len(tokens) > 1:
+            may_end = self._ends((tokens[-2], tokens[-1]), decode)
+        return may_end
+
+    def _ends(self, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> bool:
+        """Return whether a stop string may end in the last of one or two tokens, for all that their
+        text tells.
+        """
+        known = self._texts.get(tokens)
+        if known is None:
+            text, before = decode(tokens), decode(tokens[:-1]) if tokens[:-1] else ""
+            # The tokenizer may have dropped a space at the start.
+            is_known = text.startswith(before) and len(text) > len(before)
+            known = (
+                not is_known
+                or "\ufffd" in text
+                or self._can_end(f" {text}", len(before) + bool(before))
+            )
+            if len(self._texts) >= _MAX_KNOWN[0]:
+                self._texts.clear()
+            self._texts[tokens] = known
+        return known
+
+    def _can_end(self, text: str, start: int) -> bool:
+        """Return whether a stop string, or what follows a part of it, ends after `start` characters
+        of `text` or later.
+        """
+        for end in range(start + 1, len(text) + 1):
+            if text[:end].endswith(self.strings):
+                return True
+            tail = (text[1:end] or text[:end])[::-1]
+            at = bisect_left(self._reversed, tail)
+            if at < len(self.strings) and self._reversed[at].startswith(tail):
+                return True
+        return False
+
+    def _is_found(
+        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], min_tokens: int
+    ) -> bool:
+        """Search the text of the last tokens, of which a stop string may be a part."""
+        recent = tokens[max(min_tokens, len(tokens) - self._window) :]
+        key = tuple(recent)
+        found = self._windows.get(key)
+        if found is None:
+            found = self._search(recent, decode)
+            if len(self._windows) >= _MAX_KNOWN[1]:
+                self._windows.clear()
+            self._windows[key] = found
+        return found
+
+    def _search(self, recent: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
         # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
         # three tokens. So skip tokens until the text starts with a whole character.
         for skipped in range(4):
