@@ -43,6 +43,7 @@ from planish.engine.memory import RUNTIME_BYTES, DeviceMemory, ModelMemory, gib
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
 from planish.files import make_directory, write_whole
+from planish.model.config import ModelConfig
 from planish.model.listing import list_models
 from planish.model.sources import DEFAULT_MODEL, HUB_NAME, resolve_model
 from planish.model.weights import weight_files
@@ -55,6 +56,7 @@ from planish.server.http.context import ALL_BODIES, HttpState, read_keys
 from planish.server.http.metrics_page import SubstitutedLosses, metrics_route
 from planish.server.http.routes_checkpoints import tokenizer_files
 from planish.server.openai import routes
+from planish.server.openai.models import BYTES_PER_CHARACTER, CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
 from planish.server.options import ServeOptions, add_arguments, options_of
 from planish.server.server import Server
 from planish.server.settings import HttpSettings, ServerSettings
@@ -357,7 +359,7 @@ class MemoryPlan:
     """The memory of each base model, by name. Two names of one directory share one value."""
     adapters: int
     requests: int
-    """Requests and results."""
+    """Requests, their tokenization, and results."""
 
     @property
     def computing(self) -> int:
@@ -407,11 +409,16 @@ def memory_plan(
     """
     for path in models.values():
         weight_files(path)
+    contexts = [ModelConfig.from_directory(path).max_context for path in models.values()]
+    text = max([TEXT_AT_ONCE, *(CHARACTERS_PER_TOKEN * context for context in contexts)])
     return MemoryPlan(
         str(memory.device),
         {name: memory.claim(path) for name, path in models.items()},
         settings.adapter_memory_bytes,
-        settings.request_memory_bytes + settings.result_memory_bytes + ALL_BODIES,
+        settings.request_memory_bytes
+        + settings.result_memory_bytes
+        + ALL_BODIES
+        + text * BYTES_PER_CHARACTER,
     )
 
 

@@ -823,7 +823,9 @@ def test_requests_that_cannot_be_sampled_are_rejected(client, options, param):
 @pytest.mark.parametrize("message", [{"content": "x" * (8 << 20)}, {"content": ""}])
 def test_messages_with_more_text_than_the_context_are_rejected_before_tokenizing(client, message):
     copies = 1 if message["content"] else 30_000
-    with pytest.raises(openai.BadRequestError, match="the model's context holds at most") as error:
+    with pytest.raises(
+        openai.BadRequestError, match="the limit for this model's context is"
+    ) as error:
         client.chat.completions.create(model=BASE, messages=copies * [{"role": "user", **message}])
     assert error.value.param == "messages"
 

@@ -70,7 +70,8 @@ async def chat_completions(
     """Answer a chat request, streamed or in one body."""
     options = read_request(ChatRequest, fields)
     options.check()
-    chat = await asyncio.to_thread(_parsed, await models.find(tenant, options.model), options)
+    model = await models.find(tenant, options.model)
+    chat = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size([chat.operation], chat.model.texts.max_context)
     sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
     if options.stream:

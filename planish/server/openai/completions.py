@@ -68,7 +68,8 @@ async def completions(
     """Answer a completion request, streamed or in one body."""
     options = read_request(CompletionRequest, fields)
     options.check()
-    completion = await asyncio.to_thread(_parsed, await models.find(tenant, options.model), options)
+    model = await models.find(tenant, options.model)
+    completion = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size(completion.operations, completion.model.texts.max_context)
     sampler_id = await models.sampler(tenant, completion.model, completion.operations)
     if options.stream:

@@ -18,12 +18,16 @@ character. Other vocabularies write text, or `<0x0A>` for a byte.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
+from typing import TypeVar
+
+from starlette.requests import Request
 
 from planish.errors import UnknownModelError
 from planish.model.config import ModelConfig
@@ -32,14 +36,31 @@ from planish.renderers.codec import Codec
 from planish.renderers.termination import eos_ids
 from planish.server.http.context import ModelNotFoundError
 from planish.server.results import Gone, NotFound, SessionSpec, Tenant
+from planish.server.scheduling import FairQueue
 from planish.server.server import Server
 from planish.service import CreateSampler, Sample
 from planish.tokenizer import ModelTokenizer, load_tokenizer
 from planish.types import CheckpointPath, SampleResponse
 from planish.wire.models import SessionPlace
 
+R = TypeVar("R")
+
 _MAX_SAMPLERS = 16
 """Samplers of checkpoints per tenant. The least recently used one is closed first."""
+
+
+CHARACTERS_PER_TOKEN = 16
+"""Limit for the characters of a text, per token of the model's context. English and code have 3 to
+5. Only long runs of one character, such as spaces, have tokens of more than 16 characters.
+"""
+BYTES_PER_CHARACTER = 540
+"""Memory that a tokenizer needs for a character while it runs: 90 to 360 bytes for ASCII, 540 for
+an emoji of three tokens (measured with SmolLM2's tokenizer).
+"""
+TEXT_AT_ONCE = 1 << 20
+"""Limit for the bodies of all requests that are tokenized at the same time, in bytes. A tenant has
+half of it while others are active. A larger body is tokenized alone.
+"""
 
 
 class BaseTexts:
@@ -59,8 +80,9 @@ class BaseTexts:
         self.max_context = config.max_context
         vocabulary = tokenizer.get_vocab()
         self.vocabulary_size = max(vocabulary.values()) + 1
-        self.max_characters = config.max_context * max(map(len, vocabulary))
-        """The maximum number of characters of a text that fits into the context."""
+        longest = max(map(len, vocabulary))
+        self.max_characters = config.max_context * min(longest, CHARACTERS_PER_TOKEN)
+        """The maximum number of characters of a text, so that it can be tokenized."""
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:
@@ -120,6 +142,23 @@ class OpenAIModels:
         """The number of running requests of each sampler."""
         self._replaced: set[str] = set()
         """Samplers to be closed when their running requests end."""
+        self._tokenizing = FairQueue(TEXT_AT_ONCE, TEXT_AT_ONCE // 2)
+
+    async def tokenizing(self, tenant: Tenant, request: Request, work: Callable[[], R]) -> R:
+        """Return `work()`, which tokenizes the texts of a request. It runs in a thread, when it is
+        the tenant's turn. Raise Abandoned for a body that has crashed the server repeatedly at this
+        point. `request.state.body` is the body.
+        """
+        guard, body = self.server.crash_guard, request.state.body
+        turn = await self._tokenizing.turn(tenant.name, len(body), len(body))
+        try:
+            if guard.is_calm:
+                return await asyncio.to_thread(work)
+            key = f"text of {tenant.name}:{hashlib.sha256(body).hexdigest()[:32]}"
+            async with guard.running(key):
+                return await asyncio.to_thread(work)
+        finally:
+            turn.give_back()
 
     async def find(self, tenant: Tenant, name: str) -> Served:
         """Return the model with this name. Raise ModelNotFoundError if the name is neither a base

@@ -33,13 +33,13 @@ _TOKEN_BYTES, _SCORE_BYTES = 32, 300
 def check_text(name: str, given: Any, max_characters: int) -> None:
     """Raise WrongParameterError if a JSON value contains too much text for the model's context.
 
-    Call this before tokenizing, because the tokenizer needs about 280 bytes per character.
+    Call this before tokenizing, because the tokenizer needs up to 540 bytes per character.
     """
     size = _characters(given)
     if size > max_characters:
         raise WrongParameterError(
             name,
-            f"{name} has {size:,} characters, and the model's context holds at most "
+            f"{name} has {size:,} characters, and the limit for this model's context is "
             f"{max_characters:,}; shorten it",
         )
 

@@ -84,7 +84,9 @@ async def _openapi(request: Request) -> Response:
 
 def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:
     async def answer(context: RequestContext) -> Response:
-        async with context.fields(SAMPLE_BODY) as fields:
+        async with context.body(SAMPLE_BODY) as body:
+            context.request.state.body = body
+            fields = await context.compute(body, lambda: Fields.of(body))
             return await endpoint(models, context.tenant, context.request, fields)
 
     return Route(path, _guarded(answer), methods=["POST"])

@@ -4,7 +4,6 @@ of tokens.
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -25,7 +24,7 @@ async def tokenize(
     """Answer with the tokens of a prompt or of a chat."""
     options = read_request(TokenizeRequest, fields)
     model = await models.find(tenant, options.model)
-    return answered(await asyncio.to_thread(_tokenized, model, options))
+    return answered(await models.tokenizing(tenant, request, lambda: _tokenized(model, options)))
 
 
 def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
@@ -61,7 +60,8 @@ async def detokenize(
     """Answer with the text of tokens."""
     options = read_request(DetokenizeRequest, fields)
     model = await models.find(tenant, options.model)
-    return answered({"prompt": await asyncio.to_thread(_text, model, options.tokens)})
+    text = await models.tokenizing(tenant, request, lambda: _text(model, options.tokens))
+    return answered({"prompt": text})
 
 
 def _text(model: Served, tokens: list[int]) -> str:

@@ -1,0 +1,124 @@
+"""Tokenizing the texts of OpenAI requests: how much runs at once, and what a crash in it leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from server_client import run
+from starlette.requests import Request
+
+from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.store import Store
+from planish.server.openai.models import (
+    CHARACTERS_PER_TOKEN,
+    TEXT_AT_ONCE,
+    BaseTexts,
+    OpenAIModels,
+)
+from planish.server.results import Abandoned, Tenant
+
+ALICE, BOB = Tenant("alice"), Tenant("bob")
+
+
+def models_with(guard: Any) -> OpenAIModels:
+    server: Any = SimpleNamespace(crash_guard=guard)
+    return OpenAIModels(server, {})
+
+
+def request_with(body: bytes) -> Request:
+    request = Request({"type": "http", "headers": []})
+    request.state.body = body
+    return request
+
+
+class Work:
+    """Counts how many bytes are in work at once."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.running = self.peak = 0
+        self.order: list[str] = []
+
+    def of(self, name: str, size: int) -> None:
+        with self.lock:
+            self.running += size
+            self.peak = max(self.peak, self.running)
+            self.order.append(name)
+        time.sleep(0.02)
+        with self.lock:
+            self.running -= size
+
+
+def test_texts_that_are_tokenized_at_once_are_bounded_and_shared():
+    async def scenario() -> None:
+        models, work = models_with(SimpleNamespace(is_calm=True)), Work()
+        sizes = [TEXT_AT_ONCE // 4] * 10 + [TEXT_AT_ONCE // 3, 100]
+
+        def of(tenant: Tenant, size: int) -> Any:
+            return models.tokenizing(
+                tenant, request_with(bytes(size)), lambda: work.of(tenant.name, size)
+            )
+
+        await asyncio.gather(*(of(ALICE, size) for size in sizes), of(BOB, TEXT_AT_ONCE // 4))
+        assert TEXT_AT_ONCE // 2 < work.peak <= TEXT_AT_ONCE
+        assert work.order.index("bob") <= 6  # Bob does not wait for all that Alice sent before
+        assert await models.tokenizing(ALICE, request_with(bytes(10 * TEXT_AT_ONCE)), lambda: 1)
+
+    run(scenario())
+
+
+def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_path: Path):
+    body, innocent = b'{"prompt": "poison"}', b'{"prompt": "hello"}'
+
+    async def marked(store: Store) -> list[str]:
+        query = "SELECT id FROM under_way WHERE is_marked"
+        return [row[0] for row in await store.read(lambda db: db.execute(query).fetchall())]
+
+    async def life(sent: bytes, is_killed: bool) -> str | None:
+        """One process. Return what the database says is running while it tokenizes `sent`."""
+        store = Store(tmp_path)
+        guard = CrashGuard(store, nothing)
+        await guard.begin()
+        running: list[str] = []
+        loop = asyncio.get_running_loop()
+
+        def work() -> None:
+            running.extend(asyncio.run_coroutine_threadsafe(marked(store), loop).result(10))
+            if is_killed:
+                # Cancelled here, the guard is never told of an end, as after a kill.
+                guard.leave = guard.pause = lambda key: None
+
+        try:
+            await models_with(guard).tokenizing(ALICE, request_with(sent), work)
+        finally:
+            if not is_killed:
+                await guard.end()
+            store.close()
+        return running[0] if running else None
+
+    async def nothing() -> None:
+        pass
+
+    async def scenario() -> None:
+        assert await life(body, is_killed=True) is None  # no process before it crashed
+        for _ in range(4):
+            key = await life(body, is_killed=True)
+            assert key is not None
+            assert key.startswith("text of alice:")
+        with pytest.raises(Abandoned, match="text of alice"):
+            await life(body, is_killed=True)
+        assert await life(innocent, is_killed=False) is not None
+
+    run(scenario())
+
+
+def test_a_text_has_a_limit_by_context(model_dir: Path):
+    texts = BaseTexts("planish/tiny-model", model_dir)
+    longest = max(map(len, texts.tokenizer.get_vocab()))
+    assert texts.max_characters == texts.max_context * min(longest, CHARACTERS_PER_TOKEN)
