@@ -22,6 +22,7 @@ from planish.server.openai.models import (
     OpenAIModels,
 )
 from planish.server.results import Abandoned, Tenant
+from planish.tokenizer import load_tokenizer
 
 ALICE, BOB = Tenant("alice"), Tenant("bob")
 
@@ -120,5 +121,5 @@ def test_a_body_that_crashes_the_server_while_it_is_tokenized_is_abandoned(tmp_p
 
 def test_a_text_has_a_limit_by_context(model_dir: Path):
     texts = BaseTexts("planish/tiny-model", model_dir)
-    longest = max(map(len, texts.tokenizer.get_vocab()))
+    longest = max(map(len, load_tokenizer(model_dir).get_vocab()))
     assert texts.max_characters == texts.max_context * min(longest, CHARACTERS_PER_TOKEN)
