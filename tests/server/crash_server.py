@@ -8,6 +8,8 @@ seconds.
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import logging
 import multiprocessing
 import os
@@ -15,23 +17,25 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import uvicorn
 from disk_shim import configure, preloaded
 from server_client import make_core
 
+from planish.engine.checkpoints.store import CheckpointStore
 from planish.engine.engine import Engine
 from planish.server.durable import crash_guard, store
 from planish.server.http.app import create_app
 from planish.server.settings import HttpSettings, ServerSettings
 from planish.service import ForwardBackward, Operation, Sample
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 FORKS = multiprocessing.get_context("forkserver")
@@ -57,6 +61,10 @@ class Start:
     """Seconds of CPU time, so that the server gets as far on a busy machine as on an idle one."""
     shim: tuple[Path, Path, Path] | None = None
     """The directory, the log and the control file of a `Shim`."""
+    log: Path | None = None
+    """Where the process writes its log and errors; by default to stderr."""
+    memory_error_at: int | None = None
+    """At the nth change of the database or of a checkpoint, memory runs out."""
     has_poison: bool = False
     """Whether a request that begins with POISON kills the server shortly after the engine got it.
     """
@@ -111,6 +119,8 @@ def _serve(start: Start) -> None:
     import torch
 
     torch.set_num_threads(1)
+    if start.log is not None:
+        os.dup2(os.open(start.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), 2)
     logging.basicConfig(level=logging.WARNING)
     if start.shim is not None:
         configure(*start.shim)
@@ -120,6 +130,8 @@ def _serve(start: Start) -> None:
         limit = time.process_time() + start.crash_after
         threading.Thread(target=_die_at, args=(limit, start.timer_mark), daemon=True).start()
     store._INLINE_BYTES = 500  # so that there are bodies in files
+    if start.memory_error_at is not None:
+        _run_out_of_memory(start.memory_error_at)
     if start.has_poison:
         _be_poisoned()
     else:  # or one of so many kills in a row might be taken for the doing of a request
@@ -152,6 +164,25 @@ def _be_poisoned() -> None:
         return Future() if has_begun else submit(self, operation)
 
     Engine.submit = submit_poisoned
+
+
+def _run_out_of_memory(number: int) -> None:
+    """Raise MemoryError once, in the `number`th call that writes."""
+    calls = itertools.count(1)
+
+    def failing(method: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(method)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            if next(calls) == number:
+                raise MemoryError
+            return method(*args, **kwargs)
+
+        return call
+
+    store.Transaction.execute = failing(store.Transaction.execute)
+    store.Transaction.store = failing(store.Transaction.store)
+    CheckpointStore._write = failing(CheckpointStore._write)
+    CheckpointStore._link = failing(CheckpointStore._link)
 
 
 def _die_at(limit: float, mark: Path) -> None:

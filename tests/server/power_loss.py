@@ -9,6 +9,8 @@ after the power came back:
   whatever their order.
 * Changes of a directory that were not synced are dropped or kept in any combination, but changes of
   one name keep their order. A rename is one change. An fsync of a file does not sync its name.
+* An fsync that failed loses what it should have synced: a later fsync that succeeds does not bring
+  it to the disk, as on Linux.
 * A new directory whose name was not synced is lost with all that it contains.
 
 POSIX allows all of these. Common file systems order some of them, so a server that survives them
@@ -26,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 _HEAD = struct.Struct("=IIQq")
-CREATE, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC, OPEN = range(1, 11)
+CREATE, WRITE, TRUNCATE, MKDIR, RENAME, LINK, UNLINK, RMDIR, SYNC, OPEN, FAILED_SYNC = range(1, 12)
 
 
 @dataclass(frozen=True)
@@ -57,13 +59,15 @@ def read_log(path: Path) -> Iterator[Record]:
         at += size
 
 
-@dataclass
+@dataclass(eq=False)
 class _Write:
     """A write that was not synced; without data, a change of the size."""
 
     number: int
     offset: int
     data: bytes | None
+    is_lost: bool = False
+    """Whether the disk failed to take it. It is seen until the power fails."""
 
     def apply(self, content: bytearray) -> None:
         end = self.offset + len(self.data or b"")
@@ -82,8 +86,15 @@ class _File:
 
     def sync(self, before: int) -> None:
         """Make the writes whose numbers are below `before` durable."""
-        while self.writes and self.writes[0].number < before:
-            self.writes.pop(0).apply(self.synced)
+        due = [write for write in self.writes if write.number < before and not write.is_lost]
+        for write in due:
+            write.apply(self.synced)
+        self.writes = [write for write in self.writes if write not in due]
+
+    def lose(self) -> None:
+        """Note that an fsync failed."""
+        for write in self.writes:
+            write.is_lost = True
 
 
 @dataclass
@@ -241,6 +252,10 @@ class Disk:
                 self._inodes[record.inode].sync(record.offset)
             case 10:  # OPEN
                 self._notice_rename(number, record)
+            case 11:  # FAILED_SYNC
+                node = self._inodes[record.inode]
+                if isinstance(node, _File):
+                    node.lose()
             case _:
                 raise ValueError(f"a record of the unknown kind {record.kind}")
 
@@ -289,6 +304,8 @@ def _surviving_directory(
 def _surviving_file(file: _File, loss: Loss, chance: random.Random) -> _File:
     content = bytearray(file.synced)
     for write in file.writes:
+        if write.is_lost:
+            continue
         if write.data is None or not loss.sector:
             if chance.random() < loss.data:
                 write.apply(content)
@@ -316,10 +333,11 @@ def _write_tree(directory: _Directory, path: Path, written: dict[int, Path]) -> 
     for name, node in directory.synced.items():
         target = path / name
         if isinstance(node, _Directory):
-            target.mkdir()
+            target.mkdir(0o700)
             _write_tree(node, target, written)
         elif id(node) in written:
             os.link(written[id(node)], target)
         else:
             target.write_bytes(node.synced)
+            target.chmod(0o600)  # the server warns of files that others can read
             written[id(node)] = target
