@@ -24,36 +24,28 @@ import argparse
 import asyncio
 import errno
 import json
-import random
 import shutil
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import orjson
-from crash_history import CrashClient, CrashModel, told
+from crash_history import CrashModel, delete, told
 from crash_run import SETTINGS
-from crash_server import CrashServer, Start, free_port
-from disk_shim import Shim, compiler
-from power_loss import LOSSES, Disk
-from server_client import BASE, RANK, adam, drawn, gradient, sample, state
+from disk_shim import compiler
+from faulty_machine import FaultClient, Machine
+from server_client import adam, drawn, gradient, sample, state
 from wire_client import Refused, WireClient
 
 from planish.server.results import Done, Failed
-from planish.service import CreateModel, LoadWeights, PublishSampler, SaveWeights
+from planish.service import LoadWeights, PublishSampler
 from planish.testing import tiny_model
-from planish.types import LoraConfig
 from planish.wire.sampling import sample_response_from_message
 
 KEY = "tml-faults"
-TRIES = 6
-ENDS = range(1, 100)
-"""Statuses with which a server may end by itself. A signal is not among them."""
 
 
 @dataclass(frozen=True)
@@ -93,167 +85,98 @@ class Case:
     calls: int = 0
 
 
-class FaultClient:
-    """A client that sends what failed again, with a new number."""
+class Script(FaultClient):
+    """What the client does."""
 
     def __init__(self, wire: WireClient) -> None:
-        self._client = CrashClient(wire)
-        self._models = 0
+        super().__init__(wire)
         self._samples = 0
-        self.failures = 0
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        return self._client.history.facts
 
     async def run(self) -> str:
         """Run the script, and return the path of the last save."""
-        client = self._client
+        client = self.client
         await client.begin()
-        model = await self._until_done("creation", self._create)
+        model = await self.create(1)
         for seed in range(2):
             await self._step(model, seed)
         await self._draw(model, "early")
-        path = await self._save(model, "middle")
+        path = await self.save(model, "middle")
         await self._step(model, 2)
-        await self._done(model, lambda: LoadWeights(model.model_id, path, with_optimizer=True))
+        await self.done(model, lambda: LoadWeights(model.model_id, path, with_optimizer=True))
         await self._step(model, 3)
         await self._draw(model, "late")
-        await client.call("delete_checkpoint", path)
-        assert path not in await client.call("checkpoints")
+        await delete(client, path)
         await client.check_answers()
-        return await self._save(model, "last")
+        return await self.save(model, "last")
 
     async def check(self, path: str) -> None:
         """Check that everything is still there."""
-        await self._client.check_answers()
-        assert await self._client.call("checkpoints") == [path]
-
-    async def _until_done(self, what: str, attempt: Callable[[], Awaitable[Any]]) -> Any:
-        for _ in range(TRIES):
-            result = await attempt()
-            if not isinstance(result, Failed):
-                return result
-            self.failures += 1
-            assert result.message, what
-        raise AssertionError(f"{what} failed {TRIES} times, at last: {result.message}")
-
-    async def _create(self) -> CrashModel | Failed:
-        model_id = f"{self._client.session}:train:{self._models}"
-        self._models += 1
-        operation = CreateModel(model_id, base_model=BASE, lora=LoraConfig(RANK, 1))
-        answer = await self._client.answer(await self._client.call("create_model", operation))
-        return answer if isinstance(answer, Failed) else CrashModel(self._client, model_id, 0)
-
-    async def _done(self, model: CrashModel, make: Callable[[], Any]) -> bytes:
-        answer = await self._until_done(repr(make()), lambda: model.do(make()))
-        return answer.content
+        await self.client.check_answers()
+        assert await self.client.call("checkpoints") == [path]
 
     async def _step(self, model: CrashModel, seed: int) -> None:
         async def attempt() -> list[Any] | Failed:
             sent = await model.send(gradient(model.model_id, seed), adam(model.model_id))
-            first, second = [await self._client.answer(accepted) for accepted in sent]
+            first, second = [await self.client.answer(accepted) for accepted in sent]
             if isinstance(second, Failed):
                 return second
             assert isinstance(first, Done), f"step {seed} was made without its gradient: {first}"
             return [told(first), told(second)]
 
-        self.facts[f"step {seed}"] = await self._until_done(f"step {seed}", attempt)
-
-    async def _save(self, model: CrashModel, name: str) -> str:
-        answer = await self._done(model, lambda: SaveWeights(model.model_id, name))
-        return orjson.loads(answer)["path"]
+        self.facts[f"step {seed}"] = await self.until_done(f"step {seed}", attempt)
 
     async def _draw(self, model: CrashModel, what: str) -> None:
         async def attempt() -> Any:
-            sampler = f"{self._client.session}:sample:{self._samples}"
+            sampler = f"{self.client.session}:sample:{self._samples}"
             number, self._samples = self._samples, self._samples + 1
             published = await model.do(PublishSampler(model.model_id, sampler))
             if isinstance(published, Failed):
                 return published
-            operation = sample(sampler, seed=7)
-            answer = await self._client.answer(
-                await self._client.call("submit_sample", number, operation)
+            answer = await self.client.answer(
+                await self.client.call("submit_sample", number, sample(sampler, seed=7))
             )
             if isinstance(answer, Failed):
                 return answer
             return drawn(sample_response_from_message(answer.content))
 
-        self.facts[f"sample {what}"] = await self._until_done(f"sample {what}", attempt)
+        self.facts[f"sample {what}"] = await self.until_done(f"sample {what}", attempt)
 
 
-async def play(model_dir: Path, directory: Path, fault: Fault | None, seed: int) -> Case:
+async def play(machine: Machine, fault: Fault | None) -> Case:
     """Run the script with one fault, and check what is left after a power loss."""
-    data_dir = directory / "data"
-    data_dir.mkdir(parents=True)
-    shim, disk, chance = Shim(directory / "shim", data_dir), Disk(data_dir), random.Random(seed)
-    log = directory / "server.log"
-    start = Start(model_dir, data_dir, SETTINGS, free_port(), {KEY: "one"}, log=log)
-    case, server, is_ended = Case(), None, False
-    wire = WireClient(f"http://127.0.0.1:{start.port}", KEY)
-    client = FaultClient(wire)
-
-    async def serve(fault: Fault | None) -> None:
-        nonlocal server
-        while not is_ended:
-            shim.begin_log()
-            in_memory = fault is not None and fault.error == "memory"
-            server = CrashServer(
-                replace(
-                    start,
-                    shim=shim.files,
-                    memory_error_at=fault.number if fault is not None and in_memory else None,
-                )
-            )
-            status = await server.died()
-            disk.replay(shim.log)
-            fault = None
-            if not is_ended:
-                case.stops += 1
-                assert status in ENDS, f"the server ended with status {status}"
-                assert "rror" in log.read_text(), "the server ended without a word"
-
-    async def with_server(work: Awaitable[Any], fault: Fault | None) -> Any:
-        nonlocal is_ended
-        is_ended = False
-        serving, working = asyncio.create_task(serve(fault)), asyncio.ensure_future(work)
-        try:
-            async with asyncio.timeout(120):
-                await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
-            if serving.done():
-                serving.result()
-            return working.result()
-        finally:
-            is_ended = True
-            working.cancel()
-            if server is not None:
-                server.kill()
-            await asyncio.wait([serving])
-
+    wire = WireClient(machine.url, KEY)
+    script, shim = Script(wire), machine.shim
+    memory_error_at = None
+    if fault is not None and fault.error == "memory":
+        memory_error_at = fault.number
+    elif fault is not None:
+        shim.fail(fault.number, fault.errno, fault.count)
     try:
-        if fault is not None and fault.error != "memory":
-            shim.fail(fault.number, fault.errno, fault.count)
-        path = await with_server(client.run(), fault)
-        case.calls, case.failures = shim.fields.calls, client.failures
-        case.failed_call = shim.fields.failed_call.decode() if shim.fields.failed else ""
+        path = await machine.run(script.run(), memory_error_at)
+        failed_call = shim.fields.failed_call.decode() if shim.fields.failed else ""
+        calls = shim.fields.calls
         shim.heal()
-        disk.lose_power(chance.choice(LOSSES), chance)
-        await with_server(client.check(path), None)
+        machine.lose_power()
+        await machine.run(script.check(path))
     finally:
         await wire.close()
-    case.facts, case.state = client.facts, state(data_dir, path)
-    return case
+    states = state(machine.data_dir, path)
+    return Case(script.facts, states, failed_call, machine.stops, script.failures, calls)
 
 
-async def tried(
-    model_dir: Path, directory: Path, fault: Fault, expected: Case, log_characters: int = 0
-) -> Case | str:
+def new_machine(model_dir: Path, directory: Path, seed: int = 0) -> Machine:
+    return Machine(model_dir, directory, SETTINGS, {KEY: "one"}, seed)
+
+
+async def tried(model_dir: Path, directory: Path, fault: Fault, expected: Case) -> Case | str:
     """Return what happened with a fault, or what is wrong, with the end of the server's log."""
+    machine = new_machine(model_dir, directory, fault.number)
     try:
-        case = await play(model_dir, directory, fault, fault.number)
+        case = await play(machine, fault)
     except (AssertionError, Refused, TimeoutError, OSError) as error:
-        log = (directory / "server.log").read_text()[-log_characters:] if log_characters else ""
-        return f"{fault}: {error!r}\n{log}"
+        return (
+            f"{fault} ({machine.shim.fields.failed_call.decode()}): {error!r}\n{machine.log_end()}"
+        )
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     for name in expected.facts:
@@ -269,7 +192,7 @@ async def campaign(
 ) -> dict[str, Any]:
     """Try every `step`th number of each error."""
     model_dir = tiny_model(directory / "model")
-    expected = await play(model_dir, directory / "calm", None, 0)
+    expected = await play(new_machine(model_dir, directory / "calm"), None)
     begun = time.monotonic()
     wrong: list[str] = []
     counts: dict[str, Counter[str]] = {}
@@ -277,7 +200,7 @@ async def campaign(
         calls = counts.setdefault(error, Counter())
         limit = min(last, 120 if error == "memory" else expected.calls)
         for number in range(first, limit + 1, step):
-            case = await tried(model_dir, directory / "case", Fault(error, number), expected, 3000)
+            case = await tried(model_dir, directory / "case", Fault(error, number), expected)
             if isinstance(case, str):
                 wrong.append(case)
                 print(case, flush=True)

@@ -1,0 +1,192 @@
+"""A machine whose power, disk, processor and clock fail on demand, with a server on it.
+
+`Machine` runs a crash server under the shim, and restarts it when it ends. `FaultClient` is a client
+that repeats what was rejected with the same number, and what failed with a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import orjson
+from crash_history import CrashClient, CrashModel
+from crash_server import CrashServer, Start, free_port
+from disk_shim import Shim
+from power_loss import LOSSES, Disk
+from server_client import BASE, RANK
+from wire_client import WireClient
+
+from planish.server.results import Done, Failed
+from planish.server.settings import ServerSettings
+from planish.service import CreateModel, Operation, SaveWeights
+from planish.types import LoraConfig
+
+R = TypeVar("R")
+
+TRIES = 8
+SECONDS = 180.0
+"""The time for one script."""
+ENDS = range(1, 100)
+"""Statuses with which a server may end by itself, with an error in its log. A signal is not among
+them.
+"""
+
+
+class Machine:
+    """A data directory, and the server that uses it."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        directory: Path,
+        settings: ServerSettings,
+        keys: dict[str, str],
+        seed: int,
+    ) -> None:
+        """`seed` chooses what power losses leave."""
+        self.data_dir = directory / "data"
+        self.data_dir.mkdir(parents=True)
+        self.shim = Shim(directory / "shim", self.data_dir)
+        self.log = directory / "server.log"
+        self.stops = 0
+        """How often the server ended by itself."""
+        self.power_losses = 0
+        self._start = Start(model_dir, self.data_dir, settings, free_port(), keys, log=self.log)
+        self._disk = Disk(self.data_dir)
+        self._chance = random.Random(seed)
+        self._server: CrashServer | None = None
+        self._is_ended = False
+        self._is_killed = self._loses_power = False
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._start.port}"
+
+    def kill(self, with_power_loss: bool = False) -> None:
+        """Kill the server, which starts again; with a power loss, the disk forgets meanwhile."""
+        if self._server is not None and not self._is_killed:
+            self._is_killed, self._loses_power = True, with_power_loss
+            self._server.kill()
+
+    async def pause(self, seconds: float) -> None:
+        """Stop the server's process for a while."""
+        if self._server is not None:
+            with suppress(ProcessLookupError):
+                self._server.kill(signal.SIGSTOP)
+                await asyncio.sleep(seconds)
+                self._server.kill(signal.SIGCONT)
+
+    def lose_power(self) -> None:
+        """Let the disk forget what was not synced. No server may run."""
+        self.power_losses += 1
+        self._disk.lose_power(self._chance.choice(LOSSES), self._chance)
+
+    async def run(self, work: Awaitable[R], memory_error_at: int | None = None) -> R:
+        """Serve until `work` is done, and kill the server then. AssertionError if the server ends
+        in a way that it must not.
+        """
+        self._is_ended = False
+        serving = asyncio.create_task(self._serve(memory_error_at))
+        working = asyncio.ensure_future(work)
+        try:
+            async with asyncio.timeout(SECONDS):
+                await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+            return working.result()
+        finally:
+            self._is_ended = True
+            working.cancel()
+            if self._server is not None:
+                self._server.kill()
+            await asyncio.wait([serving])
+
+    async def _serve(self, memory_error_at: int | None) -> None:
+        while not self._is_ended:
+            self.shim.begin_log()
+            self._is_killed = self._loses_power = False
+            self._server = CrashServer(
+                replace(self._start, shim=self.shim.files, memory_error_at=memory_error_at)
+            )
+            status = await self._server.died()
+            memory_error_at = None
+            self._disk.replay(self.shim.log)
+            if self._is_killed or self._is_ended:
+                if self._loses_power:
+                    self.lose_power()
+            else:
+                self.stops += 1
+                assert status in ENDS, f"the server ended with status {status}"
+                assert "rror" in self.log.read_text(), "the server ended without a word"
+                self.shim.heal()
+
+    def log_end(self, characters: int = 3000) -> str:
+        """Return the end of the server's log."""
+        with open(self.log, "rb") as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - characters))
+            return file.read().decode(errors="replace")
+
+
+class FaultClient:
+    """A client that sends what failed again, with a new number."""
+
+    def __init__(self, wire: WireClient, offset: int = 0) -> None:
+        """The client's models have seeds from `offset`."""
+        self.client = CrashClient(wire)
+        self.failures = 0
+        self._offset = offset
+        self._models = 0
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        return self.client.history.facts
+
+    async def until_done(self, what: str, attempt: Callable[[], Awaitable[R | Failed]]) -> R:
+        """Repeat an attempt until it does not fail."""
+        error = ""
+        for _ in range(TRIES):
+            result = await attempt()
+            if not isinstance(result, Failed):
+                return result
+            error = result.message
+            self.failures += 1
+            assert error, f"{what} failed without a message"
+            await asyncio.sleep(0.02)
+        raise AssertionError(f"{what} failed {TRIES} times, at last: {error}")
+
+    async def create(self, number: int, **options: Any) -> CrashModel:
+        """Create the model with this number in the script, under the next free id."""
+
+        async def attempt() -> CrashModel | Failed:
+            model_id = f"{self.client.session}:train:{self._models}"
+            self._models += 1
+            lora = LoraConfig(RANK, self._offset + number)
+            operation = CreateModel(model_id, **{"base_model": BASE, "lora": lora, **options})
+            answer = await self.client.answer(await self.client.call("create_model", operation))
+            if isinstance(answer, Failed):
+                return answer
+            return CrashModel(self.client, model_id, number)
+
+        return await self.until_done(f"creation {number}", attempt)
+
+    async def done(self, model: CrashModel, make: Callable[[], Operation[Any]]) -> bytes:
+        """Send an operation until it is done, and return its result."""
+
+        async def attempt() -> Done | Failed:
+            return await model.do(make())
+
+        answer = await self.until_done(repr(make())[:200], attempt)
+        assert isinstance(answer, Done)
+        return answer.content
+
+    async def save(self, model: CrashModel, name: str, **options: Any) -> str:
+        answer = await self.done(model, lambda: SaveWeights(model.model_id, name, **options))
+        return orjson.loads(answer)["path"]
