@@ -195,6 +195,7 @@ async def campaign(
     expected = await play(new_machine(model_dir, directory / "calm"), None)
     begun = time.monotonic()
     wrong: list[str] = []
+    print(f"the script makes {expected.calls} file calls", flush=True)
     counts: dict[str, Counter[str]] = {}
     for error in errors:
         calls = counts.setdefault(error, Counter())

@@ -158,6 +158,51 @@ def test_a_full_disk_fails_writes_and_retries_keeps(tmp_path, monkeypatch):
     run(scenario())
 
 
+def test_changes_that_run_out_of_memory_are_repeated_in_their_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("planish.server.durable.store._RETRY_SECONDS", 0.01)
+
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        tries = 0
+
+        def needs_memory(transaction: Transaction) -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 4:
+                raise MemoryError
+            put("first")(transaction)
+
+        def is_second(transaction: Transaction) -> None:
+            found = transaction.execute("SELECT key FROM meta").fetchall()
+            assert [row[0] for row in found] == ["first"]
+            put("second")(transaction)
+
+        kept = [store.keep(needs_memory), store.keep(is_second)]
+        await asyncio.gather(*kept)
+        tries = 0
+        with pytest.raises(StorageError, match="out of memory"):
+            await store.write(needs_memory)
+        await store.write(put("third"))
+        assert await store.read(keys) == {"first", "second", "third"}
+        store.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", [OSError(5, "Input/output error"), MemoryError()])
+def test_a_read_that_the_machine_refuses_raises_storage_error(tmp_path, error):
+    def refused(connection: object) -> None:
+        raise error
+
+    async def scenario() -> None:
+        store = Store(tmp_path)
+        with pytest.raises(StorageError, match="disk is full or cannot|out of memory"):
+            await store.read(refused)
+        store.close()
+
+    run(scenario())
+
+
 @pytest.mark.slow
 def test_an_unwritable_disk_rejects_writes_until_it_recovers(tmp_path, caplog):
     async def scenario() -> None:

@@ -8,8 +8,8 @@ A body of a quarter of a MiB or more is a file of its own, synced before the tra
 it: SQLite would write a row of that size twice, to its log and then to the database. The next start
 removes files that no row names.
 
-If the disk is full, `write` raises StorageError, and `keep` retries until it succeeds. If the
-database is damaged, every read or write that meets the damage fails in the same way, and the store
+If the disk or the memory is full, `write` raises StorageError, and `keep` retries until it
+succeeds. If the database is damaged, every read or write that meets the damage fails in the same way, and the store
 does not repair or replace the damaged part. If the database is missing but other files of a server
 exist, the store refuses to start. With a new database it would remove all of these files, because
 no row names them.
@@ -71,6 +71,7 @@ _DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
 _INLINE_BYTES = 1 << 18
 _GROUP = 512
 _RETRY_SECONDS = 0.5
+_OUT_OF_MEMORY = "the server is out of memory; send the request again later"
 _READERS = 2
 
 
@@ -224,8 +225,10 @@ class Store:
         def look() -> R:
             try:
                 return query(self._reader(), *args, **kwargs)
-            except sqlite3.DatabaseError as error:
-                if not _is_disk_error(error):
+            except FileNotFoundError:
+                raise
+            except (OSError, MemoryError, sqlite3.DatabaseError) as error:
+                if not _is_refusal(error):
                     raise
                 refusal = self._described(error)
                 _log.error("a read failed: %s", refusal)
@@ -329,6 +332,8 @@ class Store:
                 "restore the directory from a backup, and check "
                 "the disk"
             )
+        if isinstance(error, MemoryError):
+            return StorageError(_OUT_OF_MEMORY)
         remedy = "free space there, or grant the permissions it needs"
         if isinstance(error, OSError):
             remedy = write_remedy(error, remedy)
@@ -478,7 +483,8 @@ class Store:
         try:
             change.outcome = change.make(transaction)
         except Exception as error:
-            if isinstance(error, OSError) or _is_disk_error(error):
+            # A `keep` that runs out of memory must be repeated, and in its order among the others.
+            if _is_refusal(error):
                 raise
             change.error = error
             self._connection.execute("ROLLBACK TO change")
@@ -487,9 +493,9 @@ class Store:
         self._connection.execute("RELEASE change")
 
 
-def _is_disk_error(error: Exception) -> bool:
-    """Return whether the database could not be read or written, whatever the statement was."""
-    if type(error) is sqlite3.DatabaseError:
+def _is_refusal(error: Exception) -> bool:
+    """Return whether the disk or the memory did not suffice, whatever the statement was."""
+    if isinstance(error, OSError | MemoryError) or type(error) is sqlite3.DatabaseError:
         return True
     # SQLITE_ERROR means a wrong statement. Errors that SQLite did not raise have no code.
     return (
@@ -506,6 +512,8 @@ def _client_error(refusal: Exception) -> StorageError:
         return StorageError(
             "the server's database is damaged; its log tells the operator what to do"
         )
+    if str(refusal) == _OUT_OF_MEMORY:
+        return StorageError(_OUT_OF_MEMORY)
     return StorageError(
         "the server's disk is full or cannot be used; its log tells the operator what to do"
     )
