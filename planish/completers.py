@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from planish.errors import UserError
-from planish.types import ModelInput, SampleResponse, SamplingParams, StopReason
+from planish.types import Constraint, ModelInput, SampleResponse, SamplingParams, StopReason
 
 if TYPE_CHECKING:
     from planish.renderers import Message, Renderer
@@ -91,21 +91,39 @@ class TinkerTokenCompleter(TokenCompleter):
         temperature: float = 1.0,
         context_window: int | None = None,
         seed: int | None = None,
+        constraint: Constraint | None = None,
+        allow_off_policy: bool = False,
     ) -> None:
         """Sample up to `max_tokens` per call. With `context_window` (in tokens), prompt and answer
         together do not exceed it.
+
+        A `constraint` needs `allow_off_policy`, because RL rollouts sample from this class. The
+        returned logprobs are those of the policy, but constrained tokens are sampled from another
+        distribution. So training on them is biased; evaluations and judges are not affected.
         """
+        if constraint is not None and not allow_off_policy:
+            raise UserError(
+                "constraint changes the distribution that tokens are sampled from, so training on "
+                "them as samples of the policy is biased; leave it out, or give allow_off_policy=True"
+            )
         self.sampling_client = sampling_client
         self.max_tokens = max_tokens
         self.temperature = temperature
         self.context_window = context_window
         self.seed = seed
+        self.constraint = constraint
         self._calls = 0
 
     def seeded(self, seed: int) -> TinkerTokenCompleter:
         """Return a copy whose calls sample with seeds derived from `seed`."""
         return TinkerTokenCompleter(
-            self.sampling_client, self.max_tokens, self.temperature, self.context_window, seed=seed
+            self.sampling_client,
+            self.max_tokens,
+            self.temperature,
+            self.context_window,
+            seed=seed,
+            constraint=self.constraint,
+            allow_off_policy=True,
         )
 
     async def __call__(
@@ -116,6 +134,7 @@ class TinkerTokenCompleter(TokenCompleter):
             temperature=self.temperature,
             stop=stop,
             seed=self._next_seed(),
+            constraint=self.constraint,
         )
         response = await self.sampling_client.sample_async(
             prompt=model_input, num_samples=1, sampling_params=params

@@ -1,0 +1,76 @@
+"""What it costs that cached prefixes belong to a tenant, where tenants share one system prompt.
+
+    OMP_NUM_THREADS=2 python benchmarks/shared_prompts.py
+    python benchmarks/shared_prompts.py tenants=4 system_tokens=256
+
+Each tenant sends `questions` requests, one after another, with the same system prompt and
+different questions. All requests of all tenants are sent with `share_prefix_cache` off and on, each
+time to a new engine. The script prints one JSON object: for both settings the seconds, the mean
+seconds of a tenant's first and later requests, and the share of the prompt tokens that came from
+the prefix cache.
+"""
+
+import json
+import statistics
+import time
+
+import chz
+import numpy as np
+
+from planish.engine.engine import Engine
+from planish.engine.settings import EngineSettings
+from planish.model.sources import DEFAULT_MODEL
+from planish.service import CreateSampler, Sample
+from planish.types import ModelInput, SamplingParams
+
+
+@chz.chz
+class Work:
+    model: str = DEFAULT_MODEL
+    tenants: int = 16
+    questions: int = 4
+    system_tokens: int = 1024
+    question_tokens: int = 64
+    new_tokens: int = 16
+
+
+def main(work: Work) -> None:
+    print(json.dumps({str(shared): measured(work, shared) for shared in (False, True)}, indent=1))
+
+
+def measured(work: Work, shared: bool) -> dict[str, float]:
+    rng = np.random.default_rng(0)
+    system = rng.integers(100, 40_000, work.system_tokens).tolist()
+    engine = Engine(settings=EngineSettings(share_prefix_cache=shared))
+    try:
+        engine.submit(CreateSampler("sampler", work.model)).result()
+        first, later, cached, total = [], [], 0, 0
+        for question in range(-1, work.questions):
+            for tenant in range(work.tenants if question >= 0 else 1):
+                words = rng.integers(100, 40_000, work.question_tokens).tolist()
+                prompt = [*(system if question >= 0 else []), *words]
+                operation = Sample(
+                    "sampler",
+                    ModelInput.from_ints(prompt),
+                    1,
+                    SamplingParams(max_tokens=work.new_tokens, stop=[], seed=0),
+                    cache_owner=f"tenant-{tenant}",
+                )
+                began = time.perf_counter()
+                response = engine.submit(operation).result()
+                if question < 0:
+                    continue  # the first request warms up
+                (later if question else first).append(time.perf_counter() - began)
+                cached, total = cached + response.prompt_cache_hit_tokens, total + len(prompt)
+    finally:
+        engine.close()
+    return {
+        "seconds": round(sum(first) + sum(later), 2),
+        "first_request_seconds": round(statistics.mean(first), 3),
+        "later_request_seconds": round(statistics.mean(later), 3),
+        "cached_share": round(cached / total, 3),
+    }
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)
