@@ -50,8 +50,8 @@ class Metric:
 
 
 def metrics_in(text: str) -> tuple[Metric, ...]:
-    """The rows of the tables between the marks. ValueError without marks, or for a row that has not
-    five cells.
+    """Return the rows of the tables between the marks. ValueError without marks, or for a row that
+    does not have five cells.
     """
     _, found_begin, rest = text.partition(BEGIN)
     tables, found_end, _ = rest.partition(END)
@@ -69,13 +69,13 @@ def metrics_in(text: str) -> tuple[Metric, ...]:
 
 @cache
 def metrics_of(page: str) -> tuple[Metric, ...]:
-    """The metrics that a page of docs defines."""
+    """Return the metrics that a page of docs defines."""
     return metrics_in((DOCS / page).read_text(encoding="utf-8"))
 
 
 def definition_of(key: str, page: str = "metrics.md") -> Metric | None:
-    """The definition of a metric as logged by the runs that `page` is about, such as
-    test/env/all/correct. None if it has none.
+    """Return the definition of a metric, such as test/env/all/correct, as the runs that `page`
+    describes log it. None without a definition.
     """
     pages = (page, *LOOP_OF_PAGE.get(page, ()))
     return next(

@@ -68,8 +68,8 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def commands_of(text: str) -> list[tuple[str, list[str]]]:
-    """(recipe, options) of each command; what a shell would not give to the recipe is left out, and
-    what follows behind two spaces.
+    """Return (recipe, options) of each command. Comments after two spaces, and words that the shell
+    keeps from the recipe, are left out.
     """
     found = []
     for module, rest in COMMAND.findall(text):
@@ -82,9 +82,7 @@ def commands_of(text: str) -> list[tuple[str, list[str]]]:
 
 
 def run_page(text: str, path: Path, name: str) -> None:
-    """Run the blocks as a module of that name, so that what they define can be pickled and looked
-    up.
-    """
+    """Run the blocks as a module of that name, so that their definitions can be pickled."""
     module = ModuleType(name)
     sys.modules[name] = module
     try:
@@ -103,7 +101,7 @@ def run_page(text: str, path: Path, name: str) -> None:
 
 @pytest.fixture
 def reader(tmp_path_factory, tmp_path, monkeypatch):
-    """The place of a reader who tries a page."""
+    """A directory for a reader who tries a page."""
     model = tiny_model(tmp_path_factory.mktemp("model"))
     monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={model}")
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
@@ -153,8 +151,8 @@ def test_pages_that_are_not_run_exist_and_have_blocks():
 
 
 def planish_commands_of(text: str) -> list[list[str]]:
-    """The words behind `planish` of each line of a fence that begins so, without what a shell or a
-    reader is told besides.
+    """Return the arguments of each line that begins with `planish`, without comments and what only
+    the shell reads.
     """
     lines = [
         line

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def workplace(tmp_path_factory, planish_home):
-    """A directory with a tiny model in the place of the embedded one, and a dataset of a few sums."""
+    """A directory with a tiny model in place of the embedded one, and a data set of a few sums."""
     directory = tmp_path_factory.mktemp("workplace")
     tiny_model(directory / "model")
     planish_home(directory / "home")
@@ -128,8 +128,8 @@ def test_without_marimo_the_tutorial_names_the_extra(workplace):
 
 @pytest.fixture
 def in_process(workplace, monkeypatch):
-    """Recipes as functions: starting a process for each would take longer than all the rest of this
-    file.
+    """Run recipes as functions, because starting a process for each would take longer than the rest
+    of this file.
     """
     monkeypatch.setenv("PLANISH_MODELS", f"{DEFAULT_MODEL}={workplace / 'model'}")
     monkeypatch.setenv("PLANISH_HOME", str(workplace / "home"))

@@ -18,7 +18,7 @@ NAMED = re.compile(r"\b(?:planish|tests|benchmarks|examples|deploy)/[\w/-]+\.\w+
 
 
 def links_of(page: Path) -> list[tuple[Path, str]]:
-    """(file, anchor) of each link that stays here; the anchor is "" for a file as a whole."""
+    """Return (file, anchor) of each link within the repository. The anchor is "" for a whole file."""
     targets = [link for link in LINK.findall(FENCE.sub("", page.read_text())) if "://" not in link]
     parts = [target.partition("#") for target in targets]
     return [((page.parent / path).resolve() if path else page, anchor) for path, _, anchor in parts]

@@ -44,7 +44,7 @@ def test_the_chat_template_is_chatml(tmp_path):
 
 
 def test_a_text_beyond_the_context_is_no_warning(tmp_path, caplog, monkeypatch):
-    """Its length is checked where its tokens are taken."""
+    """The length is checked where the tokens are used."""
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
     assert len(tokenizer.encode("a" * 3000)) == 3000

@@ -45,7 +45,7 @@ def fake(tmp_path) -> Contender:
 
 
 def state(contender: Contender) -> str:
-    """As the system names it: T is stopped."""
+    """Return the state of a process in the system's letters; T is stopped."""
     return Path(f"/proc/{contender._process.pid}/stat").read_text().rpartition(") ")[2][0]
 
 

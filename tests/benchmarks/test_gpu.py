@@ -41,7 +41,7 @@ def test_pairs_are_those_of_a_mask_in_which_what_is_shared_is_there_once():
 
 
 def test_the_flops_of_training():
-    """One token that sees itself; then what sharing saves."""
+    """First one token that attends to itself, then the saving by a shared prefix."""
     alone = work(1, 1, 1, 1, 0)
     layer = 4 * LINEARS + 6 * 5 * ENDS + 12 * 4 * 2
     assert training_flops(SIZES, alone, rank=5) == 3 * layer + 4 * 8 * 100

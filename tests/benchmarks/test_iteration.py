@@ -35,8 +35,8 @@ def test_an_iteration_trains_on_what_it_sampled(client):
 
 
 def test_the_loss_is_that_of_importance_sampling(client):
-    """Sampler and trainer agree, so every ratio is about one, and the loss the advantages' negative
-    sum over tokens.
+    """Sampler and trainer agree, so every ratio is about 1 and the loss is the negative sum of the
+    advantages over tokens.
     """
     groups = rollouts(client.save_weights_and_get_sampling_client(), WORK)
     answers = answered(WORK, groups) | {"advantages": [[1.0, 0.5, -0.25], [0.0, 0.0, 2.0]]}
@@ -51,7 +51,7 @@ def test_the_engine_has_a_thread_whose_time_is_known(client):
 
 
 class WordTokenizer:
-    """Token i is a word of its own, 1000 to 1999."""
+    """A tokenizer in which token i, from 1000 to 1999, is a word of its own."""
 
     def decode(self, tokens: list[int]) -> str:
         letters = str.maketrans("0123456789", "abcdefghij")

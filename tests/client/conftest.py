@@ -26,7 +26,7 @@ def server_url(server) -> str:
 
 @pytest.fixture
 def embedded_client(model_dir, tmp_path) -> Iterator[ServiceClient]:
-    """An engine in this process."""
+    """A client with an engine in this process."""
     client = ServiceClient(
         models={"tiny": str(model_dir)}, data_dir=tmp_path / "data", dtype="float32"
     )
@@ -36,7 +36,7 @@ def embedded_client(model_dir, tmp_path) -> Iterator[ServiceClient]:
 
 @pytest.fixture
 def remote_client(server_url, tmp_path, monkeypatch) -> Iterator[ServiceClient]:
-    """A session with a server."""
+    """A client of a server."""
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "cache"))
     client = ServiceClient(base_url=server_url)
     yield client
@@ -45,7 +45,7 @@ def remote_client(server_url, tmp_path, monkeypatch) -> Iterator[ServiceClient]:
 
 @pytest.fixture(params=["near", "far"])
 def service_client(request) -> ServiceClient:
-    """Either: what a test of clients shows must hold for both."""
+    """A client of either kind. Tests of clients must pass for both."""
     return request.getfixturevalue(
         "embedded_client" if request.param == "near" else "remote_client"
     )
@@ -53,7 +53,7 @@ def service_client(request) -> ServiceClient:
 
 @pytest.fixture
 def make_client(request, service_client, model_dir, tmp_path) -> Callable[[], ServiceClient]:
-    """Makes further clients that see the checkpoints of the first one."""
+    """Return a function that makes further clients, which see the checkpoints of the first one."""
     if request.node.callspec.params["service_client"] == "far":
         url = request.getfixturevalue("server_url")
         return lambda: ServiceClient(base_url=url)

@@ -29,12 +29,14 @@ LOST, BROKEN = "lost", "broken"
 
 
 class ConnectionFailure(Exception):
-    """Raised after the begin of an answer, so that the connection is closed."""
+    """Raised after the beginning of a response, so that the connection is closed."""
 
 
 @dataclass
 class Network:
-    """Between the clients and the application. `fault` decides what becomes of a request to a path."""
+    """A network between the clients and the application. `fault` decides what happens to a request
+    by its path.
+    """
 
     app: Any
     fault: Callable[[str], Fault] = lambda path: None
@@ -57,7 +59,7 @@ class Network:
             await self._break(scope, receive, send)
 
     async def _lose(self, scope: Any, receive: Any, send: Any) -> None:
-        """The server has done it, and the answer does not arrive."""
+        """Let the server do the request, and drop its response."""
 
         async def swallow(message: Any) -> None: ...
 
@@ -68,7 +70,7 @@ class Network:
         raise ConnectionFailure
 
     async def _break(self, scope: Any, receive: Any, send: Any) -> None:
-        """The first piece of an answer arrives."""
+        """Deliver only the first piece of a response."""
         sent = 0
 
         async def begin(message: Any) -> None:
@@ -96,7 +98,7 @@ class ServerThread:
 def serving(
     data: Path, models: Mapping[str, Path], keys: Mapping[str, str] | None = None, port: int = 0
 ) -> Iterator[ServerThread]:
-    """A server for the length of a block, which ends in order."""
+    """Run a server during the block, and shut it down in order."""
     engine = Engine(
         {name: str(path) for name, path in models.items()}, data, EngineSettings(dtype="float32")
     )

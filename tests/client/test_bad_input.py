@@ -189,8 +189,8 @@ BAD_GRADIENTS: list[tuple[str, Any, str]] = [
 )
 @pytest.mark.parametrize("client", ["training_client", "remote_training_client"])
 def test_a_step_after_a_rejected_forward_backward_is_rejected(request, client, call, message):
-    """Submitted together, to an engine and to a server: without the rejected part, the step would
-    apply an incomplete gradient.
+    """Both are submitted together, to an engine and to a server. Without the rejected part, the
+    step would apply an incomplete gradient.
     """
     client = request.getfixturevalue(client)
     before = logprobs(client)

@@ -31,7 +31,9 @@ def cache(tmp_path, monkeypatch) -> None:
 
 
 def rows_of(run: Path) -> list[dict]:
-    """Without what depends on time, on what a cache knows, and on how many steps there will be."""
+    """Return the rows without values that depend on time, on caches or on the planned number of
+    steps.
+    """
     other = ("time/", "tokens_per_second/", "tokens/prefill", "progress/done_frac")
     rows = read_rows(run / "metrics.jsonl")
     return [

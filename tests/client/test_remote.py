@@ -48,7 +48,7 @@ def datum() -> Datum:
 
 
 def train(client: ServiceClient) -> list[Any]:
-    """Something of everything; all of it is seeded."""
+    """Use every kind of operation, all with seeds."""
     training_client = client.create_lora_training_client("tiny", rank=4, seed=1)
     training_client.forward_backward([datum()], "cross_entropy")
     stepped = training_client.optim_step(AdamParams(learning_rate=1e-2))
@@ -96,7 +96,7 @@ def later(status: int) -> Response:
 
 @pytest.fixture
 def impatient(monkeypatch) -> None:
-    """Repetitions come soon."""
+    """Let the client retry soon."""
 
     async def soon(self: Patience, at_least: float = 0.0) -> None:
         await remote_session.asyncio.sleep(0.001)
@@ -154,7 +154,7 @@ def test_a_request_told_to_retry_later_does_not_block_others(server, monkeypatch
 
 @pytest.mark.slow
 def test_results_are_equal_without_batched_sample_requests(server, undisturbed):
-    """As on another server of the protocol."""
+    """Other servers of the protocol lack batched requests."""
     missing = Response('{"detail": "Not Found"}', 404, media_type="application/json")
     with ServiceClient(base_url=server.url) as client:
         before = len(server.network.paths)
@@ -247,9 +247,7 @@ def test_arguments_changed_after_a_call_are_not_sent(server):
 
 @pytest.mark.slow
 def test_calls_during_close_do_not_affect_others(server):
-    """Given from another thread at the moment of `close`, it is done or refused; what was given
-    before is finished.
-    """
+    """A call from another thread during `close` is done or rejected. Earlier calls are completed."""
     client = ServiceClient(base_url=server.url)
     sampling_client = client.create_sampling_client(base_model="tiny")
     before = [
@@ -346,7 +344,7 @@ def test_a_url_can_have_a_path():
 
 @contextmanager
 def stranger(answers: dict[str, tuple[int, bytes]]) -> Iterator[str]:
-    """A server that says the same always."""
+    """A server that always sends the same response."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:

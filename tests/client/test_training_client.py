@@ -43,7 +43,7 @@ def training_client(service_client) -> TrainingClient:
 
 
 def reward_of(sequence: SampledSequence) -> float:
-    """Even tokens are good: something that a random model can learn quickly."""
+    """Return the reward: even tokens are good, which a random model can learn quickly."""
     return sum(token % 2 == 0 for token in sequence.tokens) / len(sequence.tokens)
 
 
@@ -217,7 +217,7 @@ def test_an_invalid_loss_is_rejected(training_client, loss_fn, message):
 
 
 def test_a_custom_loss_that_calls_its_own_client_is_rejected(training_client):
-    """It would wait for what waits for it."""
+    """The call would wait for the operation that waits for the loss."""
 
     def calls(data, logprobs_list):
         training_client.forward(data, "cross_entropy").result()
@@ -367,7 +367,7 @@ def test_an_unreferenced_training_client_frees_its_adapter(embedded_client):
 
 @pytest.mark.slow
 def test_requests_of_unreferenced_clients_are_answered(make_client):
-    """As in a function that returns what a client of its own has begun."""
+    """A function may return a future of a client that it made and dropped."""
     prompt = ModelInput.from_ints([1, 2])
     answers = [
         make_client()
@@ -581,7 +581,7 @@ def test_close_finishes_a_custom_loss_and_later_operations(service_client, train
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 @pytest.mark.filterwarnings("ignore:This process:DeprecationWarning")
 def test_a_forked_child_is_told_to_create_its_own_client(service_client):
-    """As in a worker of a DataLoader, which would wait for ever."""
+    """A worker of a DataLoader is such a child. It would wait for ever."""
     sampling_client = service_client.create_sampling_client(base_model="tiny")
     child = os.fork()
     if not child:

@@ -20,7 +20,7 @@ from planish.testing import END_OF_TURN, tiny_model
 
 
 class Echo:
-    """Says what it was told, and remembers how it was asked."""
+    """A sampler that repeats the message and records its requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[dict[str, str]], float, int | None]] = []
@@ -45,7 +45,7 @@ def session(sampler) -> ChatSession:
 
 
 def said(session: ChatSession, *lines: str) -> list[str]:
-    """The notes and answers of lines."""
+    """Return the notes and answers that the lines cause."""
     found: list[str] = []
 
     def show(piece: Piece) -> None:

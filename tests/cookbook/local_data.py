@@ -10,7 +10,7 @@ COUNT = 136
 
 
 def write_data(directory: Path) -> None:
-    """Conversations, sums and preference pairs, a few more than 128 of each."""
+    """Write conversations, sums and preference pairs, a few more than 128 of each."""
     said = [
         [{"role": "user", "content": f"Say {n}"}, {"role": "assistant", "content": f"It is {n}."}]
         for n in range(COUNT)

@@ -21,7 +21,7 @@ from planish.tokenizer import load_tokenizer
 
 
 class Fusion(BaseHTTPRequestHandler):
-    """Answers what the program of a request says."""
+    """A sandbox server whose response is the status and body that the code of a request names."""
 
     requests: ClassVar[list[dict[str, Any]]] = []
 

@@ -9,7 +9,7 @@ from planish.errors import UnsupportedError
 
 
 class Client:
-    """Saves nothing, and names a path."""
+    """A client that saves nothing and returns a path."""
 
     def save_state(self, name: str, ttl_seconds: int | None):
         async def saved():

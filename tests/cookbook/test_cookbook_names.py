@@ -29,7 +29,7 @@ CANNOT_BE_MADE = {
 
 
 def found(name: str):
-    """What an import of `name` gives, by the porting rule."""
+    """Return the object that an import of `name` gives by the porting rule."""
     package, _, rest = name.partition(".")
     mapped = f"planish.{'cookbook' if package == 'tinker_cookbook' else 'tinker'}"
     full = f"{mapped}.{rest}" if rest else mapped
@@ -121,7 +121,7 @@ def test_nothing_is_loaded_before_it_is_asked_for():
 
 
 def rows_of_the_page() -> list[str]:
-    """The table of docs/porting.md, as it must be."""
+    """Return the table that docs/porting.md must contain."""
     rows = []
     for path, module in MODULES.items():
         ours = module.passes_on or "planish.cookbook"

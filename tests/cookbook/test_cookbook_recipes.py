@@ -58,7 +58,9 @@ def _place(tmp_path_factory) -> Path:
 
 
 def ported(place: Path) -> None:
-    """The recipes with the one replacement, as a package `mine` without the parts that planish has."""
+    """Write the recipes with the one replacement as a package `mine`, without the parts that
+    planish has.
+    """
     assert COOKBOOK is not None
     assert COOKBOOK.origin is not None
     source = Path(COOKBOOK.origin).parent / "recipes"
@@ -91,7 +93,7 @@ def environment(place: Path, **more: str) -> dict[str, str]:
 
 
 def run(place: Path, words: list[str], log: Path, **more: str) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl that the program leaves."""
+    """Run a program and return its rows of metrics.jsonl."""
     done = subprocess.run(
         [sys.executable, *words, f"log_path={log}"],
         cwd=place,
@@ -114,7 +116,7 @@ def planish_run(place: Path) -> list[str]:
 
 @pytest.fixture(scope="module", name="ported_rows")
 def _ported_rows(place) -> Callable[[str], list[dict[str, Any]]]:
-    """Run a ported recipe, once for all tests of this file; the rows of its metrics.jsonl."""
+    """Run a ported recipe once for all tests of this file, and return its rows of metrics.jsonl."""
     ported(place)
 
     @functools.cache
@@ -175,7 +177,7 @@ def test_an_official_recipe_in_process_is_the_same_as_through_a_server(place, se
 
 
 def measures(row: Mapping[str, Any]) -> dict[str, float]:
-    """What is a function of weights and tokens, and not of time or of what a cache saved."""
+    """Return the values that depend only on weights and tokens, not on time or caches."""
     return {
         name: value
         for name, value in row.items()
@@ -194,7 +196,7 @@ def sampled(path: str) -> list[Any]:
 
 
 def test_the_cookbooks_reader_finds_the_files_of_a_run(place, ported_rows):
-    """A run of planish with the default layout."""
+    """The run is one of planish with the default layout."""
     storage = importlib.import_module("tinker_cookbook.stores.storage")
     stores = importlib.import_module("tinker_cookbook.stores.training_store")
     ported_rows("rl_basic")

@@ -70,7 +70,7 @@ def builder_of(model, chats, max_length=64):
 
 
 def whole(path, datum):
-    """Log-softmax over the vocabulary at every position, [N, V]."""
+    """Return the log-softmax over the vocabulary at every position, [N, V]."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     with torch.no_grad():
         return torch.log_softmax(model(torch.tensor([datum.model_input.to_ints()])).logits[0], -1)
@@ -78,7 +78,7 @@ def whole(path, datum):
 
 @pytest.mark.parametrize("topk", [VOCAB_SIZE, 5])
 def test_the_loss_is_the_cross_entropy_of_two_whole_distributions(client, models, chats, topk):
-    """With k the whole vocabulary; with a smaller one, that of the teacher cut off."""
+    """k is the whole vocabulary. With a smaller k, the teacher's distribution is truncated."""
     data = data_of(models[0], chats)
     teacher = client.create_sampling_client(base_model=models[1])
     student = client.create_lora_training_client(base_model=models[0], rank=2, seed=0)

@@ -46,7 +46,9 @@ def sequence(tokens, logprobs, mask, teacher, advantage=0.0):
 
 
 class Teacher:
-    """Finds token t of the vocabulary as likely as exp(-t / scale), wherever it stands."""
+    """A teacher that gives token t the probability exp(-t / scale), up to a constant, at every
+    position.
+    """
 
     def __init__(self, scale):
         self.scale = scale
@@ -97,9 +99,7 @@ def logits_of(model, tokens):
 
 
 def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
-    """All answers of one token, each weighted by its chance: a sum over the whole vocabulary in the
-    place of samples.
-    """
+    """Instead of samples, use all answers of one token, each weighted by its probability."""
     student, teacher = (
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32) for path in models[:2]
     )
@@ -130,7 +130,7 @@ def test_in_expectation_the_gradient_is_that_of_the_reverse_kl(client, models):
 
 
 def builder_of(models, prompts, *teachers, **changes):
-    """A data set of prompts for each teacher, given by its model or by (model, checkpoint)."""
+    """Return a data set of prompts for each teacher, given by its model or by (model, checkpoint)."""
     parts = [
         DistillationDatasetConfig(
             dataset_builder=PromptOnlyDatasetBuilder(
@@ -165,7 +165,7 @@ def config_of(models, builder, path, **changes):
 
 
 def recorded(client, monkeypatch):
-    """The data of each forward_backward of runs that are to come."""
+    """Record the data of each later forward_backward."""
     calls = []
     create = client.create_lora_training_client
 
@@ -194,7 +194,7 @@ def by_transformers(model, datum):
 def test_a_run_trains_on_the_gap_of_two_models_by_transformers(
     client, models, prompts, tmp_path, monkeypatch
 ):
-    """Data, and the norm of the whole gradient, by transformers and PEFT."""
+    """Compare the data, and the norm of the whole gradient, with transformers and PEFT."""
     calls = recorded(client, monkeypatch)
     run = asyncio.run(
         main(config_of(models, builder_of(models, prompts, models[1]), tmp_path / "run"), client)
@@ -216,7 +216,9 @@ def test_a_run_trains_on_the_gap_of_two_models_by_transformers(
 
 
 def peft_gradient_norm(path, data):
-    """Of a fresh adapter of rank 4 and seed 0, by the importance-sampling loss as a plain formula."""
+    """Return the gradient norm of a new adapter of rank 4 and seed 0, by the importance-sampling
+    loss as a plain formula.
+    """
     layout = LoraLayout(ModelConfig.from_directory(path), LoraConfig(rank=4, seed=0))
     targets = sorted({entry.target for entry in layout.entries})
     base = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -310,8 +312,8 @@ def test_a_checkpoint_as_teacher_is_pinned_when_the_run_begins(client, models, p
 
 
 def test_rewards_are_added_to_what_the_teacher_says(client, models, prompts, tmp_path, monkeypatch):
-    """A reward that is the parity of the last token; the group's mean is taken out of it, and of
-    nothing else.
+    """The reward is the parity of the last token. The group's mean is subtracted from the reward
+    only.
     """
     calls = recorded(client, monkeypatch)
     step = PromptOnlyEnv.step
@@ -344,7 +346,7 @@ def sampled_tokens(datum):
 
 @dataclass(frozen=True)
 class Pair(EnvGroupBuilder):
-    """Two environments that play with each other."""
+    """Two environments that play against each other."""
 
     plays_together = True
     cleaned: list[str]

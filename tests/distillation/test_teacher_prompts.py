@@ -90,8 +90,8 @@ def test_an_answer_to_a_prompt_has_no_reward_and_a_long_prompt_no_answer(models)
 
 
 class Teacher:
-    """Answers with the number of its call by seed, or is cut off where `is_cut` says so of the
-    prompt.
+    """A teacher that answers with the number of its call by seed. The answer is truncated where
+    `is_cut` is true of the prompt.
     """
 
     def __init__(self, renderer, is_cut=lambda text: False):

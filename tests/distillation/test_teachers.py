@@ -27,7 +27,7 @@ def test_the_first_difference_of_two_vocabularies_is_named():
 
 @pytest.fixture
 def other_vocabulary(models, tmp_path):
-    """The second model with another token in the place of <think>."""
+    """The second model with another token in place of <think>."""
     directory = shutil.copytree(models[1], tmp_path / "other")
     file = directory / "tokenizer.json"
     file.write_text(file.read_text().replace("<think>", "<muse>"))

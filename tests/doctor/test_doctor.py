@@ -59,7 +59,7 @@ def by_name(findings):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch, planish_home):
-    """A user with nothing but a base model, offline."""
+    """A user who has only a base model and no network."""
     model = tiny_model(tmp_path / "model")
     monkeypatch.setenv("PLANISH_HOME", str(planish_home(tmp_path / "home")))
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path / "data"))
@@ -71,7 +71,7 @@ def here(tmp_path, monkeypatch, planish_home):
 
 
 def mended(monkeypatch):
-    """Give this machine what it may lack: a sandbox, and processors to itself."""
+    """Simulate what this machine may lack: a sandbox, and idle processors."""
 
     async def holds(_):
         pass
@@ -115,7 +115,7 @@ def test_the_json_form_is_stable(here, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_several_causes_at_once_without_a_network(here):
-    """The whole command in a process of its own, on a machine where much is wrong."""
+    """Run the whole command in its own process, on a simulated machine with many problems."""
     empty = here / "empty"
     empty.mkdir()
     environment = os.environ | {
@@ -174,7 +174,7 @@ def test_a_compiler_that_does_not_run(monkeypatch):
 
 
 def preparing(monkeypatch, program):
-    """A preparation that runs this program."""
+    """Return a preparation that runs this program."""
     command = [sys.executable, "-c", program]
     monkeypatch.setattr(preparation, "command", lambda device, directory: command)
     return Preparation("cpu", None)
@@ -306,7 +306,7 @@ def test_kernels_that_failed_their_self_test(monkeypatch):
 
 
 def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
-    """The self-test is run again, and its outcome is what the doctor tells."""
+    """The self-test runs again, and the doctor reports its result."""
     real = acceleration.cpu.loaded()
     if real is None:
         pytest.skip("no kernels on this CPU")
@@ -355,7 +355,7 @@ def test_other_programs_keep_cores_busy(monkeypatch, cores, attention):
 
 @pytest.mark.parametrize(("quota", "attention"), [("50000 100000", True), ("200000 100000", False)])
 def test_half_a_processor_needs_attention(monkeypatch, tmp_path, quota, attention):
-    """Read from made-up files of a control group."""
+    """The limit is read from simulated files of a control group."""
     (tmp_path / "membership").write_text("0::/mine\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "cpu.max").write_text(quota)
@@ -381,7 +381,7 @@ def test_a_system_that_does_not_tell_its_load(tmp_path):
 
 
 def test_the_load_is_that_of_other_programs(tmp_path, monkeypatch):
-    """Counted in clock ticks, on the processors that may be used, without this process."""
+    """The load is counted in clock ticks on the allowed processors, without this process."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {1}, raising=False)
     ticks = os.sysconf("SC_CLK_TCK")
 

@@ -16,7 +16,7 @@ END = "<|im_end|>"
 
 
 class Killed(BaseException):
-    """What a kill looks like from inside."""
+    """Simulates a kill of the process."""
 
 
 @dataclass

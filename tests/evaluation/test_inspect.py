@@ -214,7 +214,7 @@ def test_a_sample_that_fails_is_counted_and_a_task_that_fails_is_an_error(opened
 
 
 def test_a_model_is_found_by_its_name(small_model, monkeypatch, tmp_path):
-    """Through the registry, as the entry point of an installed planish fills it."""
+    """The registry is filled as the entry point of an installed planish fills it."""
     monkeypatch.setenv("PLANISH_MODELS", f"tiny={small_model}")
     monkeypatch.setenv("PLANISH_DATA", str(tmp_path))
 

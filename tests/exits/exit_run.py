@@ -88,7 +88,7 @@ class Outcome:
 
 
 def random_runs(count: int, seed: int) -> Iterator[Run]:
-    """Each combination as often as any other, in a random order, at random moments."""
+    """Yield every combination equally often, in a random order and with random delays."""
     chance = random.Random(seed)
     combinations = [
         (work, end, style, place)
@@ -107,7 +107,7 @@ def random_runs(count: int, seed: int) -> Iterator[Run]:
 
 
 def program(run: Run, directory: Path, url: str) -> Outcome:
-    """Run the program; what became of it."""
+    """Run the program and return its outcome."""
     home = directory / f"{time.monotonic_ns()}"
     home.mkdir()
     (home / "tiny").symlink_to(directory / "tiny")
@@ -161,13 +161,15 @@ def fault(
 
 
 def is_saving(run: Run) -> bool:
-    """Whether the program asks for a checkpoint, which planish writes before the process ends."""
+    """Return whether the program requests a checkpoint, which planish writes before the process
+    ends.
+    """
     return run.work in ("saving", "mixed") and run.end != "sigterm"
 
 
 @contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Keep as many cores busy."""
+    """Keep this number of cores busy during the block."""
     program = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
     processes = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(count)]
     try:
@@ -179,7 +181,7 @@ def busy_processes(count: int) -> Iterator[None]:
 
 
 def exits(count: int, seed: int, load: int, at_once: int = 1) -> Iterator[Outcome]:
-    """Run so many programs, and say of each what became of it."""
+    """Run this number of programs and yield the outcome of each."""
     with tempfile.TemporaryDirectory() as temporary:
         directory = Path(temporary)
         tiny = tiny_model(directory / "tiny")

@@ -57,7 +57,7 @@ def slow_loss(data: Any, logprobs: Any) -> Any:
 
 
 def begin(work: str, training: Any, sampling: Any) -> list[Any]:
-    """Submit the work; the results that are still to come."""
+    """Submit the work and return the pending results."""
     pending = []
     if work in ("sampling", "mixed"):
         params = SamplingParams(max_tokens=1900, stop=[], seed=0)

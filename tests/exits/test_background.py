@@ -81,7 +81,7 @@ def test_a_program_ends_with_its_threads(name):
 
 
 def test_a_join_that_is_interrupted_can_be_repeated():
-    """Python 3.11 and 3.12 take a thread for ended whose join was interrupted."""
+    """Python 3.11 and 3.12 consider a thread ended after its join was interrupted."""
     go_on = threading.Event()
     thread = BackgroundThread(go_on.wait, "waits", stop=go_on.set)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)

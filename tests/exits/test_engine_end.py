@@ -24,7 +24,7 @@ def model(tmp_path_factory) -> str:
 
 @pytest.mark.parametrize("at", ["matmul", "matmul_backward"])
 def test_a_pass_ends_at_the_next_matmul(model, tmp_path, monkeypatch, at):
-    """Of a pass of many seconds nobody waits for the rest."""
+    """Closing does not wait for the rest of a pass of many seconds."""
     engine = Engine({"m": model}, tmp_path, EngineSettings(dtype="float32"))
     engine.submit(CreateModel("a", "m", LoraConfig(rank=4))).result(WAIT)
     reached, go_on = threading.Event(), threading.Event()

@@ -103,7 +103,7 @@ for found in (model, by_name):
 
 @pytest.mark.slow
 def test_the_cards_code_and_autopeft_find_the_base_by_its_hub_name(trained, tmp_path):
-    """In a process of its own, since the hub's cache is chosen at import."""
+    """It runs in its own process, since the hub's cache is chosen at import."""
     made = trained("llama", unembed=False)
     cache = tmp_path / "hub/models--some-org--Tiny-1.0"
     shutil.copytree(made.base, cache / "snapshots/abc")

@@ -45,7 +45,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:
 
 
 def saved(base: Path, out: Path, **options) -> list[float]:
-    """An adapter with random matrices, saved by PEFT; the logprobs of TOKENS with it."""
+    """Return an adapter with random matrices, saved by PEFT, and the logprobs of TOKENS with it."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = peft.LoraConfig(task_type="CAUSAL_LM", **options)
     tuned = peft.get_peft_model(model, config)
@@ -95,7 +95,7 @@ def test_imported_logprobs_equal_peft_and_training_continues(base, tmp_path, var
 
 
 def untouched_stays_zero(before: Path, store, after: str, adapter: Path) -> None:
-    """A linear that the adapter left alone, and what fills up a smaller rank, is not trained."""
+    """Check that linears without adapter, and the padding of a smaller rank, are not trained."""
 
     old = load_file(before)
     new = load_file(store.files(CheckpointPath.parse(after))["adapter_model.safetensors"])

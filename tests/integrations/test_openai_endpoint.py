@@ -23,7 +23,7 @@ ASKED: Any = [{"role": "user", "content": "Well?"}]
 
 @dataclass
 class Script:
-    """What the server does with each request, in order; the last is repeated."""
+    """The server's responses to the requests, in order. The last one is repeated."""
 
     answers: list[Any]
     bodies: list[dict[str, Any]] = field(default_factory=list)

@@ -16,7 +16,7 @@ from planish.errors import UserError
 
 
 def texts(node: logtree.Node) -> list[str]:
-    """All text below a node, in order."""
+    """Return all text below a node, in order."""
     return [
         text
         for child in node.children
@@ -31,7 +31,7 @@ def texts(node: logtree.Node) -> list[str]:
 
 
 def outline(node: logtree.Node) -> list:
-    """Headings with what is below them: [["Prompt", ["text", ...]], ...]."""
+    """Return headings with their content: [["Prompt", ["text", ...]], ...]."""
     found = []
     for child in node.children:
         if isinstance(child, str):
@@ -135,7 +135,7 @@ def test_decorators_wrap_plain_and_async_functions():
 
     @logtree.scope_header_decorator
     async def play(number: int) -> int:
-        """Plays."""
+        """Play one episode."""
         await asyncio.sleep(0.001 * (3 - number))
         logtree.log_text(str(number))
         return number

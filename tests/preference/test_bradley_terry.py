@@ -62,8 +62,8 @@ def test_each_pair_has_the_chosen_answer_first_and_one_prompt(renderer, choice):
 @pytest.mark.slow
 @given(st.lists(st.tuples(st.floats(-30, 30), st.floats(-30, 30)), min_size=1, max_size=5))
 def test_loss_and_gradient_equal_plain_torch(choice, odds):
-    """From logits: plain torch takes the loss of the pairs' logit differences, ours goes by the
-    logprobs of Yes and No.
+    """Plain torch computes the loss from the differences of the pairs' logits. planish computes it
+    from the logprobs of Yes and No.
     """
     data = [
         datum
@@ -96,8 +96,8 @@ def test_loss_and_gradient_equal_plain_torch(choice, odds):
 
 
 def test_the_applied_gradient_is_that_of_the_loss(client, models, choice):
-    """By the norm of the adapter's gradient: that of the custom loss is that of the linear loss
-    with dL/dscore as weights.
+    """The norm of the adapter's gradient with the custom loss equals that of the linear loss with
+    weights dL/dscore.
     """
     data = list(comparison_to_score_data(LabeledComparison(COMPARISON, "A"), choice))
     norms = []

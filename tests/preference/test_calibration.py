@@ -11,7 +11,9 @@ from planish.preference.calibration import HOTTEST, fit_temperature
 
 
 def drawn(temperature, count, seed=0):
-    """Log-odds of what was preferred, by people who prefer with sigmoid(odds / temperature)."""
+    """Return the log-odds of preferred answers, sampled with the probability sigmoid(odds /
+    temperature).
+    """
     generator = random.Random(seed)
     found = []
     for _ in range(count):

@@ -81,7 +81,7 @@ def test_a_preference_is_an_expectation_and_the_temperature_flattens_it():
 
 @dataclass
 class FirstIsBetter:
-    """A sampler whose model favours the first place, and good days."""
+    """A sampler whose model prefers "Good day." to "What?", and also the first position."""
 
     choice: object
     asked: int = 0

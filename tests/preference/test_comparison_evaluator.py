@@ -49,7 +49,9 @@ async def always_b(comparison):
 
 
 class Policy:
-    """Writes what it was asked to say, so many times; odd numbers are cut off."""
+    """A policy that repeats the requested text the requested number of times. Odd numbers are
+    truncated.
+    """
 
     def __init__(self, renderer, times):
         self.renderer = renderer
@@ -89,7 +91,7 @@ def test_win_rates_equal_a_hand_computation(judge, both_ways, wins):
 
 
 def test_both_orders_have_equal_weight():
-    """r(A, B) = 0.6 and r(B, A) = 0.2: the win is (0.6 - 0.2 + 2) / 4."""
+    """r(A, B) = 0.6 and r(B, A) = 0.2, so the win is (0.6 - 0.2 + 2) / 4."""
 
     async def partial(comparison):
         return 0.6 if text_of(comparison.completion_A) == "a" else 0.2
@@ -228,8 +230,8 @@ class FourPrompts(PromptBuilder):
 
 
 def test_a_policy_compared_with_itself_wins_half(models, tmp_path):
-    """Random weights: half of the comparisons are won, within the error; the same draws give the
-    same answer.
+    """With random weights, half of the comparisons are won, within the error. The same seeds give
+    the same answer.
     """
     with ServiceClient(data_dir=tmp_path) as service:
         build = ComparisonEvaluatorBuilder(

@@ -91,7 +91,7 @@ def test_losses_metrics_and_gradients_equal_trl(case):
 
 
 def test_losses_equal_the_formulas_of_the_papers():
-    """A third computation, pair by pair, with nothing of torch's."""
+    """This is a third computation, pair by pair, without torch."""
     [chosen], [rejected] = (TRL[f"policy_{side}"][:1] for side in ("chosen", "rejected"))
     [chosen_reference], [rejected_reference] = (
         TRL[f"reference_{side}"][:1] for side in ("chosen", "rejected")
@@ -155,7 +155,7 @@ def client(tmp_path):
 
 
 def by_transformers(model, datum):
-    """The logprob of a datum's answer, in float32."""
+    """Return the logprob of a datum's answer by transformers, in float32."""
     tokens = [*datum.model_input.to_ints(), datum.loss_fn_inputs["target_tokens"].tolist()[-1]]
     with torch.no_grad():
         logits = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)(

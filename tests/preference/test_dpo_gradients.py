@@ -36,8 +36,8 @@ LOSSES = {
 def trl_losses(
     name, chosen, rejected, chosen_reference, rejected_reference, chosen_tokens, rejected_tokens
 ):
-    """As TRL 0.23.1 writes them: DPOTrainer.dpo_loss (sigmoid, ipo) and CPOTrainer.cpo_loss (simpo,
-    of mean logprobs).
+    """Return the losses as TRL 0.23.1 computes them: DPOTrainer.dpo_loss (sigmoid, ipo) and
+    CPOTrainer.cpo_loss (simpo, of mean logprobs).
     """
     logits = (chosen - rejected) - (chosen_reference - rejected_reference)
     match name:
@@ -85,7 +85,7 @@ def data(renderer):
 
 @pytest.fixture(scope="module")
 def trained(service_client, model, data):
-    """The path of a state whose adapter does something, so that both of LoRA's matrices have
+    """Return the path of a state with a trained adapter, so that both of LoRA's matrices have
     gradients.
     """
     training_client = service_client.create_lora_training_client(
@@ -103,7 +103,7 @@ def directory(data_dir, path):
 
 
 def engine_gradients(service_client, data_dir, trained, objective, data, model):
-    """The objective's metrics, and its gradients by the names of PEFT's parameters."""
+    """Return the objective's metrics, and its gradients by the names of PEFT's parameters."""
     training_client = service_client.create_training_client_from_state(trained)
 
     async def step():
@@ -121,7 +121,7 @@ def engine_gradients(service_client, data_dir, trained, objective, data, model):
 
 
 def answer_logprobs(model, data):
-    """Of each datum, the logprob of what is learned."""
+    """Return the logprob of the trained tokens of each datum."""
     found = []
     for datum in data:
         targets = datum.loss_fn_inputs["target_tokens"].to_torch()

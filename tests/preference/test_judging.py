@@ -14,7 +14,7 @@ from planish.preference.types import Comparison
 
 
 class Scoring:
-    """Longer answers have larger scores, more so to longer prompts."""
+    """A model that scores longer answers higher, and even higher after longer prompts."""
 
     def __init__(self):
         self.read = []

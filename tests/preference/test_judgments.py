@@ -32,7 +32,7 @@ PAIRS = [
 
 
 async def shorter(comparison):
-    """Favours short answers with 0.6, and the second place with 0.2."""
+    """Prefer short answers with 0.6, and the second position with 0.2."""
     a, b = (
         len(answer[0]["content"]) for answer in (comparison.completion_A, comparison.completion_B)
     )
@@ -108,7 +108,7 @@ def test_log_odds_are_those_of_the_preferred_answer():
 
 
 class Busy:
-    """A model of which one question fails and the others take for ever."""
+    """A model that fails on one question and never answers the others."""
 
     def __init__(self):
         self.running = 0

@@ -72,7 +72,7 @@ def test_answers_meet_exactly_the_others_of_their_chunk(answers, size, pattern):
 
 @given(st.integers(2, 40), st.integers(2, 9), PATTERNS)
 def test_a_position_biased_judge_favours_no_answer(answers, size, pattern):
-    """At most by the one matchup that an odd number leaves."""
+    """Up to the single matchup that remains for an odd number."""
     results = [Result(matchup, 1.0) for matchup in matchups_of(answers, pattern, size)]
     most = 0 if pattern is BOTH else 1
     assert all(abs(standing.balance) <= most for standing in standings(answers, results))

@@ -42,7 +42,9 @@ def client(tmp_path):
 
 @pytest.fixture(scope="module")
 def many_pairs(tmp_path_factory):
-    """A file of 48 pairs: an answer with X is preferred to one with O, whichever is the longer."""
+    """Return a file of 48 pairs: an answer with X is preferred to one with O, whatever their
+    lengths.
+    """
     path = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
     rows = [
         {"prompt": f"{n}?", "chosen": "X" * (1 + n % 3), "rejected": "O" * (1 + n % 2)}

@@ -34,7 +34,7 @@ PROMPT = [{"role": "user", "content": "Say something."}]
 
 @dataclass
 class Says(TokenCompleter):
-    """Trajectory g answers texts[g]; one that ends with "..." is cut off, one that is "!" fails."""
+    """Trajectory g answers texts[g]. An answer that ends with "..." is truncated, and "!" fails."""
 
     model: str
     texts: list[str]
@@ -62,7 +62,7 @@ async def longer(comparison):
 
 @dataclass
 class Moody:
-    """Fails so many times, then knows what is longer."""
+    """A model that fails a number of times, and then prefers the longer answer."""
 
     failures: int
     error: Exception = field(default_factory=lambda: ConnectionError("the judge is away"))
@@ -86,7 +86,7 @@ def play(model, builder, texts, *, strategy=None, **options) -> Any:
 
 @pytest.mark.parametrize("pattern", TournamentPattern)
 def test_preference_rewards_equal_a_hand_computation(models, pattern):
-    """Lengths 1 to 4: each answer beats the shorter ones. The third was cut off."""
+    """Lengths 1 to 4: each answer beats the shorter ones. The third is truncated."""
     played = play(
         models[0], group(models[0], tournament_pattern=pattern), ["a", "ab", "...", "abcd"]
     )

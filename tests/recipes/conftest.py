@@ -36,7 +36,7 @@ def sums_dataset(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory):
-    """A tiny random model by its path; the renderer of its name is chatml over bytes."""
+    """The path of a tiny random model. Its renderer is chatml over bytes."""
     return str(tiny_model(tmp_path_factory.mktemp("model")))
 
 

@@ -32,7 +32,7 @@ GAP = 0.01
 
 
 class Killed(BaseException):
-    """What a kill looks like from inside."""
+    """Simulates a kill of the process."""
 
 
 @dataclass

@@ -16,8 +16,8 @@ from planish.runlog.model_renderer import model_renderer
 
 @dataclass
 class ScriptedPolicy(TokenCompleter):
-    """`answer` is called with the text of the last user message. An answer that ends with "..." is
-    cut off.
+    """A policy whose answers come from `answer`, called with the text of the last user message. An
+    answer that ends with "..." is truncated.
     """
 
     model_name: str
@@ -40,7 +40,7 @@ class ScriptedPolicy(TokenCompleter):
 
 
 def made(builder: RLDatasetBuilder) -> Any:
-    """The builder's data sets for training and for tests."""
+    """Return the builder's data sets for training and for evaluation."""
     return asyncio.run(builder())
 
 
@@ -51,8 +51,8 @@ def play(builder: EnvGroupBuilder, policy: TokenCompleter, **options: Any) -> Tr
 
 
 def is_one_sequence(trajectory: Trajectory) -> bool:
-    """Whether an episode of several turns is one sequence in which everything that was sampled is
-    trained on.
+    """Return whether an episode of several turns is one training sequence that contains all sampled
+    tokens.
     """
     sequences = trajectory_to_data(trajectory, 1.0)
     sampled = sum(len(turn.ac.tokens) for turn in trajectory.transitions)
@@ -60,11 +60,11 @@ def is_one_sequence(trajectory: Trajectory) -> bool:
 
 
 def contents(groups: Any) -> list[Any]:
-    """What the groups of a batch are made of, in a form that can be compared."""
+    """Return what the groups of a batch contain, in a form that can be compared."""
     return [(group.env_thunk.func, group.env_thunk.args, group.num_envs) for group in groups]
 
 
 def problems(groups: Any, parameter: str) -> list[Any]:
-    """The argument of this name with which each group makes its environments."""
+    """Return the argument of this name with which each group makes its environments."""
     names = list(inspect.signature(groups[0].env_thunk.func).parameters)
     return [group.env_thunk.args[names.index(parameter)] for group in groups]

@@ -32,7 +32,7 @@ def group_of(model, expression="384 * 27", size=1):
 
 
 def diligent(said):
-    """Computes what it is asked and answers what it is told."""
+    """Compute what the question asks, and answer with the tool's result."""
     question = re.fullmatch(r"What is (.*)\?", said)
     return call(question.group(1)) if question else f"The answer is {said.split()[1]}."
 

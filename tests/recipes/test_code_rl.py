@@ -66,7 +66,7 @@ HALF = as_answer("def f(x):\n    return abs(2 * x) if x != 2 else 5")
 @pytest.fixture
 def played(small_model):
     def one(answer: Any, problem=DOUBLE, **rules: Any):
-        """(trajectory, its reward, its metrics, what the policy was told)"""
+        """Return (trajectory, its reward, its metrics, the text of the observations)."""
         answers: Any = answer if callable(answer) else lambda _: answer
         policy = ScriptedPolicy(small_model, answers)
         group = play(code_group(small_model, None, Rules(**rules), problem, (), 1), policy)
@@ -294,7 +294,7 @@ def test_a_directory_has_splits(small_model, tmp_path):
 
 @pytest.mark.slow
 def test_the_worked_examples_are_right(small_model):
-    """A policy that copies them is right about them."""
+    """A policy that copies them gives correct answers."""
     for function in shown_functions(2):
         builder = code_group(small_model, None, Rules(), function.problem, (), 1)
         policy = ScriptedPolicy(

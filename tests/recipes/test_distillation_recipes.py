@@ -140,7 +140,7 @@ def taught_options(recipe, small_model, tmp_path, **changes):
 
 @pytest.fixture
 def ends(monkeypatch):
-    """Answers of a random model have no end; here each ends where it was cut off."""
+    """A random model's answers do not end. Here each counts as ended where it was cut off."""
     parse = Renderer.parse_response
     monkeypatch.setattr(
         Renderer,

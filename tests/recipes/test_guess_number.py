@@ -20,7 +20,7 @@ from planish.renderers import get_text_content
 
 
 class Halver:
-    """Halves what is left of the range."""
+    """A policy that halves the remaining range."""
 
     def __init__(self, largest=15):
         self.largest = largest

@@ -24,8 +24,8 @@ def cells(line: str) -> list[str]:
 
 
 def rows_of(text: str) -> Iterator[tuple[list[str], str, str]]:
-    """(names, heading of the column, cell) for each column of defaults of each row, in tables of
-    options.
+    """Yield (names, heading of the column, cell) for each column of defaults of each row, in tables
+    of options.
     """
     for table in re.findall(r"^\| option \|.*(?:\n\|.*)+", text, re.MULTILINE):
         heading, _, *lines = table.splitlines()
@@ -45,7 +45,9 @@ def options_of(recipe: Any, arguments: list[str]) -> Any:
 
 
 def is_told(text: str, value: Any) -> bool:
-    """Whether the text says the value; of a default that is worked out (None) it may say anything."""
+    """Return whether the text states the value. For a computed default (None) the text may say
+    anything.
+    """
     if value is None or not re.fullmatch(r"`?[\w.+-]+`?", text):
         return True
     word = text.strip("`")

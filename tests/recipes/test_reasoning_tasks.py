@@ -62,7 +62,7 @@ def test_entries_and_scores_are_those_of_the_library(process):
 def test_an_entry_does_not_depend_on_the_order_of_sets_in_the_process_that_asks(
     process, monkeypatch
 ):
-    """ransom_note draws from a set of strings, whose order Python makes another in each process."""
+    """ransom_note samples from a set of strings, whose order differs from process to process."""
     questions = []
     for seed in ("1", "2"):
         monkeypatch.setenv("PYTHONHASHSEED", seed)
@@ -77,7 +77,7 @@ def test_a_busy_machine_does_not_end_the_making_of_problems(process):
 
 @pytest.fixture(scope="module")
 def evaluating():
-    """spiral_matrix hands a response in brackets to eval."""
+    """spiral_matrix calls eval on a response in brackets."""
     ours = TaskProcess(Task.of("spiral_matrix", {}, 0), timeout_seconds=2.0)
     yield ours
     ours.close()
@@ -151,7 +151,7 @@ TASK = Task("any", '{"size": 10}')
 
 
 class Scores:
-    """In place of a process: the score of each response."""
+    """A stand-in for the process, with the score of each response."""
 
     def __init__(self, scores):
         self.scores = scores

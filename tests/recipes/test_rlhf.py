@@ -41,7 +41,7 @@ STAGES = ("sft", "preference_model", "rl", "evaluation")
 
 
 class Killed(BaseException):
-    """What a kill looks like from inside."""
+    """Simulates a kill of the process."""
 
 
 def killed(*_):
@@ -105,7 +105,7 @@ def results(run):
 
 
 def assert_equal(found, expected):
-    """Stage by stage, for a message that can be read."""
+    """Compare stage by stage, so that the message is readable."""
     for stage in expected:
         assert found[stage] == expected[stage], stage
 
@@ -174,7 +174,7 @@ def test_what_is_done_is_not_done_again(whole, small_model, monkeypatch, capsys)
 def test_a_run_killed_in_any_stage_resumes_bitwise_identically(
     whole, small_model, tmp_path, monkeypatch, die_at
 ):
-    """Steps 0 to 2 are of SFT, 3 to 5 of the preference model, 6 to 8 of RL."""
+    """Steps 0 to 2 belong to SFT, 3 to 5 to the preference model, 6 to 8 to RL."""
     step, taken = TrainingClient.optim_step_async, []
 
     async def counted(self, *args, **kwargs):

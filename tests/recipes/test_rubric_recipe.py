@@ -37,7 +37,9 @@ def options(small_model, tmp_path, monkeypatch):
 
 @pytest.fixture
 def rows(tmp_path):
-    """A file of 8 rows whose judge may write anything: its score is how it begins."""
+    """Return a file of 8 rows whose judge may write anything: the beginning of its reply is the
+    score.
+    """
     item = {
         "rubric_str": "Is it a greeting?",
         "extraction_regex": r"\A(?:[\s\S]?)()",

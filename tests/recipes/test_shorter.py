@@ -50,7 +50,7 @@ def test_a_run_with_its_test(small_model, tmp_path):
 
 
 def test_without_evaluations_and_checkpoints_between(small_model, tmp_path):
-    """As `--help` says, 0 is never."""
+    """`--help` says that 0 means never."""
     options = options_of(small_model, tmp_path, eval_every=0, save_every=0, max_steps=1)
     with ServiceClient(data_dir=tmp_path / "data") as engine:
         run = shorter.main(options, engine)

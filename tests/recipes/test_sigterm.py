@@ -77,7 +77,9 @@ def run(
 
 
 def untimed(log_path: Path) -> list[dict[str, Any]]:
-    """The rows without times, and without what a new process has in its prefix cache."""
+    """Return the rows without times, and without values that depend on the prefix cache of a new
+    process.
+    """
     timed = ("time/", "tokens_per_second/")
     return [
         {k: v for k, v in row.items() if not k.startswith(timed) and "cached" not in k}

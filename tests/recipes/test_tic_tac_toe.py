@@ -29,8 +29,8 @@ DRAW = "1 2 3 5 4 6 8 7 9"
 
 
 def moves(game):
-    """A policy of both players that plays a given game; what it says at each move follows from the
-    position alone.
+    """Return a policy of both players that plays a given game. Its move depends only on the
+    position.
     """
     said = game.split()
 
@@ -94,7 +94,7 @@ class Broken(Exception):
 
 @dataclass
 class Failing(TokenCompleter):
-    """Plays a game and fails at some calls."""
+    """A policy that plays a game and fails at some calls."""
 
     model: str
     game: str

@@ -22,8 +22,8 @@ def play(*moves):
 
 
 def games(board, first, second):
-    """All ends of the game that follow if one side moves by a function and the other in every
-    possible way.
+    """Yield all ends of the game if one side moves by a function and the other in every possible
+    way.
     """
     if board.is_over:
         yield board

@@ -26,7 +26,7 @@ WORDS = ("cat", "bus", "rose", "drum")
 
 @dataclass
 class Oracle(MessageCompleter):
-    """Says what it is made to say, and remembers what it was asked."""
+    """An answerer with given replies, which records the questions."""
 
     answer: str = "Yes"
     asked: list[str] = field(default_factory=list)

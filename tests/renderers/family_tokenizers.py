@@ -71,7 +71,7 @@ def template(name: str) -> str:
 
 
 def family_tokenizer(family: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """A tokenizer of `family` ("qwen", "smollm2", "llama3"); `chat_template` names a file of
+    """Return a tokenizer of `family` ("qwen", "smollm2", "llama3"). `chat_template` names a file of
     chat_templates/.
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=family == "llama3"))
@@ -118,8 +118,8 @@ def family_tokenizer(family: str, chat_template: str | None = None) -> PreTraine
 
 
 def word_tokenizer() -> PreTrainedTokenizerFast:
-    """A vocabulary of whole words, in which the control tokens are words too and unknown words have
-    a token.
+    """Return a tokenizer whose vocabulary has whole words, control tokens among them, and a token
+    for unknown words.
     """
     words = [
         "<unk>",

@@ -24,8 +24,8 @@ TEXT = "User: What is 6 times 7?\n\nAssistant: It is 42.\n\nUser:   Fine </s> ye
 
 
 def spm_tokenizer(kind: str) -> PreTrainedTokenizerFast:
-    """As in Llama 2 and Mistral 7B: a blank before each text ("each"), or before the first one
-    ("first").
+    """Return a tokenizer that puts a blank before each text, as in Llama 2 and Mistral 7B ("each"),
+    or before the first one ("first").
     """
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     if kind == "first":
@@ -58,7 +58,7 @@ def tokenizer(request) -> PreTrainedTokenizerFast:
 
 
 def written(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> str:
-    """Every blank of the tokens, where decoding hides the first."""
+    """Return the text of the tokens with every blank. Decoding hides the first."""
     assert ids[0] == tokenizer.bos_token_id
     decoded = [str(tokenizer.convert_ids_to_tokens(id_)) for id_ in ids[1:]]
     for name in BYTES:

@@ -149,7 +149,7 @@ def test_chat_templates_are_found_in_all_file_locations(tmp_path, place):
 
 
 def test_a_saved_tokenizer_of_each_family_is_recognised(tmp_path):
-    """Through transformers' own files, as a downloaded model has them."""
+    """The files are written by transformers, as in a downloaded model."""
     for family, chat_template, renderer in [
         ("qwen", "qwen3", "qwen3"),
         ("smollm2", "smollm2", "chatml"),

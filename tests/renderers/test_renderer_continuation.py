@@ -36,7 +36,7 @@ def prompt(renderer: Renderer, messages: list[Message]) -> list[int]:
 
 
 def canonical_answer(renderer: Renderer, messages: list[Message]) -> list[int]:
-    """The tokens of the last message as a model samples them that writes as the tokenizer does."""
+    """Return the tokens of the last message, sampled as the tokenizer would write them."""
     example, _ = renderer.build_supervised_example(messages)
     return example.to_ints()[len(prompt(renderer, messages[:-1])) :]
 
@@ -75,7 +75,7 @@ def test_tool_results_share_one_turn():
 
 
 def test_sampled_tokens_are_kept_in_a_continuation():
-    """A model may spell what the tokenizer would join, and write a call with other blanks."""
+    """A model may sample several tokens where the tokenizer has one, and other blanks in a call."""
     end: Any = QWEN.convert_tokens_to_ids("<|im_end|>")
     spelled = [token for letter in "The answer" for token in QWEN.encode(letter)]
     assert spelled != QWEN.encode("The answer")

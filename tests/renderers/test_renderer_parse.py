@@ -18,7 +18,7 @@ ROLE_COLON = get_renderer("role_colon", family_tokenizer("llama3"))
 
 
 def sampled(renderer: Renderer, text: str) -> list[int]:
-    """The tokens of a text in which special tokens are special, as a model samples them."""
+    """Return the tokens of a text whose special tokens are special, as a model samples them."""
     return renderer.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -70,7 +70,7 @@ def test_a_termination_is_true_if_the_answer_ended_cleanly():
 
 
 def test_a_stop_string_can_end_inside_a_token():
-    """Samplers return the token that completes a stop string whole."""
+    """Samplers return the whole token that completes a stop string."""
     tokens = sampled(ROLE_COLON, " Hi!\n\nUser")
     longer = ROLE_COLON.tokenizer.convert_tokens_to_ids(":)")
     assert ROLE_COLON.tokenizer.decode([longer]) == ":)"

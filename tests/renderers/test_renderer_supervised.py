@@ -22,7 +22,7 @@ CONVERSATION = [
 
 
 def trained_text(renderer: Renderer, messages, what) -> list[str]:
-    """The runs of tokens with weight 1, decoded."""
+    """Return the decoded runs of tokens with weight 1."""
     example, weights = renderer.build_supervised_example(messages, what)
     tokens = example.to_ints()
     assert weights.shape == (len(tokens),)
@@ -223,7 +223,7 @@ STEPS = [
     ],
 )
 def test_each_tool_step_follows_the_prompt_it_is_sampled_from(what, end, answers):
-    """The empty think block of a prompt is in no later prompt, as in the model's template."""
+    """As in the model's template, the empty think block of a prompt is absent from later prompts."""
     renderer = get_renderer("qwen3_disable_thinking", family_tokenizer("qwen"))
     examples = renderer.build_supervised_examples(STEPS[:end], what)
     for index, (example, weights) in zip(answers, examples, strict=True):
@@ -255,7 +255,7 @@ def test_each_message_is_a_target_exactly_once(what):
 
 
 def test_time_is_linear_in_the_conversation():
-    """Counted in characters given to the tokenizer, not in seconds."""
+    """Time is counted in characters that the tokenizer gets, not in seconds."""
 
     class Counting:
         def __init__(self, inner):

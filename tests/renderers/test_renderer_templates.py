@@ -210,7 +210,9 @@ def test_chatml_takes_the_default_system_message_from_the_template():
 
 
 def test_stored_templates_equal_the_originals():
-    """The oracles carry the lines that make them differ, so that an emptied file cannot pass."""
+    """The stored templates must contain the lines in which they differ, so that an emptied file
+    cannot pass.
+    """
     assert "loop.index0 > ns.last_query_index" in template("qwen3")
     assert "You are Qwen, created by Alibaba Cloud." in template("qwen2_5")
     assert "| trim + '<|eot_id|>'" in template("llama3")

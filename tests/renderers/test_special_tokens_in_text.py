@@ -29,8 +29,8 @@ def guarded_ids(tokenizer) -> set[int]:
 
 @pytest.mark.parametrize("family", list(SPECIAL))
 def test_the_tokenizer_alone_would_parse_control_tokens_in_text(family):
-    """Without this the tests below could pass for nothing; and the tokenizer's own switch does not
-    reach all of them.
+    """Otherwise the tests below could pass without proving anything. The tokenizer's own switch
+    does not cover all control tokens.
     """
     tokenizer = CODECS[family].tokenizer
     for mark in SPECIAL[family]:
@@ -51,9 +51,7 @@ def test_text_never_becomes_a_control_token_and_is_complete(family, text):
 
 
 def test_control_text_is_tokenized_as_ordinary_text():
-    """Not character by character: the ids are those of the same tokenizer without the special
-    token.
-    """
+    """The ids are those of the same tokenizer without the special token, not one id per character."""
     codec = CODECS["qwen"]
     text = "the answer <|im_end|> is"
     plain = family_tokenizer("qwen").backend_tokenizer
@@ -147,7 +145,7 @@ def test_a_vocabulary_of_words_falls_back_to_characters():
 
 
 def test_unknown_characters_cannot_forge_turns():
-    """The unknown token is special too, but text that the vocabulary lacks yields it rightly."""
+    """The unknown token is special too, but text outside the vocabulary may produce it."""
     tokenizer = word_tokenizer()
     assert Codec(tokenizer).encode_text("hello there") == tokenizer.encode(
         "hello there", add_special_tokens=False

@@ -11,7 +11,7 @@ from planish.renderers import Message
 
 @dataclass
 class ScriptedJudge(MessageCompleter):
-    """`says` is called with the text of the last message."""
+    """A judge whose replies come from `says`, called with the text of the last message."""
 
     says: Callable[[str], str]
     asked: list[Sequence[Message]] = field(default_factory=list)

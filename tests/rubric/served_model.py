@@ -20,7 +20,7 @@ from planish.server.settings import HttpSettings
 
 @contextmanager
 def serving(data: Path, name: str, model: str) -> Iterator[str]:
-    """The URL of a server for the length of a block."""
+    """Run a server during the block and yield its URL."""
     models = {name: Path(model)}
     engine = Engine({name: model}, data, EngineSettings(dtype="float32", deterministic=True))
     server = Server(engine, data, list(models))

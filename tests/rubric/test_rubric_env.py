@@ -39,7 +39,7 @@ class Says(TokenCompleter):
 
 
 def judge(prompt):
-    """It takes every 7 for right, and is wrong about 70."""
+    """Accept every answer with a 7, wrongly also 70."""
     if "Is it polite?" in prompt:
         return "<score>0.5</score>"
     return f"<score>{int('7' in prompt.split('answer:')[1].split('Rubric')[0])}</score>"
@@ -82,7 +82,7 @@ def test_rewards_are_the_judges_and_metrics_say_how_good_it_is(model):
 
 
 def at_a_loss(prompt):
-    """A judge that finds no score for an answer with a question mark, nor when it is asked again."""
+    """Write no score for an answer with a question mark, also on a retry."""
     return "What?" if "> ?" in prompt or "There is no score" in prompt else "<score>1</score>"
 
 

@@ -46,8 +46,8 @@ def test_what_is_not_quoted_does_not_depend_on_the_answer(answer):
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_an_answer_makes_no_turn_of_the_judges_conversation(model, attack):
-    """Neither for a judge in this process nor for one behind planish's server, which has the same
-    renderer.
+    """This holds for a judge in this process and for one behind planish's server, which has the
+    same renderer.
     """
     renderer = model_renderer(model)
 
@@ -79,7 +79,7 @@ def test_examples_come_first_as_if_they_had_been_asked_about():
 
 
 def quoting_judge(prompt):
-    """It sees no score but in what is quoted, quotes the answer in its reply, and gives 0."""
+    """Quote the answer in the reply, and give 0."""
     answer = "\n".join(line for line in prompt.splitlines() if line.startswith("> "))
     return f"It says:\n{answer}\nThat is wrong: <score>0</score>"
 

@@ -42,7 +42,7 @@ def service_client(url, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def judge(service_client):
-    """The path of weights that write a score, whatever they read."""
+    """The path of weights that write a score for every prompt."""
     training_client = service_client.create_lora_training_client(base_model=NAME, rank=8, seed=0)
     renderer = get_renderer("qwen3_instruct", training_client.get_tokenizer())
     [criterion] = ROW.criteria

@@ -32,7 +32,7 @@ CONFIG = {"learning_rate": 1e-4, "nested": {"a": [1, 2]}}
 
 
 class Recorder(Service):
-    """A service that keeps what it is told, over several processes of a run."""
+    """A service that stores what it gets, over several processes of a run."""
 
     remedy = "See the recorder."
     told: list[tuple[str, int, float]]
@@ -66,7 +66,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> type[Recorder]:
 def log_steps(
     directory: Path, start: int, end: int, loggers: tuple[str, ...] = ("wandb",), **options: Any
 ) -> str:
-    """One process of a run: resume at `start`, log steps up to `end`; returns what was printed."""
+    """Act as one process of a run: resume at `start`, log the steps up to `end`, and return the
+    printed text.
+    """
     out = io.StringIO()
     with RunDirectory(directory, CONFIG) as run:
         run.resume_at(start)
@@ -287,7 +289,7 @@ with RunDirectory(directory, config) as run:
 def process(
     directory: Path, logger: str, start: int, end: int, **environment: str
 ) -> subprocess.CompletedProcess[str]:
-    """One process of a run, since W&B reads its settings once a process."""
+    """Run one process of a run, since W&B reads its settings once per process."""
     kept = {
         name: value
         for name, value in os.environ.items()
@@ -330,8 +332,8 @@ def test_wandb_keeps_each_step_once_also_after_a_resumption(tmp_path):
 
 
 def wandb_records(path: Path) -> Iterator[Any]:
-    """Records of W&B's offline file: blocks of 32 KiB that hold chunks of crc, length, kind (1 and
-    4 end a record).
+    """Return the records of W&B's offline file: blocks of 32 KiB that contain chunks of crc, length
+    and kind (1 and 4 end a record).
     """
     record_type: Any = importlib.import_module("wandb.proto.wandb_internal_pb2").Record
     data, position, record = path.read_bytes(), 7, b""

@@ -30,7 +30,7 @@ def write_run(directory: Path, steps: int, offset: float = 0.0) -> Path:
 
 
 def traces(page: Path) -> list[dict]:
-    """The curves that the page gives to plotly."""
+    """Return the curves that the page passes to plotly."""
     [call] = re.findall(
         r'Plotly\.newPlot\(\s*"curves",\s*(\[.*?\]),\s*\{"', page.read_text(), re.DOTALL
     )
@@ -92,8 +92,8 @@ def test_a_run_is_in_the_legend_once(tmp_path):
 
 
 def test_names_are_shown_as_they_are(tmp_path):
-    """Neither HTML in a page nor formulas or hidden labels in a picture; warnings of the libraries
-    are errors here.
+    """A name is neither HTML in a page nor a formula or hidden label in a picture. Warnings of the
+    libraries are errors here.
     """
     runs = [write_run(tmp_path / name, 2) for name in ("_<b>bold</b>", "$x$ & $", "100%")]
     png, page = plot_runs(runs, tmp_path)

@@ -103,7 +103,7 @@ def test_resume_drops_exactly_the_steps_that_are_done_again(tmp_path):
 
 
 def test_checkpoints_behind_the_resumed_one_are_dropped(tmp_path):
-    """It is resumed because their states are gone; they are going to be saved again."""
+    """The run resumes from the earlier one because their states are gone. They will be saved again."""
     with RunDirectory(tmp_path, CONFIG) as run:
         for batch in (2, 4, 5):
             run.log_checkpoint(CheckpointRecord(f"{batch:06d}", batch, state_path=f"s{batch}"))
@@ -228,7 +228,7 @@ def test_a_full_disk_is_a_storage_error(tmp_path):
 
 
 class HalfFull(io.FileIO):
-    """Has room for three bytes more, once."""
+    """A disk that once has room for only three more bytes."""
 
     room = 3
 

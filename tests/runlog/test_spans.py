@@ -15,7 +15,7 @@ from planish.runlog.spans import Spans, TraceFile, write_trace
 
 
 class Clock:
-    """Seconds that pass when they are told to."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -107,8 +107,8 @@ def traced_run(directory, first_step, steps):
 
 
 def test_events_nest_within_a_lane_and_do_not_cross(tmp_path):
-    """In a lane, a viewer draws an event inside of the one that surrounds it; events that overlap
-    otherwise are lost.
+    """Within a lane, a viewer draws an event inside the event that surrounds it. Events that
+    overlap in another way are lost.
     """
 
     async def rollout(spans: Spans, seconds: float) -> None:

@@ -28,7 +28,7 @@ def run(sandbox, source, **options):
 
 
 def said(sandbox, source, **options):
-    """What the program printed, as JSON; it must have ended by itself."""
+    """Return the printed JSON of the program, which must have ended by itself."""
     done = run(sandbox, source, **options)
     assert done.ending is Ending.EXITED, done
     assert done.exit_code == 0, done.stderr.decode()
@@ -56,7 +56,7 @@ def attempts(sandbox, expressions, **options):
 
 
 def processes_with(mark):
-    """Processes of this machine whose command line holds the mark."""
+    """Return the processes of this machine whose command line contains the mark."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -222,7 +222,7 @@ print(json.dumps(found))
 
 
 def test_no_setuid_program_gives_rights(sandbox):
-    """There is no other program to begin with."""
+    """The sandbox contains no such program."""
     results = attempts(
         sandbox(), ["os.execv('/bin/su', ['su'])", "os.execv('/usr/bin/sudo', ['sudo'])"]
     )
@@ -428,8 +428,8 @@ def test_a_run_may_be_cancelled_at_any_moment(sandbox, delay):
 
 
 def peak(sandbox, source, **options):
-    """(largest resident memory of this machine's sandbox processes together in bytes, the run),
-    sampled.
+    """Return (largest resident memory of all sandbox processes together in bytes, the run). The
+    memory is sampled.
     """
     mark = f"memory-{time.time_ns()}"
     sampled = [0]

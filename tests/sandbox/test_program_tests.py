@@ -91,7 +91,7 @@ def test_returned_values(returned, expected, same):
 @pytest.mark.slow
 @given(VALUES)
 def test_a_value_comes_through_as_itself(value):
-    """On the way in as a literal, on the way out as JSON."""
+    """Values enter as literals and return as JSON."""
     assert is_literal(value)
     there = ast.literal_eval(repr(value))
     assert there == value
@@ -166,7 +166,7 @@ def test_a_function_that_is_called(sandbox):
 
 
 def test_runs_are_repeatable(sandbox):
-    """The order of a set of texts, which differs from one ordinary run of Python to the next."""
+    """The order of a set of texts differs between ordinary runs of Python."""
     source = "print(list({str(n) for n in range(50)}))"
     box = sandbox()
     assert asyncio.run(box.run(source)).stdout == asyncio.run(box.run(source)).stdout

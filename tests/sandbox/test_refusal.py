@@ -51,7 +51,7 @@ def test_without_libseccomp(monkeypatch):
 
 @pytest.mark.parametrize("function", ["seccomp_rule_add_array", "seccomp_export_bpf"])
 def test_a_filter_that_lacks_a_rule_is_not_used(monkeypatch, function):
-    """Also under `python -O`, which leaves assertions out."""
+    """This holds under `python -O` too, which removes assertions."""
     library = SimpleNamespace(
         seccomp_init=lambda action: 1,
         seccomp_release=lambda context: None,
@@ -93,7 +93,7 @@ def test_a_machine_that_makes_no_sandbox(sandbox):
 
 
 def weakened(command, *, without=(), extra=()):
-    """A command line with an option and its values left out, or with others put in."""
+    """Return a command line without an option and its values, or with others added."""
     if without:
         first = next(
             index
@@ -162,7 +162,7 @@ def test_arguments_that_cannot_be_right(sandbox):
 
 
 def test_a_program_does_not_begin_when_nobody_waits_for_it(tmp_path):
-    """start.py, outside of a sandbox."""
+    """It runs start.py outside of a sandbox."""
     mark = tmp_path / "mark"
     program = [sys.executable, "-c", f"open({str(mark)!r}, 'w')"]
     read, write = os.pipe()

@@ -26,7 +26,7 @@ def service(tokenizer):
 
 @pytest.fixture(autouse=True)
 def names_of_models(monkeypatch, tokenizer):
-    """The model "tiny" with its renderer, as a run learns it from a service."""
+    """Make the model "tiny" and its renderer known, as a run learns them from a service."""
     known = {
         ("tiny", None): get_renderer("qwen3_instruct", tokenizer),
         ("tiny", "qwen3"): get_renderer("qwen3", tokenizer),

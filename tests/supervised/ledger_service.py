@@ -29,7 +29,7 @@ LOGPROB = -0.5
 
 
 class Killed(BaseException):
-    """What a kill looks like from inside."""
+    """Simulates a kill of the process."""
 
 
 def done(value: Any) -> Any:
@@ -144,7 +144,7 @@ class LedgerClient:
         return later(OptimStepResponse({"grad_norm": 1.0, "adam_step": float(self.weights.steps)}))
 
     def refused(self, part: str) -> Any:
-        """The answer of a step that is refused, if it is this part of this one."""
+        """Return a failed result if this part of this step is to be rejected, else None."""
         if self.refuses != (part, self.gradients - 1):
             return None
         future: Future[Any] = Future()
@@ -164,7 +164,7 @@ class LedgerClient:
 
 
 def later(value: Any) -> Any:
-    """A result that is there a moment after it was asked for, as an engine's is."""
+    """Return a result that is ready a moment after its request, as an engine's is."""
     future: Future[Any] = Future()
     asyncio.get_running_loop().call_later(0.001, future.set_result, value)
     return Pending(future)

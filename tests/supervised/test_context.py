@@ -15,7 +15,9 @@ from planish.types import GetServerCapabilitiesResponse, SupportedModel
 
 
 class Models:
-    """A service that lists models only, one of them once somebody asked for a sampler of it."""
+    """A service that only lists models. One of them appears after the first request for its
+    sampler.
+    """
 
     def __init__(self, contexts, later=()):
         self.contexts, self.later = contexts, list(later)

@@ -47,7 +47,7 @@ class StoppedError(Exception):
 
 
 def final_tensors(data_dir: Path, path: Path):
-    """Every tensor of the last state, by file and name."""
+    """Return every tensor of the last state, by file and name."""
     [state] = [
         row["state_path"] for row in read_rows(path / "checkpoints.jsonl") if row.get("final")
     ]

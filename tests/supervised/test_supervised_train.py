@@ -59,7 +59,7 @@ def train(service, chats, path, **changes):
 
 
 def rows_of(path):
-    """The rows without what a clock says."""
+    """Return the rows without values that depend on the clock."""
     timed = ("time/", "tokens_per_second/")
     return [
         {k: v for k, v in row.items() if not k.startswith(timed)}
@@ -186,7 +186,7 @@ def test_the_next_step_is_submitted_before_results_arrive(service, chats, tmp_pa
 
 
 def killing(service, monkeypatch):
-    """Let the service count what is written to the run's files too, before it is."""
+    """Let the service also count writes to the run's files, before they happen."""
     for name in ("log", "log_spans", "log_checkpoint"):
         method = getattr(RunDirectory, name)
 
@@ -381,7 +381,7 @@ def test_an_error_saves_the_earlier_steps(
 def test_a_failed_step_saves_the_earlier_steps(
     tokenizer, chats, tmp_path, ahead, failing, saved, monkeypatch
 ):
-    """Not where a later one was submitted behind it, which may be applied."""
+    """This does not hold if a later step was submitted, because that step may be applied."""
     whole, service = LedgerService(tokenizer), LedgerService(tokenizer)
     options = {"save_every": 0, "submit_ahead": ahead}
     train(whole, chats, tmp_path / "whole", **options)
@@ -452,8 +452,8 @@ def test_a_run_can_start_from_the_weights_of_another_run(service, chats, tmp_pat
 
 
 class Numbered(SupervisedDataset):
-    """A data set as one writes it for the public cookbooks: plain lists, and an epoch that it is
-    told.
+    """A data set as users write it for the public cookbooks: plain lists, and a method that sets
+    the epoch.
     """
 
     def __init__(self, data, empty=()):

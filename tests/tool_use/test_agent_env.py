@@ -42,7 +42,7 @@ TOOLS = [add, submit]
 
 
 def says(*parts: Any) -> str:
-    """A message of texts and calls (name, arguments), as a model writes it."""
+    """Return a message of texts and calls (name, arguments), as a model writes it."""
     texts = [
         part
         if isinstance(part, str)
@@ -76,7 +76,7 @@ class Scripted(TokenCompleter):
 
 @dataclass
 class Reward:
-    """Remembers what it was shown."""
+    """A reward function that records its arguments."""
 
     value: float = 0.9
     seen: list[Any] | None = None
@@ -93,7 +93,7 @@ class Reward:
 
 @pytest.fixture
 def play(renderer):
-    """Play an episode with the script; the trajectory and the texts of the prompts."""
+    """Play an episode with the script, and return the trajectory and the texts of the prompts."""
 
     def play(*answers: str, reward: Any = None, tools=TOOLS, messages=QUESTION, **options):
         env = build_agent_tool_env(renderer, tools, messages, reward or Reward(), **options)
@@ -210,11 +210,11 @@ def test_an_unreadable_call_is_answered_as_a_tool(play):
     ],
 )
 def test_half_of_a_surrogate_pair_in_a_call_or_a_result_is_answered(play, arguments, answer):
-    """JSON can name it, and no tokenizer takes it."""
+    """JSON can contain it, but no tokenizer accepts it."""
 
     @tool
     def cut(text: str) -> str:
-        """All but the end."""
+        """Return all but the end."""
         return text + "\ud83d"
 
     call = f'<tool_call>{{"name": "cut", "arguments": {arguments}}}</tool_call>{END}'
@@ -329,8 +329,8 @@ def test_grading_is_no_part_of_the_time_of_an_episode(play):
 
 
 def test_agentic_in_one_episode(play):
-    """Three calls, two unreadable ones that are answered, then calls until the tenth turn: graded,
-    and worth 0 at most.
+    """Three calls, two unreadable calls that get a reply, then calls until the tenth turn. The
+    episode is graded, and its reward is at most 0.
     """
     reward = Reward()
     trajectory, prompts = play(
@@ -404,7 +404,7 @@ def test_turns_are_shown_with_calls_and_results(play):
 
 
 def test_the_environment_alone():
-    """Without the adapter, messages in and messages out."""
+    """Messages go in and out, without the adapter."""
     env = AgentToolMessageEnv(TOOLS, QUESTION, Reward(), 2)
     call: Any = {"function": {"name": "add", "arguments": '{"a": 1, "b": 1}'}}
     assert asyncio.run(env.initial_observation()) == QUESTION

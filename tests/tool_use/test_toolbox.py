@@ -207,7 +207,7 @@ def test_invalid_options_are_rejected(options):
 
 
 class Given:
-    """A tool that is no function; its `run` gives whatever it is told."""
+    """A tool that is not a function. Its `run` returns a given value."""
 
     name, description = "given", "Give."
 
@@ -236,8 +236,8 @@ def test_a_tool_that_gives_no_text_is_named(value, message, execution):
 
 @pytest.mark.parametrize("raised", [asyncio.CancelledError(), SystemExit(3)])
 def test_a_tool_that_lets_out_what_is_no_exception_has_failed(raised):
-    """As a client of a tool server does whose own task was cancelled, and a program that calls
-    `exit()`.
+    """A client of a tool server does this if its own task was cancelled, and so does a program that
+    calls `exit()`.
     """
     [result] = asyncio.run(Toolbox([Given(raised)]).run([call("given")]))
     assert result.is_error

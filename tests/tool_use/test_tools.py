@@ -129,7 +129,7 @@ def test_wrong_arguments_and_exceptions_come_through():
 
 
 def test_a_blocking_tool_blocks_nobody():
-    """Two tools that wait for each other: they can only end side by side."""
+    """Two tools that wait for each other can end only if they run concurrently."""
     barrier = threading.Barrier(2, timeout=5)
 
     @tool

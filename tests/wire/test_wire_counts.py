@@ -31,7 +31,7 @@ def test_depth():
 
 
 def test_deep_values_are_errors_of_the_client():
-    """They once exhausted the stack while an error was written, which was a 500."""
+    """They once exhausted the stack while an error was written, and the response was a 500."""
     body = b'{"data": [' + b"[" * 900 + b"]" * 900 + b'], "dtype": "int64"}'
     with pytest.raises(UserError, match="within each other"):
         tensor_from_json(Fields.of(body))

@@ -257,7 +257,7 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
     "data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000]
 )
 def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data):
-    """Datums, or chunks of one; as messages they take 30 times their bytes."""
+    """Empty datums, or empty chunks of one datum, take 30 times their bytes as messages."""
     head = pb.ForwardBackwardRequest(
         model_id="m", seq_id=3, loss_fn="cross_entropy"
     ).SerializeToString()

@@ -61,7 +61,7 @@ def forward_backwards(
 
 
 def plain(value: Any) -> Any:
-    """`value` with tensors as what they hold, so that == compares it, NaN included."""
+    """Return `value` with tensors replaced by their content, so that == compares it, NaN included."""
     if isinstance(value, TensorData):
         layout = (value.sparse_crow_indices, value.sparse_col_indices)
         return value.dtype, value.shape, np.asarray(value.data, dtype=value.dtype).tobytes(), layout
@@ -79,8 +79,8 @@ def plain(value: Any) -> Any:
 
 
 def wrong_bodies(body: dict[str, Any], *skipped: str) -> list[tuple[str, dict[str, Any]]]:
-    """`body` with one value, at any depth, replaced by one of another kind; with the name of the
-    field.
+    """Yield `body` with one value, at any depth, replaced by one of another kind, and the name of
+    the field.
     """
     found = []
     for path in _paths(body):
