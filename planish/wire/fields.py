@@ -23,6 +23,8 @@ T = TypeVar("T")
 D = TypeVar("D")
 
 _ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,255}")
+MAX_ID = 256
+"""Maximum number of characters of an id."""
 MAX_TEXT = 4096
 """Maximum number of characters of a string, unless its field has a limit of its own."""
 MAX_LIST = 1024

@@ -135,7 +135,7 @@ def test_decorators_wrap_plain_and_async_functions():
 
     @logtree.scope_header_decorator
     async def play(number: int) -> int:
-        """Play one episode."""
+        """Plays."""
         await asyncio.sleep(0.001 * (3 - number))
         logtree.log_text(str(number))
         return number
