@@ -16,14 +16,16 @@ endef
 # torch is installed first, so that no other package pulls in a larger build of it.
 TORCH := torch==2.13.0
 TESTS ?= tests
-# The last six packages are what the recipes of tinker-cookbook import.
+# The second line has clients of the OpenAI endpoint, and the third what the recipes of
+# tinker-cookbook import.
 EXTRAS := 'planish[inspect,trackio,verifiers]' trl \
+	langchain-openai litellm 'lm-eval[api]' 'pydantic-ai-slim[openai]' \
 	aiohttp blobfile cloudpickle pylatexenc termcolor tiktoken
 # The tests that are skipped, in whole or in part, where these packages are not installed, and those
 # of `planish serve`, which uses uvloop and httptools where Trackio or verifiers installs them.
 EXTRAS_TESTS ?= tests/cookbook tests/evaluation/test_inspect.py tests/export/test_trl.py \
 	tests/recipes/test_fresh_runs.py tests/rl/test_verifiers_env.py tests/runlog/test_metrics_log.py \
-	tests/server/test_serve.py tests/test_moved_modules.py
+	tests/server/openai_clients tests/server/test_serve.py tests/test_moved_modules.py
 # All tests of a file run in one process, which starts their servers and loads their models once.
 # Three processes keep two cores busy, because tests wait for the programs that they start.
 TEST_PROCESSES ?= 3
@@ -32,7 +34,7 @@ help:
 	@echo "make demo   train the embedded model on sums and show the reward curve (a few minutes)"
 	@echo "make test   the test suite"
 	@echo "make test-all  the slow tests: servers, crashes, started programs, interpreted Triton kernels"
-	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL and tinker-cookbook"
+	@echo "make test-extras  tests with the real Inspect, verifiers, Trackio, TRL, OpenAI clients and tinker-cookbook"
 	@echo "make lint   ruff and pyright"
 	@echo "make bench  rollouts and training against transformers and PEFT on this machine (a quarter of an hour)"
 	@echo "make bench-peers  all works and all peers (hours; downloads some gigabytes)"

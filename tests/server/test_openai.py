@@ -637,10 +637,9 @@ def test_token_ids_are_returned_on_request(served, client):
         assert mine[0].prompt_token_ids == choice.prompt_token_ids
 
 
-def test_texts_and_chats_are_tokenized_as_in_vllm(served):
+def test_texts_and_chats_are_tokenized_as_in_vllm(served, http):
     def post(path: str, **body: Any) -> dict[str, Any]:
-        answer = httpx.post(served.url + path, json=body, headers=_AUTHORIZED, timeout=WAIT)
-        return answer.json()
+        return http.post(path, json=body).json()
 
     text = "Füße, 1\n"
     tokens = served.tokenizer.encode(text)
@@ -666,13 +665,126 @@ def test_texts_and_chats_are_tokenized_as_in_vllm(served):
         assert post(path, model=BASE, **body)["error"]["param"] == param, path
 
 
+# Constraints, which make the answers of a random model valid
+
+_FLAG: Any = {
+    "type": "object",
+    "properties": {"flag": {"type": "boolean"}},
+    "required": ["flag"],
+    "additionalProperties": False,
+}
+_SET_FLAG: Any = {"type": "function", "function": {"name": "set", "parameters": _FLAG}}
+
+
+@pytest.mark.parametrize("model", [BASE, CHAT, THINKER])
+def test_an_answer_has_the_form_that_was_asked_for(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=HELLO,
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": _FLAG}},
+        max_tokens=200,
+        seed=1,
+        n=4,
+        extra_body={"chat_template_kwargs": {"enable_thinking": False}},
+    )
+    for choice in answer.choices:
+        assert json.loads(choice.message.content) in ({"flag": True}, {"flag": False})
+    text = client.completions.create(
+        model=model, prompt="x", max_tokens=9, n=9, seed=1, extra_body={"guided_regex": "(a|b)+/"}
+    )
+    for choice in text.choices:
+        wanted = r"[ab]+/" if choice.finish_reason == "stop" else r"[ab]{9}"
+        assert re.fullmatch(wanted, choice.text)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "set"}}])
+def test_a_tool_that_must_be_called_is_called(client, choice):
+    options: Any = {
+        "model": CHAT,
+        "messages": HELLO,
+        "tools": [*TOOLS, _SET_FLAG] if choice != "required" else [_SET_FLAG],
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 200,
+        "seed": 2,
+    }
+    [whole] = client.chat.completions.create(**options).choices
+    assert whole.finish_reason == "tool_calls"
+    [call] = whole.message.tool_calls
+    assert call.function.name == "set"
+    assert json.loads(call.function.arguments) in ({"flag": True}, {"flag": False})
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+
+
+def test_several_required_calls_end_with_the_answer(client):
+    answer = client.chat.completions.create(
+        model=CHAT,
+        messages=HELLO,
+        tools=[_SET_FLAG],
+        tool_choice="required",
+        max_tokens=600,
+        seed=3,
+        n=4,
+    )
+    for choice in answer.choices:
+        assert len(choice.message.tool_calls or ()) >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
+        ({"extra_body": {"structured_outputs": {"grammar": "start: y"}}}, "structured_outputs"),
+        (
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {
+                        "name": "x",
+                        "strict": True,
+                        "schema": {"type": "array", "uniqueItems": True},
+                    },
+                }
+            },
+            "response_format",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"properties": 5}},
+                    }
+                ],
+            },
+            "tools",
+        ),
+    ],
+)
+def test_a_constraint_that_cannot_be_compiled_is_rejected_by_name(client, options, param):
+    for stream in (False, True):
+        with pytest.raises(openai.BadRequestError) as error:
+            client.chat.completions.create(model=CHAT, messages=HELLO, stream=stream, **options)
+        assert error.value.param == param
+        assert error.value.message.count("SamplingParams") == 0
+
+
 # HTTP
 
 _AUTHORIZED = {"Authorization": "Bearer tml-first"}
 
 
-def test_the_description_is_that_of_the_types_that_check_requests(served):
-    description = httpx.get(f"{served.url}/openapi.json").json()
+@pytest.fixture(scope="module")
+def http(served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, headers=_AUTHORIZED, timeout=WAIT) as http:
+        yield http
+
+
+def test_the_description_is_that_of_the_types_that_check_requests(http):
+    description = http.get("/openapi.json").json()
     parts = description["components"]["schemas"]
     assert set(re.findall(r'"#/components/schemas/(\w+)"', json.dumps(description))) <= set(parts)
     required: dict[str, dict[str, Any]] = {
@@ -690,32 +802,28 @@ def test_the_description_is_that_of_the_types_that_check_requests(served):
             body = {"model": BASE, "max_tokens": 1, **required[path], name: [[]]}
             if "tokenize" in path:
                 del body["max_tokens"]
-            answer = httpx.post(served.url + path, json=body, headers=_AUTHORIZED, timeout=WAIT)
-            error = answer.json().get("error", {})
+            error = http.post(path, json=body).json().get("error", {})
             assert (error.get("param") == name) is not is_client_information, (name, error)
 
 
-def test_a_path_names_its_methods(served):
+def test_a_path_names_its_methods(http):
     for path, methods in (
         ("/v1/chat/completions", "POST"),
         ("/v1/models", "GET, HEAD"),
         ("/healthz", "GET, HEAD"),
         ("/api/v1/create_session", "POST"),
     ):
-        answer = httpx.delete(served.url + path, headers=_AUTHORIZED)
+        answer = http.delete(path)
         assert (answer.status_code, answer.headers["allow"]) == (405, methods)
 
 
-def test_a_byte_order_mark_is_read(served):
+def test_a_byte_order_mark_is_read(http):
     body = json.dumps({"model": BASE, "prompt": "x", "max_tokens": 1}).encode()
-    url = f"{served.url}/v1/completions"
-    assert httpx.post(url, content=b"\xef\xbb\xbf" + body, headers=_AUTHORIZED).is_success
+    assert http.post("/v1/completions", content=b"\xef\xbb\xbf" + body).is_success
 
 
-def test_the_list_of_models_ends_with_a_slash_or_without(served):
-    lists = [
-        httpx.get(f"{served.url}/v1/models{end}", headers=_AUTHORIZED).json() for end in ("", "/")
-    ]
+def test_the_list_of_models_ends_with_a_slash_or_without(http):
+    lists = [http.get(f"/v1/models{end}").json() for end in ("", "/")]
     assert lists[0] == lists[1]
     assert lists[0]["object"] == "list"
 

@@ -21,7 +21,7 @@ from planish.renderers.messages import MODELS_WITH_TOOLS
 from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import WrongParameterError, answered
-from planish.server.openai.constraints import chat_constraint
+from planish.server.openai.constraints import chat_constraint, named
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
@@ -73,7 +73,10 @@ async def chat_completions(
     model = await models.find(tenant, options.model)
     chat = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size([chat.operation], chat.model.texts.max_context)
-    sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
+    try:
+        sampler_id = await models.sampler(tenant, chat.model, [chat.operation])
+    except UserError as error:
+        raise named(error, options) from None
     if options.stream:
         return stream_response(
             _stream(chat, sample_events(models, tenant, sampler_id, [chat.operation]))

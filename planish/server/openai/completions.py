@@ -15,9 +15,10 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from planish.errors import UserError
 from planish.renderers.stream_parser import Growing, read_text
 from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
-from planish.server.openai.constraints import text_constraint
+from planish.server.openai.constraints import named, text_constraint
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
@@ -71,7 +72,10 @@ async def completions(
     model = await models.find(tenant, options.model)
     completion = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size(completion.operations, completion.model.texts.max_context)
-    sampler_id = await models.sampler(tenant, completion.model, completion.operations)
+    try:
+        sampler_id = await models.sampler(tenant, completion.model, completion.operations)
+    except UserError as error:
+        raise named(error, options) from None
     if options.stream:
         return stream_response(
             _stream(completion, sample_events(models, tenant, sampler_id, completion.operations))

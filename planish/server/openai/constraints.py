@@ -86,6 +86,15 @@ def chat_constraint(
     return _checked(answer.parameter, lambda: Constraint("lark", message_grammar(renderer, rules)))
 
 
+def named(error: UserError, request: SampleRequest) -> UserError:
+    """Return an error of the engine; if it is about the constraint, with the parameter's name."""
+    if not str(error).startswith("SamplingParams.constraint"):
+        return error
+    answer = _answer(request)
+    name = answer.parameter if answer else "tools"
+    return WrongParameterError(name, str(error).replace("SamplingParams.constraint", name))
+
+
 def _callable(tools: Sequence[Tool], choice: object) -> list[CallableTool]:
     """Return the tools that the model may call; if `choice` names one, that one."""
     functions = [tool.function for tool in tools]

@@ -68,7 +68,7 @@ def openapi() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "planish", "version": version("planish")},
-        "security": [{"key": []}],
+        "security": [{"key": []}, {}],  # a server without keys needs none
         "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
@@ -80,7 +80,7 @@ def openapi() -> dict[str, Any]:
 def _responses(streams: bool) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": {"type": "object"}}}
     if streams:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
     return {
         "200": {"description": "The answer.", "content": content},

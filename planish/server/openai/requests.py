@@ -41,7 +41,7 @@ def _whole(value: Any) -> Any:
 Whole = Annotated[int, BeforeValidator(_whole)]
 Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
-StopString = Annotated[str, Field(min_length=1)]
+NonEmpty = Annotated[str, Field(min_length=1)]
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
 """Parameters with the values that change nothing, and the remedy for other values."""
 
@@ -159,7 +159,7 @@ ResponseFormat = Annotated[
     TextFormat | JsonObjectFormat | JsonSchemaFormat, Field(discriminator="type")
 ]
 Schema = dict[str, Any] | str
-Choices = Annotated[list[str], Field(fail_fast=True, min_length=1)]
+Choices = Annotated[list[NonEmpty], Field(fail_fast=True, min_length=1)]
 
 
 class StructuredOutputs(Part):
@@ -182,7 +182,7 @@ class SampleRequest(Request):
     top_k: Annotated[Whole, Field(ge=-1, lt=1 << 31, description="0 or -1: off.")] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     seed: Annotated[Whole, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] = []
+    stop: NonEmpty | Annotated[list[NonEmpty], Field(max_length=MAX_STOPS)] = []
     stop_token_ids: Annotated[Tokens, Field(max_length=MAX_STOP_TOKENS // 2)] = []
     min_tokens: Annotated[Whole, Field(ge=0)] = 0
     repetition_penalty: Annotated[float, Field(gt=0, le=2)] = 1.0
@@ -345,6 +345,10 @@ class CompletionRequest(SampleRequest):
 
 class TokenizeRequest(Request):
     """The body of POST /tokenize: a prompt, or the messages of a chat."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]}
+    )
 
     neutral: ClassVar[Neutral] = {
         name: _CHAT_NEUTRAL[name]
