@@ -38,7 +38,6 @@ CONFIGS = {
     "gemma3": partial(
         Gemma3TextConfig,
         sliding_window=GEMMA3_WINDOW,
-        sliding_window_pattern=2,
         query_pre_attn_scalar=24,
     ),
     "llama": LlamaConfig,
@@ -163,10 +162,13 @@ def tiny_model(
         )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    rope = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
+    options: dict[str, Any] = {}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
     if family == "gemma3":
         local = {"rope_type": "default", "rope_theta": 500.0}
         rope = {"full_attention": rope, "sliding_attention": local}
+        kinds = ("sliding_attention", "full_attention")
+        options = {"layer_types": [kinds[layer % 2] for layer in range(layers)]}
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -178,6 +180,7 @@ def tiny_model(
         max_position_embeddings=max_context,
         tie_word_embeddings=tied,
         rope_parameters=rope,
+        **options,
         bos_token_id=None,
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=256,

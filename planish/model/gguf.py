@@ -1,10 +1,11 @@
 """Convert a GGUF file to an ordinary Hugging Face directory, which the rest of planish can read.
 
-The weights are dequantized to bfloat16. Two differences between the formats would cause silent
+The weights are dequantized to bfloat16. Three differences between the formats would cause silent
 errors. First, GGUF stores the rows of Llama's query and key projections in the interleaved RoPE
 order, Hugging Face in the order that pairs the two halves of a head (for Qwen both use the latter).
 Second, a GGUF file gives only the name of its pre-tokenizer. Names whose rules planish knows are
-accepted; any other is rejected, because a similar rule would tokenize almost correctly.
+accepted; any other is rejected, because a similar rule would tokenize almost correctly. Third, GGUF
+stores the weights of Gemma's norms with 1 added.
 
 The conversion is atomic: it writes a temporary directory, loads it back, checks it against its own
 config, and renames it.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,7 @@ from tokenizers import (
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.files import give_usual_mode
-from planish.model.config import FAMILIES, ModelConfig
+from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 
@@ -61,12 +62,19 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+GEMMA3_NAMES = TENSOR_NAMES | {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
 
+_SPACE = "\u2581"
+"""The character that SentencePiece writes for a space."""
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
 
@@ -115,7 +123,7 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Convert the GGUF file `path` (llama, qwen2 or qwen3) to a Hugging Face directory in bfloat16
+    """Convert the GGUF file `path` (llama, qwen2, qwen3 or gemma3) to a Hugging Face directory in bfloat16
     and return the directory.
 
     An existing `directory` is left unchanged, even if another process creates it during the
@@ -196,6 +204,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
             f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(architectures)}"
         )
     _refuse_unsupported(source)
+    architecture = architectures[source.architecture]
     heads = source.field("attention.head_count")
     tokens = {
         f"{role}_token_id": source.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -205,8 +214,8 @@ def _config(source: GGUFFile) -> dict[str, Any]:
     if None not in ends and ends[0] != ends[1]:
         tokens["eos_token_id"] = ends
     return {
-        "architectures": [architectures[source.architecture]],
-        "model_type": source.architecture,
+        "architectures": [architecture],
+        "model_type": MODEL_TYPES.get(architecture, source.architecture),
         "dtype": "bfloat16",
         "vocab_size": int(source.tensors["token_embd.weight"].shape[1]),
         "hidden_size": source.field("embedding_length"),
@@ -221,7 +230,29 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(source),
         "max_position_embeddings": source.field("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
+        **(_gemma3_config(source) if source.architecture == "gemma3" else {}),
         **{role: token for role, token in tokens.items() if token is not None},
+    }
+
+
+def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
+    """Return the fields of config.json that only Gemma 3 has.
+
+    GGUF files leave out what llama.cpp keeps as constants of the architecture.
+    """
+    layers, hidden = source.field("block_count"), source.field("embedding_length")
+    # Only Gemma 3 27B, which has 62 layers, scales attention scores by the hidden size per head.
+    is_27b = layers == 62
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "sliding_window": source.field("attention.sliding_window"),
+        "sliding_window_pattern": 6,
+        "rope_local_base_freq": 10000.0,
+        "query_pre_attn_scalar": hidden // source.field("attention.head_count")
+        if is_27b
+        else _head_dim(source),
+        "attn_logit_softcapping": None,
+        "final_logit_softcapping": source.field("final_logit_softcapping", 0.0) or None,
     }
 
 
@@ -284,17 +315,20 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
             ) from None
         if source.architecture == "llama" and name.split(".")[-2:-1] in (["attn_q"], ["attn_k"]):
             values = _deinterleave_heads(values, _head_dim(source))
-        tensors[_tensor_name(name)] = values.to(torch.bfloat16).contiguous()
+        if source.architecture == "gemma3" and name.endswith("_norm.weight"):
+            values -= 1.0
+        tensors[_tensor_name(name, source.architecture)] = values.to(torch.bfloat16).contiguous()
     return tensors
 
 
-def _tensor_name(name: str) -> str:
+def _tensor_name(name: str, architecture: str) -> str:
     """Return the Hugging Face name of a GGUF tensor. An unknown name is kept, so that the check in
     `load_weights` reports it.
     """
+    names = GEMMA3_NAMES if architecture == "gemma3" else TENSOR_NAMES
     parts = name.split(".")
-    if parts[0] == "blk" and len(parts) == 4 and parts[2] in TENSOR_NAMES:
-        return f"model.layers.{parts[1]}.{TENSOR_NAMES[parts[2]]}.{parts[3]}"
+    if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
+        return f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"
     return OUTER_NAMES.get(name, name)
 
 
@@ -310,11 +344,13 @@ def _deinterleave_heads(weight: torch.Tensor, head_dim: int) -> torch.Tensor:
 
 
 def _tokenizer(source: GGUFFile) -> Tokenizer:
-    """Build the byte-level BPE tokenizer from the file's tables, with the same token ids."""
+    """Build the BPE tokenizer from the file's tables, with the same token ids."""
     table = source.metadata
-    if table.get("tokenizer.ggml.model") != "gpt2":
+    kind = table.get("tokenizer.ggml.model")
+    is_sentencepiece = kind == "llama" and source.architecture == "gemma3"
+    if kind != "gpt2" and not is_sentencepiece:
         raise UnsupportedError(
-            f"{source.path} has a {table.get('tokenizer.ggml.model')!r} tokenizer; planish converts only 'gpt2'"
+            f"{source.path} has a {kind!r} tokenizer; planish converts 'gpt2', and 'llama' of Gemma 3"
         )
     tokens, kinds = table.get("tokenizer.ggml.tokens"), table.get("tokenizer.ggml.token_type")
     if not tokens or not kinds or len(tokens) != len(kinds):
@@ -326,21 +362,20 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         for index, (token, kind) in enumerate(zip(tokens, kinds, strict=True))
         if kind != TokenType.UNUSED
     }
-    merges = [tuple(merge.split(" ", 1)) for merge in table.get("tokenizer.ggml.merges", [])]
     pre = table.get("tokenizer.ggml.pre", "default")
     try:
-        tokenizer = Tokenizer(
-            models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe")
+        tokenizer = (
+            _sentencepiece(source, vocab, kinds)
+            if is_sentencepiece
+            else _byte_level(source, vocab, pre)
         )
+    except UnsupportedError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise DamagedFileError(
             f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
         ) from error
-    tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
-    if pre == "qwen2":
-        tokenizer.normalizer = normalizers.NFC()
-    tokenizer.decoder = decoders.ByteLevel()
-    if table.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
+    if table.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe" or is_sentencepiece):
         bos = table["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A",
@@ -354,6 +389,52 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         special = kind == TokenType.CONTROL
         chosen = [token for token, found in zip(tokens, kinds, strict=True) if found == kind]
         add([AddedToken(token, special=special, normalized=False) for token in chosen])
+    return tokenizer
+
+
+def _byte_level(source: GGUFFile, vocab: Mapping[str, int], pre: str) -> Tokenizer:
+    """Return the byte-level BPE tokenizer with the file's merges."""
+    table = source.metadata.get("tokenizer.ggml.merges", [])
+    merges = [tuple(merge.split(" ", 1)) for merge in table]
+    tokenizer = Tokenizer(
+        models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pre == "llama-bpe")
+    )
+    tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(source: GGUFFile, vocab: Mapping[str, int], kinds: Sequence[int]) -> Tokenizer:
+    """Return the tokenizer of a SentencePiece BPE model, which has scores instead of merges.
+
+    SentencePiece merges the two neighbours whose joint piece has the highest score. Characters
+    outside of the vocabulary become their UTF-8 bytes.
+    """
+    table = source.metadata
+    if table.get("tokenizer.ggml.add_space_prefix", True):
+        raise UnsupportedError(
+            f"{source.path} has a tokenizer that adds a space before the text; planish converts none"
+        )
+    scores = table["tokenizer.ggml.scores"]
+    normal = {piece for piece, index in vocab.items() if kinds[index] == TokenType.NORMAL}
+    ranked = []
+    for piece in normal:
+        for cut in range(1, len(piece)):
+            left, right = piece[:cut], piece[cut:]
+            if left in normal and right in normal:
+                ranked.append((-scores[vocab[piece]], vocab[left], vocab[right], left, right))
+    merges = [(left, right) for *_, left, right in sorted(ranked)]
+    unknown = table["tokenizer.ggml.tokens"][table["tokenizer.ggml.unknown_token_id"]]
+    model = models.BPE(
+        vocab=dict(vocab), merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True
+    )
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = normalizers.Replace(" ", _SPACE)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
     return tokenizer
 
 

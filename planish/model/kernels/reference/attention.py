@@ -300,7 +300,7 @@ class _Forest(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         q, k, v, out, lse = ctx.saved_tensors
-        plan: _Plan = ctx.plan
+        plan = ctx.plan
         grads = [torch.empty(x.shape, dtype=lse.dtype, device=x.device) for x in (q, k, v)]
         for length, rows, real in plan.triangles:
             held = grad[rows].mul_(real[:, None, None])
