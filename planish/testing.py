@@ -34,12 +34,7 @@ GEMMA3_WINDOW = 24
 """The attention window of a tiny Gemma 3 in positions."""
 
 CONFIGS = {
-    # Attention scores do not use the default scale, so that a test notices a missing factor.
-    "gemma3": partial(
-        Gemma3TextConfig,
-        sliding_window=GEMMA3_WINDOW,
-        query_pre_attn_scalar=24,
-    ),
+    "gemma3": partial(Gemma3TextConfig, sliding_window=GEMMA3_WINDOW),
     "llama": LlamaConfig,
     "mistral": partial(MistralConfig, sliding_window=None),
     "qwen2": Qwen2Config,
@@ -144,13 +139,17 @@ def tiny_model(
     rope_scaling: Mapping[str, Any] | None = None,
     max_context: int = 2048,
     shards: int = 1,
+    local_theta: float = 500.0,
+    query_scalar: int = 24,
 ) -> Path:
     """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
     its path.
 
     `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
     "factor": 2.0}; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
-    many files with an index.
+    many files with an index. Only gemma3 has `local_theta`, the RoPE base of layers with a window,
+    and `query_scalar`. By default attention scores do not have the usual scale, so that a test
+    notices a missing factor.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
@@ -165,10 +164,13 @@ def tiny_model(
     options: dict[str, Any] = {}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
     if family == "gemma3":
-        local = {"rope_type": "default", "rope_theta": 500.0}
+        local = {"rope_type": "default", "rope_theta": local_theta}
         rope = {"full_attention": rope, "sliding_attention": local}
         kinds = ("sliding_attention", "full_attention")
-        options = {"layer_types": [kinds[layer % 2] for layer in range(layers)]}
+        options = {
+            "layer_types": [kinds[layer % 2] for layer in range(layers)],
+            "query_pre_attn_scalar": query_scalar,
+        }
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,

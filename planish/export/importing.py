@@ -29,7 +29,7 @@ from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, 
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import LoraLayout
 from planish.model.sources import resolve_model
-from planish.model.weights import load_weights, weights_fingerprint
+from planish.model.weights import load_weights, text_name, weights_fingerprint
 from planish.types import CheckpointPath, LoraConfig
 
 MAX_RANK = 256
@@ -214,7 +214,7 @@ def _named(tensor: str) -> tuple[str, int | None]:
         if tensor.endswith(suffix):
             linear = tensor.removesuffix(suffix)
             prefix = next(prefix for prefix in _PREFIXES if linear.startswith(prefix))
-            linear = linear.removeprefix(prefix)
+            linear = text_name(linear.removeprefix(prefix))
             return ("lm_head" if linear in _HEADS else linear), part
     return tensor, None
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from planish.errors import NonFiniteError, StorageError
 from planish.export.lora_update import HEAD, LoraUpdate, Matrices
 from planish.files import give_usual_mode
-from planish.model.config import ModelConfig, read_json
+from planish.model.config import ModelConfig, read_json, text_fields
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
 
 SHARD_BYTES = 4 << 30
@@ -152,8 +152,11 @@ def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
 def _config(
     base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]
 ) -> dict[str, Any]:
-    """Return the base model's config.json with the fields that a merge changes."""
-    fields = read_json(base / "config.json")
+    """Return the base model's config.json with the fields that a merge changes.
+
+    A multimodal base model becomes its text model.
+    """
+    fields = text_fields(read_json(base / "config.json"))
     fields.pop("_name_or_path", None)
     dtypes = {source.dtype for source in sources}
     named = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None

@@ -17,8 +17,7 @@ from huggingface_hub.repocard import metadata_load
 from planish.export.lora_update import LoraUpdate
 from planish.export.merging import Rounding
 from planish.export.origin import Origin
-from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME
-from planish.model.embedded import LICENSE as EMBEDDED_LICENSE
+from planish.model.embedded import EMBEDDED_MODELS
 from planish.model.sources import HUB_NAME, models_home
 
 Format = Literal["peft", "merged"]
@@ -64,8 +63,9 @@ class Base:
         """
         if self.directory is None:
             return {}
-        if self.name == DEFAULT_MODEL and self.directory.name == DIRECTORY_NAME:
-            return {"license": EMBEDDED_LICENSE}
+        embedded = EMBEDDED_MODELS.get(self.name)
+        if embedded is not None and self.directory.name == embedded.directory_name:
+            return {"license": embedded.license}
         card = self.directory / README
         fields = (metadata_load(card) or {}) if card.is_file() else {}
         return {

@@ -19,7 +19,7 @@ from planish.export.model_card import README, Base, Format, model_card
 from planish.export.origin import Origin
 from planish.export.whole_directory import check_free, whole_directory
 from planish.files import give_usual_mode
-from planish.model.config import ModelConfig
+from planish.model.config import ModelConfig, is_multimodal, read_json
 from planish.model.listing import list_models
 from planish.model.sources import HUB_FILES, resolve_model
 from planish.model.weights import weights_fingerprint
@@ -143,8 +143,15 @@ def _at_hand(name: str, models: Mapping[str, str] | None) -> Path | None:
 
 
 def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype) -> None:
+    config: dict[str, Any] = {**update.config, "base_model_name_or_path": base.hub_name}
+    inner = "model."
+    if base.directory is not None and is_multimodal(read_json(base.directory / "config.json")):
+        inner = "model.language_model."
+        # The vision tower has modules of the same names.
+        config["target_modules"] = rf".*language_model.*\.({'|'.join(config['target_modules'])})"
     tensors = {}
-    for name, matrices in update.linears.items():
+    for linear, matrices in update.linears.items():
+        name = inner + linear.removeprefix("model.") if linear.startswith("model.") else linear
         tensors[f"base_model.model.{name}.lora_A.weight"] = matrices.a.to(dtype).contiguous()
         tensors[f"base_model.model.{name}.lora_B.weight"] = matrices.b.to(dtype).contiguous()
     try:
@@ -152,7 +159,7 @@ def _write_adapter(update: LoraUpdate, base: Base, out: Path, dtype: torch.dtype
         give_usual_mode(out / ADAPTER)
     except SafetensorError as error:
         raise StorageError(f"{ADAPTER} could not be written ({error}); free space") from error
-    _write_json(out / ADAPTER_CONFIG, {**update.config, "base_model_name_or_path": base.hub_name})
+    _write_json(out / ADAPTER_CONFIG, config)
 
 
 def _write_model(update: LoraUpdate, base: Base, out: Path, options: ExportOptions) -> Rounding:

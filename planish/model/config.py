@@ -188,9 +188,8 @@ class ModelConfig:
         architecture = _architecture(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
         try:
-            if architecture in MULTIMODAL:
-                architecture, fields = MULTIMODAL[architecture], _text_fields(fields)
-            family = FAMILIES[architecture]
+            fields = text_fields(fields)
+            family = FAMILIES[MULTIMODAL.get(architecture, architecture)]
             if family == "gemma3":
                 fields = _GEMMA3_DEFAULTS | fields
             _refuse_unsupported(fields, family)
@@ -249,13 +248,25 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     )
 
 
-def _text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of the text model inside a multimodal config."""
+def is_multimodal(fields: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is that of a multimodal model with a supported text model."""
+    return fields.get("model_type") in {MODEL_TYPES[name] for name in MULTIMODAL}
+
+
+def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the text model inside a multimodal config.
+
+    A text model's config is returned as it is. TypeError if `text_config` is not an object.
+    """
+    if not is_multimodal(fields):
+        return dict(fields)
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         raise TypeError(f"text_config is {text!r}, not an object")
-    outer = {key: fields[key] for key in ("quantization_config",) if key in fields}
-    return {**outer, **text}
+    names = {MODEL_TYPES[outer]: inner for outer, inner in MULTIMODAL.items()}
+    kept = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
+    outer = {key: fields[key] for key in kept if key in fields}
+    return {**outer, **text, "architectures": [names[fields["model_type"]]]}
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:

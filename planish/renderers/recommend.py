@@ -14,6 +14,7 @@ from planish.errors import UnknownModelError
 from planish.model.config import read_json
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
+from planish.renderers.gemma3 import Gemma3
 from planish.renderers.llama3 import BOS, EOT, START, Llama3
 from planish.renderers.registry import FORMATS
 from planish.renderers.templates import (
@@ -34,12 +35,14 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     (r"qwen2\.5-(?:math-|coder-)?[\d.]+b", "role_colon"),
     (r"smollm2-[\d.]+[mb]-instruct", "chatml"),
     (r"smollm2-[\d.]+[mb]", "role_colon"),
+    (r"gemma-3-\d+[mb]-it", "gemma3"),
+    (r"(?:gemma-3-|gemma3-)\d+[mb](?:-pt)?", "role_colon"),
     (r"mistral-7b-v0\.[13]", "role_colon"),
     (r"mistral-(?:nemo|small-24b)-base-\d+", "role_colon"),
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text")
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:
@@ -102,6 +105,7 @@ def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
         ("qwen3_instruct", ChatML()),
         ("chatml", ChatML(default_system=default_system_message(template, bos))),
         ("llama3", Llama3()),
+        ("gemma3", Gemma3()),
     )
 
 

@@ -6,6 +6,7 @@ from typing import Any
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
+from planish.renderers.gemma3 import Gemma3
 from planish.renderers.llama3 import Llama3
 from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
@@ -33,6 +34,7 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
     "qwen3": lambda tokenizer: ChatML(thinking=Thinking.STRIP_HISTORY),
     "qwen3_disable_thinking": lambda tokenizer: ChatML(thinking=Thinking.DISABLED),
     "qwen3_instruct": lambda tokenizer: ChatML(),
+    "gemma3": lambda tokenizer: Gemma3(),
 }
 """A function for each renderer name that makes its format for a tokenizer."""
 

@@ -5,7 +5,14 @@ import numpy as np
 from safetensors.torch import load_file
 
 from planish.model.config import ModelConfig
-from planish.testing import CHAT_TEMPLATE, SPECIAL_TOKENS, VOCAB_SIZE, WORD_TOKENS, byte_symbols
+from planish.testing import (
+    CHAT_TEMPLATE,
+    GEMMA3_WINDOW,
+    SPECIAL_TOKENS,
+    VOCAB_SIZE,
+    WORD_TOKENS,
+    byte_symbols,
+)
 
 LAYER_NAMES = {
     "input_layernorm": "attn_norm",
@@ -20,6 +27,11 @@ LAYER_NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+GEMMA3_NAMES = LAYER_NAMES | {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
 OTHER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -29,11 +41,12 @@ MERGED = "12"
 """A token that only a tokenizer which does not split digits uses."""
 
 
-def gguf_name(name):
+def gguf_name(name, family="llama"):
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     _, _, layer, *inner, kind = name.split(".")
-    return f"blk.{layer}.{LAYER_NAMES['.'.join(inner)]}.{kind}"
+    names = GEMMA3_NAMES if family == "gemma3" else LAYER_NAMES
+    return f"blk.{layer}.{names['.'.join(inner)]}.{kind}"
 
 
 def neighbours_from_halves(rows, heads):
@@ -87,6 +100,8 @@ def write_gguf(
     writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
+    if config.family == "gemma3":
+        writer.add_sliding_window(GEMMA3_WINDOW)
     extra(writer)
     write_tokens(writer, pre, tokenizer)
     for name, tensor in load_file(directory / "model.safetensors").items():
@@ -97,10 +112,44 @@ def write_gguf(
             values = neighbours_from_halves(
                 values, config.num_heads if "q_proj" in name else config.num_kv_heads
             )
+        if config.family == "gemma3" and name.endswith("norm.weight"):
+            values = values + 1
+        stored = gguf_name(name, config.family)
         if quantized and name.endswith(quantized):
-            writer.add_tensor(gguf_name(name), gguf.quantize(values, kind), raw_dtype=kind)
+            writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
         else:
-            writer.add_tensor(gguf_name(name), np.ascontiguousarray(values))
+            writer.add_tensor(stored, np.ascontiguousarray(values))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_sentencepiece(path):
+    """Write a GGUF file of Gemma 3 with a SentencePiece vocabulary and no tensors but embeddings."""
+    control = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>"]
+    runs = ["\n", "\n\n", "  "]
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    # The best score is that of "ab"; so "abc" is "ab" and "c", and never "a" and "bc".
+    merged = ["ab", "bc", "\u2581a", "\u2581ab"]
+    letters = ["a", "b", "c", "\u2581", "1", "2"]
+    kinds = gguf.TokenType
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(512)
+    writer.add_tokenizer_model("llama")
+    writer.add_tokenizer_pre("default")
+    tokens = [*control, *runs, *byte_tokens, *merged, *letters]
+    writer.add_token_list(tokens)
+    writer.add_token_scores([-1000.0] * (8 + 256) + [-float(rank) for rank in range(10)])
+    writer.add_token_types(
+        [kinds.CONTROL] * 5 + [kinds.USER_DEFINED] * 3 + [kinds.BYTE] * 256 + [kinds.NORMAL] * 10
+    )
+    writer.add_bos_token_id(2)
+    writer.add_eos_token_id(1)
+    writer.add_unk_token_id(3)
+    writer.add_add_space_prefix(False)
+    writer.add_tensor("token_embd.weight", np.zeros((len(tokens), 32), np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -5,13 +5,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from gguf_files import neighbours_from_halves, write_gguf
+from gguf_files import neighbours_from_halves, write_gguf, write_sentencepiece
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import LinearRopeScaling, ModelConfig
-from planish.model.gguf import convert_gguf
+from planish.model.gguf import _tokenizer, convert_gguf, read_gguf
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
 
@@ -45,6 +45,36 @@ def test_a_converted_gguf_model_equals_the_original(tmp_path, family, tied):
     }
     assert torch.equal(logits(original), logits(converted))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_converted_gemma3_equals_the_original(tmp_path, monkeypatch):
+    original = tiny_model(
+        tmp_path / "hf", "gemma3", layers=7, dtype="bfloat16", local_theta=10000.0, query_scalar=16
+    )
+    content = json.loads((original / "config.json").read_text())
+    content["layer_types"] = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+    (original / "config.json").write_text(json.dumps(content))
+    converted = convert_gguf(write_gguf(tmp_path / "m.gguf", original), tmp_path / "out")
+    assert ModelConfig.from_directory(original) == ModelConfig.from_directory(converted)
+    before, after = (load_file(path / "model.safetensors") for path in (original, converted))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.equal(logits(original), logits(converted))
+
+
+def test_a_sentencepiece_vocabulary_merges_by_score(tmp_path):
+    tokenizer = _tokenizer(read_gguf(write_sentencepiece(tmp_path / "m.gguf")))
+
+    def pieces(text):
+        return tokenizer.encode(text).tokens
+
+    assert pieces("abc") == ["<bos>", "ab", "c"]
+    assert pieces("bc ab a") == ["<bos>", "bc", "\u2581ab", "\u2581a"]
+    assert pieces("a  b\n\nc") == ["<bos>", "a", "  ", "b", "\n\n", "c"]
+    assert pieces("\u00e9") == ["<bos>", "<0xC3>", "<0xA9>"]
+    assert pieces("1<end_of_turn>2") == ["<bos>", "1", "<end_of_turn>", "2"]
+    for text in ("abc ab  c\n\na", "\u00e9 \u6f22 \U0001f916 12", "  a ", ""):
+        assert tokenizer.decode(tokenizer.encode(text).ids[1:]) == text
 
 
 def test_the_gguf_row_order_changes_the_logits(tmp_path):

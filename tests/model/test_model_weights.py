@@ -180,3 +180,29 @@ def test_integer_weights_are_rejected(tmp_path):
 
     with pytest.raises(UnsupportedError, match=f"{name} .*I8"):
         load(rewrite(tiny_model(tmp_path), quantize))
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, prefix):
+    plain = tiny_model(tmp_path / "text", "gemma3")
+    tensors = load_file(plain / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    both = tmp_path / "both"
+    both.mkdir()
+    config = {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "eos_token_id": text["eos_token_id"],
+        "text_config": text,
+        "vision_config": {"hidden_size": 8},
+    }
+    (both / "config.json").write_text(json.dumps(config))
+    renamed = {prefix + name.removeprefix("model."): value for name, value in tensors.items()}
+    renamed["vision_tower.vision_model.post_layernorm.weight"] = torch.zeros(8)
+    save_weights(both, renamed)
+    assert ModelConfig.from_directory(both) == ModelConfig.from_directory(plain)
+    with caplog.at_level("INFO"):
+        found = load_weights(both, ModelConfig.from_directory(both))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert "skipped 1 tensors" in caplog.text

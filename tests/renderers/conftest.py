@@ -9,6 +9,7 @@ RENDERERS = {
     "role_colon": ("smollm2", None),
     "role_colon without bos": ("qwen", None),
     "llama3": ("llama3", "llama3"),
+    "gemma3": ("gemma", "gemma3"),
     "chatml of SmolLM2": ("smollm2", "smollm2"),
     "chatml of Qwen2.5": ("qwen", "qwen2_5"),
     "qwen3": ("qwen", "qwen3"),

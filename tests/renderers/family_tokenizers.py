@@ -4,6 +4,7 @@ line breaks and spaces. At these places, tokenising a message in pieces could di
 the rendered template.
 """
 
+import json
 from pathlib import Path
 
 from tokenizers import (
@@ -12,6 +13,7 @@ from tokenizers import (
     Tokenizer,
     decoders,
     models,
+    normalizers,
     pre_tokenizers,
     processors,
     trainers,
@@ -36,6 +38,7 @@ CORPUS = [
 SPECIAL = {
     "qwen": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>"],
     "smollm2": ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<repo_name>"],
+    "gemma": ["<pad>", "<eos>", "<bos>", "<unk>", "<start_of_turn>", "<end_of_turn>"],
     "llama3": [
         "<|begin_of_text|>",
         "<|end_of_text|>",
@@ -63,6 +66,7 @@ ROLES = {
         "unk_token": "<|endoftext|>",
     },
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
 }
 
 
@@ -71,9 +75,11 @@ def template(name: str) -> str:
 
 
 def family_tokenizer(family: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `family` ("qwen", "smollm2", "llama3"). `chat_template` names a file of
-    chat_templates/.
+    """Return a tokenizer of `family` ("qwen", "smollm2", "llama3", "gemma"). `chat_template` names
+    a file of chat_templates/.
     """
+    if family == "gemma":
+        return _wrapped(_sentencepiece(), family, chat_template)
     tokenizer = Tokenizer(models.BPE(ignore_merges=family == "llama3"))
     if family == "smollm2":
         tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -110,6 +116,35 @@ def family_tokenizer(family: str, chat_template: str | None = None) -> PreTraine
             pair=f"{bos} $A $B",
             special_tokens=[(bos, tokenizer.token_to_id(bos))],
         )
+    return _wrapped(tokenizer, family, chat_template)
+
+
+def _sentencepiece() -> Tokenizer:
+    """Return a BPE over characters with byte fallback, and runs of line breaks as tokens, as Gemma's."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "\u2581")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    own = [*SPECIAL["gemma"], *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=700, show_progress=False, special_tokens=own)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    # The trainer makes every token of `own` an added one, but bytes are found by the model alone.
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = [
+        token for token in content["added_tokens"] if token["content"] in SPECIAL["gemma"]
+    ]
+    tokenizer = Tokenizer.from_str(json.dumps(content))
+    runs = [character * count for character in "\n " for count in range(1, 9)]
+    tokenizer.add_tokens(
+        [AddedToken(run, special=False, normalized=False) for run in runs if run != " "]
+    )
+    return tokenizer
+
+
+def _wrapped(
+    tokenizer: Tokenizer, family: str, chat_template: str | None
+) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **ROLES[family]
     )

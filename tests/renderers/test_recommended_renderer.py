@@ -54,6 +54,10 @@ LLAMA31 = """{{- bos_token }}
         ("HuggingFaceTB/SmolLM2-135M-Instruct", "chatml"),
         ("HuggingFaceTB/SmolLM2-1.7B", "role_colon"),
         ("SmolLM2-135M-Instruct", "chatml"),
+        ("google/gemma-3-1b-it", "gemma3"),
+        ("google/gemma-3-270m", "role_colon"),
+        ("gemma3-270m", "role_colon"),
+        ("google/gemma-3-4b-pt", "role_colon"),
         ("mistralai/Mistral-7B-v0.3", "role_colon"),
         ("mistralai/Mistral-Nemo-Base-2407", "role_colon"),
         ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
@@ -196,6 +200,6 @@ def test_unknown_directories_are_rejected(tmp_path):
 
 
 def test_every_recommended_name_can_be_made():
-    tokenizers = {"role_colon": "qwen", "llama3": "llama3", "chatml": "smollm2"}
+    tokenizers = {"role_colon": "qwen", "llama3": "llama3", "chatml": "smollm2", "gemma3": "gemma"}
     for name in FORMATS:
         assert get_renderer(name, family_tokenizer(tokenizers.get(name, "qwen"))).name == name

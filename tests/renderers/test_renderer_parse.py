@@ -216,10 +216,10 @@ def test_rendered_answers_are_parsed_back(renderers, text):
     for case, renderer in renderers.items():
         if case.startswith("role_colon") and "\n\nUser:" in text:
             continue
-        # Llama 3's template trims, Qwen3's drops line breaks after the think block.
+        # The templates of Llama 3 and Gemma 3 trim, Qwen3's drops line breaks after the think block.
         content = (
             text.strip()
-            if case == "llama3"
+            if case in ("llama3", "gemma3")
             else text.lstrip("\n")
             if case.startswith("qwen3")
             else text

@@ -11,6 +11,7 @@ from planish.renderers import Renderer, get_renderer
 
 CASES = [
     ("llama3", "llama3", "llama3"),
+    ("gemma3", "gemma", "gemma3"),
     ("chatml", "smollm2", "smollm2"),
     ("chatml", "qwen", "qwen2_5"),
     ("qwen3", "qwen", "qwen3"),

@@ -1,0 +1,77 @@
+"""Gemma 3's turns: `<start_of_turn>role`, a line break, the text, `<end_of_turn>`.
+
+The assistant's role is called `model`. There is no system role: the format writes a system message,
+followed by an empty line, at the start of the first user message. As in the chat template, the text
+of user and assistant messages is trimmed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+
+BOS, START, END = "<bos>", "<start_of_turn>", "<end_of_turn>"
+
+
+@dataclass(frozen=True)
+class Gemma3:
+    """The format of Gemma 3 models."""
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
+
+    def opening(self) -> tuple[Piece, ...]:
+        return (Control(BOS),)
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns: list[Turn] = []
+        system: str | None = None
+        for index, message in enumerate(messages):
+            if message.role == "system":
+                following = messages[index + 1].role if index + 1 < len(messages) else None
+                if index or following != "user":
+                    raise ValueError(
+                        f"messages[{index}] is a system message; Gemma 3 supports one only at the start of a "
+                        "conversation, before a user message: move its text into a user message"
+                    )
+                system = f"{message.text}\n\n"
+                reason = "the format writes it into the first user message; train on that message"
+                turns.append(Turn((), (), index, untrainable=reason))
+                continue
+            text = message.text.strip()
+            if system is not None:
+                text, system = system + text, None
+            turns.append(
+                Turn(
+                    header=self.suffix(messages[:index], message.role),
+                    output=(text, Control(END)),
+                    message=index,
+                    sampled=message.role == "assistant",
+                )
+            )
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        # The line break after an end of turn begins the next header, because a model stops at the
+        # end of turn.
+        lead = ("\n",) if any(message.role != "system" for message in messages) else ()
+        return (*lead, Control(START), "model\n" if role == "assistant" else f"{role}\n")
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return (text,)
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(END)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)
