@@ -106,7 +106,8 @@ def run(arguments: argparse.Namespace) -> int:
             {row["question"] for row in rows} & {question.number for question in task.questions}
         )
         print(
-            f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the same command goes on"
+            f"stopped: {answered} of {len(task.questions)} questions are answered in {out}; the "
+            "same command resumes"
         )
         return TERMINATED if isinstance(end, Terminated) else INTERRUPTED
     print("\n".join(summary(results)))
@@ -145,7 +146,8 @@ def summary(results: Results) -> list[str]:
     """Return one line for each metric, with its standard error if it has one."""
     model = f"{results.model['name']} ({results.model['renderer']})"
     lines = [
-        f"{results.task['name']}, {results.task['num_questions']} questions of {results.task['source']}, {model}"
+        f"{results.task['name']}, {results.task['num_questions']} questions of "
+        f"{results.task['source']}, {model}"
     ]
     for name, value in results.metrics.items():
         if name.endswith("_stderr"):

@@ -26,11 +26,11 @@ from planish.model.kernels.verdicts import Verdict
 _REMEDY = (
     "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch turns planish's kernels off"
 )
-_AGAIN = "run `planish doctor` again in a minute: the work goes on in the background, once"
+_AGAIN = "run `planish doctor` again in a minute: the work continues in the background"
 
 
 def device(settings: EngineSettings) -> Iterator[Finding]:
-    """The GPUs of this machine, and the device and dtype that an engine takes."""
+    """Yield the GPUs of this machine, and the device and dtype that an engine uses."""
     for number in range(torch.cuda.device_count()):
         found = torch.cuda.get_device_properties(number)
         text = f"{found.name}, compute capability {found.major}.{found.minor}, {gib(found.total_memory)}"
@@ -52,8 +52,8 @@ def device(settings: EngineSettings) -> Iterator[Finding]:
 
 
 def kernel_findings(settings: EngineSettings, prepared: Prepared | None) -> Iterator[Finding]:
-    """The compiler, and the kernels that serve the device, or the reason why torch does.
-    `prepared`: None if it was not done in time.
+    """Yield the compiler, and the kernels that serve the device, or the reason why torch does.
+    `prepared` is None if the kernels were not ready in time.
     """
     chosen = choose_device(settings.device)
     yield _compiler()
@@ -139,18 +139,18 @@ def _cpu_kernels() -> Iterator[Finding]:
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
         text = ": ".join(["not in use; torch's are, several times slower", *warnings])
-        # What has no AVX2 cannot be mended, and a missing compiler is a finding of its own.
+        # A CPU without AVX2 has no remedy, and a missing compiler is a finding of its own.
         is_mendable = bool(warnings) and _has_avx2() and find_compiler() is not None
         yield Finding("cpu_kernels", text, value, _REMEDY * is_mendable)
 
 
 def _self_test(verdicts: Sequence[Verdict]) -> Finding:
-    """What the CPU's kernels were found to compute, family by family."""
+    """Return the self-test results of the CPU kernels, by family."""
     return _judged("cpu_self_test", verdicts, f"{_REMEDY}; please report it")
 
 
 def gpu_self_test(verdicts: Sequence[Verdict]) -> Finding:
-    """The same of the GPU's kernels."""
+    """Return the self-test results of the GPU kernels, by family."""
     if not verdicts:
         text = "not run: PLANISH_KERNELS turns the kernels off, or there is no base model here"
         return Finding("gpu_self_test", text, [])

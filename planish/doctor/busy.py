@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _BUSY_FIELDS = (0, 1, 2, 5, 6, 7)
-"""Of a line of /proc/stat: user, nice, system, irq, softirq, steal."""
+"""Columns of a line of /proc/stat: user, nice, system, irq, softirq, steal."""
 _NAMED = 3
 _LEAST_NAMED = 0.1
 
@@ -48,7 +48,7 @@ def measure_load(seconds: float = 0.5, proc: Path = Path("/proc")) -> Load | Non
 
 
 def _busy(proc: Path) -> int | None:
-    """Clock ticks that the processors this process may use were busy."""
+    """Return the busy clock ticks of the processors that this process may use."""
     try:
         lines = (proc / "stat").read_text().splitlines()
         allowed = os.sched_getaffinity(0)
@@ -67,7 +67,7 @@ def _own() -> float:
 
 
 def _programs(proc: Path) -> dict[int, tuple[str, int]]:
-    """(name, clock ticks) of every process, by id."""
+    """Return (name, clock ticks) of every process, by id."""
     found = {}
     for directory in proc.glob("[0-9]*"):
         with suppress(OSError, ValueError, IndexError):  # a process that has just ended

@@ -19,12 +19,12 @@ from planish.doctor.storage import HubProbe, directories
 from planish.engine.settings import EngineSettings
 
 SECONDS = 15.0
-"""What is not compiled or tested by then is reported as pending."""
+"""Kernels that are not compiled or tested by then are reported as pending."""
 
 
 @dataclass(frozen=True)
 class Questions:
-    """What the examination is about."""
+    """The subjects of the examination."""
 
     server_data: Path
     """Data directory of `planish serve`."""

@@ -100,7 +100,9 @@ def first_line(text: str) -> str:
 
 
 def write_problem(directory: Path) -> str | None:
-    """Why no file can be made in this directory, or in the nearest one that exists above it."""
+    """Return why no file can be made in this directory, or in its nearest existing parent. None if
+    one can.
+    """
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     try:

@@ -1,4 +1,4 @@
-"""What to expect of the numbers that one base model gives on this machine."""
+"""The accuracy of one base model's results on this machine."""
 
 from __future__ import annotations
 

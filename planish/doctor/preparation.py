@@ -33,16 +33,16 @@ from planish.model.kernels.verdicts import Verdict
 
 @dataclass(frozen=True)
 class Prepared:
-    """What the process found."""
+    """The result of the process."""
 
     gpu_verdicts: Sequence[Verdict] = ()
-    """Of the GPU's kernels; none without a GPU or a base model."""
+    """Self-test results of the GPU's kernels; empty without a GPU or a base model."""
     numerics: Numerics | None = None
-    """Of the base model; None if there is none."""
+    """The numerics of the base model; None without a base model."""
 
     @classmethod
     def read(cls, text: bytes) -> Prepared:
-        """From what the process printed; a process that failed found nothing."""
+        """Read the output of the process. A failed process gives an empty result."""
         try:
             row = json.loads(text.strip().splitlines()[-1])
             found = row["numerics"]
@@ -55,10 +55,10 @@ class Prepared:
 
 
 class Preparation:
-    """The process. It outlives this one when the time is up: verdicts and kernels are cached."""
+    """The process. After the time limit it continues by itself, since its results are cached."""
 
     def __init__(self, device: str, directory: Path | None) -> None:
-        """`directory`: of a base model; None: there is none on this machine."""
+        """`directory` is that of a base model, or None if this machine has none."""
         self._process = subprocess.Popen(
             command(device, directory),
             stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ def command(device: str, directory: Path | None) -> list[str]:
 
 
 def prepare(device_name: str, directory: Path | None) -> Prepared:
-    """Compile and test what was not yet, and describe the base model's numerics."""
+    """Compile and test the remaining kernels, and describe the base model's numerics."""
     cpu.loaded()
     if directory is None:
         return Prepared()

@@ -12,12 +12,12 @@ from planish.doctor.findings import Finding
 from planish.model.kernels.cpp.threads import cpu_quota, limit_threads, usable_cpus
 
 _SHARE = 0.25
-"""Of the processors; more that others use needs attention."""
+"""If other programs use a larger share of the processors, this needs attention."""
 _VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
 def processors(load: Load | None) -> Iterator[Finding]:
-    """`load` of other programs, as measured before anything else was done."""
+    """Yield findings. `load` is that of other programs, measured before all other probes."""
     whole, usable, quota = os.cpu_count() or 1, usable_cpus(), cpu_quota()
     yield Finding("cores", f"{usable} of {whole} may be used", {"usable": usable, "all": whole})
     yield _quota(quota)

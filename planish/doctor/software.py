@@ -22,7 +22,7 @@ EXTRAS = {
     "verifiers": "environments of the verifiers library",
     "dev": "planish's own tests",
 }
-"""What each extra of the package is for."""
+"""The purpose of each extra of the package."""
 
 
 def versions() -> Iterator[Finding]:
@@ -59,7 +59,7 @@ def extras() -> Iterator[Finding]:
 
 
 def _project(requirement: str) -> str:
-    """The name in a requirement such as "wandb>=0.31" or "planish[age]"."""
+    """Return the name in a requirement such as "wandb>=0.31" or "planish[age]"."""
     end = next(
         (at for at, sign in enumerate(requirement) if not (sign.isalnum() or sign in "-_.")),
         len(requirement),

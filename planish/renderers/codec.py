@@ -181,8 +181,8 @@ class Codec:
         return self.guarded.keys().isdisjoint(ids)
 
     def _would_add_blank(self, after: int | None) -> bool:
-        """Whether the tokenizer would put a blank before a text that it would not put there if the
-        text were encoded together with the text before it.
+        """Return whether the tokenizer would put a blank before a text that it would not put there
+        if the text were encoded together with the text before it.
         """
         if after is None or after == getattr(self.tokenizer, "bos_token_id", None):
             return False

@@ -113,7 +113,7 @@ class Checked:
 
 
 def get_text_content(message: Mapping[str, Any]) -> str:
-    """The text of a message, without its thinking parts."""
+    """Return the text of a message, without its thinking parts."""
     content = message.get("content")
     if content is None or isinstance(content, str):
         return content or ""
@@ -315,8 +315,8 @@ def _read_tools(
 
 
 def tool_json(tool: Any, where: str) -> str:
-    """A tool's specification as the chat templates write it: {"type": "function", "function":
-    {...}}.
+    """Return a tool's specification as the chat templates write it: {"type": "function",
+    "function": {...}}.
     """
     spec = tool.get("function", tool) if isinstance(tool, Mapping) else None
     if not isinstance(spec, Mapping) or not isinstance(spec.get("name"), str) or not spec["name"]:

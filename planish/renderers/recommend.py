@@ -110,8 +110,8 @@ def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
 
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Whether the end-of-sequence tokens are known by name and ChatML's end of turn is not one of
-    them.
+    """Return whether the end-of-sequence tokens are known by name and ChatML's end of turn is not
+    one of them.
     """
     generation = _read_if_there(path / "generation_config.json") or {}
     ids: set[int] = set()

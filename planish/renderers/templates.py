@@ -97,7 +97,7 @@ def default_system_message(template: str, bos_token: str = "") -> str | None:
 
 
 def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
-    """Whether the format's text equals the template's on every probe."""
+    """Return whether the format's text equals the template's on every probe."""
     for messages, prompt in PROBES:
         ours = format_text(chat_format, messages, prompt)
         theirs = render_template(template, messages, prompt, bos_token)

@@ -88,8 +88,10 @@ def start_training(
     if records:
         if (before := records[0].extra.get(DATA_SIZE, data_size)) != data_size:
             raise UserError(
-                f"log_path={run.path} holds a run on a data set of size {before}, and this one has size {data_size}: going on would leave "
-                f"data out or train on them again; give that data set, or begin with its weights (load_checkpoint_path={run.path}) in another log_path"
+                f"log_path={run.path} holds a run on a data set of size {before}, and this one has "
+                f"size {data_size}: resuming would leave "
+                "data out or train on them again; give that data set, or begin with its weights "
+                f"(load_checkpoint_path={run.path}) in another log_path"
             )
         return _resumed(service_client, run, records, data_size, metadata)
     if load_checkpoint_path is None:
@@ -104,8 +106,10 @@ def start_training(
     found = (info.model_data.model_name, info.lora_rank)
     if found != (model_name, lora_rank):
         raise UserError(
-            f"load_checkpoint_path={load_checkpoint_path} holds an adapter of rank {found[1]} on {found[0]}, but "
-            f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the checkpoint's own"
+            f"load_checkpoint_path={load_checkpoint_path} holds an adapter of rank {found[1]} on "
+            f"{found[0]}, but "
+            f"lora_rank={lora_rank} and model_name={model_name} were asked for; give the "
+            "checkpoint's own"
         )
     return Start(client, None, data_size)
 
@@ -120,7 +124,8 @@ def _check_switches(
     for name, asked in lora_switches.items():
         if getattr(info, name) != asked:
             raise UserError(
-                f"load_checkpoint_path={given_as} holds an adapter with {name}={getattr(info, name)}, but "
+                f"load_checkpoint_path={given_as} holds an adapter with "
+                f"{name}={getattr(info, name)}, but "
                 f"{name}={asked} was asked for; leave {name} out"
             )
 
@@ -143,12 +148,13 @@ def _resumed(
                 record.state_path, **metadata
             )
         except (CheckpointError, DamagedFileError) as error:
-            logger.warning("%s: %s; going on from an older one if there is any", run.path, error)
+            logger.warning("%s: %s; resuming from an older one if there is one", run.path, error)
             errors.append(error)
         else:
             return Start(client, record, data_size)
     errors[0].add_note(
-        f"none of the {len(records)} states of {run.path} can be loaded; begin anew with another log_path"
+        f"none of the {len(records)} states of {run.path} can be loaded; begin anew with another "
+        "log_path"
     )
     raise errors[0]
 
@@ -313,6 +319,7 @@ def save_when_stopped(checkpoints: RunCheckpoints, display: StepDisplay) -> Iter
             if display.done > checkpoints.saved:
                 checkpoints.state_only(display.done)
             display.say(
-                f"stopped after {display.done} of {display.steps} steps; the same command goes on from there"
+                f"stopped after {display.done} of {display.steps} steps; the same command resumes "
+                "there"
             )
             raise stop.ending from None

@@ -46,7 +46,7 @@ class Panel:
     """The panel is left out if all of its values equal this one."""
 
     def keys_of(self, run: Run) -> list[str]:
-        """The metrics of a run that this panel shows."""
+        """Return the metrics of a run that this panel shows."""
         found = [sorted(fnmatch.filter(run.points, pattern)) for pattern in self.patterns]
         chosen = found if self.draw_all else [keys for keys in found if keys][:1]
         return list(dict.fromkeys(key for keys in chosen for key in keys))

@@ -120,7 +120,7 @@ class MetricLogs(MetricLog):
                 del self._copies[name]
                 self._warn(
                     f"{name} failed at step {step} and gets nothing more from this process: {_text(error)}. "
-                    "Training goes on; when the run is resumed, it is told what it missed."
+                    "Training continues; when the run is resumed, the service gets what it missed."
                 )
 
     def close(self, *, failed: bool = False) -> None:

@@ -189,7 +189,7 @@ class RunDirectory:
                 )
                 raise UserError(
                     f"log_path={self.path} holds a run with other options: {listed}; "
-                    "give the same options to go on with it, or another log_path"
+                    "give the same options to continue it, or another log_path"
                 )
         write_whole(path, json.dumps(config, indent=2) + "\n")
 

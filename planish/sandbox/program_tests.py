@@ -131,7 +131,7 @@ def outcome_of(done: Execution, is_right: Callable[[], bool]) -> Outcome:
 
 
 def same_text(printed: str, expected: str) -> bool:
-    """Whether two texts have the same words in each line; see `StdinTest`."""
+    """Return whether two texts have the same words in each line; see `StdinTest`."""
     actual, expected_lines = lines_of(printed), lines_of(expected)
     return len(actual) == len(expected_lines) and all(map(same_line, actual, expected_lines))
 
@@ -151,7 +151,9 @@ def same_word(printed: str, expected: str) -> bool:
 
 
 def same_value(returned: Any, expected: Any) -> bool:
-    """Whether two values in the form of `to_json_value` are equal, up to `TOLERANCE` for floats."""
+    """Return whether two values in the form of `to_json_value` are equal, up to `TOLERANCE` for
+    floats.
+    """
     if isinstance(returned, bool) or isinstance(expected, bool):
         return returned is expected
     if isinstance(returned, float | int) and isinstance(expected, float | int):
@@ -175,7 +177,7 @@ def is_close(actual: float, expected_lines: float) -> bool:
 
 
 def is_literal(value: Any) -> bool:
-    """Whether `ast.literal_eval(repr(value))` gives `value` back."""
+    """Return whether `ast.literal_eval(repr(value))` gives `value` back."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:

@@ -133,7 +133,7 @@ def _read_listing(listed: str) -> Iterator[tuple[str, str]]:
 
 
 def is_open_to_all(path: str) -> bool:
-    """Whether every user of this machine can read the file."""
+    """Return whether every user of this machine can read the file."""
     real = Path(os.path.realpath(path))
     can_reach = all(parent.stat().st_mode & stat.S_IXOTH for parent in real.parents)
     return can_reach and bool(real.stat().st_mode & stat.S_IROTH)

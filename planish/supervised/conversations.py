@@ -42,7 +42,7 @@ def conversation_of(row: Row, where: str) -> Conversation:
 
 
 def _is_conversation(row: Row) -> bool:
-    """Whether the row has one of the forms above."""
+    """Return whether the row has one of the forms above."""
     return "messages" in row or "conversations" in row or ("prompt" in row and "completion" in row)
 
 

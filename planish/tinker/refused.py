@@ -23,7 +23,7 @@ class Refused:
 
 
 def refused_type(name: str, reason: str) -> type[Refused]:
-    """A type of this name that raises UnsupportedError with `reason` when it is made."""
+    """Return a type of this name that raises UnsupportedError with `reason` when it is made."""
     return type(name, (Refused,), {"reason": reason, "__doc__": f"Not offered: {reason}."})
 
 

@@ -32,7 +32,7 @@ _lock = threading.Lock()
 
 
 def run_options() -> dict[str, Any]:
-    """The options that `planish run` was given, as arguments of ServiceClient."""
+    """Return the options that `planish run` was given, as arguments of ServiceClient."""
     return orjson.loads(os.environ.get(OPTIONS_VARIABLE) or "{}")
 
 

@@ -91,7 +91,7 @@ class RunLoop:
         except Interrupted:
             await self.save_if_needed()
             self.display.say(
-                f"stopped after {self.done} of {self.steps} steps; the same command goes on from there"
+                f"stopped after {self.done} of {self.steps} steps; the same command resumes there"
             )
             return False
         except Exception as error:
@@ -99,7 +99,7 @@ class RunLoop:
             raise
         record = await self.save(self.checkpoints.final)
         self.display.say(
-            f"state to go on from: {record.state_path}\nweights for sampling: {record.sampler_path}"
+            f"state to resume from: {record.state_path}\nweights for sampling: {record.sampler_path}"
         )
         return True
 
@@ -206,7 +206,7 @@ class RunLoop:
             error.add_note(f"the steps since the last checkpoint could not be saved: {another!r}")
         else:
             self.display.say(
-                f"failed after {self.done} of {self.steps} steps; the same command goes on from there"
+                f"failed after {self.done} of {self.steps} steps; the same command resumes there"
             )
 
 

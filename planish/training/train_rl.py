@@ -90,7 +90,7 @@ async def train(
         steps=steps,
         data_size=train_set.data_size(),
         make_learner=make_learner,
-        remedy=f"; give more {option} to go on" if option in resumable else "",
+        remedy=f"; give more {option} to continue" if option in resumable else "",
     )
 
 

@@ -212,7 +212,7 @@ def test_a_signal_keeps_what_is_done(here, sums, end, status):
         process.send_signal(end)
         printed, _ = process.communicate()
     assert process.returncode == status
-    assert "the same command goes on" in printed
+    assert "the same command resumes" in printed
     done = (out / "samples.jsonl").read_bytes()
     assert 0 < done.count(b"\n") < 36
     assert main(command[3:]) == 0

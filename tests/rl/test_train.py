@@ -273,8 +273,8 @@ def test_checkpoint_metadata_has_the_run_directory(service, tmp_path, monkeypatc
 @pytest.mark.parametrize(
     ("options", "remedy"),
     [
-        ({"max_steps": 2}, "; give more max_steps to go on"),
-        ({"max_steps": STEPS + 5}, "; give more num_epochs to go on"),
+        ({"max_steps": 2}, "; give more max_steps to continue"),
+        ({"max_steps": STEPS + 5}, "; give more num_epochs to continue"),
         ({"lr_schedule": "linear"}, ""),
     ],
 )

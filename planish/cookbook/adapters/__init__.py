@@ -1,1 +1,3 @@
-"""What has the cookbook's names and another form in planish. planish/cookbook/table.py says which."""
+"""Adapters for the cookbook's names whose objects have another form in planish. The table of
+names is planish/cookbook/table.py.
+"""

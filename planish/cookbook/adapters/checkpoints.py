@@ -32,7 +32,7 @@ class CheckpointRecord:
     extra: dict[str, Any] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
-        """The row, without fields that are None."""
+        """Return the row, without fields that are None."""
         known = {name: getattr(self, name) for name in _KNOWN}
         return {
             **{name: value for name, value in known.items() if value is not None},
@@ -41,26 +41,26 @@ class CheckpointRecord:
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> "CheckpointRecord":
-        """A row as a record."""
+        """Return a row as a record."""
         known = {name: d[name] for name in _KNOWN if name in d}
         return cls(**known, extra={k: v for k, v in d.items() if k not in _KNOWN})
 
     def has(self, key: str) -> bool:
-        """Whether the row has the key, with a value."""
+        """Return whether the row has the key, with a value."""
         return self.get(key) is not None
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value of a field, or of a key of `extra`."""
+        """Return the value of a field, or of a key of `extra`."""
         return getattr(self, key) if key in _KNOWN else self.extra.get(key, default)
 
 
 def load_checkpoints_file(log_dir: str) -> list[CheckpointRecord]:
-    """The records of a run directory, oldest first; none if there is no file."""
+    """Return the records of a run directory, oldest first; none if there is no file."""
     return [CheckpointRecord.from_dict(dict(row)) for row in read_rows(Path(log_dir) / CHECKPOINTS)]
 
 
 def get_last_checkpoint(log_dir: str, required_key: str = "state_path") -> CheckpointRecord | None:
-    """The newest record that has `required_key`."""
+    """Return the newest record that has `required_key`."""
     records = [record for record in load_checkpoints_file(log_dir) if record.has(required_key)]
     return records[-1] if records else None
 
@@ -105,7 +105,7 @@ def save_checkpoint(
     ttl_seconds: int | None = None,
     store: Any = None,
 ) -> dict[str, str]:
-    """As `save_checkpoint_async`, for code without an event loop."""
+    """Same as `save_checkpoint_async`, for code without an event loop."""
     return asyncio.run(
         save_checkpoint_async(training_client, name, log_path, loop_state, kind, ttl_seconds, store)
     )
@@ -120,7 +120,7 @@ def add_renderer_name_to_user_metadata(
 
 
 def get_renderer_name_from_checkpoint(service_client: Any, checkpoint_path: str) -> str | None:
-    """The renderer that the metadata of a checkpoint name; None if they name none."""
+    """Return the renderer that the metadata of a checkpoint name; None if they name none."""
     try:
         rest = service_client.create_rest_client()
         run = rest.get_training_run_by_tinker_path(checkpoint_path).result()
@@ -133,7 +133,7 @@ def get_renderer_name_from_checkpoint(service_client: Any, checkpoint_path: str)
 async def get_renderer_name_from_checkpoint_async(
     service_client: Any, checkpoint_path: str
 ) -> str | None:
-    """As `get_renderer_name_from_checkpoint`."""
+    """Same as `get_renderer_name_from_checkpoint`."""
     return await asyncio.to_thread(
         get_renderer_name_from_checkpoint, service_client, checkpoint_path
     )
@@ -146,7 +146,7 @@ def resolve_renderer_name_from_checkpoint_or_default(
     load_checkpoint_path: str | None,
     base_url: str | None = None,
 ) -> str:
-    """The explicit name, else that of the checkpoint, else the recommended one."""
+    """Return the explicit name, else that of the checkpoint, else the recommended one."""
     if explicit_renderer_name is not None:
         return explicit_renderer_name
     if load_checkpoint_path is not None:
@@ -164,7 +164,7 @@ async def resolve_renderer_name_from_checkpoint_or_default_async(
     load_checkpoint_path: str | None,
     base_url: str | None = None,
 ) -> str:
-    """As `resolve_renderer_name_from_checkpoint_or_default`."""
+    """Same as `resolve_renderer_name_from_checkpoint_or_default`."""
     return await asyncio.to_thread(
         resolve_renderer_name_from_checkpoint_or_default,
         model_name=model_name,
@@ -193,7 +193,7 @@ def check_renderer_name_for_checkpoint(
 async def check_renderer_name_for_checkpoint_async(
     service_client: Any, checkpoint_path: str, expected_renderer_name: str | None
 ) -> None:
-    """As `check_renderer_name_for_checkpoint`."""
+    """Same as `check_renderer_name_for_checkpoint`."""
     await asyncio.to_thread(
         check_renderer_name_for_checkpoint, service_client, checkpoint_path, expected_renderer_name
     )

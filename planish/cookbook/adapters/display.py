@@ -7,7 +7,7 @@ from planish.tokenizer import ModelTokenizer
 def format_trajectory(
     trajectory: Trajectory, tokenizer: ModelTokenizer, only_last_transition: bool = False
 ) -> str:
-    """Each turn with its prompt, answer, reward and metrics."""
+    """Return each turn with its prompt, answer, reward and metrics."""
     turns = list(enumerate(trajectory.transitions))
     lines = []
     for number, turn in turns[-1:] if only_last_transition else turns:

@@ -25,7 +25,7 @@ def extract_boxed(text: str) -> str:
 
 
 def extract_gsm8k_final_answer(text: str) -> str:
-    """What follows #### in a worked solution. ValueError if nothing does."""
+    """Return the text after #### in a worked solution. ValueError if there is none."""
     return read_problem({"question": "?", "answer": text}, "the solution").answer
 
 
@@ -35,12 +35,12 @@ def _grader() -> Grader:
 
 
 def grade_answer(given_answer: str, ground_truth: str) -> bool:
-    """Whether two answers are equal, as planish's grader has it."""
+    """Return whether two answers are equal for planish's grader."""
     return _grader().equal(given_answer, ground_truth)
 
 
 def grade_answer_math_verify(given_answer: str, ground_truth: str) -> bool:
-    """The same: planish's grader uses math-verify."""
+    """Same as `grade_answer`, whose grader uses math-verify."""
     return grade_answer(given_answer, ground_truth)
 
 
@@ -105,7 +105,7 @@ def get_math_dataset_builder(
     group_size: int,
     seed: int = 0,
 ) -> RLDatasetBuilder:
-    """The builder of math, polaris, deepmath or gsm8k."""
+    """Return the builder of math, polaris, deepmath or gsm8k."""
     if dataset_name not in COLLECTIONS:
         raise UserError(f"dataset_name={dataset_name!r}: give one of {', '.join(COLLECTIONS)}")
     return _CollectionBuilder(

@@ -16,7 +16,7 @@ _log = logging.getLogger(__name__)
 
 
 def dump_config(config: Any) -> Any:
-    """The options as JSON can hold them."""
+    """Return the options as JSON can hold them."""
     if chz.is_chz(config):
         return {name: dump_config(getattr(config, name)) for name in chz.chz_fields(config)}
     if isinstance(config, Mapping):
@@ -59,7 +59,7 @@ class Logger:
         _log.info("%s: %s", key, text)
 
     def get_logger_url(self) -> str | None:
-        """The page of the run at W&B, if it has one."""
+        """Return the page of the run at W&B, if it has one."""
         return None if self._wandb is None else self._wandb.url
 
     def sync(self) -> None:
@@ -78,7 +78,9 @@ def setup_logging(
     config: Any = None,
     do_configure_logging_module: bool = True,
 ) -> Logger:
-    """A logger of the run in `log_dir`, which is made. With `wandb_project`, W&B gets a copy."""
+    """Return a logger of the run in `log_dir`, which is made. With `wandb_project`, W&B gets a
+    copy.
+    """
     directory = Path(log_dir).expanduser()
     directory.mkdir(parents=True, exist_ok=True)
     logger = Logger(directory, _wandb_run(wandb_project, wandb_name, directory))

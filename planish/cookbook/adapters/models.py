@@ -17,17 +17,17 @@ _REGISTERED: dict[str, Callable[[], Any]] = {}
 
 
 def register_tokenizer(name: str, factory: Callable[[], Any]) -> None:
-    """Let `get_tokenizer(name)` give what `factory` makes."""
+    """Let `get_tokenizer(name)` return the result of `factory`."""
     _REGISTERED[name] = factory
 
 
 def get_tokenizer(model_name: str) -> Any:
-    """The tokenizer of a base model, from --model, a path, the hub's cache or the hub."""
+    """Return the tokenizer of a base model, from --model, a path, the hub's cache or the hub."""
     return _REGISTERED[model_name]() if model_name in _REGISTERED else _loaded(model_name)
 
 
 def encode_without_special_tokens(tokenizer: ModelTokenizer, text: str) -> list[int]:
-    """The tokens of `text`, without any at its beginning or end."""
+    """Return the tokens of `text`, without any at its beginning or end."""
     return list(tokenizer.encode(text, add_special_tokens=False))
 
 
@@ -38,7 +38,7 @@ def _loaded(model_name: str) -> Any:
 
 @dataclass(frozen=True)
 class ModelAttributes:
-    """What is known of a base model."""
+    """Facts about a base model."""
 
     organization: str
     version_str: str
@@ -50,7 +50,7 @@ class ModelAttributes:
 
 
 def get_model_attributes(model_name: str) -> ModelAttributes:
-    """What the files of a base model say."""
+    """Return the facts in the files of a base model."""
     renderer = get_recommended_renderer_name(model_name)
     config = ModelConfig.from_directory(resolve_model(model_name))
     organization = model_name.rpartition("/")[0] or "local"
@@ -59,7 +59,7 @@ def get_model_attributes(model_name: str) -> ModelAttributes:
 
 @cache
 def get_recommended_renderer_name(model_name: str) -> str:
-    """The chat format that the model was made for."""
+    """Return the chat format that the model was made for."""
     try:
         return recommended_renderer_name(model_name)
     except ValueError:  # the name says nothing; the files may
@@ -67,7 +67,7 @@ def get_recommended_renderer_name(model_name: str) -> str:
 
 
 def get_recommended_renderer_names(model_name: str) -> list[str]:
-    """A list of that one name."""
+    """Return a list of that one name."""
     return [get_recommended_renderer_name(model_name)]
 
 

@@ -28,7 +28,7 @@ LRSchedule = Literal["linear", "cosine", "constant"]
 
 @dataclass(frozen=True)
 class RolloutSummaryExportConfig:
-    """What the cookbook's evaluators are told of the file of their rollouts.
+    """The file of rollouts that the cookbook's evaluators get.
 
     planish's loop writes these files itself and gives its evaluators no such argument.
     """
@@ -40,5 +40,5 @@ class RolloutSummaryExportConfig:
 
 
 def compute_schedule_lr_multiplier(lr_schedule: LRSchedule, step: int, total_steps: int) -> float:
-    """The factor of the learning rate in step `step` (from 0) of `total_steps`."""
+    """Return the factor of the learning rate in step `step` (from 0) of `total_steps`."""
     return learning_rate_at(step, total_steps, 1.0, lr_schedule)

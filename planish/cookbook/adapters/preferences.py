@@ -30,15 +30,15 @@ class ComparisonDatasetBuilder(ComparisonBuilder):
     swap: bool = False
 
     def get_train_and_test_datasets(self) -> tuple[Any, Any]:
-        """The rows for training, and those for tests or None."""
+        """Return the rows for training, and those for tests or None."""
         raise NotImplementedError
 
     def example_to_labeled_comparison(self, example: dict[str, Any]) -> LabeledComparison | None:
-        """A row as a comparison; None leaves it out."""
+        """Return a row as a comparison; None leaves it out."""
         raise NotImplementedError
 
     def get_labeled_comparisons(self) -> tuple[Comparisons, Comparisons | None]:
-        """All comparisons, for training and for tests."""
+        """Return all comparisons, for training and for tests."""
         train, test = self.get_train_and_test_datasets()
         return self._read(train), None if test is None else self._read(test)
 
@@ -117,7 +117,7 @@ class PreferenceModelBuilderFromChatRenderer(PreferenceModelBuilder):
 
 
 def _of_transcript(text: str) -> list[dict[str, str]]:
-    """The messages of a transcript with "Human:" and "Assistant:" turns."""
+    """Return the messages of a transcript with "Human:" and "Assistant:" turns."""
     messages: list[dict[str, str]] = []
     for part in text.split("\n\nHuman: ")[1:]:
         said, *answers = part.split("\n\nAssistant: ")

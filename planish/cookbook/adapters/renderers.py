@@ -62,7 +62,9 @@ def get_renderer(
 
 
 def ensure_text(content: Any) -> str:
-    """The text of a message's content: a string, or one text part. UserError for anything else."""
+    """Return the text of a message's content: a string, or one text part. UserError for anything
+    else.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, Sequence) and len(content) == 1 and content[0].get("type") == "text":
@@ -71,7 +73,7 @@ def ensure_text(content: Any) -> str:
 
 
 def format_content_as_string(content: Any, separator: str = "\n") -> str:
-    """The content as text for people: thinking parts in <think> tags."""
+    """Return the content as text for people: thinking parts in <think> tags."""
     if isinstance(content, str):
         return content
     return separator.join(

@@ -14,13 +14,13 @@ DEFAULT_RUNS_DIR = "~/tinker-runs"
 
 
 def runs_path(*parts: str) -> str:
-    """A path below $TINKER_COOKBOOK_RUNS_DIR, or ~/tinker-runs."""
+    """Return a path below $TINKER_COOKBOOK_RUNS_DIR, or ~/tinker-runs."""
     home = Path(os.environ.get(RUNS_DIR_ENV_VAR) or DEFAULT_RUNS_DIR)
     return str(home.expanduser().joinpath(*parts))
 
 
 def model_name_from_argv(argv: list[str], default: str) -> str:
-    """The last model_name=NAME among the arguments, or `default`."""
+    """Return the last model_name=NAME among the arguments, or `default`."""
     given = [word.removeprefix("model_name=") for word in argv if word.startswith("model_name=")]
     return given[-1] if given else default
 

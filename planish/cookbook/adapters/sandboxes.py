@@ -1,4 +1,4 @@
-"""Interfaces of the cookbook's sandboxes; those of others are refused."""
+"""Interfaces of the cookbook's sandboxes. Sandboxes of other providers are rejected."""
 
 from enum import StrEnum
 from typing import Any, Protocol, runtime_checkable
@@ -26,7 +26,7 @@ class SandboxTerminatedError(PlanishError):
 
 @chz.chz
 class SandboxResult:
-    """What a command in a sandbox gave."""
+    """The result of a command in a sandbox."""
 
     stdout: str
     stderr: str
@@ -36,7 +36,7 @@ class SandboxResult:
 
 @runtime_checkable
 class SandboxInterface(Protocol):
-    """What environments of the cookbook ask of a sandbox that their user brings."""
+    """The methods that the cookbook's environments need in a sandbox of their user."""
 
     @property
     def sandbox_id(self) -> str: ...

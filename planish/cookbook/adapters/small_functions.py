@@ -24,7 +24,7 @@ def safezip(*iterables: Iterable[Any]) -> Iterator[tuple[Any, ...]]:
 
 
 def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
-    """What MODULE:NAME names; a bare NAME is one of `default_module`."""
+    """Return the object MODULE:NAME. A bare NAME is looked up in `default_module`."""
     module, colon, name = path_to_func.rpartition(":")
     if not colon:
         module = default_module or ""
@@ -34,7 +34,7 @@ def lookup_func(path_to_func: str, default_module: str | None = None) -> Any:
 
 
 def dict_mean(list_of_dicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """The mean of each key over the dictionaries that have it with a number."""
+    """Return the mean of each key over the dictionaries that have it with a number."""
     values: dict[str, list[float]] = {}
     for each in list_of_dicts:
         for key, value in each.items():
@@ -44,7 +44,7 @@ def dict_mean(list_of_dicts: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def all_same(xs: Sequence[Any]) -> bool:
-    """Whether all elements are equal."""
+    """Return whether all elements are equal."""
     return all(x == xs[0] for x in xs)
 
 

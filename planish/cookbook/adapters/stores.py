@@ -17,7 +17,7 @@ class LocalStorage:
         self.root = Path(root).expanduser()
 
     def read(self, path: str) -> bytes:
-        """The bytes of a file."""
+        """Return the bytes of a file."""
         return (self.root / path).read_bytes()
 
     def write(self, path: str, data: bytes) -> None:
@@ -34,7 +34,7 @@ class LocalStorage:
             file.write(data)
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or directory."""
+        """Return whether there is such a file or directory."""
         return (self.root / path).exists()
 
     def url(self, path: str = "") -> str:
@@ -43,7 +43,7 @@ class LocalStorage:
 
 
 def storage_from_uri(uri: str, **options: Any) -> LocalStorage:
-    """The directory of a path or a file:// URI. UnsupportedError for another scheme."""
+    """Return the directory of a path or a file:// URI. UnsupportedError for another scheme."""
     parsed = urlparse(uri)
     if parsed.scheme not in ("", "file"):
         raise UnsupportedError(f"{uri}: only directories of this machine are read and written")
@@ -58,11 +58,11 @@ class TrainingRunStore:
         self.directory = root / prefix
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The rows of metrics.jsonl."""
+        """Return the rows of metrics.jsonl."""
         return list(self._rows(METRICS))
 
     def read_checkpoints(self) -> list[dict[str, Any]]:
-        """The rows of checkpoints.jsonl."""
+        """Return the rows of checkpoints.jsonl."""
         return list(self._rows(CHECKPOINTS))
 
     def _rows(self, name: str) -> Iterator[dict[str, Any]]:

@@ -86,7 +86,7 @@ class SupervisedDatasetFromHFDataset(SupervisedDataset):
         self._data_of = flatmap_fn or (lambda row: [map_fn(row)])  # type: ignore[misc]
 
     def get_batch(self, index: int) -> list[Datum]:
-        """The datums of the rows of batch `index`."""
+        """Return the datums of the rows of batch `index`."""
         begin = index * self.batch_size
         end = min(begin + self.batch_size, len(self._epoch))
         rows = self._epoch.select(range(begin, end)).to_list()
@@ -125,7 +125,7 @@ class StreamingSupervisedDatasetFromHFDataset(SupervisedDataset):
         self.set_epoch(0)
 
     def get_batch(self, index: int) -> list[Datum]:
-        """The datums of batch `index`, which must not be before the last one asked for."""
+        """Return the datums of batch `index`, which must not be before the last one asked for."""
         if index < self._next:
             raise UserError(f"batch {index} of a stream is past; batches are read in their order")
         for _ in range((index - self._next) * self.batch_size):

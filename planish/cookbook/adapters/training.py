@@ -37,7 +37,7 @@ class RLConfig(rl.Config):
     span_chart_every: int = 0
 
     def training_loss_fn(self) -> str:
-        """The loss of the run: that of async_config, if it has one."""
+        """Return the loss of the run: that of async_config, if it has one."""
         return getattr(self.async_config, "loss_fn", self.loss_fn)
 
 
@@ -83,7 +83,7 @@ def _client(config: Any) -> ServiceClient:
 
 
 def _placed(config: Any, **changes: Any) -> Any:
-    """The options as planish's loops take them. UnsupportedError for what they do not have."""
+    """Return the options of planish's loops. UnsupportedError for options that they lack."""
     for name, remedy in _NOT_SERVED.items():
         if getattr(config, name, 0):
             raise UnsupportedError(f"{name}={getattr(config, name)}: {remedy}")
@@ -123,7 +123,7 @@ async def train_on_policy(config: OnPolicyConfig) -> Path:
 async def run_evaluations_parallel(
     evaluators: Sequence[Any], sampling_client: Any, config: Any, i_batch: int, store: Any = None
 ) -> dict[str, Any]:
-    """The metrics of all evaluators, asked at once."""
+    """Return the metrics of all evaluators, asked at once."""
     if store is not None:
         raise UnsupportedError("store: metrics go to the run's own log alone; leave it out")
     found = await asyncio.gather(*(evaluator(sampling_client) for evaluator in evaluators))
