@@ -99,8 +99,8 @@ class LabelGradient:
 
 def expected_preference(label_logprobs: Sequence[float], temperature: float = 1.0) -> float:
     """Return P(B) - P(A), where the probabilities of A, B and Tie are normalised to sum to 1."""
-    peak = max(label_logprobs)
-    a, b, tie = (math.exp((logprob - peak) / temperature) for logprob in label_logprobs)
+    largest = max(label_logprobs)
+    a, b, tie = (math.exp((logprob - largest) / temperature) for logprob in label_logprobs)
     return (b - a) / (a + b + tie)
 
 

@@ -77,7 +77,7 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         learned = (
             without_ties(train)
             if self.kind == "bradley_terry"
-            else in_drawn_order(train, self.shuffle_seed)
+            else shuffled(train, self.shuffle_seed)
         )
         return split_by_prompt(
             learned, without_ties(test), self.calibration_size, self.shuffle_seed
@@ -93,7 +93,7 @@ def check_form(comparisons: Sequence[LabeledComparison], form: Form, split: str)
             raise UserError(f"{split} comparison {number}: {error}") from error
 
 
-def in_drawn_order(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
+def shuffled(comparisons: Sequence[LabeledComparison], seed: int) -> list[LabeledComparison]:
     """Return the comparisons, each of them swapped with probability 1/2; `seed` decides which."""
     generator = random.Random(f"order:{seed}")
     return [labeled.swap() if generator.random() < 0.5 else labeled for labeled in comparisons]

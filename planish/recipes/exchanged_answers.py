@@ -41,8 +41,8 @@ def exchanges(answered: Sequence[QuestionWithAnswer], seed: int) -> list[Exchang
     of questions with the same answer are left out.
     """
     generator = random.Random(f"exchange:{seed}")
-    drawn = generator.sample(list(answered), len(answered))
-    by_length = sorted(drawn, key=lambda each: len(each.answer))
+    shuffled = generator.sample(list(answered), len(answered))
+    by_length = sorted(shuffled, key=lambda each: len(each.answer))
     partners = zip(by_length[::2], by_length[1::2], strict=False)
     found = [exchange(one, other) for one, other in partners if one.answer != other.answer]
     return generator.sample(found, len(found))

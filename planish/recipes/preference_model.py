@@ -153,15 +153,15 @@ def comparisons(options: Options) -> ComparisonBuilder:
         )
     if options.test_size is None:
         raise UserError("test_size=none: only a dataset has a test split of its own; give a number")
-    drawn = {"test_size": options.test_size, "seed": options.seed}
+    split = {"test_size": options.test_size, "seed": options.seed}
     if options.pairs == "solutions":
         training_run.refuse(
             options, ("largest",), "is for pairs=courtesy and pairs=sums; leave it out"
         )
-        return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **drawn)
+        return ExchangedSolutionsBuilder(questions=options.questions or QUESTIONS, **split)
     training_run.refuse(options, ("questions",), "is for pairs=solutions; leave it out")
     builder = ExchangedSumsBuilder if options.pairs == "sums" else CourteousAnswersBuilder
-    return builder(largest=LARGEST if options.largest is None else options.largest, **drawn)
+    return builder(largest=LARGEST if options.largest is None else options.largest, **split)
 
 
 if __name__ == "__main__":

@@ -68,15 +68,15 @@ def _example(largest: int, is_right: bool, generator: random.Random) -> list[Mes
     """Return one conversation. Wrong results are close to the right one, so that a judge that reads
     only the first digit gets a high loss.
     """
-    drawn = Sum(generator.randint(0, largest), generator.randint(0, largest))
+    problem = Sum(generator.randint(0, largest), generator.randint(0, largest))
     near = [
         result
-        for result in range(max(0, drawn.answer - NEAR), drawn.answer + NEAR + 1)
-        if result != drawn.answer
+        for result in range(max(0, problem.answer - NEAR), problem.answer + NEAR + 1)
+        if result != problem.answer
     ]
-    result = drawn.answer if is_right else generator.choice(near)
-    answer = generator.choice(FORMS).format(left=drawn.left, right=drawn.right, result=result)
-    row = rubric_of(drawn, shown_verdicts=0)
+    result = problem.answer if is_right else generator.choice(near)
+    answer = generator.choice(FORMS).format(left=problem.left, right=problem.right, result=result)
+    row = rubric_of(problem, shown_verdicts=0)
     [criterion] = row.criteria
     assert criterion.is_met(answer) == is_right
     return [

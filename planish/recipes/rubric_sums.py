@@ -30,50 +30,52 @@ def drawn_rubrics(
         raise UserError(
             f"test_size={test_size}: there are {len(sums)} sums; give fewer, or a larger largest"
         )
-    held_out = [generator.choice((drawn, swapped(drawn))) for drawn in sums[:test_size]]
+    held_out = [generator.choice((problem, swapped(problem))) for problem in sums[:test_size]]
     shown = list(
-        dict.fromkeys(order for drawn in sums[test_size:] for order in (drawn, swapped(drawn)))
+        dict.fromkeys(
+            order for problem in sums[test_size:] for order in (problem, swapped(problem))
+        )
     )
     return RubricRows(
-        [rubric_of(drawn, shown_verdicts) for drawn in shown],
-        [rubric_of(drawn, shown_verdicts) for drawn in held_out],
+        [rubric_of(problem, shown_verdicts) for problem in shown],
+        [rubric_of(problem, shown_verdicts) for problem in held_out],
     )
 
 
-def swapped(drawn: Sum) -> Sum:
+def swapped(problem: Sum) -> Sum:
     """Return the sum with its numbers in the other order."""
-    return Sum(drawn.right, drawn.left)
+    return Sum(problem.right, problem.left)
 
 
-def rubric_of(drawn: Sum, shown_verdicts: int) -> RubricRow:
+def rubric_of(problem: Sum, shown_verdicts: int) -> RubricRow:
     """Return the rubric of a sum, with `shown_verdicts` example verdicts."""
-    messages: list[Message] = [*exchange(SHOWN[0]), {"role": "user", "content": drawn.question}]
+    messages: list[Message] = [*exchange(SHOWN[0]), {"role": "user", "content": problem.question}]
     criterion = Criterion(
-        f"Does the answer say that the result is {drawn.answer}?",
+        f"Does the answer say that the result is {problem.answer}?",
         name="result",
         word_scores=WORDS,
-        examples=verdicts(drawn)[:shown_verdicts],
-        truth_regex=rf"(?<!\d){drawn.answer}\D*\Z",
+        examples=verdicts(problem)[:shown_verdicts],
+        truth_regex=rf"(?<!\d){problem.answer}\D*\Z",
     )
     return RubricRow(tuple(messages), (criterion,))
 
 
-def verdicts(drawn: Sum) -> tuple[Example, ...]:
+def verdicts(problem: Sum) -> tuple[Example, ...]:
     """Return answers to the same sum with their verdicts. Without these examples the embedded model
     writes no verdict at all.
     """
-    equation = f"{drawn.left} + {drawn.right} ="
+    equation = f"{problem.left} + {problem.right} ="
     results = (
-        drawn.answer,
-        drawn.answer + 1,
-        drawn.answer + 10,
-        drawn.answer,
-        abs(drawn.answer - 2),
+        problem.answer,
+        problem.answer + 1,
+        problem.answer + 10,
+        problem.answer,
+        abs(problem.answer - 2),
     )
     return tuple(
         Example(
             f"{equation} {result}" if number % 2 == 0 else f"{result}",
-            verdict(result == drawn.answer),
+            verdict(result == problem.answer),
         )
         for number, result in enumerate(results)
     )

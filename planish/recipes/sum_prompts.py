@@ -25,8 +25,8 @@ def generated_sum_prompts(
     }
     rng = random.Random(f"prompts:{seed}")
     prefix = [dict(message) for message in shown_exchanges()] if shows_examples else []
-    drawn = (random_sum(rng, max_operand, held_out) for _ in range(count))
-    return [[*prefix, {"role": "user", "content": problem.question}] for problem in drawn]
+    problems = (random_sum(rng, max_operand, held_out) for _ in range(count))
+    return [[*prefix, {"role": "user", "content": problem.question}] for problem in problems]
 
 
 def sum_test(

@@ -154,6 +154,6 @@ def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:
 def random_sum(rng: random.Random, max_operand: int, held_out: Set[tuple[int, int]]) -> Sum:
     """Return a random sum of numbers up to `max_operand` whose pair is not in `held_out`."""
     while True:
-        drawn = Sum(rng.randint(0, max_operand), rng.randint(0, max_operand))
-        if drawn.pair not in held_out:
-            return drawn
+        candidate = Sum(rng.randint(0, max_operand), rng.randint(0, max_operand))
+        if candidate.pair not in held_out:
+            return candidate

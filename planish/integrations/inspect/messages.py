@@ -90,7 +90,7 @@ def _before(text: str, stop: Sequence[str]) -> str:
 def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
     """Return the logprob of each sampled token, including the token that ends the message."""
     tops = sequence.topk_logprobs or [None] * len(sequence.tokens)
-    drawn = zip(sequence.tokens, sequence.logprobs, tops, strict=True)
+    sampled = zip(sequence.tokens, sequence.logprobs, tops, strict=True)
     return [
         Logprob(
             token=_text(renderer, token),
@@ -102,7 +102,7 @@ def _logprobs(sequence: SampledSequence, renderer: Renderer) -> list[Logprob]:
             if top
             else None,
         )
-        for token, logprob, top in drawn
+        for token, logprob, top in sampled
     ]
 
 

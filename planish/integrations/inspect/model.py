@@ -84,7 +84,7 @@ class PlanishAPI(ModelAPI):
             sampling_params=sampling_params(config, room, self._stop(config.stop_seqs or [])),
             topk_sample_logprobs=(config.top_logprobs or 0) if config.logprobs else 0,
         )
-        drawn = sum(len(sequence.tokens) for sequence in response.sequences)
+        sampled = sum(len(sequence.tokens) for sequence in response.sequences)
         cached = response.prompt_cache_hit_tokens
         return ModelOutput(
             model=self.model_name,
@@ -101,8 +101,8 @@ class PlanishAPI(ModelAPI):
             ],
             usage=ModelUsage(
                 input_tokens=prompt.length - cached,
-                output_tokens=drawn,
-                total_tokens=prompt.length + drawn,
+                output_tokens=sampled,
+                total_tokens=prompt.length + sampled,
                 input_tokens_cache_read=cached,
             ),
             time=time.monotonic() - began,
