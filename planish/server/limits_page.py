@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from planish.server.openai import requests
+from planish.server.openai.models import CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
 from planish.server.openai.openapi import openapi
 from planish.server.openai.requests import MAX_OPTION_BYTES
 from planish.server.request_limits import BODIES, JSON_LIMITS, PROTOBUF_LIMITS, Limit
@@ -86,8 +87,11 @@ def page() -> str:
         "## Requests of OpenAI clients\n",
         "The JSON of one parameter has at most "
         f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and `prompt` has at most as",
-        "many characters as the model's context can hold, which is its length times the longest token",
-        "of the vocabulary; of all prompts together 8 Mi characters, if that is more.\n",
+        f"many characters as the model's context can hold, counting {CHARACTERS_PER_TOKEN} for each "
+        "token, or those of the",
+        "longest token of the vocabulary if they are fewer; of all prompts together 8 Mi characters,",
+        f"if that is more. Bodies of {TEXT_AT_ONCE >> 20} MiB together are tokenized at once; the",
+        "others wait for their tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]

@@ -69,6 +69,7 @@ server closed them first, a client might send a request on a connection that is 
 """
 _BACKLOG = 2048
 """Connections that the kernel keeps until the server accepts them."""
+_FEW_CONNECTIONS = 512
 _ACCEPTED_AT_ONCE = 64
 """Connections that asyncio accepts before the server can count them. It is less than
 `RESERVED_FILES`, so that a burst does not use up the open files.
@@ -108,6 +109,12 @@ def serve(options: ServeOptions) -> int:
     set_up_logging(options.log_format, options.log_level)
     prepared = _prepared(options)
     connections = ConnectionTable(ConnectionLimits.of_files(raise_file_limit()))
+    if connections.limits.total < _FEW_CONNECTIONS:
+        _log.warning(
+            "only %d connections fit into this process's limit of open files, and each waiting "
+            "request holds one; raise the limit (ulimit -Hn, LimitNOFILE of systemd)",
+            connections.limits.total,
+        )
     with _listener(options.host, options.port) as listener:
         _log_plan(prepared)
         if options.hub_tokenizers:

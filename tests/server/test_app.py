@@ -387,6 +387,32 @@ def test_a_stalled_body_is_rejected(client: TestClient, monkeypatch):
     assert state.body_budget.used == 0
 
 
+@pytest.mark.parametrize("rate", [1e9, 1.0])
+def test_a_body_that_trickles_in_is_rejected(client: TestClient, monkeypatch, rate: float):
+    monkeypatch.setattr(context, "_STALL_SECONDS", 0.1)
+    monkeypatch.setattr(context, "_MIN_BODY_RATE", rate)
+    state, pieces = client.app.state.http, [b"x"] * 10  # type: ignore[attr-defined]
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.03)  # never long enough for a stall
+        piece = pieces.pop()
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    async def read() -> bytes:
+        request = Request({"type": "http", "method": "POST", "headers": []}, receive)
+        async with context.RequestContext(request, state, Tenant("alice")).body(
+            context.SMALL_BODY
+        ) as body:
+            return body
+
+    if rate == 1.0:
+        assert asyncio.run(read()) == 10 * b"x"
+    else:
+        with pytest.raises(Unavailable, match="less than 1e.09 bytes per second"):
+            asyncio.run(read())
+        assert pieces
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[]", b"\xff\xfe", b'{"session_id": 3}', b'{"session_id": "../x"}']
 )

@@ -238,6 +238,7 @@ def test_idle_connections_keep_no_tenant_out_and_no_save_fails(server: ServerPro
             result(post("/save_weights", save))
         assert time.monotonic() - begun < 20
     assert not any("Too many open files" in line for line in server.output)
+    assert any("only 108 connections" in line for line in server.output)
 
 
 @pytest.mark.slow

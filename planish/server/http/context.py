@@ -247,7 +247,7 @@ class RequestContext:
                 size += len(piece)
                 if time.monotonic() - begun > _STALL_SECONDS + size / _MIN_BODY_RATE:
                     raise Unavailable(
-                        f"the body arrived at less than {_MIN_BODY_RATE} bytes per second; send the "
+                        f"the body arrived at less than {_MIN_BODY_RATE:g} bytes per second; send the "
                         "request again over a faster connection",
                         1.0,
                     )
