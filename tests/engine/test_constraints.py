@@ -13,11 +13,13 @@ import pytest
 import regex
 import torch
 
+import planish
 from planish.engine.sampling import grammars as grammars_module
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
+from planish.model.sources import DEFAULT_MODEL
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model
 from planish.tokenizer import load_tokenizer
@@ -408,3 +410,34 @@ def test_the_byte_tokenizer_has_no_end_of_text_token(tmp_path):
     assert np.flatnonzero(allowed).tolist() == [ord("a")]
     assert is_complete
     assert len(tokenizer) == before
+
+
+@pytest.mark.slow
+def test_the_embedded_model_writes_valid_json_at_temperature_1():
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 20, "pattern": "^[A-Z]"},
+            "born": {"type": "string", "format": "date"},
+            "height": {"type": "number", "minimum": 0, "maximum": 3},
+            "pets": {
+                "type": "array",
+                "items": {"anyOf": [{"enum": ["cat", "dog"]}, {"type": "null"}]},
+                "maxItems": 3,
+            },
+        },
+        "required": ["name", "pets"],
+        "additionalProperties": False,
+    }
+    with planish.ServiceClient() as service_client:
+        client = service_client.create_sampling_client(base_model=DEFAULT_MODEL)
+        tokenizer = client.get_tokenizer()
+        prompt = ModelInput.from_ints(tokenizer.encode("A person, as JSON:\n"))
+        constraint = Constraint("json_schema", json.dumps(schema))
+        params = SamplingParams(max_tokens=200, seed=0, constraint=constraint)
+        response = client.sample(prompt, 100, params).result()
+        finished = [s for s in response.sequences if s.stop_reason == "stop"]
+        assert len(finished) >= 90  # a number may have any count of digits
+        for sequence in finished:
+            written = json.loads(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+            jsonschema.validate(written, schema, format_checker=jsonschema.FormatChecker())
