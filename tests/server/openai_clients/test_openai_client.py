@@ -63,7 +63,7 @@ def test_other_constraints_hold_for_chats_and_texts(client, options, texts):
 
 @pytest.mark.parametrize("options", [{"regex": "("}, {"grammar": "start: other"}])
 def test_an_invalid_constraint_is_rejected(client, options):
-    with pytest.raises(openai.BadRequestError, match="constraint"):
+    with pytest.raises(openai.BadRequestError, match="structured_outputs of kind"):
         client.completions.create(
             model=MODEL, prompt="x", extra_body={"structured_outputs": options}
         )
