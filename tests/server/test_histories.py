@@ -1,0 +1,42 @@
+"""Short generated histories (history_run.py), and faults that their checks must find."""
+
+import asyncio
+from collections import Counter
+
+import pytest
+from disk_shim import compiler
+from history_run import Contract, Outcome, checked, differences, play
+from wire_client import Refused
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
+    counts = asyncio.run(checked(model_dir, tmp_path, seed=1, length=25, faults=20))
+    assert counts["kill"] + counts["power loss"] >= 2
+    assert counts["answers"] > 40
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(compiler() is None, reason="needs a C compiler")
+def test_a_history_on_a_disk_that_ignores_syncs_breaks_the_contract(model_dir, tmp_path):
+    with pytest.raises((AssertionError, Refused)):
+        asyncio.run(play(model_dir, tmp_path, 1, 15, 20, ignores_syncs=True))
+
+
+def test_a_sampler_must_repeat_itself():
+    contract = Contract()
+    contract.check_sample("one", 1, [1, 2])
+    contract.check_sample("one", 1, [1, 2])
+    contract.check_sample("one", 2, [3])
+    with pytest.raises(AssertionError, match="another sample for seed 1"):
+        contract.check_sample("one", 1, [1, 3])
+
+
+def test_differences_from_the_run_without_faults_are_named():
+    expected = Outcome([{"step 1": 0.5, "step 2": 1.0}], [{"master": b"12"}], Counter())
+    assert differences(expected, expected) == []
+    seen = Outcome([{"step 1": 0.5, "step 3": 1.0}], [{"master": b"13"}], Counter())
+    assert differences(seen, expected) == ["client 0: step 2", "client 0: step 3", "state 0"]
