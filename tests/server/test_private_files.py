@@ -11,6 +11,8 @@ from server_client import Client, run, running
 
 from planish.engine.checkpoints import store as checkpoint_store
 from planish.server.durable.store import BODIES, DATABASE, Store
+from planish.server.results import Failed
+from planish.service import SaveWeights
 
 
 @pytest.fixture
@@ -68,11 +70,45 @@ def test_the_first_save_of_a_run_syncs_its_new_directory_entries(model_dir, data
             for directory in (segment, *segment.parents[:3]):
                 assert directory in synced, directory
             # Each of them is synced again after the rename: a killed process may have made it.
-            assert synced[-3:] == [segment, segment.parent, checkpoints]
+            assert synced[-4:] == [segment, segment.parent, checkpoints, data_dir]
             synced.clear()
             await server.checkpoints.delete(
                 model.client.tenant, f"tinker://{model.model_id}/weights/a"
             )
             assert segment in synced
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("failing", ["data", "checkpoints"])
+def test_a_save_after_a_failed_sync_syncs_the_directories_that_were_left(
+    model_dir, data_dir, monkeypatch, failing
+):
+    synced: list[str] = []
+    fails = False
+    sync = checkpoint_store.sync
+
+    def spy(path: Path) -> None:
+        if fails and path.name == failing:
+            raise OSError(5, "Input/output error")
+        synced.append(path.name)
+        sync(path)
+
+    monkeypatch.setattr(checkpoint_store, "sync", spy)
+    monkeypatch.setattr("planish.files.sync", spy)
+
+    async def scenario() -> None:
+        nonlocal fails
+        async with running(model_dir, data_dir) as server:
+            model = await (await Client.start(server)).model()
+            fails = True
+            request = await model.submit(SaveWeights(model.model_id, "a"))
+            answer = await model.client.answer(request)
+            assert isinstance(answer, Failed)
+            assert "Input/output error" in answer.message
+            fails = False
+            synced.clear()
+            await model.save("a")
+            assert {"data", "checkpoints", model.model_id, "weights"} <= set(synced)
 
     run(scenario())

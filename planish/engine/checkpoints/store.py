@@ -530,9 +530,11 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
     os.rename(temporary, target)
-    # A process that was killed may have made the run's directories without syncing their entries.
-    for directory in target.parents[:3]:
-        sync(directory)
+    # A process that was killed, or whose sync failed, may have made the run's directories or the
+    # data directory without syncing their entries.
+    for directory in target.parents[:4]:
+        with suppress(PermissionError):  # an unreadable parent of the data directory was not made
+            sync(directory)
     shutil.rmtree(previous, ignore_errors=True)
 
 
