@@ -439,5 +439,5 @@ def test_the_embedded_model_writes_valid_json_at_temperature_1():
         finished = [s for s in response.sequences if s.stop_reason == "stop"]
         assert len(finished) >= 90  # a number may have any count of digits
         for sequence in finished:
-            written = json.loads(tokenizer.decode(sequence.tokens, skip_special_tokens=True))
+            written = json.loads(str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)))
             jsonschema.validate(written, schema, format_checker=jsonschema.FormatChecker())
