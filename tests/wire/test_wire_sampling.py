@@ -17,6 +17,7 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import Sample
 from planish.tensors import TensorData
 from planish.types import (
+    MAX_STOP_BYTES,
     Constraint,
     ModelInput,
     PromptAltTokens,
@@ -35,11 +36,13 @@ from planish.wire.sampling import (
     sample_response_to_message,
 )
 
+# A character has at most 4 bytes in UTF-8.
+STOP_STRINGS = st.text(min_size=1, max_size=MAX_STOP_BYTES // 4)
 STOPS = st.one_of(
     st.none(),
-    st.text(min_size=1),
+    STOP_STRINGS,
     st.lists(TOKENS, max_size=3),
-    st.lists(st.text(min_size=1), max_size=3),
+    st.lists(STOP_STRINGS, max_size=3),
 )
 PARAMS = st.builds(
     SamplingParams,

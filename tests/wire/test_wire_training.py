@@ -242,9 +242,9 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
         {f"t{n}": TensorData([], "int64") for n in range(tensors)},
     )
     operation = ForwardBackward("m", [one] * datums, "cross_entropy")
-    message = training.parse_forward_backward(training.forward_backward_to_message(operation, 1))
+    data = training.forward_backward_to_message(operation, 1)
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
-        training.forward_backward_from_message(message)
+        training.forward_backward_from_message(training.parse_forward_backward(data))
     body = orjson.dumps(forward_backward_to_json(operation, 1))
     with pytest.raises(UserError, match="more than 100 datums, chunks of tokens and tensors"):
         training.forward_backward_from_json(Fields.of(body), False)
