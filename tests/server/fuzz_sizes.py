@@ -70,7 +70,7 @@ class Report:
 
     @property
     def requests(self) -> int:
-        return sum(self.statuses.values())
+        return sum(self.statuses.values()) - self.statuses["reconnected"]
 
     def latencies(self) -> list[str]:
         """Return a line for each kind of request of the second tenant."""
@@ -263,7 +263,15 @@ def _shot(request: FullRequest, body: bytes, is_packed: bool) -> Shot:
 
 async def _send(connection: Connection, shot: Shot, what: str, report: Report) -> None:
     try:
-        answer = await connection.context(shot)
+        try:
+            answer = await connection.context(shot)
+        except asyncio.IncompleteReadError as error:
+            if error.partial:
+                raise
+            # The server closed the connection while this program was busy for longer than the
+            # keep-alive timeout. Clients open another one then.
+            report.statuses["reconnected"] += 1
+            answer = await connection.context(shot)
     except (Hanging, OSError, EOFError, ValueError) as error:
         report.statuses[type(error).__name__] += 1
         report.faults.append(f"{type(error).__name__} {error}: {what}")

@@ -1,0 +1,19 @@
+"""A little of the fuzzer of sizes and counts; tests/server/fuzz_sizes.py does it hundreds of times as
+long.
+"""
+
+from pathlib import Path
+
+import pytest
+from fuzz_sizes import fuzz
+
+pytestmark = pytest.mark.slow
+
+
+def test_oversized_requests_are_answered_or_rejected(tmp_path: Path):
+    report = fuzz(tmp_path, count=400, seed=2, connections=4, idle_seconds=2.0)
+    assert report.faults == []
+    assert report.requests >= 400
+    assert report.statuses["400"] > 100
+    assert len(report.fields) > 150
+    assert min(map(len, report.busy.values())) > 0
