@@ -14,6 +14,6 @@ def test_oversized_requests_are_answered_or_rejected(tmp_path: Path):
     report = fuzz(tmp_path, count=400, seed=2, connections=4, idle_seconds=2.0)
     assert report.faults == []
     assert report.requests >= 400
-    assert report.statuses["400"] > 100
+    assert report.statuses["400"] > 50
     assert len(report.fields) > 150
     assert min(map(len, report.busy.values())) > 0
