@@ -47,6 +47,8 @@ _SHOWN_TOKENS = 16
 
 _MIN_TEMPERATURE = 1e-30
 """Logits up to 3e8, divided by this temperature, still fit in float32."""
+_MAX_TEMPERATURE = 1e30
+"""Temperatures are float32 in the sampler."""
 _SEED = "a whole number from -2**63 to 2**64 - 1, or None"
 """The seeds that torch's generators accept, for error messages."""
 
@@ -366,7 +368,7 @@ class SamplingParams:
             _keep_whole(self, "max_tokens", "a whole number of at least 1, or None", low=1)
         if self.seed is not None:
             _keep_whole(self, "seed", _SEED, high=2**64 - 1)
-        _keep_number(self, "temperature", low=0.0)
+        _keep_number(self, "temperature", low=0.0, high=_MAX_TEMPERATURE)
         if 0 < self.temperature < _MIN_TEMPERATURE:
             raise UserError(
                 f"SamplingParams.temperature={self.temperature!r}: dividing the logits by it overflows; give 0 for greedy decoding, "

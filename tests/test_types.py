@@ -247,6 +247,7 @@ def test_torch_round_trip(dtype):
         (SamplingParams, {"stop": [1] * (MAX_STOP_TOKENS + 1)}),
         (SamplingParams, {"stop": itertools.repeat("x")}),
         (SamplingParams, {"temperature": 1e-38}),
+        (SamplingParams, {"temperature": 1e31}),
         (SamplingParams, {"stop_token_ids": ["x"]}),
         (SamplingParams, {"stop_token_ids": "x"}),
         (SamplingParams, {"stop_token_ids": [1] * (MAX_STOP_TOKENS + 1)}),

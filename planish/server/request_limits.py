@@ -245,7 +245,7 @@ _PARAMS = {
         covers_all_within=True,
     ),
     "sampling_params.temperature": Limit(
-        "0, or 1e-30 to the limit of float64", "temperature", [0, 1e-30, 1e308], [-1, 1e-31]
+        "0, or 1e-30 to 1e30", "temperature", [0, 1e-30, 1e30], [-1, 1e-31, 1e31]
     ),
     "sampling_params.top_k": Limit("-1, or 1 to 2^63 - 1", "top_k", [-1, 1, MAX_INT64], [0, -2]),
     "sampling_params.top_p": number(1e-320, 1, "above 0 and at most 1", 0, 1.1),
