@@ -69,7 +69,6 @@ async def chat_completions(
 ) -> Response:
     """Answer a chat request, streamed or in one body."""
     options = read_request(ChatRequest, fields)
-    options.check()
     model = await models.find(tenant, options.model)
     chat = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size([chat.operation], chat.model.texts.max_context)
@@ -329,7 +328,9 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
         message["role"] = "system"
     if message.get("role") != "tool":
         message.pop("name", None)  # the name of a participant; no format here writes it
-    thought = message.pop("reasoning_content", None)
+    # vLLM and its clients also call it `reasoning`.
+    thoughts = [message.pop(name, None) for name in ("reasoning_content", "reasoning")]
+    thought = thoughts[0] or thoughts[1]
     if thought:
         message["content"] = [
             {"type": "thinking", "thinking": thought},

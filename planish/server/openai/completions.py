@@ -68,7 +68,6 @@ async def completions(
 ) -> Response:
     """Answer a completion request, streamed or in one body."""
     options = read_request(CompletionRequest, fields)
-    options.check()
     model = await models.find(tenant, options.model)
     completion = await models.tokenizing(tenant, request, lambda: _parsed(model, options))
     check_size(completion.operations, completion.model.texts.max_context)

@@ -32,7 +32,9 @@ _TEXT_TOKENS = 16
 
 
 def _whole(value: Any) -> Any:
-    """A client whose language has no integers may write 3 as 3.0."""
+    """Return a float such as 3.0 as an integer: a client whose language has no integers may send
+    one.
+    """
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
     return value
@@ -117,6 +119,9 @@ class Request(Part):
 
     neutral: ClassVar[Neutral] = {}
     model: Annotated[str, Field(description="A base model's name, or a checkpoint's path.")]
+
+    def check(self) -> None:
+        """Raise WrongParameterError if two parameters contradict each other."""
 
 
 class StreamOptions(Part):
@@ -247,7 +252,6 @@ class SampleRequest(Request):
             raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
 
     def check(self) -> None:
-        """Raise WrongParameterError if two parameters contradict each other."""
         if self.stream_options is not None and not self.stream:
             raise WrongParameterError("stream_options", "stream_options needs stream=true")
 
@@ -393,6 +397,7 @@ def read_request(kind: type[R], fields: Fields) -> R:
         request = kind.model_validate(values)
     except ValidationError as error:
         raise _wrong(values, error) from None
+    request.check()
     return request
 
 
