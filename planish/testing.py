@@ -26,6 +26,7 @@ from transformers import (
     MistralConfig,
     Qwen2Config,
     Qwen3Config,
+    SmolLM3Config,
 )
 
 from planish.tokenizer import save_tokenizer
@@ -39,6 +40,7 @@ CONFIGS = {
     "mistral": partial(MistralConfig, sliding_window=None),
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,7 +1,7 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3 and Gemma 3, because these
-families differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
+One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3, SmolLM3 and Gemma 3,
+because these families differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
 is rejected before any weight is read, and the error names the field. Required dimensions must be
 present; any other missing field takes the default of `transformers`. A `ModelConfig` does not
 contain the model's name, so the same architecture from the hub and from a GGUF file compares equal.
@@ -17,13 +17,14 @@ from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3"]
+Family = Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
 }
 """The family of each supported architecture, as config.json names the architecture."""
@@ -141,13 +142,17 @@ class ModelConfig:
     """
     local_rope: RopeConfig | None = None
     """RoPE of the layers with a window; None: `rope`, as in the other layers."""
+    layers_without_rope: tuple[int, ...] = ()
+    """The layers whose queries and keys are not rotated (SmolLM3)."""
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
         return self.windows[layer] if self.windows else None
 
-    def rope_of(self, layer: int) -> RopeConfig:
-        """Return the RoPE of a layer."""
+    def rope_of(self, layer: int) -> RopeConfig | None:
+        """Return the RoPE of a layer, or None if it has none."""
+        if layer in self.layers_without_rope:
+            return None
         has_own = self.local_rope is not None and self.window(layer) is not None
         return self.local_rope if has_own and self.local_rope is not None else self.rope
 
@@ -192,6 +197,8 @@ class ModelConfig:
             family = FAMILIES[MULTIMODAL.get(architecture, architecture)]
             if family == "gemma3":
                 fields = _GEMMA3_DEFAULTS | fields
+            elif family == "smollm3":
+                fields = {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, **fields}
             _refuse_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
@@ -373,8 +380,21 @@ def _from_fields(
         qk_norm=family in ("qwen3", "gemma3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
+        layers_without_rope=_layers_without_rope(fields) if family == "smollm3" else (),
         **(_gemma3_fields(fields) if family == "gemma3" else {}),
     )
+
+
+def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the layers without RoPE: those with 0 in SmolLM3's `no_rope_layers`."""
+    layers = _positive(fields, "num_hidden_layers")
+    interval = _positive({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
+    uses_rope = fields.get("no_rope_layers")
+    if uses_rope is None:
+        uses_rope = [(layer + 1) % interval != 0 for layer in range(layers)]
+    if not isinstance(uses_rope, list) or len(uses_rope) != layers:
+        raise TypeError(f"no_rope_layers is {uses_rope!r}, not a list with {layers} entries")
+    return tuple(layer for layer, uses in enumerate(uses_rope) if not uses)
 
 
 def _gemma3_fields(fields: Mapping[str, Any]) -> dict[str, Any]:

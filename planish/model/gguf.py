@@ -197,8 +197,9 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 def _config(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     # GGUF files of Mistral models give llama as their architecture, and store the rows of each head
-    # in llama's order.
-    architectures = {family: name for name, family in FAMILIES.items() if family != "mistral"}
+    # in llama's order. The order in files of SmolLM3 has not been verified.
+    unknown = ("mistral", "smollm3")
+    architectures = {family: name for name, family in FAMILIES.items() if family not in unknown}
     if source.architecture not in architectures:
         raise UnsupportedError(
             f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(architectures)}"

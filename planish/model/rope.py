@@ -32,8 +32,13 @@ class RotaryEmbedding:
     """A table of cos and sin for positions 0 .. max_context - 1: float32 [max_context, E/2]."""
 
     def __init__(
-        self, rope: RopeConfig, head_dim: int, max_context: int, device: torch.device
+        self, rope: RopeConfig | None, head_dim: int, max_context: int, device: torch.device
     ) -> None:
+        """`rope` None: rotations by an angle of 0, which leave every number as it is."""
+        if rope is None:
+            self.cos = torch.ones(max_context, head_dim // 2, device=device)
+            self.sin = torch.zeros_like(self.cos)
+            return
         angles = torch.outer(
             torch.arange(max_context, dtype=torch.float32), inverse_frequencies(rope, head_dim)
         )

@@ -42,7 +42,7 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "gemma3_text")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3", "gemma3_text")
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:

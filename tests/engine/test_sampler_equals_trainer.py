@@ -135,6 +135,7 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
         pytest.param("llama", {"layers": 6, "vocab_size": 320}, marks=pytest.mark.slow),
         ("qwen2", {"rope_scaling": YARN_SCALING}),
         ("qwen3", {"kv_heads": 4}),
+        ("smollm3", {}),
         ("gemma3", {"vocab_size": 320}),
     ],
 )

@@ -41,6 +41,7 @@ VARIANTS = [
     ("qwen2", {"rope_scaling": YARN_SCALING}),
     ("qwen3", {}),
     ("qwen3", {"tied": False, "head_dim": 32}),
+    ("smollm3", {"layers": 4}),
     ("gemma3", {"layers": 4}),
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "head_dim": 32}),
 ]
@@ -130,7 +131,7 @@ def test_yarn_frequencies_equal_transformers_bitwise(tmp_path, options):
     assert torch.equal(ours.sin, sin[0, :, :64])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "gemma3"])
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     tiny_model(tmp_path, family=family, layers=4)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -167,6 +168,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         ("mistral", LoraConfig(rank=3)),
         ("qwen2", LoraConfig(rank=5, train_attn=False, train_unembed=False)),
         ("qwen3", LoraConfig(rank=32)),
+        ("smollm3", LoraConfig(rank=6, train_mlp=False)),
         ("gemma3", LoraConfig(rank=4)),
     ],
 )
