@@ -152,7 +152,7 @@ def test_a_killed_process_resumes_with_the_same_samples(renderer, tmp_path):
     assert len(teacher.asked) == PROMPTS_AT_ONCE + 3
     again = Teacher(renderer)
     sample(again, prompts, path)
-    assert again.asked == [], "there is no question twice"
+    assert again.asked == [], "no prompt is sampled twice"
 
 
 def test_answers_are_on_disk_before_the_record_that_speaks_of_them(renderer, tmp_path, monkeypatch):
