@@ -78,7 +78,7 @@ def main() -> None:
 
         def decode(tokens: Sequence[int]) -> str:
             return tokenizer.decode(
-                tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
 
         step = step_seconds(directory, decode)

@@ -121,8 +121,9 @@ def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
     """Yield (numbers of the fields around it and its own, start of its content, end) for each field
     that may be repeated, at any depth.
     """
-    path: tuple[int, ...] = ()
-    pending = [(path, _fields_of(body, 0, len(body)))]
+    pending: list[tuple[tuple[int, ...], Iterator[tuple[int, int, int, int]]]] = [
+        ((), _fields_of(body, 0, len(body)))
+    ]
     while pending:
         path, fields = pending[-1]
         for number, _, begin, end in fields:
