@@ -311,12 +311,15 @@ def _watch(server: ServerProcess, witness: Tenant) -> subprocess.Popen[str]:
     """Start a process that sends the second tenant's requests until its input ends."""
     known = witness.known
     arguments = (server.url, known.sessions[0], known.samplers[0])
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [sys.executable, __file__, "--watch", *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
 
 
 def _stopped(watch: subprocess.Popen[str]) -> dict[str, list[float]]:
@@ -347,6 +350,7 @@ async def watch(url: str, session: str, sampler: str) -> None:
         assert answer.status == 200, answer
         return json.loads(answer.body)
 
+    print("ready", flush=True)
     while not select.select([sys.stdin], [], [], 0)[0]:
         number += 1
         began = time.monotonic()
