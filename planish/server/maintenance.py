@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from planish.errors import EngineClosedError
+from planish.errors import EngineClosedError, StorageError
 from planish.server.durable import journal
 from planish.server.durable.checkpoints import is_private, loading_seq
 from planish.server.durable.journal import RequestRow, result_of
@@ -57,6 +57,7 @@ class Recovery:
     _samplers: Samplers
     _loads: set[tuple[str, int]] = field(default_factory=set)
     """(model id, sequence number) of each load_weights that a replay would repeat."""
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def recover(self) -> Recovered:
         """Open sessions, models and samplers, delete private checkpoints that no row names, and
@@ -112,9 +113,7 @@ class Recovery:
         if row.model is None or row.source is not None:
             sampler.ready.set()
         elif model is None:
-            await self._samplers.close(
-                sampler, "its weights were not saved when its model was unloaded"
-            )
+            self._close(sampler, "its weights were not saved when its model was unloaded")
         else:
             await self._decide_published(sampler, f"{row.model}:{row.seq}")
 
@@ -124,7 +123,19 @@ class Recovery:
         if row is not None and row.state == "done":
             sampler.ready.set()
         elif row is None or not row.is_to_do:
-            await self._samplers.close(sampler, "the request that should have published it failed")
+            self._close(sampler, "the request that should have published it failed")
+
+    def _close(self, sampler: Sampler, reason: str) -> None:
+        """Close a sampler in the background: on a full disk, recording this waits for space."""
+        task = asyncio.create_task(self._samplers.close(sampler, reason))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
+    async def stop(self) -> None:
+        """Stop closing samplers; the next start closes them."""
+        for task in self._closing:
+            task.cancel()
+        await asyncio.gather(*self._closing, return_exceptions=True)
 
     def _resume(self, row: RequestRow) -> None:
         """Resume an unanswered request. Requests of open models are in their queues already."""
@@ -158,7 +169,10 @@ class Recovery:
             if model is not None and (is_loaded or path == model.row.snapshot):
                 model.private_paths.add(path)
             else:
-                await self._services.engine.delete_checkpoint(path)
+                try:
+                    await self._services.engine.delete_checkpoint(path)
+                except StorageError as error:
+                    _log.error("%s is not needed, and stays on disk: %s", path, error)
 
 
 _TICK_SECONDS = 1.0

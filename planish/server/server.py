@@ -179,7 +179,7 @@ class Server:
         await asyncio.gather(*self._background, return_exceptions=True)
         deadline = time.monotonic() + seconds
         await asyncio.gather(self.samplers.stop(seconds), self.models.stop(seconds))
-        await self.sessions.stop()
+        await asyncio.gather(self.sessions.stop(), self._recovery.stop())
         await self.engine.close()
         if self.engine.fault is None:
             await self.crash_guard.end()

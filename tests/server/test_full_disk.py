@@ -3,11 +3,15 @@ space.
 """
 
 import asyncio
+import shutil
+import sqlite3
 
 import pytest
 from server_client import TENANT, Client, gradient, make_core, run, running, sample, state
 
+from planish.server.durable.store import Store
 from planish.server.results import Done, Unavailable
+from planish.server.server import Server
 from planish.server.settings import ServerSettings
 
 
@@ -131,3 +135,61 @@ def test_a_server_can_stop_with_a_full_disk(model_dir, data_dir, monkeypatch):
             await server.sessions.touch(TENANT, client.session_id)
 
     run(scenario())
+
+
+def test_a_server_starts_and_serves_reads_on_a_full_disk(model_dir, data_dir, monkeypatch):
+    def refuse(place: str) -> None:
+        if place == "before commit":
+            raise OSError(28, "No space left on device")
+
+    async def scenario() -> None:
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            path, lost = await model.save("a"), await model.save("lost")
+            await model.publish()
+        # What a crash may leave for the start to clean up: a sampler without weights, and a row
+        # without files.
+        connection = sqlite3.connect(data_dir / "server.db")
+        connection.execute("UPDATE samplers SET source = NULL, model = 'unknown:train:0'")
+        connection.commit()
+        connection.close()
+        shutil.rmtree(data_dir / "checkpoints" / lost.removeprefix("tinker://"))
+        with monkeypatch.context() as full:
+            full.setattr("planish.server.durable.store.crash_point", refuse)
+            server = make_core(model_dir, data_dir)
+            await asyncio.wait_for(server.start(), 10)
+            assert (await server.checkpoints.info(TENANT, path)).base_model
+            assert isinstance(await client_of(server, client).answer(f"{model.model_id}:1"), Done)
+            await asyncio.wait_for(server.stop(1), 10)
+
+    run(scenario())
+
+
+def client_of(server: Server, client: Client) -> Client:
+    return Client(server, client.session_id)
+
+
+def test_spare_space_is_freed_if_the_database_cannot_be_opened(tmp_path, monkeypatch, caplog):
+    """SQLite needs space to open a database, even to read it."""
+    Store(tmp_path).close()
+    spare, opened = tmp_path / ".server.spare", Store._opened
+    assert spare.stat().st_size == 1 << 20
+    assert spare.stat().st_mode & 0o777 == 0o600
+
+    def refuse(store: Store) -> sqlite3.Connection:
+        connection = opened(store)
+        if spare.exists():
+            error = sqlite3.OperationalError("disk I/O error")
+            error.sqlite_errorcode = sqlite3.SQLITE_IOERR
+            raise error
+        return connection
+
+    monkeypatch.setattr(Store, "_opened", refuse)
+    monkeypatch.setattr(Store, "free_bytes", lambda store: 0)
+    Store(tmp_path).close()
+    assert not spare.exists()
+    assert "the spare space was freed" in caplog.text
+    monkeypatch.undo()
+    Store(tmp_path).close()
+    assert spare.exists()

@@ -68,6 +68,7 @@ _log = logging.getLogger(__name__)
 
 DATABASE, BODIES = "server.db", "bodies"
 _DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
+_SPARE, _SPARE_BYTES = ".server.spare", 1 << 20
 _INLINE_BYTES = 1 << 18
 _GROUP = 512
 _RETRY_SECONDS = 0.5
@@ -170,9 +171,10 @@ class Store:
         try:
             self._check_complete()
             self._make_private()
-            self._connection = self._opened()
+            self._connection = self._opened_on_full_disk()
             self._connect_readers()
             self._remove_orphans()
+            self._keep_spare()
             sync(directory)
         except (OSError, sqlite3.DatabaseError) as error:
             self._release()
@@ -338,6 +340,38 @@ class Store:
         if isinstance(error, OSError):
             remedy = write_remedy(error, remedy)
         return StorageError(f"the server cannot use {self.directory} ({error}); {remedy}")
+
+    def _opened_on_full_disk(self) -> sqlite3.Connection:
+        """Open the database. If there is no space for that, free the spare space and try again."""
+        try:
+            return self._opened()
+        except sqlite3.OperationalError as error:
+            spare = self.directory / _SPARE
+            if not _is_disk_error(error) or not spare.exists():
+                raise
+            self._connections.pop().close()
+            spare.unlink()
+            _log.warning(
+                "%s: the database could not be opened (%s), so the spare space was freed",
+                self.directory,
+                error,
+            )
+            return self._opened()
+
+    def _keep_spare(self) -> None:
+        """Keep some space for the next start. SQLite needs it to open a database, even to read it,
+        so a server could otherwise not start on a disk that is full to the last block.
+        """
+        spare = self.directory / _SPARE
+        if spare.exists() or self.free_bytes() < 4 * _SPARE_BYTES:
+            return
+        try:
+            with open(spare, "xb") as file:
+                os.fchmod(file.fileno(), _FILE_MODE)
+                file.write(bytes(_SPARE_BYTES))  # a file of another kind could have no blocks
+                os.fsync(file.fileno())
+        except OSError:
+            spare.unlink(missing_ok=True)
 
     def _opened(self) -> sqlite3.Connection:
         connection = self._connected()
