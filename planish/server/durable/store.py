@@ -347,7 +347,7 @@ class Store:
             return self._opened()
         except sqlite3.OperationalError as error:
             spare = self.directory / _SPARE
-            if not _is_disk_error(error) or not spare.exists():
+            if not _is_refusal(error) or not spare.exists():
                 raise
             self._connections.pop().close()
             spare.unlink()
