@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 
 import torch
 
@@ -56,7 +57,7 @@ def matching(strings: list[str], text: list[int], decode: Callable[[Sequence[int
     return (time.thread_time() - began) / len(texts)
 
 
-def step_seconds(directory: str, decode: Callable[[Sequence[int]], str]) -> float:
+def step_seconds(directory: Path, decode: Callable[[Sequence[int]], str]) -> float:
     """Return the CPU seconds of a decoding step without stop strings."""
     decoder = Decoder.load(directory, torch.float32, torch.device("cpu"))
     sampler = Sampler(decoder, SamplerSettings(), decode)
@@ -77,11 +78,13 @@ def main() -> None:
         tokenizer = load_tokenizer(tiny_model(directory))
 
         def decode(tokens: Sequence[int]) -> str:
-            return tokenizer.decode(
+            text = tokenizer.decode(
                 list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
+            assert isinstance(text, str)
+            return text
 
-        step = step_seconds(directory, decode)
+        step = step_seconds(Path(directory), decode)
     print(f"a step of {SAMPLES} samples of the tiny model: {step * 1e3:.2f} ms")
     for case, strings in CASES.items():
         for name, text in TEXTS.items():
