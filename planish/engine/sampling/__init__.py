@@ -1,1 +1,1 @@
-"""Sampling: requests are scheduled, prompts prefilled, tokens decoded."""
+"""Sampling: the sampler schedules requests, prefills prompts and decodes tokens."""

@@ -1,8 +1,8 @@
 """Sampling from adjusted logits: penalties of repeated tokens, and tokens that are not allowed.
 
-A batch may mix adjusted rows with others. The other rows are sampled by the same code as without
-adjusted rows, so their tokens do not change. The log normalizers are always those of the logits
-before all adjustments.
+A batch may contain adjusted and unadjusted rows. `sample_tokens` samples the unadjusted rows, as in
+a batch without adjusted rows, so their tokens do not change. The log normalizers are always those
+of the logits before all adjustments.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 _MIN_WEIGHT = 1e-20
-"""If all allowed tokens of a row are less likely than this times the likeliest token, their weights
-are computed again, relative to the likeliest allowed token. Otherwise they could underflow.
+"""The smallest weight that the likeliest allowed token of a row may have, relative to the likeliest
+token of the whole vocabulary. Below it the weights could underflow. So they are computed again,
+relative to the likeliest allowed token.
 """
 
 
@@ -46,7 +47,9 @@ class Adjustment:
     allowed: np.ndarray | None
     """bool [V], with at least one True; None = all tokens are allowed."""
     prompt: np.ndarray
-    """The different tokens of the prompt, for the repetition penalty; may be empty without it."""
+    """The distinct tokens of the prompt, for the repetition penalty. If that penalty is 1, the array
+    may be empty.
+    """
     tokens: Sequence[int]
     """The tokens sampled so far, for all penalties."""
 
@@ -122,7 +125,8 @@ def _sample_adjusted(
     normalizer = backend.log_sum_exp(weights, temperatures, weights=weights)
     masks = _masks(adjustments, logits.shape[1])
     if masks is not None and backend.uses_main_memory:
-        # torch takes ten times as long to multiply by a bool tensor, or to fill by a mask.
+        # NumPy applies the masks here. In torch, multiplying by a bool tensor and `masked_fill_`
+        # both take ten times as long.
         np.multiply(weights.numpy(), masks, out=weights.numpy())
     elif masks is not None:
         weights.mul_(torch.from_numpy(masks).to(device))

@@ -9,9 +9,9 @@ fixed addresses: tokens, positions, the attended ranges (kernels/triton/sampling
 the adapters of the rows (kernels/triton/adapters.py). A batch is padded to the next recorded size.
 The padding rows attend to no keys, and their results are discarded.
 
-This model runner is not batch-invariant: the order of sums depends on the number of rows and on the
-partition of attention. So the last bits of a logprob depend on the batch. With deterministic=True
-the sampler uses `EagerRunner` instead.
+This model runner is not batch-invariant. The order of sums depends on the number of rows, and on
+the pieces into which attention divides each slot's positions. So the last bits of a logprob depend
+on the batch. With deterministic=True the sampler uses `EagerRunner` instead.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from planish.model.lora import AdapterRows
 from planish.model.transfer import on_device
 
 _SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""The batch sizes that graphs are recorded for, up to `max_batch`. Beyond the last of these sizes,
-graphs are recorded at steps of 256 rows (see `graph_sizes`).
+"""The batch sizes that graphs are recorded for, up to `max_batch`. Above the last of these sizes,
+the recorded sizes are 256 rows apart (see `graph_sizes`).
 """
 
 _RECORDING = threading.Lock()

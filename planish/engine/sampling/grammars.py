@@ -5,8 +5,8 @@ threads, which release the interpreter lock: a mask is computed while the decode
 step. llguidance's own limits (`_LIMITS`) end each of these computations after some tenths of a
 second, however malicious the grammar is.
 
-A mask has one bit per token of the vocabulary. An additional token, which the model does not know,
-stands for the end of the text: its bit says that the text is complete.
+A mask has one bit per token of the vocabulary, and one bit for an end token. Only llguidance knows
+the end token; the model never sees it. The end token's bit says whether the text is complete.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Grammar:
 class GrammarState:
     """The position of one sample in its grammar.
 
-    `done` is the computation of the next mask, and the other attributes are valid once it has
-    ended. The attribute `is_late` belongs to the sampler.
+    The future `done` completes when the next mask is computed. Until then `matcher`, `mask` and
+    `error` must not be read. Only the sampler sets `is_late`.
     """
 
     def __init__(self, owner: str) -> None:
@@ -90,7 +90,7 @@ class GrammarState:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next mask is there."""
+        """Whether the next mask is computed, or its computation has failed."""
         return self.done.done()
 
 
@@ -98,7 +98,7 @@ class GrammarCache:
     """The compiled grammars of one base model, and the workers that compute their masks.
 
     The cache is an LRU cache with a limit for each owner, such as a server's tenant. Owners do not
-    share entries: the time of a request must not tell that another owner uses the same grammar.
+    share entries. Otherwise a fast response would reveal that another owner uses the same grammar.
     `check` is thread-safe.
     """
 
@@ -133,16 +133,16 @@ class GrammarCache:
     def start(self, constraint: Constraint, owner: str) -> GrammarState:
         """Return the state of a new sample."""
         state = GrammarState(owner)
-        # This job must not wait in a worker for another job of the workers. So the state is filled
-        # by the thread that completes the grammar, or at once if the grammar is cached.
+        # No worker may wait for a grammar, because compiling it needs a worker too. So a callback
+        # fills the state: in the thread that completes the grammar, or here if it is cached.
         self._grammar(constraint, owner).add_done_callback(lambda grammar: _begin(state, grammar))
         return state
 
     def advance(self, taken: Sequence[tuple[GrammarState, int]]) -> None:
         """Start computing the masks that follow the sampled tokens.
 
-        One job has all samples of an owner. So a slow grammar delays no samples of other owners
-        while a worker is free.
+        `taken` has the state and the newest token of each sample. All samples of an owner form one
+        job. So a slow grammar does not delay the samples of other owners while a worker is free.
         """
         by_owner: dict[str, list[tuple[GrammarState, int]]] = {}
         for state, token in taken:
@@ -153,10 +153,10 @@ class GrammarCache:
                 state.done = done
 
     def allowed(self, state: GrammarState) -> tuple[np.ndarray, bool]:
-        """Return the mask of a sample's next token, bool [vocab_size], and whether the text is
-        complete.
+        """Return the mask of a sample's next token, and whether the text is complete.
 
-        The mask is empty if the text is complete and cannot be continued.
+        The mask is bool [vocab_size]. All of its entries are False if the text is complete and
+        cannot be continued.
         """
         assert state.mask is not None
         bits = np.unpackbits(state.mask.view(np.uint8), bitorder="little").view(bool)
@@ -181,7 +181,7 @@ class GrammarCache:
             return future
 
     def _compile(self, constraint: Constraint) -> Grammar:
-        # Importing it takes time and memory, which only constrained requests should pay.
+        # The import of llguidance takes time and memory, so only constrained requests cause it.
         from llguidance import LLMatcher, LLParserLimits
 
         with self._tokenizer_lock:
@@ -223,7 +223,7 @@ class GrammarCache:
 
 
 def wait_for_masks(states: Sequence[GrammarState], seconds: float, for_all: bool = False) -> None:
-    """Wait until one of the states has its next mask, or all of them; at most for `seconds`."""
+    """Wait until one state (or with `for_all` every state) is ready, but at most `seconds`."""
     wait(
         [state.done for state in states],
         seconds,
@@ -261,7 +261,10 @@ def _mask(matcher: LLMatcher) -> np.ndarray:
 
 
 def _reason(matcher: LLMatcher) -> str:
-    """Return llguidance's error without the dump of its state, and without most of the grammar."""
+    """Return llguidance's error message without the dump of its state.
+
+    The message may quote the whole grammar, so its middle is cut out beyond 600 characters.
+    """
     reason = matcher.get_error().partition("\n<")[0].strip()
     return reason if len(reason) <= 600 else f"{reason[:300]} ... {reason[-300:]}"
 

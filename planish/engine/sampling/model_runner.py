@@ -42,9 +42,9 @@ class ModelRunner(Protocol):
     """
 
     def multiple(self, adapters: int) -> int:
-        """Return m if the rows of each adapter should be padded to a multiple of m.
+        """Return the multiple to which the caller should pad the rows of each adapter.
 
-        `adapters` is the number of adapters in the decoding step.
+        `adapters` is the number of adapters in the decoding step. 1 means no padding.
         """
         ...
 
@@ -80,7 +80,11 @@ class EagerRunner:
         self._decode_pass = decoder.backend.decode_pass(decoder) or decoder.forward
 
     def multiple(self, adapters: int) -> int:
-        """Return the multiple that lets several adapters share one batched matmul, else 1."""
+        """Return ROWS if several adapters may share one batched matmul, else 1.
+
+        Adapters with the same number of rows can share a batched matmul. Padding makes this
+        likelier. A compiled kernel for adapters needs no padding.
+        """
         return ROWS if adapters > 1 and not self._backend.packs_layer_adapters else 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:

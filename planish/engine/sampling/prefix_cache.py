@@ -1,8 +1,9 @@
 """A prefix cache: an LRU cache of prompt prefixes in chunks of a fixed number of tokens.
 
-The key of a chunk is (version, number of the previous chunk, tokens of the chunk). The sampler's
-versions name the weights and the owner of the prefixes, such as a server's tenant.
-Keys are compared exactly, never by a hash alone. A lookup walks from the start of a prompt.
+The key of a chunk is (version, number of the previous chunk, tokens of the chunk). In the sampler, a
+version is a pair: the version of the weights, and the owner of the prefixes (a server's tenant, for
+instance). Keys are compared exactly, never by a hash alone. A lookup walks from the start of a
+prompt.
 
 The least recently used chunks are evicted first. A chunk always counts as more recently used than
 the chunks that follow it. So no chunk ever stays in the cache without its predecessors. The caller
@@ -85,7 +86,10 @@ class PrefixCache(Generic[V]):
     def _walk(
         self, version: Hashable, tokens: Sequence[int], limit: int
     ) -> list[tuple[ChunkKey, _Chunk[V]]]:
-        """Return the cached ones among the first `limit` chunks, up to the first missing chunk."""
+        """Walk through the first `limit` chunks of `tokens` until one is not in the cache.
+
+        Return the keys and chunks before it.
+        """
         found: list[tuple[ChunkKey, _Chunk[V]]] = []
         parent = 0
         for index in range(limit):

@@ -49,8 +49,9 @@ def wants_scores(op: Sample) -> bool:
 class PromptScores:
     """The prompt scores of one request, filled by calls of `add`.
 
-    Entry i of `logprobs` and `top` is about prompt token i, so entry 0 stays undefined. Entry i of
-    `targets` and `alternatives` is about prompt token i + 1.
+    Entry i of `logprobs` and `top` belongs to prompt token i. Entry 0 stays undefined, because no
+    position predicts the first token. Entry i of `targets` and `alternatives` belongs to prompt
+    token i + 1.
     """
 
     op: Sample

@@ -18,7 +18,7 @@ class UniformStream:
     """
 
     _BLOCK = 64
-    """The numbers generated at a time."""
+    """How many numbers are generated at a time."""
 
     def __init__(self, seed: int, index: int, purpose: int = 0) -> None:
         """Create the stream of sample `index`. Different purposes have independent streams."""
@@ -28,7 +28,7 @@ class UniformStream:
         self._numbers: list[float] = []
 
     def at(self, position: int) -> float:
-        """Return the random number of a position, in any order of calls."""
+        """Return the random number at `position`, which does not depend on earlier calls."""
         while position >= len(self._numbers):
             self._numbers += self._generator.random(self._BLOCK).tolist()
         return self._numbers[position]

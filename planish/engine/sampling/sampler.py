@@ -62,8 +62,8 @@ from planish.service import Sample, SampledToken
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
 
 _MASK_SECONDS = 0.02
-"""The maximum time that a step waits for masks. A sample whose mask is missing then is left out, so
-that it does not delay other samples for longer.
+"""The maximum time that a step waits for the grammar masks of constrained samples. A sample whose
+mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
 
@@ -251,8 +251,8 @@ class Sampler:
         if fresh:
             self._sample_first(fresh)
         going = [sample for sample in self._scheduler.running if sample.tokens]
-        # The runner decodes all samples that have a slot. Samples whose mask is missing are decoded
-        # too, and no token is sampled for them.
+        # The runner decodes every sample that has a slot. This includes a sample whose mask is
+        # missing: its logits are discarded, and a later step decodes it again.
         if going and not all(sample.awaits_mask for sample in going):
             self._decode(going)
         elif not fresh and not batch:
@@ -305,9 +305,9 @@ class Sampler:
             if request is None or request.scores is None
             else request.scores.first_position // CHUNK
         )
-        # Cached positions are scored right here, while all other requests wait. So this prompt uses
-        # at most `max_prefill_tokens_per_step` cached positions that need scores. The rest of the
-        # cache hit is discarded, and later steps prefill those positions again.
+        # Cached positions that need scores are all scored in this step, while other requests wait.
+        # So their number is limited to `max_prefill_tokens_per_step`. The rest of the cache hit is
+        # discarded, and later steps prefill those positions again.
         known = known[: first + self.settings.max_prefill_tokens_per_step // CHUNK]
         if known:
             keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
@@ -376,8 +376,8 @@ class Sampler:
                 ),
             )
         except Exception as error:
-            # This request may run out of memory because it wants unusually many scores. The other
-            # requests of the batch can go on.
+            # This request may run out of memory because it wants unusually many scores. The batch's
+            # other requests continue.
             clear_frames(error)
             request.fail(error)
 
@@ -580,9 +580,9 @@ class Sampler:
     ) -> tuple[list[RunningSample], list[int], dict[int, Adjustment]]:
         """Return the samples whose next token can be sampled, their rows, and the adjustments.
 
-        The adjustments are by index of the returned samples. Left out are samples whose mask is
-        missing, failed samples, and samples whose text is complete and cannot be continued. The
-        last ones are finished here.
+        The keys of the adjustments are indices of the returned samples. The returned list leaves
+        out samples whose mask is missing, and samples whose grammar failed. It also leaves out
+        samples whose text is complete and cannot be continued. This method finishes such samples.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
@@ -612,7 +612,7 @@ class Sampler:
     def _allowed(self, sample: RunningSample) -> np.ndarray | None:
         """Return the tokens that may be sampled next: bool [V], or None for all.
 
-        The result is empty if the sample's constraint is met, no text can follow, and the request
+        All entries are False if the sample's constraint is met, no text can follow, and the request
         has no stop tokens.
         """
         stop_tokens = list(sample.request.stop.token_ids)
@@ -710,7 +710,7 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
 
 
 def _has_mask(sample: RunningSample, grammar: GrammarState) -> bool:
-    """Return whether the sample's next mask is there. An error fails the sample's request."""
+    """Return whether the sample's next mask is computed. An error fails the sample's request."""
     grammar.is_late = not grammar.is_ready
     if grammar.error is not None and not grammar.is_late:
         sample.request.fail(grammar.error)

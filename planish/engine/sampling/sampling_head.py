@@ -25,8 +25,8 @@ class RowLayout:
     ) -> None:
         """Lay out members, each given as (weights, number of rows).
 
-        Members of one adapter must be neighbours. Each adapter's rows are also padded to a multiple
-        of `multiple`.
+        Members of one adapter must be neighbours. After the last member of each adapter, padding
+        rows round the adapter's rows up to a multiple of `multiple`.
         """
         self.starts: list[int] = []
         self.adapters: list[AdapterRows] = []

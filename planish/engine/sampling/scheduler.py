@@ -4,9 +4,9 @@ This module makes decisions only and touches no tensors. Requests are admitted i
 arrival. When a sample starts, the scheduler reserves memory for its maximum length, so no running
 sample is ever preempted. Requests that do not fit wait.
 
-The life of a request: it waits. Its prompt becomes active and is prefilled in one or more steps,
-except for the cached prefix. Its samples run, and then its response is delivered. Requests with
-the same prompt and the same weights share one active prompt.
+A request first waits until it fits. Then its prompt becomes active and is prefilled in one or more
+steps, except for the cached prefix. Then its samples run, and at last its response is delivered.
+Requests with the same prompt and the same weights share one active prompt.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes
     from planish.model.lora import LoraWeights
 
 _MAX_ALTERNATIVES = 1 << 18
-"""The maximum number of tokens sampled at prompt positions in one step. Sampling this many tokens
-takes some tenths of a second. One chunk of one prompt is allowed even if it exceeds this limit.
+"""The maximum number of alternative tokens (prompt_alt_tokens_k per prompt position) that one step
+samples. Sampling this many tokens takes some tenths of a second. A step may exceed this limit for
+one chunk of one prompt, because smaller pieces of a prompt are not prefilled.
 """
 
 
@@ -48,9 +49,10 @@ class Request:
     """The maximum tokens per sample. 0: the request samples nothing and scores its prompt only."""
     weights: LoraWeights | None
     version: Hashable
-    """The version of the weights, and the owner of the cached prefixes that the request may use:
-    the key of the prefix cache. Requests with different keys share no active prompt either, since
-    its time and its cached tokens would tell that another request has the same prompt.
+    """The request's version in the prefix cache: the version of the weights, and the owner of the
+    cached prefixes that the request may use. Requests with different versions do not share an
+    active prompt either. Otherwise a fast response or its count of cached tokens would reveal
+    another owner's prompt.
     """
     stop: StopCondition
     seed: int
@@ -122,7 +124,7 @@ class Prompt:
 
     @cached_property
     def distinct_tokens(self) -> np.ndarray:
-        """The different tokens of the prompt: int64, ascending."""
+        """The distinct tokens of the prompt: int64, ascending."""
         return np.unique(np.array(self.tokens, np.int64))
 
     @property
@@ -167,8 +169,9 @@ class RunningSample:
     def awaits_mask(self) -> bool:
         """Whether no token can be sampled in this step, because the mask is missing.
 
-        The first mask must be there before a step begins. Later masks are computed while the
-        decoder runs. So their samples have to wait only after a step that ended without the mask.
+        A sample joins its first step only after its first mask is computed. A later mask is
+        computed while the decoder runs, so the sample joins a step whose mask is still missing. If
+        that step ends without the mask, the sample waits until the mask is ready.
         """
         grammar = self.grammar
         if grammar is None or grammar.is_ready:
@@ -236,8 +239,8 @@ class Scheduler:
         """Return the prompts to prefill in this step, each with its number of tokens.
 
         The numbers are multiples of CHUNK, except at the end of a prompt. The batch has at most
-        `max_batch` adapters. Tokens sampled at prompt positions have a limit of their own
-        (`_MAX_ALTERNATIVES`), so prompts with many of them do not delay the others.
+        `max_batch` adapters. Alternative tokens have a separate limit (`_MAX_ALTERNATIVES`), so a
+        prompt with many alternative tokens does not delay other prompts.
         """
         tokens_left, alternatives_left = self.max_prefill_tokens_per_step, _MAX_ALTERNATIVES
         adapters: set[LoraWeights | None] = set()
@@ -248,7 +251,8 @@ class Scheduler:
             remaining = prompt.length - prompt.computed
             count = min(remaining, tokens_left)
             if prompt.num_alternatives:
-                # The first such prompt gets at least one chunk, so that it makes progress.
+                # The batch's first prompt with alternatives gets at least one chunk. Otherwise a
+                # prompt with very many alternatives would never be prefilled.
                 least = CHUNK if alternatives_left == _MAX_ALTERNATIVES else 0
                 count = min(count, max(alternatives_left // prompt.num_alternatives, least))
             if count < remaining:
@@ -285,9 +289,10 @@ class Scheduler:
         return [sample for sample in self.running if sample.request is request]
 
     def _activate(self, request: Request, active: list[Prompt]) -> bool:
-        """Assign an active prompt to the request, or a new one if it and one sample fit.
+        """Assign a prompt to the request, and return whether the request has a prompt now.
 
-        Return whether the request has a prompt now. New prompts are appended to `active`.
+        The request shares an active prompt if possible. Otherwise it gets a new prompt, which is
+        appended to `active`, provided that the new prompt and one sample fit into the budget.
         """
         shared = next((p for p in self.prompts if self._can_share(p, request)), None)
         if shared is None:

@@ -13,9 +13,9 @@ from functools import cached_property
 from planish.types import SamplingParams
 
 _MAX_KNOWN = 4096, 512
-"""Limits of the pairs of tokens and of the windows whose outcome is kept. A text that repeats itself
-needs few; without them, text that nearly matches long stop strings would cost several steps of a
-small model.
+"""The maximum sizes of the caches `_texts` and `_windows`. A full cache is cleared. Repetitive text
+needs few entries. Without the caches, text that nearly matches long stop strings would take as long
+as several decoding steps of a small model.
 """
 
 
@@ -29,9 +29,9 @@ class StopCondition:
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
     _texts: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
-    """For tokens and pairs of tokens that were sampled: whether a stop string may end in the last."""
+    """The cached results of `_ends`, keyed by its one or two tokens."""
     _windows: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
-    """For windows of tokens that were searched: whether a stop string was found."""
+    """The cached results of `_search`, keyed by the searched tokens."""
 
     @cached_property
     def _reversed(self) -> list[str]:
@@ -82,8 +82,10 @@ class StopCondition:
         return self._is_found(tokens, decode, min_tokens)
 
     def _may_end(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Return False if no stop string ends in the last token. Decoding the whole window takes much
-        longer than this test, which needs no text or that of a few tokens.
+        """Return False if certainly no stop string ends in the last token.
+
+        This check decodes at most the last two tokens, and nothing if its result is cached. So it
+        is much faster than decoding the whole window.
         """
         may_end = self._ends((tokens[-1],), decode)
         if may_end and len(tokens) > 1:
@@ -91,13 +93,16 @@ class StopCondition:
         return may_end
 
     def _ends(self, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Return whether a stop string may end in the last of one or two tokens, for all that their
-        text tells.
+        """Return whether a stop string may end in the last of `tokens`, which are one or two.
+
+        Only the text of `tokens` is known here. The result is True if earlier tokens or an
+        incomplete character leave the question open.
         """
         known = self._texts.get(tokens)
         if known is None:
             text, before = decode(tokens), decode(tokens[:-1]) if tokens[:-1] else ""
-            # The tokenizer may have dropped a space at the start.
+            # `_can_end` gets the text with a leading space, because the tokenizer may have dropped
+            # one.
             is_known = text.startswith(before) and len(text) > len(before)
             known = (
                 not is_known
@@ -110,8 +115,11 @@ class StopCondition:
         return known
 
     def _can_end(self, text: str, start: int) -> bool:
-        """Return whether a stop string, or what follows a part of it, ends after `start` characters
-        of `text` or later.
+        """Return whether a stop string may end within text[start:].
+
+        Up to that end, either `text` ends with the whole stop string, or the stop string ends with
+        `text`. In the second case the stop string starts in earlier tokens. The first character of
+        `text` is a space that `_ends` adds. It does not have to be part of the stop string.
         """
         for end in range(start + 1, len(text) + 1):
             if text[:end].endswith(self.strings):
@@ -125,7 +133,7 @@ class StopCondition:
     def _is_found(
         self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], min_tokens: int
     ) -> bool:
-        """Search the text of the last tokens, of which a stop string may be a part."""
+        """Return whether the window of the last tokens contains a stop string."""
         recent = tokens[max(min_tokens, len(tokens) - self._window) :]
         key = tuple(recent)
         found = self._windows.get(key)

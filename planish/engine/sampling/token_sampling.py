@@ -40,8 +40,8 @@ def sample_tokens(
 ) -> SampledTokens:
     """Sample one token from each row of float32 logits [R, V], or from each row in `rows`.
 
-    `params` and `uniforms` have one entry per sampled token. Temperature 0 takes the likeliest
-    token and the normalizer of the unscaled logits. Normalizers are computed before top_k, top_p
+    `params` and `uniforms` have one entry per sampled token. With temperature 0 the likeliest token
+    is sampled, and the normalizer is that of the unscaled logits. Normalizers are computed before top_k, top_p
     and min_p. If a row has a logit that is not finite, its normalizer is not finite either, and
     its token is undefined.
     """

@@ -75,7 +75,10 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
 
 
 def _check_adjusted(op: Sample) -> None:
-    """Raise UserError if nothing that the request samples would be adjusted as it asks."""
+    """Raise UserError if adjustments meet a prompt-only request or alternative tokens.
+
+    Adjustments (see adjustments.py) apply to sampled continuations only.
+    """
     if (op.prompt_only or op.prompt_alt_tokens_k) and is_adjusted(op.sampling_params):
         name = "prompt_only" if op.prompt_only else "prompt_alt_tokens_k"
         raise UserError(
