@@ -172,7 +172,7 @@ class EngineThread:
         """Take all items from the inbox, and wait for one if there is no work."""
         block = not self._has_work() and (self._stop is None or self._awaits_data())
         if block:
-            # No model has waiting work, so the time used so far is irrelevant.
+            # No model has work, so the time that each model used so far does not matter.
             self._reset_shares()
         while True:
             try:
@@ -189,8 +189,9 @@ class EngineThread:
         """Return whether the thread was asked to stop and has nothing left to finish."""
         if self._stop is None:
             return False
-        # Check for awaited data first. In the other order, data that become ready between the two
-        # checks would be missed by both. The thread would then end before their operation ran.
+        # `_awaits_data` must be called first. In the other order, data could become ready between
+        # the two calls. Then both calls would return False, and the thread would end without
+        # running the operation that needs these data.
         return not (self._stop.finish and (self._awaits_data() or self._has_work()))
 
     def _awaits_data(self) -> bool:
@@ -236,8 +237,8 @@ class EngineThread:
     def _finish_turn(self, base: BaseModel, is_alone: bool) -> None:
         """Wait for the device if other models have work.
 
-        A GPU still computes when a turn's launches are done. Without the wait, that time would be
-        charged to the next turn.
+        Kernel launches on a GPU are asynchronous, so the GPU may still compute when a turn ends.
+        Without the wait, the rest of the computation would be charged to the next turn.
         """
         if not is_alone:
             base.synchronize()
@@ -441,8 +442,8 @@ class EngineThread:
 def _prepare(error: BaseException, base: BaseModel) -> None:
     """Prepare an exception for the operation's future.
 
-    The frames of its traceback release their tensors, so that keeping the exception does not keep
-    the memory. An out-of-memory error gets a note that names the settings to lower.
+    The function clears the frames of the traceback. Otherwise their tensors would stay in memory as
+    long as the exception does. An out-of-memory error gets a note that names the settings to lower.
     """
     clear_frames(error)
     if _lacks_memory(error):

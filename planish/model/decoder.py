@@ -49,7 +49,7 @@ class Layer:
     down: PackedLinear
     mlp_output_norm: Tensor | None
     rope: RotaryEmbedding
-    """The table of this layer; layers with the same RoPE share one."""
+    """The RoPE table of this layer. Layers with the same RoPE settings share one table."""
 
 
 class Decoder:
@@ -147,7 +147,7 @@ class _Forward:
 
     backend: Backend
     rotations: Mapping[RotaryEmbedding, Rotation]
-    """The rotation of the rows for each table."""
+    """The cos and sin of the rows' positions, for each RoPE table of the model."""
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
 
@@ -198,9 +198,10 @@ class _Forward:
         return rope(self.backend, q, cos, sin), rope(self.backend, k, cos, sin), v
 
     def linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
-        """Apply the linears that read `x` [T, in], and the adapters of its rows: [T, out].
+        """Return the outputs [T, out] of the linears that share the input `x` [T, in].
 
-        `module`: the target module, a field of LayerLora.
+        The outputs include the adapters of the rows. `module`: the target module, a field of
+        LayerLora.
         """
         if self.adapters is None:
             return adapted_linear(self.backend, x, linear, None)

@@ -58,6 +58,7 @@ class TrainerSettings:
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError if `micro_batch_tokens` is not a whole number of at least 1."""
         value = self.micro_batch_tokens
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"micro_batch_tokens={value!r}: give a whole number of at least 1")
@@ -147,11 +148,12 @@ class Trainer:
     def __init__(self, decoder: Decoder, settings: TrainerSettings = TrainerSettings()) -> None:
         """Create a trainer for the adapters of one base model.
 
-        If the backend is batch-invariant, the trainer reproduces the sampler's logprobs: bit for
-        bit with the C++ kernels, and except for rounding in the last bit with torch. An exception
-        is a backend that runs the sampler's matmuls in tiles of a fixed number of rows. The trainer
-        does not use tiles, because they are too slow for its many rows. So its logprobs then differ
-        more (see `describe` in engine/numerics.py).
+        If the backend is batch-invariant, the trainer reproduces the sampler's logprobs. With the
+        C++ kernels they are equal bit for bit. With torch the last bit may differ.
+
+        An exception is a backend that runs the sampler's matmuls in tiles of a fixed number of
+        rows. The trainer does not use tiles, because they are too slow for its many rows. So its
+        logprobs differ more from the sampler's (see `describe` in engine/numerics.py).
         """
         self._decoder = decoder
         self.settings = settings
