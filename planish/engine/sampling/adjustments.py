@@ -1,8 +1,8 @@
 """Sampling from adjusted logits: penalties of repeated tokens, and tokens that are not allowed.
 
-A batch may contain adjusted and unadjusted rows. `sample_tokens` samples the unadjusted rows, as in
-a batch without adjusted rows, so their tokens do not change. The log normalizers are always those
-of the logits before all adjustments.
+A batch may contain both adjusted and unadjusted rows. `sample_tokens` always samples the unadjusted
+rows, so their tokens do not depend on the adjusted rows. The log normalizers are always those of
+the logits before all adjustments.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from planish.model.transfer import on_device
 from planish.types import SamplingParams
 
 _MIN_WEIGHT = 1e-20
-"""The smallest weight that the likeliest allowed token of a row may have, relative to the likeliest
-token of the whole vocabulary. Below it the weights could underflow. So they are computed again,
-relative to the likeliest allowed token.
+"""The weights of a row are relative to the likeliest token of the whole vocabulary. If the weights
+of all allowed tokens are below this limit, they may underflow. So they are computed again, relative
+to the likeliest allowed token.
 """
 
 

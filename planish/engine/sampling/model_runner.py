@@ -44,7 +44,7 @@ class ModelRunner(Protocol):
     def multiple(self, adapters: int) -> int:
         """Return the multiple to which the caller should pad the rows of each adapter.
 
-        `adapters` is the number of adapters in the decoding step. 1 means no padding.
+        `adapters` is the number of adapters in the decoding step. The result 1 means no padding.
         """
         ...
 

@@ -1,9 +1,8 @@
 """A prefix cache: an LRU cache of prompt prefixes in chunks of a fixed number of tokens.
 
-The key of a chunk is (version, number of the previous chunk, tokens of the chunk). In the sampler, a
-version is a pair: the version of the weights, and the owner of the prefixes (a server's tenant, for
-instance). Keys are compared exactly, never by a hash alone. A lookup walks from the start of a
-prompt.
+The key of a chunk is (version, number of the previous chunk, tokens of the chunk). The sampler's
+versions are pairs: the version of the weights, and the owner of the prefixes, such as a server's
+tenant. Keys are compared exactly, never by a hash alone. A lookup walks from the start of a prompt.
 
 The least recently used chunks are evicted first. A chunk always counts as more recently used than
 the chunks that follow it. So no chunk ever stays in the cache without its predecessors. The caller

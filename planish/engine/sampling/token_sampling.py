@@ -41,9 +41,9 @@ def sample_tokens(
     """Sample one token from each row of float32 logits [R, V], or from each row in `rows`.
 
     `params` and `uniforms` have one entry per sampled token. With temperature 0 the likeliest token
-    is sampled, and the normalizer is that of the unscaled logits. Normalizers are computed before top_k, top_p
-    and min_p. If a row has a logit that is not finite, its normalizer is not finite either, and
-    its token is undefined.
+    is sampled, and the normalizer is that of the unscaled logits. Normalizers are computed before
+    top_k, top_p and min_p. If a row has a logit that is not finite, its normalizer is not finite
+    either, and its token is undefined.
     """
     device = logits.device
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
