@@ -57,7 +57,7 @@ _SHARED = (
 
 
 def page() -> str:
-    """Return the page."""
+    """Return docs/limits.md as Markdown text."""
     lines = [
         _OPENING,
         "## Bodies\n",
@@ -171,7 +171,7 @@ def _schema_fields(
     schema: Mapping[str, Any], schemas: Mapping[str, Any], path: str
 ) -> Iterator[tuple[str, str]]:
     """Yield (field, limit) for each field of an object's schema, at any depth. A field with several
-    forms is yielded several times.
+    alternatives is yielded once for each.
     """
     kind = schema["$ref"].rpartition("/")[2] if "$ref" in schema else ""
     target = schemas[kind] if kind else schema
@@ -187,14 +187,14 @@ def _schema_fields(
 
 
 def _parts(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the alternatives of a schema that are no alternatives themselves."""
+    """Return the alternatives of a schema. Nested `anyOf` and `oneOf` are flattened."""
     inner = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
     return [part for one in inner for part in _parts(one)] if inner else [schema]
 
 
 def _integer_span(kind: str, name: str) -> str:
-    """Return the range of an integer field. The JSON schema of an integer that may also be written as
-    3.0 has no bounds, so they are read from the type.
+    """Return the range of an integer field. An integer field also accepts floats such as 3.0, and
+    its JSON schema therefore lacks the bounds. So the bounds are read from the type.
     """
     field = getattr(requests, kind).model_fields.get(name) if hasattr(requests, kind) else None
     if field is None:
@@ -223,7 +223,9 @@ def _metadata(values: Any) -> Iterator[Any]:
 
 
 def _part_limit(part: Mapping[str, Any], name: str) -> str:
-    """Return the limit of one form of a field; empty for an object whose fields are listed."""
+    """Return the limit of one alternative of a field. The limit is empty for an object whose fields
+    are listed.
+    """
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return " or ".join(f"`{_shown(value)}`" for value in values) or "absent"

@@ -1,9 +1,10 @@
-"""The limit of every field of every request: the table of docs/limits.md.
+"""The limit of every field of every JSON and protobuf request.
 
-`python -m planish.server.request_limits` prints that page. The limits of the JSON and protobuf
-requests are listed here, with the constants that the decoders use. A test walks the decoders, and
-fails for a field that is not listed; it sends every field at its limit and one beyond. The
-limits of /v1 are read from the types that check its requests.
+`python -m planish.server.limits_page` prints these limits as docs/limits.md. The tables use the
+same constants as the decoders. A test walks the decoders, and fails for a field that is not listed.
+It also sends every field of the JSON requests at its limit and one beyond. The limits of the
+OpenAI-compatible requests (/v1) are not listed here: limits_page reads them from the types that
+check those requests.
 """
 
 from __future__ import annotations
@@ -51,15 +52,17 @@ class Limit:
     """The limit of one field."""
 
     limit: str
-    """The limit in words; empty for an object whose fields are listed."""
+    """The limit in words. It is empty for an object whose fields have their own entries."""
     answer: str = ""
-    """A part of the answer beyond the limit, whose status is 400."""
+    """A part of the message of the error (status 400) that answers a value beyond the limit."""
     edges: Sequence[Any] = ()
     """Values at the limit, which are accepted."""
     beyond: Sequence[Any] = ()
     """Values one beyond the limit."""
     covers_all_within: bool = False
-    """Whether the limit is that of all values within this one."""
+    """Whether this limit also applies to every field inside this one, so that none of them needs an
+    entry of its own.
+    """
 
 
 OBJECT = Limit("")
@@ -68,7 +71,7 @@ NOT_READ = Limit("not read; part of the body", covers_all_within=True)
 
 
 def text(most: int = MAX_TEXT) -> Limit:
-    """Return the limit of a string."""
+    """Return the limit of a string with at most `most` characters."""
     return Limit(
         f"{most:,} characters",
         f"has {most + 1:,} characters; give at most {most:,}",
@@ -78,26 +81,28 @@ def text(most: int = MAX_TEXT) -> Limit:
 
 
 def items(most: int, item: Any, answer: str | None = None) -> Limit:
-    """Return the limit of a list of values such as `item`."""
+    """Return the limit of a list with at most `most` values. `item` is an example of a value."""
     answer = answer or f"has {most + 1:,} items; give at most {most:,}"
     return Limit(f"{most:,} items", answer, [[item] * most], [[item] * (most + 1)])
 
 
 def whole(low: int, high: int, answer: str | None = None) -> Limit:
-    """Return the limit of an integer."""
+    """Return the limit of an integer from `low` to `high`, both included."""
     answer = answer or f"give a whole number from {low} to {high}"
     return Limit(f"{low:,} to {high:,}", answer, [low, high], [low - 1, high + 1, 0.5])
 
 
 def number(low: float | None, high: float | None, answer: str, *beyond: float) -> Limit:
-    """Return the limit of a number. None: float64's own."""
+    """Return the limit of a number from `low` to `high`. None stands for the limit of float64. The
+    values `beyond` are rejected.
+    """
     span = " to ".join("the limit of float64" if end is None else f"{end:g}" for end in (low, high))
     edges = [end for end in (low, high) if end is not None]
     return Limit(span, answer, edges, beyond)
 
 
 def one_of(*values: str, answer: str) -> Limit:
-    """Return the limit of a string that selects something."""
+    """Return the limit of a string that must be one of `values`."""
     return Limit(" or ".join(f"`{value}`" for value in values), answer, values, ["other"])
 
 
@@ -110,7 +115,7 @@ IDENTIFIER = Limit(
 
 
 def name(most: int = 200) -> Limit:
-    """Return the limit of a checkpoint's name."""
+    """Return the limit of a checkpoint's name with at most `most` characters."""
     return Limit(
         f"{most} letters, digits and `_ . - :`",
         "give up to 200 letters, digits",
@@ -374,8 +379,8 @@ JSON_LIMITS: Mapping[str, Mapping[str, Limit]] = {
     "/retrieve_future": {"request_id": IDENTIFIER, "allow_metadata_only": NOT_READ},
     "/cancel_future": {"request_id": IDENTIFIER},
 }  # fmt: skip
-"""The limits of JSON requests by the path of their route under /api/v1, and by field. `[]` stands for
-the items of a list, `*` for the entries of an object.
+"""The limits of JSON requests, by the path of their route under /api/v1 and by field. `[]` stands
+for the items of a list, and `*` for the entries of an object.
 """
 
 _PROTO_TENSOR = {
@@ -428,6 +433,6 @@ BODIES: Sequence[tuple[str, str, str]] = (
     ("elements of all CSR tensors of a body, dense", f"{MAX_DENSE_ELEMENTS:,}", "400"),
     ("an unknown field", "null, false, 0, empty", "400: unknown fields are not ignored"),
 )
-"""Limits of a body as a whole: what is limited, the limit, and the answer beyond it. Sizes are those
-of the body as sent, and again when it is decompressed.
+"""Limits of a body as a whole: what is limited, the limit, and the answer beyond it. A limit of
+size applies to the body as it was sent, and again to the decompressed body.
 """

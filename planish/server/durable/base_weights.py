@@ -1,4 +1,4 @@
-"""Notices that a base model has other weights than at the last start.
+"""A check at the start that no base model has other weights than at the last start.
 
 Checkpoints and snapshots contain the fingerprint of their base weights. Requests in the journal and
 models without a snapshot do not, so the data directory keeps the fingerprint of each base model.
@@ -18,10 +18,12 @@ _log = logging.getLogger(__name__)
 
 
 async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) -> None:
-    """Compare the weights of each base model with those of the last start, and record new ones.
+    """Compare the fingerprint of each base model with the fingerprint of the last start, and record
+    new fingerprints.
 
-    Raise UserError if they differ while models or samplers of this base model are open: their
-    requests would run on other weights. A base model whose files cannot be read fails later.
+    Raise UserError if a fingerprint changed while models or samplers of this base model are open,
+    because their requests would run on other weights. A base model whose files cannot be read does
+    not raise here. Its requests fail later.
     """
     for name in base_models:
         try:
@@ -32,7 +34,7 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
         try:
             in_use = await store.write(_record, name, fingerprint)
         except StorageError:
-            return  # on a full disk the server starts all the same
+            return  # a full disk must not keep the server from starting
         if in_use:
             raise UserError(
                 f"--model {name}: these are not the weights with which this data directory was last "
@@ -42,8 +44,8 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
 
 
 def _record(transaction: Transaction, name: str, fingerprint: str) -> int:
-    """Record the fingerprint of a base model, unless it has another one that is in use. Return how
-    many open models and samplers use the other one.
+    """Record the fingerprint of a base model, unless open models or samplers use an earlier,
+    different fingerprint. Return the number of these models and samplers.
     """
     key = f"weights of {name}"
     row = transaction.execute("SELECT value FROM meta WHERE key = ?", [key]).fetchone()

@@ -1,7 +1,7 @@
-"""Signs download links with a key that the data directory keeps, so that links outlive a restart.
+"""Signed download links. The key is stored in the data directory, so links outlive a restart.
 
-The key is a file that only the server's user can read. To make all links invalid at once, stop the
-server, delete the file, and start again.
+Only the server's user can read the key file. To make all links invalid at once, stop the
+server, delete the file, and start the server again.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class LinkSigner:
         return f"{content}.{self._signature(content)}"
 
     def opened(self, token: str) -> tuple[str, str]:
-        """Return the path and the tenant of a token. Raise NotFound if the token is not from this
-        server, or has expired.
+        """Return the path and the tenant of a token. Raise NotFound if this server did not sign the
+        token, or if the token has expired.
         """
         content, _, signature = token.partition(".")
         if not hmac.compare_digest(_encode(signature), _encode(self._signature(content))):

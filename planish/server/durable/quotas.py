@@ -1,8 +1,8 @@
-"""What one tenant may keep: bytes on disk, and numbers of sessions, models and samplers.
+"""The quotas of one tenant: bytes on disk, and numbers of sessions, models and samplers.
 
-The checks run in the transaction that adds a row, so requests that arrive together cannot pass a
-limit together. Each raises BadRequest: a client that repeated the request would only be rejected
-again, so a status that clients retry would make them wait for nothing.
+The checks run in the transaction that adds a row, so simultaneous requests cannot exceed a limit
+together. Each check raises BadRequest, a status that clients do not retry. A retry would be
+rejected again, until the client deletes or closes something.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from planish.server.results import BadRequest
 from planish.server.settings import ServerSettings
 
 ROW_BYTES = 512
-"""Estimated size of a row with its index entries, in addition to the texts of its client."""
+"""Estimated size of a row and its index entries, without the texts that the client sent."""
 
 _STORED_BYTES = """
 SELECT (SELECT COALESCE(SUM(bytes), 0) FROM sessions WHERE tenant = ?1)
@@ -24,15 +24,16 @@ SELECT (SELECT COALESCE(SUM(bytes), 0) FROM sessions WHERE tenant = ?1)
         WHERE tenant = ?1 AND closed IS NULL AND model IS NULL AND NOT EXISTS
           (SELECT 1 FROM checkpoints WHERE path = model_path AND made <= created))
 """
-"""A sampler of a checkpoint has hard links to its files. They take space of their own only when the
+"""A sampler has hard links to the files of its checkpoint. So the sampler's files count only if the
 checkpoint was deleted or replaced.
 """
 
 
 def stored_bytes(source: Source, tenant: str) -> int:
-    """Return what a tenant stores: named checkpoints with their manifests, snapshots of its open
-    models, files that only its samplers keep, and the records of its sessions and runs. Samplers
-    without a name are not counted, because `unnamed_sampler_bytes` limits them.
+    """Return the number of bytes that a tenant stores. They are its named checkpoints with their
+    manifests, the snapshots of its open models, the files of its samplers whose checkpoint is gone,
+    and the rows of its sessions and runs. Samplers without a name are not counted, because
+    `unnamed_sampler_bytes` limits them.
     """
     return source.execute(_STORED_BYTES, [tenant]).fetchone()[0]
 
@@ -87,5 +88,5 @@ def _check_count(found: int, names: tuple[str, str], limit: int, remedy: str) ->
 
 
 def text_bytes(*texts: str) -> int:
-    """Return the size of a row that holds these texts."""
+    """Return the estimated size of a row with these texts, in bytes."""
     return ROW_BYTES + sum(len(text.encode()) for text in texts)

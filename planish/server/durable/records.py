@@ -18,7 +18,7 @@ Source = Transaction | sqlite3.Connection
 
 @dataclass(frozen=True)
 class Record:
-    """One row. The fields are the columns; mappings and configs are stored as JSON."""
+    """One row of a table. The fields are the columns. Mappings and configs are stored as JSON."""
 
     @classmethod
     def columns(cls) -> str:
@@ -27,7 +27,7 @@ class Record:
 
     @classmethod
     def of(cls, row: sqlite3.Row) -> Self:
-        """Return the record of a query result."""
+        """Return the record for one row of a query result."""
         return cls(**{key: row[key] for key in row.keys()})  # noqa: SIM118  (a Row iterates over values)
 
     def values(self) -> list[Any]:
@@ -52,7 +52,7 @@ class SessionRow(Record):
 
 @dataclass(frozen=True)
 class ModelRow(Record):
-    """A training model, or a run that only holds copied checkpoints."""
+    """A training model, or a run that contains only copied checkpoints."""
 
     id: str
     tenant: str
@@ -61,27 +61,27 @@ class ModelRow(Record):
     lora: str
     user_metadata: str
     training_bytes: int
-    """Memory of the adapter with its optimizer state."""
+    """Memory of the adapter and its optimizer state, in bytes."""
     sampling_bytes: int
-    """Memory of one version of the adapter's weights for sampling."""
+    """Memory of one version of the adapter's weights for sampling, in bytes."""
     created: float
     used: float
     passed: int = 0
-    """Missing numbers below this one are skipped."""
+    """The model no longer waits for a missing request with a sequence number below this one."""
     snapshot_seq: int | None = None
-    """The request after which the snapshot was taken."""
+    """The sequence number of the last request that the snapshot includes."""
     snapshot: str | None = None
     """The path of the snapshot."""
     arch: str | None = None
-    """The architecture, which is known once the model was created."""
+    """The architecture; None until the model is created."""
     closed: str | None = None
     """Why the model takes no more requests; None while it is open."""
     bytes: int = 0
-    """Estimated size of the row, and of the client's texts in the manifest of a snapshot."""
+    """Estimated size of the row and of the client's texts in the manifest of a snapshot."""
 
     @property
     def last_snapshot(self) -> int:
-        """The request that the last snapshot was taken after; -1 if there is no snapshot."""
+        """The sequence number of the last request in the last snapshot; -1 without a snapshot."""
         return -1 if self.snapshot_seq is None else self.snapshot_seq
 
     @property
@@ -111,20 +111,20 @@ class SamplerRow(Record):
     model_path: str | None
     """The checkpoint that the client named; None if it named only a base model."""
     model: str | None
-    """The model that published the sampler without a name."""
+    """The model that published this sampler without a name; None for all other samplers."""
     seq: int | None
-    """The request of `model` that published it."""
+    """The sequence number of the request of `model` that published this sampler."""
     source: str | None
     """The private checkpoint of the sampler's weights. None for a sampler of a base model, and for
     a published sampler until its weights are saved.
     """
     memory_bytes: int
-    """Memory of the adapter's weights; 0 for a sampler of a base model, which has no adapter."""
+    """Memory of the adapter's weights in bytes; 0 for a sampler of a base model (no adapter)."""
     created: float
     used: float
     bytes: int = 0
-    """Size on disk of the weights; 0 for a sampler of a base model, and until a published sampler
-    is saved.
+    """Size of the weights on disk; 0 for a sampler of a base model, and for a published sampler
+    until its weights are saved.
     """
     closed: str | None = None
 
@@ -155,7 +155,7 @@ class CheckpointRow(Record):
 
     @property
     def checkpoint(self) -> Checkpoint:
-        """The checkpoint as clients know it."""
+        """The `Checkpoint` that clients get."""
         path = CheckpointPath.parse(self.path)
         return Checkpoint(
             checkpoint_id=path.checkpoint_id,
@@ -180,7 +180,7 @@ _TABLES: dict[type[Record], str] = {
 
 
 def moment(seconds: float) -> datetime:
-    """Return the UTC time of seconds since 1970."""
+    """Return the UTC time for `seconds` since 1970."""
     return datetime.fromtimestamp(seconds, UTC)
 
 
@@ -200,7 +200,7 @@ def put(transaction: Transaction, record: Record) -> None:
 
 
 def put_checkpoint(transaction: Transaction, row: CheckpointRow) -> None:
-    """Insert the row of a checkpoint. A replaced checkpoint that was public stays public."""
+    """Insert or replace the row of a checkpoint. A path that was public before stays public."""
     before = select(transaction, CheckpointRow, "path = ?", [row.path])
     put(transaction, replace(row, public=before[0].public) if before else row)
 
@@ -233,8 +233,8 @@ def select(
     values: Sequence[Any] = (),
     without: str | None = None,
 ) -> list[RecordT]:
-    """Return the selected records. `where` may end with an order and a limit. The column `without`
-    is not read, and empty in the records.
+    """Return the selected records. `where` may end with an order and a limit. The column named
+    `without` is not read, and the records have an empty string there.
     """
     columns = kind.columns()
     if without is not None:
@@ -244,20 +244,22 @@ def select(
 
 
 PAGE_BYTES = 8 << 20
-"""Limit for the texts of one page of a list. The metadata of 1000 items may be much larger."""
+"""The maximum size of the texts on one page of a list, in bytes. A page of 1,000 items could
+otherwise be much larger, because each item has metadata.
+"""
 _ITEM_BYTES = 512
 
 
 def page_bytes(*texts: str) -> int:
-    """Return what an item with these texts adds to a page."""
+    """Return the number of bytes that an item with these texts adds to a page."""
     return _ITEM_BYTES + sum(map(len, texts))
 
 
 def select_page(
     source: Source, where: str, values: Sequence[Any]
 ) -> tuple[list[CheckpointRow], bool]:
-    """Return the selected checkpoints, and whether the list was cut off because its texts reached
-    PAGE_BYTES. There is at least one, if any is selected.
+    """Return the selected checkpoints, and whether the list was cut off because its texts exceed
+    PAGE_BYTES. The first selected checkpoint is always in the list, whatever its size.
     """
     columns = CheckpointRow.columns()
     # The cursor reads row by row, so rows after the cut are never in memory.

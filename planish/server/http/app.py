@@ -5,7 +5,7 @@
     routes_training       creating, training, saving and loading models
     routes_sampling       samplers, samples, and the results of all requests
     routes_checkpoints    training runs, checkpoints and their files, tokenizers
-    this module           what is not offered, and why
+    this module           endpoints that are not offered, and the reasons
 
 A route decodes a body, calls one method of the server, and encodes what it returns.
 
@@ -40,7 +40,7 @@ from planish.server.settings import HttpSettings
 
 _GROUPS = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
 STOP_SECONDS = 30
-"""How long a stop waits for running requests."""
+"""How long a shutdown waits for running requests."""
 
 _log = logging.getLogger("planish.server")
 
@@ -48,7 +48,7 @@ _log = logging.getLogger("planish.server")
 def create_app(
     server: Server, settings: HttpSettings | None = None, more: Sequence[Route] = ()
 ) -> Starlette:
-    """Return the application. Its lifespan starts and stops the server; setting
+    """Return the application. Its lifespan starts and stops the server. Setting the event
     `app.state.http.stopping` ends waiting polls.
 
     `more` are routes of other protocols (openai.routes.routes, metrics_page.metrics_route).
@@ -85,15 +85,15 @@ def create_app(
 
 
 async def healthz(request: Request) -> Response:
-    """Answer 200 if the process works, 503 if it stops or must be restarted. Needs no key. The SDK
-    requests this path under /api/v1 too.
+    """Answer 200 if the process works, and 503 if it is stopping or must be restarted. The request
+    needs no key. The SDK requests this path under /api/v1 too.
     """
     healthy = request.app.state.http.server.is_healthy()
     return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
 
 
 async def readyz(request: Request) -> Response:
-    """Answer 200 if new work is accepted and starts at once, else 503. Needs no key."""
+    """Answer 200 if new work is accepted and starts at once, else 503. The request needs no key."""
     state: HttpState = request.app.state.http
     if state.stopping.is_set() or not state.server.is_healthy():
         return answered({"status": "stopping"}, 503)
@@ -122,8 +122,8 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
 
 
 def _allowed(request: Request) -> str:
-    """Return the methods of a path. Each method has a route of its own, and an error of Starlette
-    names those of one route.
+    """Return the methods that a path supports. Each method of a path has its own route, and
+    Starlette's error names only the methods of one route.
     """
     routes = [one for one in request.app.routes if one.matches(request.scope)[0] is not Match.NONE]
     return ", ".join(sorted({method for one in routes for method in one.methods or ()}))

@@ -7,16 +7,16 @@ valid key it is keyless, and such connections must not keep a tenant out:
                from the limit of open files, and leaves files for the journal and checkpoints.
                When the total is reached, a new connection replaces an idle one: the oldest keyless
                one, or else the one whose tenant has not used it for longest.
-    keyless    At most half of the total, and 4,096. From one address (for IPv6, from one network of
-               64 bits) at most an eighth of the total, and 1,024. A new keyless connection replaces
-               the oldest idle one.
+    keyless    At most half of the total, but never more than 4,096. One address (for IPv6, one
+               /64 network) may have at most an eighth of the total, but never more than 1,024. At
+               either limit, a new keyless connection replaces the oldest idle keyless one.
     headers    A connection is closed if the headers of a request are not complete in time, or if it
                stays keyless and sends none.
-    reading    A connection is closed if its client reads nothing of a response for some time.
-    tenant     With keys, one tenant has at most half of the total.
+    reading    A connection is closed if its client stops reading a response for too long.
+    tenant     If the server has keys, one tenant may have at most half of the total.
 
 A connection is idle between requests. An idle connection of a tenant is closed by uvicorn after its
-keep-alive timeout. `RequestContext.body` limits the time of a body.
+keep-alive timeout. `RequestContext.body` limits how long a client may take to send a body.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ from planish.server.results import Tenant, Unavailable
 CONNECTION = "planish.connection"
 """The entry of an ASGI scope with the `Connection` of the request."""
 RESERVED_FILES = 256
-"""Open files that are kept free of connections: the database, bodies, checkpoints, downloads."""
+"""Open files that are reserved for the database, bodies, checkpoints and downloads."""
 _FEWEST_CONNECTIONS = 64
 _IPV6_NETWORK = 64
 _MOST_CONNECTIONS = 20_000
 _MOST_KEYLESS = 4096
-"""A connection with headers of 4 KiB takes 23 KiB of memory, measured with 1,850 of them."""
+"""This limits the memory of keyless connections to about 100 MB. A connection with 4 KiB of headers
+takes 23 KiB, measured with 1,850 connections.
+"""
 _BUSY = b'{"detail":"this server has too many connections; try again later"}'
 _BUSY_RESPONSE = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 5\r\n"
@@ -54,7 +56,8 @@ _BUSY_RESPONSE = (
 _INVALID_DETAIL = (
     "the request is not HTTP/1.1: its headers have more than 64 KiB, or a part of it is invalid"
 )
-# The path is unknown, so this body has what the SDK reads and what OpenAI's clients read.
+# The path of an invalid request is unknown. So this body has the fields that the SDK reads and
+# the fields that OpenAI clients read.
 _INVALID = orjson.dumps(
     {
         "detail": _INVALID_DETAIL,
@@ -78,33 +81,33 @@ class ConnectionLimits:
 
     total: int = 4096
     header_seconds: float = 15.0
-    """Time for the headers of a request, from their first byte; for a keyless connection, from the
-    moment at which it became idle.
+    """How long the headers of a request may take to arrive. The time counts from their first byte.
+    For a keyless connection, it counts from the moment at which the connection became idle.
     """
     write_seconds: float = 60.0
     """How long a client may read nothing while the server has data for it."""
 
     @classmethod
     def of_files(cls, max_files: int) -> ConnectionLimits:
-        """Return the limits of a process that may open `max_files` files. A download holds a file
-        besides its connection.
+        """Return the limits of a process that may open `max_files` files. Connections get three
+        quarters of the unreserved files, because each download needs a second file.
         """
         fitting = (max_files - RESERVED_FILES) * 3 // 4
         return cls(min(max(_FEWEST_CONNECTIONS, fitting), _MOST_CONNECTIONS))
 
     @property
     def keyless(self) -> int:
-        """Connections that have not sent a valid key."""
+        """The maximum number of connections that have not sent a valid key."""
         return min(self.total // 2, _MOST_KEYLESS)
 
     @property
     def per_address(self) -> int:
-        """Keyless connections from one address."""
+        """The maximum number of keyless connections from one address."""
         return min(max(16, self.total // 8), _MOST_KEYLESS // 4)
 
     @property
     def per_tenant(self) -> int:
-        """Connections of one tenant of a server with keys."""
+        """The maximum number of connections of one tenant, if the server has keys."""
         return self.total // 2
 
 
@@ -115,11 +118,11 @@ class Connection:
     table: ConnectionTable
     address: str
     close: Callable[[], None]
-    """Closes the connection at once and drops what was not sent."""
+    """Closes the connection at once and drops unsent data."""
     tenant: str | None = None
     """The tenant of the last request with a valid key; None for a keyless connection."""
     running: int = 0
-    """Requests in progress; two for a moment if a client sends the next one early (pipelining)."""
+    """The number of requests in progress. It is briefly two if a client pipelines requests."""
 
     def accept(self, tenant: Tenant, has_keys: bool) -> None:
         """Note that the current request has a valid key. Raise Unavailable if its tenant has too
@@ -130,26 +133,30 @@ class Connection:
 
 @dataclass
 class ConnectionTable:
-    """All open connections of a server, and which of them wait for a request."""
+    """All open connections of a server. It also knows which of them are idle."""
 
     limits: ConnectionLimits = field(default_factory=ConnectionLimits)
     clock: Callable[[], float] = time.monotonic
     open: set[Connection] = field(default_factory=set)
     _by_address: Counter[str] = field(default_factory=Counter)
-    """Keyless connections, by address."""
+    """The number of keyless connections of each address."""
     _by_tenant: Counter[str] = field(default_factory=Counter)
+    """The number of connections of each tenant."""
     _idle_keyless: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
     """When each idle keyless connection became idle, oldest first."""
     _idle_at: dict[str, OrderedDict[Connection, None]] = field(default_factory=dict)
-    """The same connections by address."""
+    """The idle keyless connections of each address, oldest first."""
     _idle_keyed: OrderedDict[Connection, None] = field(default_factory=OrderedDict)
+    """The idle connections of tenants, least recently used first."""
     _begun: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
     """When the first byte of a request arrived on an idle connection of a tenant."""
     _unread: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
-    """Since when a client has not read its response."""
+    """When each client that does not read its response stopped reading."""
 
     def opened(self, address: str, close: Callable[[], None]) -> Connection | None:
-        """Return a new connection, which may replace an idle one; None if there is no place."""
+        """Return a new connection, which may replace an idle one. Return None if a limit
+        is reached and no idle connection can be replaced.
+        """
         limits, source = self.limits, _source(address)
         if self._by_address[source] >= limits.per_address and not self._evict_at(source):
             return None
@@ -175,7 +182,7 @@ class ConnectionTable:
         self._count(connection, -1)
 
     def received(self, connection: Connection) -> None:
-        """Note that bytes arrived, which begin a request if the connection is idle."""
+        """Note that bytes arrived. On an idle connection they begin a request."""
         if connection in self._idle_keyed:
             self._begun.setdefault(connection, self.clock())
 
@@ -191,7 +198,9 @@ class ConnectionTable:
             self._wait(connection)
 
     def accept(self, connection: Connection, tenant: str, has_keys: bool) -> None:
-        """Do what `Connection.accept` does."""
+        """Note that a request had a valid key of `tenant`. Raise Unavailable if the server has keys
+        and the tenant has too many connections.
+        """
         if connection.tenant == tenant or connection not in self.open:
             return
         if has_keys and self._by_tenant[tenant] >= self.limits.per_tenant:
@@ -208,7 +217,7 @@ class ConnectionTable:
             self._unread.pop(connection, None)
 
     def close_overdue(self) -> int:
-        """Close the connections whose time is over, and return their number."""
+        """Close the connections that exceeded a timeout, and return their number."""
         now = self.clock()
         overdue = [
             connection
@@ -264,7 +273,7 @@ class ConnectionTable:
 
 
 def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[Connection]:
-    """Return the connections before `latest`. The dict is ordered by time."""
+    """Return the connections whose time is at most `latest`. `since_when` is ordered by time."""
     found = []
     for connection, since in since_when.items():
         if since > latest:
@@ -274,7 +283,9 @@ def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[C
 
 
 def _source(address: str) -> str:
-    """Return what counts as one address: an IPv6 client usually has a network of its own."""
+    """Return the address that the limits count for a client. IPv6 addresses are counted by /64
+    network, because one client usually has a whole network.
+    """
     try:
         parsed = ipaddress.ip_address(address)
     except ValueError:
@@ -285,7 +296,7 @@ def _source(address: str) -> str:
 
 
 def protocol_of(table: ConnectionTable) -> type[asyncio.Protocol]:
-    """Return the class of uvicorn's protocol whose connections are in `table`."""
+    """Return a uvicorn protocol class that registers its connections in `table`."""
 
     class LimitedProtocol(_LimitedProtocol):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -296,7 +307,7 @@ def protocol_of(table: ConnectionTable) -> type[asyncio.Protocol]:
 
 
 class _LimitedProtocol(H11Protocol):
-    """HTTP/1.1 on one connection of a table."""
+    """The HTTP/1.1 protocol of one connection, which follows the limits of a `ConnectionTable`."""
 
     table: ConnectionTable
     connection: Connection | None = None
@@ -323,7 +334,7 @@ class _LimitedProtocol(H11Protocol):
         super().data_received(data)
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is not HTTP with JSON, as all other errors."""
+        """Answer a request that is not valid HTTP. The body is JSON, as for all other errors."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.write(_INVALID_RESPONSE)
         self.transport.close()
