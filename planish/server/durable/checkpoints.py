@@ -4,13 +4,14 @@ are downloaded.
 A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
 stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
 
-A client that saves external weights may name recipients, whose keys alone can read the download:
-the files are encrypted with age (age-encryption.org) as they are sent. The recipients are stored in
-the checkpoint's metadata. On the server's own disk the files are plain, because a reader of that
-disk has the model's state too.
+A client that saves external weights may name recipients. The files are then encrypted for a
+download with age (age-encryption.org), and only the recipients can decrypt them. The recipients are
+stored in the checkpoint's metadata. The server's own copy is not encrypted. Encryption would not
+protect that copy, because anybody who can read the server's disk can read the model's state there.
 
-Some names have a special meaning. Private checkpoints are made by the server for itself, in the
-runs of its models and samplers. They are not in the catalog, and clients cannot give these names:
+Some names have a special meaning. The server makes private checkpoints for itself, in the runs of
+its models and samplers. Private checkpoints are not in the catalog, and clients cannot use their
+names:
 
     tinker://MODEL/weights/_planish.snapshot.SEQ          a snapshot of the model after request SEQ
     tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of what request SEQ loaded
@@ -19,7 +20,7 @@ runs of its models and samplers. They are not in the catalog, and clients cannot
 
 External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
 planish has that layout already. So external weights NAME are stored as the sampler checkpoint
-`external:NAME`, and shown under the kind and path that clients know.
+`external:NAME`. Clients see them as `tinker://MODEL/external_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class CheckpointCatalog:
     """The named checkpoints of all tenants."""
 
     def __init__(self, engine: EngineClient, store: Store, settings: ServerSettings) -> None:
-        """`engine` has the files, and `store` has a row for each checkpoint."""
+        """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint."""
         self._engine = engine
         self._store = store
         self._settings = settings
@@ -72,7 +73,7 @@ class CheckpointCatalog:
 
     async def readable(self, tenant: Tenant, path: str) -> CheckpointRow:
         """Return a checkpoint that the tenant may read: its own, or a public one. Raise
-        NoSuchCheckpoint for another one, or if the checkpoint has expired.
+        NoSuchCheckpoint for any other checkpoint, and for an expired one.
         """
         row = await self._row(path)
         if row.tenant != tenant.name and not row.public:
@@ -80,8 +81,8 @@ class CheckpointCatalog:
         return row
 
     async def owned(self, tenant: Tenant, path: str) -> CheckpointRow:
-        """Return a checkpoint of the tenant. Raise NoSuchCheckpoint for another one, or if the
-        checkpoint has expired.
+        """Return a checkpoint of the tenant. Raise NoSuchCheckpoint for any other checkpoint, and
+        for an expired one.
         """
         row = await self._row(path)
         if row.tenant != tenant.name:
@@ -92,7 +93,8 @@ class CheckpointCatalog:
         self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int
     ) -> Page[Checkpoint]:
         """Return a page of the tenant's checkpoints, or of one of its runs, newest first. A page
-        ends early when its metadata reach PAGE_BYTES; its `limit` is then the number of its items.
+        ends early when its metadata exceed PAGE_BYTES. The `limit` of such a page is the number of
+        its items.
         """
         where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
         if run_id is not None:
@@ -112,7 +114,7 @@ class CheckpointCatalog:
         )
 
     async def size_of_session(self, tenant: Tenant, session_id: str) -> tuple[int, int]:
-        """Return the number of checkpoints of a session's runs, and their bytes."""
+        """Return the number of checkpoints of a session's runs, and their total size in bytes."""
         query = (
             f"SELECT COUNT(*), COALESCE(SUM(bytes), 0) FROM checkpoints WHERE tenant = ? AND {_ALIVE}"
             " AND run IN (SELECT id FROM models WHERE session = ?)"
@@ -122,10 +124,10 @@ class CheckpointCatalog:
         return number, size
 
     async def newest(self, run_id: str) -> dict[str, Checkpoint]:
-        """Return the last checkpoint of each kind of a run. External weights are left out, because
-        no sampler is made of them.
+        """Return the newest checkpoint of each kind of a run, by kind. External weights are left
+        out, because no sampler is created from them.
         """
-        # The paths of one directory are a range, because "0" is the character after "/".
+        # "0" is the character after "/", so these bounds select the paths of one directory.
         where = (
             f"run = ? AND {_ALIVE} AND path > ? || '/' AND path < ? || '0' AND NOT "
             "(path > ? AND path < ?) ORDER BY made DESC LIMIT 1"
@@ -140,13 +142,13 @@ class CheckpointCatalog:
         return found
 
     async def info(self, tenant: Tenant, path: str) -> CheckpointInfo:
-        """Return what a readable checkpoint holds."""
+        """Return the description of a checkpoint that the tenant may read."""
         row = await self.readable(tenant, path)
         info = await self._engine.checkpoint_info(row.path)
         return replace(info, checkpoint=row.checkpoint)
 
     async def files(self, tenant: Tenant, path: str) -> CheckpointFiles:
-        """Return the files of a readable checkpoint, for a download."""
+        """Return the files of a checkpoint that the tenant may read, for a download."""
         row = await self.readable(tenant, path)
         recipients = recipients_of(row.checkpoint.user_metadata or {})
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
@@ -172,7 +174,7 @@ class CheckpointCatalog:
         await self._store.write(change, CheckpointRow, row.path, public=int(public))
 
     async def set_ttl(self, tenant: Tenant, path: str, ttl_seconds: int | None) -> None:
-        """Let a checkpoint expire `ttl_seconds` from now; None: never."""
+        """Let a checkpoint expire `ttl_seconds` from now. With None it never expires."""
         row = await self.owned(tenant, path)
         async with self.changing(row.path):
             await self._engine.set_checkpoint_ttl(row.path, ttl_seconds)
@@ -190,7 +192,7 @@ class CheckpointCatalog:
         await self._store.read(check_storage, tenant.name, self._settings)
 
     async def bytes_by_tenant(self) -> dict[str, int]:
-        """Return the size of the named checkpoints of each tenant."""
+        """Return the total size of each tenant's named checkpoints, in bytes."""
         query = "SELECT tenant, SUM(bytes) FROM checkpoints GROUP BY tenant"
         return await self._store.read(lambda db: dict(db.execute(query)))
 
@@ -207,16 +209,17 @@ class CheckpointCatalog:
         await asyncio.gather(*removed)
 
     async def reconcile(self) -> None:
-        """Remove the rows of checkpoints that are not on disk. Runs at a start, because a crash may
-        have interrupted a deletion. Reads the names of directories only, so that no file can
-        prevent the start; `verify` reads the manifests afterwards.
+        """Remove the rows of checkpoints that are not on disk. The server calls this at its start,
+        because a crash may have interrupted a deletion. The method lists directories and reads no
+        manifests, so a damaged file cannot prevent the start. `verify` reads the manifests later.
         """
         on_disk = set(await self._engine.checkpoint_paths())
         query = "SELECT path, tenant, expires FROM checkpoints"
         rows = await self._store.read(lambda db: db.execute(query).fetchall())
         lost, now = list[str](), time.time()
         for path, tenant, expires in rows:
-            # A checkpoint that a crash left between two names comes back when it is read.
+            # A crash may have interrupted the replacement of a checkpoint. Reading the checkpoint,
+            # as `_exists` does, restores the old one.
             if path in on_disk or await self._exists(path):
                 continue
             lost.append(path)
@@ -232,11 +235,11 @@ class CheckpointCatalog:
                 await self._store.write(record)
 
     async def verify(self) -> None:
-        """Read the manifests of all checkpoints one after another. Log those that are damaged, and
-        correct the rows of others: a crash may have interrupted a change of an expiry. Runs in the
-        background after a start.
+        """Read the manifests of all checkpoints one after another. Log damaged manifests. Correct
+        rows that differ from their manifest, because a crash may have interrupted `set_ttl`. The
+        server runs this in the background after its start.
 
-        A damaged checkpoint stays in the catalog: its files may be restored.
+        A damaged checkpoint stays in the catalog, because the operator may restore its files.
         """
         last, query = "", "SELECT path FROM checkpoints WHERE path > ? ORDER BY path LIMIT 100"
         while rows := await self._store.read(
@@ -250,7 +253,7 @@ class CheckpointCatalog:
         async with self.changing(path):
             try:
                 found = (await self._engine.checkpoint_info(path)).checkpoint
-            except CheckpointError:  # it was deleted, or has expired
+            except CheckpointError:  # the checkpoint was deleted or has expired
                 return
             except (DamagedFileError, OSError) as error:
                 _log.error(
@@ -267,14 +270,14 @@ class CheckpointCatalog:
                 self._store.keep_later(change, CheckpointRow, path, **columns)
 
     def token(self, tenant: Tenant, path: str, seconds: float) -> str:
-        """Return a token with which anybody can read the files of one checkpoint for `seconds`, as
-        long as the tenant may read them.
+        """Return a token with which anybody can read the files of one checkpoint for `seconds`. The
+        token stops working earlier if the tenant may no longer read the checkpoint.
         """
         return self._links.token(path, tenant.name, seconds)
 
     async def files_of_token(self, token: str) -> tuple[Tenant, CheckpointFiles]:
-        """Return the tenant that a token was made for, and the files that it opens. Raise NotFound
-        for an invalid or expired token.
+        """Return the tenant and the checkpoint files of a token. Raise NotFound for an invalid or
+        expired token.
         """
         path, name = self._links.opened(token)
         return Tenant(name), await self.files(Tenant(name), path)
@@ -289,7 +292,7 @@ class CheckpointCatalog:
         return rows[0]
 
     async def _exists(self, path: str) -> bool:
-        """Return whether there is such a checkpoint on disk, damaged or not."""
+        """Return whether the checkpoint is on disk, damaged or not."""
         try:
             return await self._engine.exists(path)
         except (DamagedFileError, OSError):
@@ -303,7 +306,9 @@ class CheckpointCatalog:
             return False
 
     async def _remove(self, row: CheckpointRow) -> asyncio.Future[None]:
-        """Delete the files. The returned future is done when the row is deleted too."""
+        """Delete the files and queue the deletion of the row. The returned future is done when the
+        row is deleted.
+        """
         await self._engine.delete_checkpoint(row.path)
         crash_point("checkpoint deleted before recording")
         return self._store.keep(remove, CheckpointRow, row.path)
@@ -334,11 +339,11 @@ class CheckpointFiles:
 
     paths: Mapping[str, Path]
     recipients: tuple[str, ...]
-    """Keys that can read the download. If empty, the download is not encrypted."""
+    """Public keys for which the download is encrypted. If empty, the download is not encrypted."""
 
     @property
     def names(self) -> list[str]:
-        """The names of the files that are sent."""
+        """The names of the files in the download."""
         return [name + SUFFIX if self.recipients else name for name in self.paths]
 
     def open(self, name: str) -> BinaryIO:
@@ -351,10 +356,11 @@ class CheckpointFiles:
 
 
 def metadata_of(recipients: Sequence[Any]) -> dict[str, str]:
-    """Return the metadata for a checkpoint's recipients: age1... keys or SSH public keys, at most
-    ten.
+    """Return the metadata that stores a checkpoint's recipients. Recipients are age1... keys or SSH
+    public keys, at most ten.
 
-    Raise UserError for anything else, UnsupportedError if the package for encryption is missing.
+    Raise UserError for invalid or too many keys. Raise UnsupportedError if the package pyrage,
+    which encrypts, is not installed.
     """
     if not recipients:
         return {}
@@ -378,7 +384,7 @@ def recipients_of(metadata: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def encrypted(path: Path, recipients: Sequence[str]) -> BinaryIO:
-    """Return a temporary file with the encrypted content. Closing it deletes it."""
+    """Return a temporary file with the encrypted content. Closing the file deletes it."""
     keys = [_recipient(recipient, _RECIPIENTS) for recipient in recipients]
     sealed = tempfile.TemporaryFile()  # noqa: SIM115  (the caller closes it)
     try:
@@ -411,18 +417,18 @@ def _pyrage() -> Any:
 
 
 def snapshot_name(seq: int) -> str:
-    """Return the name of the snapshot after request `seq`."""
+    """Return the name of the snapshot that is taken after request number `seq`."""
     return f"{PRIVATE_PREFIX}snapshot.{seq}"
 
 
 def sampler_name(seq: int) -> str:
-    """Return the name of the sampler that request `seq` published."""
+    """Return the name of the sampler checkpoint that request number `seq` published."""
     return f"{PRIVATE_PREFIX}sampler.{seq}"
 
 
 def loaded_path(model_id: str, seq: int, source: str) -> str:
-    """Return the path of the private copy of what request `seq` loads, of the same kind as
-    `source`.
+    """Return the path of the private copy of the checkpoint `source`, which request number `seq`
+    loads. The copy has the same kind as `source`.
     """
     return str(
         CheckpointPath(
@@ -442,13 +448,17 @@ def is_private(path: str) -> bool:
 
 
 def loading_seq(path: str) -> int | None:
-    """Return the request that a private copy was made for; None for any other checkpoint."""
+    """Return the number of the load request that a private copy was made for. Return None if the
+    checkpoint is not such a copy.
+    """
     name = CheckpointPath.parse(path).name
     return int(name.rpartition(".")[2]) if name.startswith(f"{PRIVATE_PREFIX}loaded.") else None
 
 
 def is_superseded(path: str, seq: int) -> bool:
-    """Return whether a snapshot after request `seq` replaces this private checkpoint."""
+    """Return whether the server can delete this private checkpoint after a snapshot at request
+    `seq`.
+    """
     loading = loading_seq(path)
     return (
         loading <= seq
@@ -471,7 +481,9 @@ _SHOWN, _STORED = "/external_weights/", f"/sampler_weights/{EXTERNAL_PREFIX}"
 
 
 def stored_path(path: str) -> str:
-    """Return the path under which a checkpoint is stored, from the path that clients use."""
+    """Return the stored path of a checkpoint for the path that clients use. Raise UserError for a
+    name that is reserved for external weights.
+    """
     stored = path.replace(_SHOWN, _STORED, 1)
     parsed = CheckpointPath.parse(stored)
     if stored == path:
@@ -480,12 +492,12 @@ def stored_path(path: str) -> str:
 
 
 def shown_path(path: str) -> str:
-    """Return the path that clients use, from the stored one."""
+    """Return the path that clients use for a stored path."""
     return path.replace(_STORED, _SHOWN, 1)
 
 
 def is_external(path: str) -> bool:
-    """Return whether a stored path is that of external weights."""
+    """Return whether a stored path belongs to external weights."""
     return _STORED in path
 
 

@@ -1,24 +1,26 @@
-"""The crash guard finds a request that crashes the server repeatedly, and abandons it, so that all
-other requests can continue.
+"""The crash guard finds a request that crashes the server repeatedly, and abandons the request, so
+that all other requests can continue.
 
-A request that exhausts the memory or crashes the process has no answer, and therefore runs again at
-each start. As long as every shutdown is clean, the guard marks no requests. After a crash, the next
-process watches its requests for an hour:
+A request that exhausts the memory or crashes the process gets no answer, and therefore runs again
+at each start. As long as every shutdown is clean, the guard marks no requests. After a crash, the
+next process watches its requests for an hour:
 
     marked     Before the engine gets a request, the database marks it as running. The answer
                removes the mark.
-    suspect    A request that was marked when the server crashed. Suspects run only together with
-               suspects of equally many crashes, and only an eighth of these at once. So after
-               several crashes each runs alone. All base models are loaded first, so that a crash
-               during their loading is not blamed on a request.
-    abandoned  A suspect that was the only running request at `_ENDS_ALONE` crashes. If it has no
-               answer, it fails. If it is a replay or loads an adapter, it is rejected from then on.
+    suspect    A request that was marked when the server crashed. The guard groups suspects by the
+               number of crashes during which each was marked. Only suspects of one group run
+               together, and only an eighth of the group at once. So after several crashes each
+               suspect runs alone. The server loads all base models before the first suspect, so
+               that a crash during the loading of a base model is not blamed on a request.
+    abandoned  A suspect that was the only running request at `_ENDS_ALONE` crashes. An abandoned
+               request without an answer fails. An abandoned replay or load of an adapter is
+               rejected from then on.
 
-A request is thus abandoned after `_ENDS_ALONE` + 2 crashes or more: at the first crash nothing was
-marked, and the second made the request a suspect. An innocent request is running at each of these
-crashes only if the server crashes faster than the request takes. A request that is answered is no
-longer a suspect. A clean shutdown clears all records except the abandoned keys. These get one more
-try after the next start, because the server may have more memory then.
+A request is thus abandoned after `_ENDS_ALONE` + 2 crashes or more. At the first crash no request
+is marked, and the second crash makes the request a suspect. A suspect that gets an answer is no
+longer a suspect. So an innocent request is abandoned only if the server crashes each time before
+the request is finished. A clean shutdown clears all records except the abandoned keys. An abandoned
+key gets one more try after the next start, because the server may have more memory then.
 
 Each request is identified by a key: the id of a journaled or replayed request, the model's id for
 loading a snapshot, the sampler's id for loading its weights, and a digest of the content for a
@@ -43,14 +45,16 @@ from planish.server.durable.store import Store, Transaction
 from planish.server.results import Abandoned, Failed
 
 _ENDS_ALONE = 3
-"""Crashes with no other request running, after which a suspect is abandoned."""
+"""A suspect is abandoned after this many crashes during which no other request was running."""
 _GROUPS = 8
-"""Of n suspects with the same number of crashes, n / _GROUPS run at once, but at least one."""
+"""Of n suspects with the same number of crashes, at most n // _GROUPS run at once (at least
+one).
+"""
 _WATCH_SECONDS = 3600.0
-"""How long a server watches after a crash."""
+"""How long the guard marks running requests after a crash."""
 
 _RUNNING = "running"
-"""The key in the table `meta` that exists while a server runs."""
+"""A key in the table `meta`. The key exists while a server runs, and stays there after a crash."""
 
 _log = logging.getLogger(__name__)
 
@@ -64,30 +68,34 @@ class _LookBack:
     marked: list[str] = field(default_factory=list)
     """Keys that were running when the earlier process ended."""
     suspects: dict[str, int] = field(default_factory=dict)
-    """Maps each suspect to the number of crashes while it was running."""
+    """The number of crashes during which each suspect was running, by key."""
     abandoned: set[str] = field(default_factory=set)
-    """Abandoned keys that are not unanswered requests, so `enter` must reject them."""
+    """Abandoned keys of replays and loads of adapters. `enter` must reject them, because there is
+    no unanswered request that could be failed.
+    """
     failed: list[str] = field(default_factory=list)
-    """Requests that were abandoned at this start."""
+    """The ids of unanswered requests that were abandoned and failed at this start."""
 
 
 class CrashGuard:
     """Finds the request that crashes the server, and abandons it."""
 
     def __init__(self, store: Store, prepare: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """`prepare` is awaited before the first suspect runs. It loads what every request needs."""
+        """`prepare` is awaited before the first suspect runs. It must load the base models."""
         self._store = store
         self._prepare = prepare
         self._preparing: asyncio.Task[None] | None = None
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
         self._widths: dict[int, int] = {}
-        """Maps a number of crashes to how many suspects with this number may run at once."""
+        """How many suspects with the same number of crashes may run at once, by that number."""
         self._abandoned: set[str] = set()
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
         self._level = 0
-        """The number of crashes of each running key. Only keys with equal numbers run together."""
+        """The number of crashes that all running keys have in common; 0 if they are not
+        suspects.
+        """
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
     @property
@@ -100,13 +108,13 @@ class CrashGuard:
         return time.monotonic() < self._watched_until
 
     async def begin(self) -> None:
-        """Check how the last process ended, and fail abandoned requests. Must run before any
-        request is read or run.
+        """Check how the last process ended, and fail abandoned requests. The server must await this
+        before it reads or runs any request.
         """
         try:
             found = await self._store.write(_look_back)
         except StorageError:
-            return  # marking requests would fail on the full disk too
+            return  # requests cannot be marked on a full disk either
         self._suspects, self._abandoned = found.suspects, found.abandoned
         self._widths = {
             ends: max(1, n // _GROUPS) for ends, n in Counter(found.suspects.values()).items()
@@ -164,7 +172,9 @@ class CrashGuard:
             raise
 
     def leave(self, key: str) -> None:
-        """Note that the request of a key was answered. Does nothing if the key is not running."""
+        """Note that the request of a key was answered. This does nothing if the key is not
+        running.
+        """
         if self._left(key):
             self._suspects.pop(key, None)
             self._store.keep_later(_forget, key)
@@ -193,8 +203,8 @@ class CrashGuard:
 
     @asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
-        """Call `enter` before the block and `pause` after it. For a block that decodes a request
-        but does not answer it.
+        """Call `enter` before the block and `pause` after it. This is for a block that decodes a
+        request but does not answer it.
         """
         await self.enter(key)
         try:
@@ -203,7 +213,7 @@ class CrashGuard:
             self.pause(key)
 
     def _left(self, key: str) -> bool:
-        """Remove a key from the running ones. Returns whether its mark must be removed."""
+        """Remove a key from the running keys. Return whether its mark must be removed."""
         if key not in self._active:
             return False
         self._active[key] -= 1
@@ -263,7 +273,7 @@ def _look_back(transaction: Transaction) -> _LookBack:
 
 
 def _fail(transaction: Transaction, request_id: str) -> bool:
-    """Answer an abandoned request. Returns False if it was answered before, or is not a request."""
+    """Fail an abandoned request. Return False if the key is not the id of an unanswered request."""
     row = journal.row(transaction, request_id)
     if row is None or not row.is_to_do:
         return False

@@ -1,9 +1,9 @@
-"""The journal: the rows of requests, and how operations and results are encoded.
+"""The journal: the rows of requests, and the encoding of operations and results.
 
-The functions on rows run within a transaction or a read of the store. Operations and results are
-stored in the encoding of the wire protocol (planish/wire). Every operation has one encoding,
-whether it arrived as JSON or as protobuf, so that a repeated request has the same digest. Seeds
-that the server chose are part of the stored body, but not of the digest.
+The functions that take a transaction or a connection are called through `Store.write` and
+`Store.read`. Operations and results are stored in the encoding of the wire protocol (planish/wire).
+An operation has the same encoding whether it arrived as JSON or as protobuf, so a repeated request
+has the same digest. A seed that the server chose is part of the stored body, but not of the digest.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ _COLUMNS = (
 
 
 _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "publish_sampler")
-"""Kinds of requests that change a model or publish its weights. A replay runs them again."""
+"""Kinds of requests that change a model or publish its weights. A replay of the model runs these
+requests again.
+"""
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class RequestRow:
     """The id of the request's model or sampler."""
     seq: int
     state: str
-    """accepted, started, done, failed or refused (store.py)."""
+    """accepted, started, done, failed or refused. The top of store.py explains the states."""
     digest: bytes | None
     """None if the request was rejected before its body was decoded."""
     accepted: float
@@ -94,7 +96,7 @@ class RequestRow:
 
     @classmethod
     def of(cls, found: sqlite3.Row) -> Self:
-        """Return the RequestRow for a row of a query result."""
+        """Return the RequestRow for one row of a query result."""
         return cls(*found)
 
     @property
@@ -123,8 +125,8 @@ def insert(
     content: bytes,
     also: Callable[[Transaction], None] | None = None,
 ) -> RequestRow | None:
-    """Journal a request. If its id is taken, nothing is written, and the row with this id is
-    returned.
+    """Journal a request with the body `content`, and call `also` in the same transaction. If the id
+    is taken, write nothing and return the row that has this id. Otherwise return None.
     """
     found = row(transaction, new.id)
     if found is not None:
@@ -167,7 +169,9 @@ def finish(
     now: float,
     also: Callable[[Transaction], None] | None = None,
 ) -> None:
-    """Write an answer. The body is dropped, unless a replay may need it."""
+    """Write an answer and the state of `done`, and call `also` in the same transaction. The
+    request's body is removed, unless a replay may need it.
+    """
     match answer:
         case Done(content=content):
             stored = transaction.store(content)
@@ -189,7 +193,7 @@ def finish(
 
 
 def row(source: Transaction | sqlite3.Connection, request_id: str) -> RequestRow | None:
-    """Return the row of a request; None if there is none."""
+    """Return the row of a request; None if there is no such request."""
     found = source.execute(
         f"SELECT {_COLUMNS} FROM requests WHERE id = ?", (request_id,)
     ).fetchone()
@@ -215,7 +219,7 @@ def body(connection: sqlite3.Connection, request_id: str) -> StoredBody:
 
 
 def result(connection: sqlite3.Connection, request_id: str) -> StoredBody | None:
-    """Return where the result of a request is stored; None if it was removed."""
+    """Return where the result of a request is stored; None if the result was removed."""
     found = connection.execute(
         "SELECT result, result_file FROM requests WHERE id = ?", (request_id,)
     ).fetchone()
@@ -245,7 +249,7 @@ def drop_bodies(transaction: Transaction, where: str, values: Sequence[Any]) -> 
 
 
 def delete(transaction: Transaction, where: str, values: Sequence[Any]) -> int:
-    """Delete the selected rows with their bodies and results. Returns how many there were."""
+    """Delete the selected rows with their bodies and results. Return the number of deleted rows."""
     for found in transaction.execute(
         f"SELECT body_file, result_file FROM requests WHERE {where}", values
     ).fetchall():
@@ -283,7 +287,9 @@ class JournalEntry:
 
 
 def encode_request(operation: Operation[Any], seq_id: int) -> JournalEntry:
-    """Encode a request. Takes time in proportion to its size; run it in a thread if it is large."""
+    """Encode a request. The time is proportional to its size, so encode large requests in a
+    thread.
+    """
     kind, body = kind_of(operation), _encoded(operation, seq_id)
     digest = _digest(kind, body)
     seeded = _seeded(operation)
@@ -293,8 +299,8 @@ def encode_request(operation: Operation[Any], seq_id: int) -> JournalEntry:
 
 
 def is_as_written(kind: str, body: bytes, digest: bytes | None) -> bool:
-    """Return whether a body has the digest that it was journaled with. Bodies that may have been
-    given a seed cannot be checked, and count as unchanged.
+    """Return whether a body still has the digest of its journal row. A body that may contain a seed
+    from the server cannot be checked, and counts as unchanged.
     """
     return kind in _SEEDED or digest is None or _digest(kind, body) == digest
 
@@ -316,13 +322,13 @@ def kind_of(operation: Operation[Any]) -> str:
 
 
 def operation_of(kind: str, body: bytes) -> Operation[Any]:
-    """Decode what `encode_request` encoded."""
+    """Decode the operation of a body that `encode_request` encoded."""
     return _DECODERS[kind](body)
 
 
 def _seeded(operation: Operation[Any]) -> Operation[Any]:
-    """Return the operation with a random seed if it needs one and has none. A repeated run after a
-    crash must sample the same tokens or initial weights.
+    """Return the operation with a random seed if it needs a seed and has none. The seed is
+    journaled, so a repeated run after a crash samples the same tokens or the same initial weights.
     """
     match operation:
         case Sample(sampling_params=params) if params.seed is None:
@@ -337,7 +343,8 @@ def _seeded(operation: Operation[Any]) -> Operation[Any]:
 def _encoded(operation: Operation[Any], seq_id: int) -> bytes:
     match operation:
         case ForwardBackward():
-            # The message's seq_id has only 32 bits, and the row stores the number. So write 1.
+            # A seq_id can exceed the 32 bits of the message's field. The row stores the real
+            # number, so the message always contains 1.
             message = ForwardBackwardRequestMessage.FromString(
                 forward_backward_to_message(operation, 1)
             )

@@ -1,10 +1,11 @@
-"""Accepted requests: journaled before they are acknowledged, answered once, and readable until
-their results expire.
+"""The log of accepted requests. A request is journaled before it is acknowledged, it is answered
+once, and its result can be read until the result expires.
 
-Unanswered requests are kept in memory. Their decoded operations are kept too as long as memory
-suffices; otherwise an operation is read from the journal when its turn comes. A successful result
-is sent to the client before it is on disk, because a replay after a crash reproduces it. A failure
-is written to disk first, because a replay might succeed and contradict the answer that was sent.
+Unanswered requests are kept in memory. Their decoded operations are kept too, up to
+`request_memory_bytes`. Beyond this limit, an operation is read from the journal when its turn
+comes. A successful result is sent to the client before it is on disk, because a replay after a
+crash reproduces the result. A failure is written to disk first, because a replay might succeed and
+contradict the answer that was sent.
 """
 
 from __future__ import annotations
@@ -52,10 +53,12 @@ from planish.wire.sampling import targets_of
 R = TypeVar("R")
 
 _INLINE_TOKENS = 4096
-"""Longer requests are encoded in a thread."""
+"""Requests with more tokens than this are encoded in a thread."""
 _RETRY_SECONDS = 10.0
 _UNKNOWN_SECONDS = 0.5
-"""How long a client waits for the result of a request that is not in memory yet."""
+"""How long a poll waits if the request is in the journal, but not in memory yet. This happens while
+the server restores the requests of an earlier process.
+"""
 _ANSWER_BYTES = 500
 """Estimated memory of an answer in addition to its content."""
 
@@ -74,11 +77,14 @@ class QueuedRequest:
     row: RequestRow
     operation: Operation[Any] | None
     answer: asyncio.Future[Done | Failed]
+    """Done when the answer may be sent to the client."""
     acknowledged: asyncio.Future[None]
+    """Done when the request is in the journal."""
     tokens: int = 0
+    """What `token_count` returns for the operation."""
     sequences: int = 0
-    """Sequences that a sample request samples; 0 for a request of an earlier process, until its
-    operation is read.
+    """The number of sequences that a sample request generates. It is 0 for other requests, and for
+    a request of an earlier process until its operation is read.
     """
     written: asyncio.Future[None] | None = None
     """Done when the answer is on disk."""
@@ -90,17 +96,19 @@ class QueuedRequest:
 
     @property
     def seq(self) -> int:
-        """Its sequence number."""
+        """The sequence number of the request."""
         return self.row.seq
 
     def measure(self, operation: Operation[Any]) -> None:
-        """Note the size of the operation."""
+        """Set `tokens` and `sequences` from the operation."""
         self.tokens = token_count(operation)
         self.sequences = operation.num_samples if isinstance(operation, Sample) else 0
 
 
 def token_count(operation: Operation[Any]) -> int:
-    """Return how many tokens an operation is known to compute."""
+    """Return the number of input tokens of an operation. Sampled tokens are not counted, because
+    their number is not known in advance.
+    """
     match operation:
         case ForwardBackward():
             return sum(datum.model_input.length for datum in operation.data)
@@ -111,7 +119,9 @@ def token_count(operation: Operation[Any]) -> int:
 
 @dataclass(eq=False)
 class RequestLog:
-    """The unanswered requests, and a cache of recent answers."""
+    """Accepts and answers requests. It keeps the unanswered requests and a cache of recent
+    answers.
+    """
 
     _store: Store
     _settings: ServerSettings
@@ -119,12 +129,14 @@ class RequestLog:
     _counters: Counters
     _crash_guard: CrashGuard
     operation_bytes: int = 0
-    """The size of the requests that are kept decoded."""
+    """The size of the journaled bodies of all requests whose decoded operation is in memory."""
     recent_bytes: int = 0
-    """The size of the answers that are kept in memory."""
+    """The estimated memory of the recent answers."""
     _active: dict[str, QueuedRequest] = field(default_factory=dict)
     _recent: OrderedDict[str, tuple[str, Done | Failed]] = field(default_factory=OrderedDict)
-    """The recent answers by request id, each with its tenant. All of them are on disk."""
+    """The tenant and the answer of recent requests, by request id. All these answers are on
+    disk.
+    """
     _was_full: bool = False
     """Whether the last request was rejected for lack of disk space."""
 
@@ -134,7 +146,7 @@ class RequestLog:
         return sum(not request.answer.done() for request in self._active.values())
 
     def queued(self) -> Counter[tuple[str, str]]:
-        """Return the number of unanswered requests, by kind and tenant."""
+        """Return the number of unanswered requests, by (kind, tenant)."""
         open_rows = [request.row for request in self._active.values() if request.written is None]
         return Counter((row.kind, row.tenant) for row in open_rows)
 
@@ -147,7 +159,7 @@ class RequestLog:
 
     async def repeats(self, request_id: str, digest: bytes) -> bool:
         """Return whether the same request was accepted before. Raise BadRequest if a different
-        request has this id, or if the request was rejected.
+        request has this id, or if the earlier request was rejected.
         """
         active = self._active.get(request_id)
         if active is not None:
@@ -162,9 +174,11 @@ class RequestLog:
     async def accept(
         self, row: RequestRow, journaled: JournalEntry, also: AlsoWrite | None = None
     ) -> QueuedRequest | None:
-        """Journal a request. Return None if the same request was journaled before. Raise BadRequest
-        if a different request has its id. TooManyRequests and Unavailable are raised before
-        anything is written.
+        """Journal a request. Return None if the same request was journaled before. `also` is called
+        in the same transaction.
+
+        Raise BadRequest if a different request has this id. Raise TooManyRequests or Unavailable,
+        before anything is written, if the tenant's limits or the disk allow no new request.
         """
         known = self._active.get(row.id)
         if known is not None:
@@ -188,7 +202,7 @@ class RequestLog:
                 if isinstance(error, Exception)
                 else Unavailable("the request was cancelled; send it again")
             )
-            # asyncio would log an exception that no other caller reads.
+            # asyncio logs an exception that is never read, and perhaps no caller waits for this.
             request.acknowledged.exception()
             raise
         if found is not None:
@@ -204,7 +218,9 @@ class RequestLog:
         return request
 
     def restore(self, row: RequestRow) -> QueuedRequest:
-        """Return an unanswered request of an earlier process."""
+        """Put an unanswered request of an earlier process into memory, and return it as a
+        QueuedRequest.
+        """
         loop = asyncio.get_running_loop()
         request = QueuedRequest(row, None, loop.create_future(), loop.create_future())
         request.acknowledged.set_result(None)
@@ -238,13 +254,15 @@ class RequestLog:
         return await self._store.read(read)
 
     def release_operation(self, request: QueuedRequest) -> None:
-        """Drop the decoded operation of a request, once it is submitted or no longer needed."""
+        """Drop the decoded operation of a request, once the operation is submitted or not
+        needed.
+        """
         if request.operation is not None:
             self.operation_bytes -= request.row.body_bytes
             request.operation = None
 
     async def mark(self, request: QueuedRequest, state: str) -> None:
-        """Write the state of a request to disk, before the request's next action."""
+        """Set the state of a request. The state is on disk when this returns."""
         await self._store.keep(journal.mark, request.id, state)
         request.row = request.row.with_state(state)
 
@@ -259,7 +277,8 @@ class RequestLog:
         answer is on disk. Only the first answer of a request counts.
 
         A failure is written before it is sent. An answer with `also` is written first too, because
-        `also` writes the rows that the answer refers to. `state` is "done" or "failed" by default.
+        `also` writes the rows that the answer refers to. By default, `state` is "done" for a result
+        and "failed" for a failure.
         """
         if request.written is not None:
             return request.written
@@ -278,8 +297,8 @@ class RequestLog:
         return request.written
 
     async def outcome(self, tenant: Tenant, request_id: str, seconds: float) -> Outcome:
-        """Wait up to `seconds` for the answer, and return it or TryAgain. Raise NotFound if there
-        is no such request, Gone if its result has expired.
+        """Wait up to `seconds` for the answer. Return the answer, or TryAgain if there is none yet.
+        Raise NotFound if there is no such request, and Gone if its result has expired.
         """
         request = self._active.get(request_id)
         if request is not None and request.row.tenant == tenant.name:
@@ -296,7 +315,9 @@ class RequestLog:
         return stored
 
     def active(self, request_id: str) -> QueuedRequest | None:
-        """Return a request that is in memory."""
+        """Return a request that is in memory; None if the request is unknown or its answer is on
+        disk.
+        """
         return self._active.get(request_id)
 
     def _stored_answer(
@@ -314,18 +335,18 @@ class RequestLog:
                     raise _aged(request_id)
                 try:
                     return done_of(row.kind, self._store.body(result))
-                except FileNotFoundError:  # it expired after the row was read
+                except FileNotFoundError:  # the result expired after the row was read
                     raise _aged(request_id) from None
             case "failed" | "refused":
                 return row.failure
-        return TryAgain()  # recovery has not put it into memory yet
+        return TryAgain()  # the recovery has not put the request into memory yet
 
     async def _written(
         self, request: QueuedRequest, answer: Done | Failed, written: asyncio.Future[None]
     ) -> None:
         try:
             await written
-        except StorageError:  # the process ends, and the next start runs the request again
+        except StorageError:  # the process is ending, and the next start runs the request again
             _log.warning("the answer of %s is not on disk", request.id)
             return
         if not request.answer.done():
@@ -339,12 +360,14 @@ class RequestLog:
             self.recent_bytes -= _answer_bytes(old)
 
     def check_room(self, tenant: str, size: int) -> None:
-        """Raise TooManyRequests or Unavailable if a request of `size` bytes cannot be accepted."""
+        """Raise an error if a request of `size` bytes cannot be accepted: TooManyRequests because
+        of the tenant's limits, Unavailable because of the disk.
+        """
         self._limits.check(tenant, size)
         self.check_disk(size)
 
     def check_disk(self, size: int) -> None:
-        """Raise Unavailable if the disk has no room for `size` bytes."""
+        """Raise Unavailable if the disk has no space for `size` bytes, or refuses writes."""
         is_full = self.disk_is_full(size)
         if is_full and not self._was_full and not self._store.is_refused:
             free, directory = self._store.free_bytes(), self._store.directory
@@ -365,8 +388,8 @@ class RequestLog:
             )
 
     def disk_is_full(self, size: int = 0) -> bool:
-        """Return whether a request of `size` bytes is rejected because the disk is full or refuses
-        writes. Reads the disk.
+        """Return whether a request of `size` bytes must be rejected, because the disk is full or
+        refuses writes. This makes a system call.
         """
         return (
             self._store.is_refused
@@ -425,7 +448,9 @@ def new_row(tenant: Tenant, owner: str, seq: int, entry: JournalEntry) -> Reques
 
 
 async def run_uncancelled(work: Coroutine[Any, Any, R]) -> R:
-    """Run `work` to its end even if the caller is cancelled: a journaled request must be queued."""
+    """Await `work`, which continues even if the caller is cancelled. Otherwise a cancellation could
+    leave a request in the journal that is never queued.
+    """
     return await asyncio.shield(asyncio.create_task(work))
 
 
@@ -447,8 +472,9 @@ class _Account:
     requests: int = 0
     bytes: int = 0
     tokens: float = 0.0
-    """Tokens that may be used now; negative after more were used than the limit allows."""
+    """Tokens that may be used now. The number is negative after the tenant exceeded its limit."""
     filled: float = 0.0
+    """The time of the clock at which `tokens` was last updated."""
 
 
 class TenantLimits:
@@ -457,7 +483,7 @@ class TenantLimits:
     def __init__(
         self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`settings` has the limits. `clock` returns seconds."""
+        """`settings` contains the limits. `clock` returns seconds."""
         self._settings = settings
         self._clock = clock
         self._accounts: dict[str, _Account] = {}
@@ -498,7 +524,7 @@ class TenantLimits:
         account.bytes -= size
 
     def use(self, tenant: str, tokens: int) -> None:
-        """Charge tokens to the tenant."""
+        """Subtract `tokens` from the token budget of the tenant."""
         self._account(tenant).tokens -= tokens
 
     def queued(self) -> dict[str, int]:

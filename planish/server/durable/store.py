@@ -1,36 +1,36 @@
 """The data directory: an SQLite database, and a file for each large body beside it.
 
-One thread writes. It takes all waiting changes, makes them in one transaction and syncs once, so
-that many requests that arrive together cost one sync. A change is a function of the transaction. It
-is made completely or not at all; if it raises, the other changes are still made.
+One thread writes. It makes all waiting changes in one transaction and syncs once, so many requests
+that arrive together cost one sync. A change is a function that gets the transaction. The store
+makes a change completely or not at all. If a change raises, the other changes are still made.
 
-A body of a quarter of a MiB or more is a file of its own, synced before the transaction that names
-it: SQLite would write a row of that size twice, to its log and then to the database. The next start
-removes files that no row names.
+A body of 256 KiB or more is stored in its own file, because SQLite would write such a large row
+twice: to its log and then to the database. The file is synced before the transaction that names
+the file. The next start removes files that no row names.
 
 If the disk or the memory is full, `write` raises StorageError, and `keep` retries until it
-succeeds. If the database is damaged, every read or write that meets the damage fails in the same way, and the store
-does not repair or replace the damaged part. If the database is missing but other files of a server
-exist, the store refuses to start. With a new database it would remove all of these files, because
-no row names them.
+succeeds. If a read or a write meets a damaged part of the database, `read` and `write` raise
+StorageError and `keep` retries. The store never repairs or replaces a damaged part. If the database
+is missing but other files of a server exist, the store refuses to start. An empty database would
+name none of these files, so the store would delete them.
 
-The module also holds the tables and the crash points of the tests. Times are seconds since 1970.
-Rows of ended sessions and closed samplers expire (maintenance.py). Rows of models are never
-deleted.
+The module also defines the tables of the database, and the crash points that tests use. Times are
+seconds since 1970. Rows of ended sessions and closed samplers expire (maintenance.py). Rows of
+models are never deleted.
 
 A request's id is `{model}:{seq_id}` for training (the creation is number 0) and
 `{sampler}:{seq_id}` for sampling. The states of a request:
 
-    accepted   on disk, and not run yet
-    started    a save that has found its name free, or a load that has copied its checkpoint; a
-               repeated run after a crash skips this check or copy
-    done       has a result
-    failed     ran, and has a message
-    refused    never ran, and has a message: its body could not be read, or an earlier number never
-               arrived
+    accepted   The request is on disk, and has not run yet.
+    started    A save has checked that its name is free, or a load has copied its checkpoint. A
+               repeated run after a crash skips this check or copy.
+    done       The request has a result.
+    failed     The request ran, and has an error message.
+    refused    The request never ran, and has an error message. Its body could not be read, or a
+               request with an earlier number never arrived.
 
-The body of a training request stays until a snapshot of its model covers it. Bodies and results are
-the last columns, so that a query for other columns need not read past them.
+The body of a training request is kept until a snapshot of its model includes the request. Bodies
+and results are the last columns, so that a query for other columns need not read past them.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PRIVATE_PREFIX = "_planish."
-"""Begins the names of checkpoints that the server makes for itself."""
+"""The beginning of the names of checkpoints that the server makes for itself."""
 
 _log = logging.getLogger(__name__)
 
@@ -78,7 +78,7 @@ _READERS = 2
 
 @dataclass(frozen=True)
 class StoredBody:
-    """Where a body is stored: in its row, or in a file."""
+    """The place of a body: in its row (`inline`), or in a file with the name `file`."""
 
     inline: bytes | None
     file: str | None = None
@@ -88,7 +88,7 @@ class Transaction:
     """One database transaction, with files for large bodies. Only the writing thread uses it."""
 
     def __init__(self, connection: sqlite3.Connection, bodies: Path) -> None:
-        """`bodies` is the directory of the files."""
+        """`bodies` is the directory for the files of large bodies."""
         self._connection = connection
         self._bodies = bodies
         self.written: list[str] = []
@@ -101,7 +101,7 @@ class Transaction:
         return self._connection.execute(sql, values)
 
     def store(self, body: bytes) -> StoredBody:
-        """Store a body, in a synced file if it is large."""
+        """Store a body, and return its place. A large body is written to a file and synced."""
         if len(body) < _INLINE_BYTES:
             return StoredBody(body)
         name = secrets.token_hex(16)
@@ -113,7 +113,7 @@ class Transaction:
         return StoredBody(None, name)
 
     def drop(self, file: str | None) -> None:
-        """Remove the file of a body after the transaction is committed."""
+        """Delete a body's file after the transaction is committed. Do nothing if `file` is None."""
         if file is not None:
             self.dropped.append(file)
 
@@ -125,7 +125,7 @@ class Transaction:
             self._connection.execute("PRAGMA incremental_vacuum(1)")
 
     def remove_files(self, names: list[str]) -> None:
-        """Delete files of bodies."""
+        """Delete the files of bodies that have these names."""
         for name in names:
             (self._bodies / name).unlink(missing_ok=True)
 
@@ -209,11 +209,11 @@ class Store:
     def keep_later(
         self, change: Callable[Concatenate[Transaction, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> None:
-        """Do the same as `keep`, for a change that no code waits for: on a full disk, the caller
-        continues. If the server ends before the change is made, the next start makes it.
+        """Do the same as `keep`, but return at once, even if the disk is full. A crash can lose the
+        change, so the next start must be able to make up for it.
         """
         written = self.keep(change, *args, **kwargs)
-        # asyncio logs an error that no code reads.
+        # asyncio would log an exception that is never read. So read it here.
         written.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def read(
@@ -222,7 +222,9 @@ class Store:
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> R:
-        """Call `query` in a thread, with a connection to what is committed and the arguments."""
+        """Call `query` in a thread, with a read-only connection and the arguments. Raise
+        StorageError if the disk refuses the read or the database is damaged.
+        """
 
         def look() -> R:
             try:
@@ -239,14 +241,16 @@ class Store:
         return await asyncio.get_running_loop().run_in_executor(self._readers, look)
 
     def body(self, stored: StoredBody) -> bytes:
-        """Return a stored body. Reads the disk: call it within `read` or in a thread."""
+        """Return the content of a stored body. This reads the disk, so call it in `read` or in a
+        thread. Raise FileNotFoundError if the file is missing.
+        """
         if stored.file is None:
             assert stored.inline is not None
             return stored.inline
         return (self.directory / BODIES / stored.file).read_bytes()
 
     def disk(self) -> Disk:
-        """Return how much space the directory takes. Reads the disk: call it in a thread."""
+        """Return the disk space of the directory. This reads the disk, so call it in a thread."""
         database = sum(path.stat().st_size for path in self.directory.glob(DATABASE + "*"))
         sizes: list[int] = []
         with suppress(FileNotFoundError):  # the directory was moved away
@@ -256,14 +260,14 @@ class Store:
         return Disk(database, sum(sizes), len(sizes), self.free_bytes())
 
     def free_bytes(self) -> int:
-        """Return the free space of the disk; 0 if the directory was moved away."""
+        """Return the free space of the disk in bytes; 0 if the directory was moved away."""
         try:
             return shutil.disk_usage(self.directory).free
         except FileNotFoundError:
             return 0
 
     def close(self) -> None:
-        """Write all waiting changes, and release the directory."""
+        """Write all waiting changes, close the database, and unlock the directory."""
         self._queue.put(None)
         self._thread.join()
         self._release()
@@ -275,8 +279,9 @@ class Store:
         self._lock.release()
 
     def _check_complete(self) -> None:
-        """Check that no file of a server is there without its database. Must run before SQLite
-        opens the database: SQLite creates a missing one, and removes the log of an empty one.
+        """Raise DamagedFileError if the database is missing or empty, but other files of a server
+        exist. This must run before SQLite opens the database. SQLite creates a missing database,
+        and removes the log of an empty one.
         """
         database = self.directory / DATABASE
         if database.is_file() and database.stat().st_size:
@@ -297,8 +302,8 @@ class Store:
             )
 
     def _make_private(self) -> None:
-        """Create the database if it is missing, and close directory and database to other users.
-        The database holds prompts and training data, whatever the umask is.
+        """Create the database if it is missing, and remove other users' access to the directory and
+        the database, whatever the umask is. The database contains prompts and training data.
         """
         database = self.directory / DATABASE
         database.touch(_FILE_MODE)  # SQLite gives its log the mode of the database
@@ -327,7 +332,7 @@ class Store:
                 )
 
     def _described(self, error: Exception) -> Exception:
-        """Return the error that the operator is shown for an error of SQLite or the disk."""
+        """Return the error to show to the operator for an error of SQLite or the disk."""
         if type(error) is sqlite3.DatabaseError:
             return DamagedFileError(
                 f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, "
@@ -342,7 +347,9 @@ class Store:
         return StorageError(f"the server cannot use {self.directory} ({error}); {remedy}")
 
     def _opened_on_full_disk(self) -> sqlite3.Connection:
-        """Open the database. If there is no space for that, free the spare space and try again."""
+        """Open the database. If the disk has no space for that, delete the spare file and try
+        again.
+        """
         try:
             return self._opened()
         except sqlite3.OperationalError as error:
@@ -359,8 +366,9 @@ class Store:
             return self._opened()
 
     def _keep_spare(self) -> None:
-        """Keep some space for the next start. SQLite needs it to open a database, even to read it,
-        so a server could otherwise not start on a disk that is full to the last block.
+        """Create a spare file, which reserves 1 MiB of disk space for the next start. SQLite needs
+        free space to open a database, even to read it. Without the spare file, a server could not
+        start on a completely full disk.
         """
         spare = self.directory / _SPARE
         if spare.exists() or self.free_bytes() < 4 * _SPARE_BYTES:
@@ -368,7 +376,7 @@ class Store:
         try:
             with open(spare, "xb") as file:
                 os.fchmod(file.fileno(), _FILE_MODE)
-                file.write(bytes(_SPARE_BYTES))  # a file of another kind could have no blocks
+                file.write(bytes(_SPARE_BYTES))  # a sparse file would reserve no blocks
                 os.fsync(file.fileno())
         except OSError:
             spare.unlink(missing_ok=True)
@@ -404,10 +412,10 @@ class Store:
         return connection
 
     def _connect_readers(self) -> None:
-        """Connect every reading thread now. A directory that is moved away later can still be read,
-        whichever thread reads.
+        """Open the connection of every reading thread now. An open connection still works if the
+        directory is moved away later.
         """
-        # Each call waits here until all calls run, so each thread runs exactly one.
+        # Each call waits here until all calls run. So each thread runs exactly one call.
         all_waiting = threading.Barrier(_READERS)
 
         def connect() -> None:
@@ -461,16 +469,16 @@ class Store:
                 _answer(refused)
 
     def _log_change(self, error: Exception | None) -> None:
-        """Log once that nothing can be written, and once that it works again."""
+        """Log once that writes fail, and log once that writes work again."""
         if error is not None and not self.is_refused:
             _log.error("no new work is accepted until this is fixed: %s", error)
         elif error is None and self.is_refused:
             _log.warning("%s can be written to again", self.directory)
 
     def _receive(self, waiting: list[_Change[Any]]) -> bool:
-        """Add the queued changes to `waiting`. Returns whether the store is being closed."""
+        """Add the queued changes to `waiting`. Return whether the store is being closed."""
         try:
-            # After a failed write, the next transaction shows soon whether the disk works again.
+            # After a failed write, wake up soon to test whether the disk works again.
             item = self._queue.get(timeout=_RETRY_SECONDS if waiting or self.is_refused else None)
             while item is not None:
                 waiting.append(item)
@@ -482,8 +490,8 @@ class Store:
         return True
 
     def _commit(self, changes: list[_Change[Any]]) -> Exception | None:
-        """Make the changes in one transaction. If the disk refuses it, none is made, and the error
-        is returned.
+        """Make the changes in one transaction. If the disk refuses the transaction, make no change
+        and return the error.
         """
         transaction = Transaction(self._connection, self.directory / BODIES)
         try:
@@ -498,7 +506,7 @@ class Store:
             crash_point("before commit")
             self._connection.execute("COMMIT")
         except Exception as error:
-            # Any error: the thread must survive, and the callers must be answered.
+            # Catch every error, because the thread must survive and the callers must get an answer.
             with suppress(sqlite3.Error):
                 if self._connection.in_transaction:
                     self._connection.execute("ROLLBACK")
@@ -506,7 +514,7 @@ class Store:
                 transaction.remove_files(transaction.written)
             return self._described(error)
         crash_point("after commit")
-        with suppress(OSError):  # the file is an orphan then, and the next start removes it
+        with suppress(OSError):  # the next start removes a file that stays
             transaction.remove_files(transaction.dropped)
         return None
 
@@ -517,7 +525,8 @@ class Store:
         try:
             change.outcome = change.make(transaction)
         except Exception as error:
-            # A `keep` that runs out of memory must be repeated, and in its order among the others.
+            # Fail the whole transaction if the disk or the memory did not suffice. `_run` then
+            # repeats the changes of `keep` in their order.
             if _is_refusal(error):
                 raise
             change.error = error
@@ -528,10 +537,13 @@ class Store:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Return whether the disk or the memory did not suffice, whatever the statement was."""
+    """Return whether the cause of an error is the disk, the memory or a damaged database, and not
+    the SQL statement.
+    """
     if isinstance(error, OSError | MemoryError) or type(error) is sqlite3.DatabaseError:
         return True
-    # SQLITE_ERROR means a wrong statement. Errors that SQLite did not raise have no code.
+    # SQLITE_ERROR means a wrong statement. An error that Python's sqlite3 module raised has no
+    # code.
     return (
         isinstance(error, sqlite3.OperationalError)
         and getattr(error, "sqlite_errorcode", None) != sqlite3.SQLITE_ERROR
@@ -626,7 +638,9 @@ CREATE INDEX open_samplers ON samplers (tenant, model, model_path, created, byte
     WHERE closed IS NULL;
 CREATE INDEX checkpoint_bytes ON checkpoints (tenant, bytes);
 """
-"""With these, the sums and counts of quotas.py need not read the rows, which may be large."""
+"""With these indexes, the sums and counts of quotas.py need not read the rows, which may be
+large.
+"""
 SCHEMA += _UNDER_WAY_TABLE + _QUOTA_INDEXES
 
 UPGRADES = {
@@ -640,7 +654,7 @@ UPGRADES = {
     """
     + _QUOTA_INDEXES,
 }
-"""For each version of the database, the SQL that makes the next one."""
+"""The SQL that upgrades a database to the next version, by the version that it upgrades."""
 
 
 CRASH_POINTS = (
@@ -665,9 +679,9 @@ CRASH_POINTS = (
     "model closed before cleaning",
     "sampler closed before cleaning",
 )
-"""Places at which a test can kill the process, before and after every write.
-PLANISH_CRASH_AT=NAME:N sends SIGKILL the Nth time that the process reaches NAME. Without the
-variable, a crash point costs one comparison.
+"""Places in the code, before and after writes, at which a test can kill the process.
+PLANISH_CRASH_AT=NAME:N makes the process send SIGKILL to itself when it reaches NAME for the Nth
+time. Without the variable, a crash point costs one comparison.
 """
 
 CRASH_ENVIRONMENT = "PLANISH_CRASH_AT"
