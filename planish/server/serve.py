@@ -1,18 +1,18 @@
-"""`planish serve`: the process. It builds the engine, the server and the application, and runs them
-on one socket.
+"""The process of `planish serve`. It builds the engine, the server and the application, and runs
+them on one socket.
 
-By default it listens on the loopback interface; another address requires keys. Configuration errors
-are found before the server takes requests: base models that cannot be served, a data directory in
-use, an unreadable key file. SIGINT or SIGTERM stops the server gracefully: new requests get an
-error that makes clients retry, running requests are finished or kept in the journal, and the exit
-status is 0. A second signal kills the process at once; acknowledged requests are in the journal
-even then.
+By default the process listens on the loopback interface. Any other address requires keys. The
+process finds configuration errors before it accepts requests: base models that cannot be served, a
+data directory in use, an unreadable key file. SIGINT or SIGTERM stops the server gracefully. New
+requests then get an error that makes clients retry, running requests are finished or kept in the
+journal, and the exit status is 0. A second signal kills the process at once. Acknowledged requests
+are in the journal even then.
 
 If the engine fails, the server stops too, and the exit status is `ENGINE_FAULT`. A supervisor such
 as systemd or a container runtime then starts it again, and it repeats the acknowledged requests.
 
-The module also estimates the memory of the server, and puts tokenizers into the cache of the
-Hugging Face hub.
+The module also estimates the memory of the server, and copies tokenizers into the Hugging Face hub
+cache.
 """
 
 from __future__ import annotations
@@ -68,19 +68,20 @@ _KEEP_ALIVE_SECONDS = 120
 server closed them first, a client might send a request on a connection that is being closed.
 """
 _BACKLOG = 2048
-"""Connections that the kernel keeps until the server accepts them."""
+"""The number of connections that the kernel queues until the server accepts them."""
 _FEW_CONNECTIONS = 512
+"""The server logs a warning if it can have fewer connections than this."""
 _ACCEPTED_AT_ONCE = 64
-"""Connections that asyncio accepts before the server can count them. It is less than
-`RESERVED_FILES`, so that a burst does not use up the open files.
+"""The number of connections that asyncio accepts before the server can count them. The number is
+less than `RESERVED_FILES`, so that a burst of connections does not exhaust the open files.
 """
 ENGINE_FAULT = 70
 """The exit status after a fault of the engine (EX_SOFTWARE)."""
 _FAULT_SECONDS = 3 * STOP_SECONDS
-"""After a fault of the engine, the process ends within this time even if its stop hangs."""
+"""After a fault of the engine, the process exits within this time, even if its shutdown hangs."""
 
 _ASSUMED_FILES, _MANY_FILES = 512, 1 << 20
-"""The limit of open files where there is no way to ask, and where there is none."""
+"""The assumed limit of open files if the system cannot report it, and if there is no limit."""
 _TICKS_PER_SECOND = 10
 """How often uvicorn calls `on_tick`."""
 
@@ -89,7 +90,7 @@ _log = logging.getLogger("planish.server")
 
 @dataclass(frozen=True)
 class _Prepared:
-    """The checked options, and what was derived from them before the server is started."""
+    """The checked options, and the values that are derived from them before the server starts."""
 
     options: ServeOptions
     models: Mapping[str, Path]
@@ -100,12 +101,12 @@ class _Prepared:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Serve until a signal arrives. Returns 0 if the server stopped gracefully."""
+    """Serve until a signal arrives. Return the exit status, which is 0 after a graceful stop."""
     return serve(options_of(arguments))
 
 
 def serve(options: ServeOptions) -> int:
-    """Run the server, and return its exit status."""
+    """Run the server until it stops, and return the exit status of the process."""
     set_up_logging(options.log_format, options.log_level)
     prepared = _prepared(options)
     connections = ConnectionTable(ConnectionLimits.of_files(raise_file_limit()))
@@ -164,8 +165,8 @@ def _application(engine: Engine, prepared: _Prepared) -> Starlette:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that logs when it is ready and then loads the models. When it has to stop,
-    it ends waiting polls at once. It stops after a fault of the engine.
+    """A uvicorn server that logs when it is ready and then loads the base models. A stop ends
+    waiting polls at once. The server also stops after a fault of the engine.
     """
 
     def __init__(
@@ -206,14 +207,16 @@ class _Server(uvicorn.Server):
             await self.shutdown(sockets)
         elif self.started and sockets:
             for listener in sockets:
-                listener.listen(_BACKLOG)  # asyncio has lowered it to _ACCEPTED_AT_ONCE
+                listener.listen(_BACKLOG)  # asyncio has lowered the backlog to _ACCEPTED_AT_ONCE
             _log_ready(_url(sockets[0]), self._prepared)
             notify("READY=1")
             self._http.is_loading = True
             Thread(target=self._load, name="planish-load").start()
 
     async def on_tick(self, counter: int) -> bool:
-        """Check the engine, and tell systemd every second that the event loop runs."""
+        """Stop the server if the engine has failed. Every second, notify the watchdog of systemd
+        and close overdue connections.
+        """
         fault = self._http.server.engine.fault
         if fault is not None and not self.should_exit:
             self.fault = fault
@@ -237,8 +240,8 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def _load(self) -> None:
-        """Load each base model before a client waits for it. A model that cannot be loaded fails
-        only its own requests.
+        """Load each base model before the first client needs it. If a base model cannot be loaded,
+        only its own requests fail.
         """
         for name in self._prepared.models:
             begun = time.monotonic()
@@ -253,8 +256,9 @@ class _Server(uvicorn.Server):
         self._http.is_loading = False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Like the method that it replaces, but lets the process end with status 0 after a graceful
-        stop.
+        """Stop gracefully at the first signal, and end the process at the second. Unlike uvicorn's
+        method, this does not raise the first signal again, so the exit status of a graceful stop
+        is 0.
         """
         if self.should_exit:
             signal.signal(sig, signal.SIG_DFL)
@@ -269,8 +273,8 @@ class _Server(uvicorn.Server):
 
 
 def _served(mapping: Mapping[str, str]) -> dict[str, Path]:
-    """Return the directories of all base models, by name. The embedded model is fetched only if
-    there is no other.
+    """Return the directories of all base models, by name. The embedded model is added if it is
+    cached. It is also added, and downloaded if necessary, if there is no other base model.
     """
     models = {name: resolve_model(name, mapping) for name in mapping}
     if DEFAULT_MODEL in models:
@@ -284,9 +288,9 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        # Accepted sockets inherit this. asyncio sets it only for sockets that were made with the
-        # protocol number of TCP. Without it, the body of an answer, which is sent after its header,
-        # waits 40 ms for the client's delayed acknowledgement.
+        # Accepted sockets inherit TCP_NODELAY. asyncio sets the option only for sockets that were
+        # made with the protocol number of TCP. A response's body is sent after its headers, and
+        # without TCP_NODELAY it would wait 40 ms for the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:
@@ -297,7 +301,9 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _url(listener: socket.socket) -> str:
-    """Return the server's URL, with this machine's name if it listens on every address."""
+    """Return the server's URL, with the name of this machine if the server listens on every
+    address.
+    """
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
@@ -332,7 +338,7 @@ def notify(state: str) -> None:
     if address[:1] not in ("/", "@"):
         return
     with suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        # A name that begins with @ is in the abstract namespace, where it begins with a zero byte.
+        # A leading @ stands for the abstract namespace, in which a name begins with a zero byte.
         sender.sendto(state.encode(), address.replace("@", "\0", 1))
 
 
@@ -354,30 +360,31 @@ def raise_file_limit() -> int:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """An upper bound on the memory of a server, computed and not measured. It is the sum of the
-    device memory of each base model (engine/memory.py) and of the limits for adapters, requests and
-    results. On a CPU, weights that are used in the dtype of their files are memory-mapped, so the
-    operating system may drop and reread them.
+    """An upper bound on the memory of a server. The bound is computed, not measured. It is the sum
+    of the device memory of each base model (engine/memory.py) and of the limits for adapters,
+    requests and results, in bytes. On a CPU, weights that are used in the dtype of their files are
+    memory-mapped, so the operating system may evict and reread them.
     """
 
     device: str
-    """The device of models and adapters: "cpu", or the name of a GPU."""
+    """The device of the base models and adapters: "cpu", or the name of a GPU."""
     models: Mapping[str, ModelMemory]
-    """The memory of each base model, by name. Two names of one directory share one value."""
+    """The memory of each base model, by name. Names with the same directory share one object."""
     adapters: int
+    """The limit for adapters."""
     requests: int
-    """Requests, their tokenization, and results."""
+    """The limit for requests, their tokenization, and results."""
 
     @property
     def computing(self) -> int:
-        """Memory on the device."""
+        """Bytes for base models and adapters, on the device."""
         return (
             sum({id(model): model.total for model in self.models.values()}.values()) + self.adapters
         )
 
     @property
     def serving(self) -> int:
-        """Main memory that the server needs on every device."""
+        """Bytes for the process, requests and results, in main memory whatever the device is."""
         return RUNTIME_BYTES + self.requests
 
     def __str__(self) -> str:
@@ -404,15 +411,15 @@ class MemoryPlan:
 def device_memory(
     models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings
 ) -> DeviceMemory:
-    """Return the device memory of a server. `models` are directories by name."""
+    """Return the device memory of a server. `models` maps names to directories."""
     return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
 
 
 def memory_plan(
     models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
 ) -> MemoryPlan:
-    """Return the memory plan. Raise UserError if there is too little memory for a model, or if a
-    model cannot be served.
+    """Return the memory plan of a server. Raise UserError if the memory does not suffice for a base
+    model, or if a base model cannot be served.
     """
     for path in models.values():
         weight_files(path)
@@ -433,20 +440,22 @@ _LLAMA_3 = "thinkingmachineslabinc/meta-llama-3-instruct-tokenizer"
 
 
 def hub_names(name: str) -> tuple[str, ...]:
-    """Return the repositories in which clients look for the tokenizer of `name`. Llama 3's own
-    repositories are gated, so the SDK uses one for all of them.
+    """Return the hub repositories in which clients look for the tokenizer of `name`. The
+    repositories of Llama 3 are gated, so the SDK loads all their tokenizers from one open
+    repository.
     """
     return (name, _LLAMA_3) if name.startswith("meta-llama/Llama-3") else (name,)
 
 
 def cache_tokenizer(name: str, directory: Path, cache: Path | None = None) -> Path | None:
-    """Put the tokenizer of `directory` into the cache of the Hugging Face hub under `name`. Return
-    the directory in the cache, or None if the cache already has this name.
+    """Copy the tokenizer in `directory` into the Hugging Face hub cache under `name`. Return the
+    directory in the cache. Return None if the cache already has this name, or if `name` is not a
+    name of the hub.
 
     `SamplingClient.get_tokenizer()` of the official SDK knows only the name of the base model, and
     loads the tokenizer from the hub. (A training client gets a directory from the server, see
-    routes_training.get_info.) The files become a new revision in the cache, which has no weights.
-    A program with a network connection still loads the files of the hub.
+    routes_training.get_info.) The cache gets a new revision that contains the tokenizer's files and
+    no weights. A program with a network connection still loads the files from the hub.
     """
     if not HUB_NAME.fullmatch(name):
         _log.info(

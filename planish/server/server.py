@@ -1,16 +1,17 @@
 """The server without HTTP: sessions, models, samplers, requests and their results.
 
-Everything is durable and belongs to one tenant. The parts:
+Each of these is stored durably and belongs to one tenant. The parts:
 
-    models/       a training model is an actor with one ordered queue
-    samplers      each sample request is a task
+    models/       training models: each is an actor with one ordered request queue
+    samplers      samplers: each sample request is a task
     durable/      the journal of requests, their answers, checkpoints, and the crash guard
-    scheduling    whose turn it is, and which adapters are in memory
-    maintenance   opens what an earlier process left, and removes what has expired
+    scheduling    the fair queues of training and sampling, and the adapter cache
+    maintenance   recovers the state of an earlier process, and removes expired state
 
-All methods are called in the event loop and none blocks it. Every lookup is by (tenant, id), and
-the id of another tenant raises NotFound. Errors are those of results.py and UserError; `status_of`
-gives their HTTP status. A model's id is `{session}:train:{n}`, a sampler's `{session}:sample:{n}`.
+All methods are called in the event loop, and no method blocks it. Every lookup is by (tenant, id).
+An id of another tenant raises NotFound. The methods raise UserError and the errors of results.py,
+and `status_of` gives the HTTP status of an error. The id of a model is `{session}:train:{n}`, and
+the id of a sampler is `{session}:sample:{n}`.
 """
 
 from __future__ import annotations
@@ -81,15 +82,15 @@ from planish.wire.models import SessionPlace, session_of
 _log = logging.getLogger(__name__)
 
 _LONG_TOKENS = 4096
-"""A training request with more tokens than this counts as long. One of several training slots is
-kept for short requests.
+"""A training request with more tokens than this counts as long. If there are several training
+slots, one of them is reserved for short requests.
 """
 _CREATION_SECONDS = 40.0
-"""How long a request for a model's information waits for the model's creation."""
+"""How long `model_info` waits for the creation of the model."""
 
 
 class Server:
-    """One server: its parts, and the operations that need several of them."""
+    """One server. It builds the parts, and has the operations that need several of them."""
 
     def __init__(
         self,
@@ -98,9 +99,12 @@ class Server:
         base_models: Sequence[str],
         settings: ServerSettings | None = None,
     ) -> None:
-        """`service` is an Engine, which `stop` closes. A base model outside of `base_models` is
-        rejected before the engine sees its name. `data_dir` holds the database, the journal and the
-        bodies; UserError if another process uses it.
+        """`service` is the engine, which `stop` closes. Clients can use only `base_models`. Another
+        base model is rejected before the engine sees its name. `data_dir` is the directory of the
+        database and the checkpoints.
+
+        Raise UserError if another process uses `data_dir`, and DamagedFileError or StorageError if
+        `Store` cannot open it.
         """
         self._settings = settings = settings or ServerSettings()
         self._base_models = tuple(base_models)
@@ -147,8 +151,8 @@ class Server:
 
     async def start(self) -> None:
         """Recover the state of an earlier process, and resume its requests in the background. The
-        server takes requests when this returns. Raise UserError if a base model has other weights
-        than those that open models were made on.
+        server accepts requests when this returns. Raise UserError if the weights of a base model
+        changed while models or samplers of this base model are open.
         """
         begun = time.monotonic()
         await base_weights.check(self.store, self.engine, self._base_models)
@@ -170,8 +174,8 @@ class Server:
         )
 
     async def stop(self, seconds: float) -> None:
-        """Reject new requests, let the engine finish what it has for up to `seconds`, take
-        snapshots, and close. Everything else stays in the journal.
+        """Reject new requests, and wait up to `seconds` for the requests in the engine. Then take
+        snapshots of the models, and close. All other requests stay in the journal.
         """
         self._is_open = False
         for task in self._background:
@@ -196,20 +200,20 @@ class Server:
 
     async def _load_base_models(self) -> None:
         for name in self._base_models:
-            with suppress(Exception):  # a base model that cannot be loaded fails its own requests
+            with suppress(Exception):  # only requests of this base model will fail
                 await self.engine.check_sample(name, NOBODYS_SAMPLE)
 
     def is_healthy(self) -> bool:
-        """Return whether requests are accepted."""
+        """Return whether the server accepts requests."""
         return self._is_open and self.engine.fault is None
 
     def check_open(self) -> None:
-        """Raise Unavailable if the server takes no new work."""
+        """Raise Unavailable if the server does not accept requests."""
         if not self.is_healthy():
             raise stopping()
 
     async def metrics(self) -> Metrics:
-        """Return the counters since the start, and the current gauges."""
+        """Return the counters since the start, and the current values of the gauges."""
         cache, request_log = self.adapter_cache, self.request_log
         snapshots = await self.store.read(count, ModelRow, "snapshot IS NOT NULL")
         return Metrics(
@@ -242,7 +246,7 @@ class Server:
         )
 
     def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
-        """Return a function for each model and sampler of a session that closes it."""
+        """Return one closing function for each open model and sampler of a session."""
         models = [m for m in self.models.open.values() if m.row.session == session_id]
         samplers = [s for s in self.samplers.all() if s.row.session == session_id]
         return [
@@ -253,16 +257,16 @@ class Server:
     # Models.
 
     async def create_model(self, tenant: Tenant, operation: CreateModel) -> Accepted:
-        """Create a model, fresh or from a checkpoint. A repeated request returns the same request
-        id; a different request with the same id is a BadRequest.
+        """Create a model, either new or from a checkpoint. A repeated request returns the same
+        request id. Raise BadRequest if a different request has used this id.
         """
         self.check_open()
         model_id = operation.model_id
         await self.sessions.touch(tenant, session_of(model_id))
         accepted = Accepted(f"{model_id}:0", model_id)
         entry = await self.request_log.encode(operation, 0)
-        # The models are read before the requests: if the same request is journaled in between,
-        # `repeats` or `accept` still finds it.
+        # Read the models before the requests. If the same request is journaled in between, then
+        # `repeats` or `accept` still recognizes the repetition.
         is_used = bool(await self.store.read(select, ModelRow, "id = ?", [model_id]))
         if await self.request_log.repeats(accepted.request_id, entry.digest):
             return accepted
@@ -276,7 +280,9 @@ class Server:
         return accepted
 
     async def open_model(self, tenant: Tenant, model_id: str) -> Model:
-        """Return the tenant's model. Raise NotFound if there is none, Gone if it is closed."""
+        """Return the tenant's model. Raise NotFound if the tenant has no such model, and Gone if
+        the model is closed.
+        """
         model = self.models.open.get(model_id)
         if model is not None and model.row.tenant == tenant.name:
             return model
@@ -294,13 +300,15 @@ class Server:
         error: Exception,
         kind: str = "forward_backward",
     ) -> None:
-        """Use up the number of a request whose body could not be read, if the model exists."""
+        """Use up the sequence number of a request whose body could not be read. Later requests then
+        do not wait for this number. Do nothing if the model does not exist or is closed.
+        """
         with suppress(NotFound, Gone):
             model = await self.open_model(tenant, model_id)
             await model.intake.reject(seq_id, error, kind)
 
     async def unload_model(self, tenant: Tenant, model_id: str) -> Accepted:
-        """Unload a model once all requests accepted so far have run. The model takes no more
+        """Unload a model after all requests accepted so far have run. The model accepts no further
         requests. Its checkpoints and samplers are kept.
         """
         self.check_open()
@@ -316,8 +324,8 @@ class Server:
         return accepted
 
     async def model_info(self, tenant: Tenant, model_id: str) -> GetInfoResponse:
-        """Wait for a model's creation, and return the model's information. Raise UserError if the
-        creation failed.
+        """Wait for the creation of a model, and return the model's information. Raise UserError if
+        the creation failed.
         """
         row = await self._model_row(tenant, model_id)
         if row.arch is None:
@@ -330,8 +338,8 @@ class Server:
         return GetInfoResponse(model_id, data, True, row.rank)
 
     def _check_base_model(self, name: str) -> None:
-        """Raise UnknownModelError for a base model that is not served. A name that a client sends
-        must not start a download.
+        """Raise UnknownModelError for a base model that is not served. This check keeps a client
+        from starting a download with an arbitrary name.
         """
         if name not in self._base_models:
             raise UnknownModelError(
@@ -386,11 +394,11 @@ class Server:
             Model(self.models, replace(row, user_metadata=""), RequestQueue(0)).enqueue(request)
             self.sessions.clear_if_ended(row.session)
 
-    # Training runs: every model that a tenant made, in memory or not, open or closed.
+    # Training runs. Every model that a tenant made is a run, whether it is open or closed.
 
     async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
         """Return a page of the tenant's runs, newest first. A page ends early when its metadata
-        reach PAGE_BYTES; its `limit` is then the number of its items.
+        exceed PAGE_BYTES. The `limit` of such a page is the number of its items.
         """
         newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
         found, total = await self.store.read(
@@ -401,7 +409,7 @@ class Server:
         )
         runs, size = list[TrainingRun](), 0
         for run_id in found:
-            with suppress(NotFound):  # it was removed at this moment
+            with suppress(NotFound):  # the run was removed meanwhile
                 run = await self.training_run(tenant, run_id)
                 newest = (run.last_checkpoint, run.last_sampler_checkpoint)
                 metadata = [run.user_metadata, *(c.user_metadata or {} for c in newest if c)]
@@ -412,7 +420,7 @@ class Server:
         return Page(runs, offset, limit, total)
 
     async def training_run(self, tenant: Tenant, run_id: str) -> TrainingRun:
-        """Return one run. Raise NotFound if the tenant has none with this id."""
+        """Return one run. Raise NotFound if the tenant has no run with this id."""
         row = await self._model_row(tenant, run_id)
         last = await self.store.read(_last_request, run_id)
         newest = await self.checkpoints.newest(run_id)
@@ -430,8 +438,8 @@ class Server:
     async def list_checkpoints(
         self, tenant: Tenant, run_id: str | None = None, limit: int | None = None, offset: int = 0
     ) -> Page[Checkpoint]:
-        """Return a page of the tenant's checkpoints, newest first. Raise NotFound for a run that is
-        not the tenant's.
+        """Return a page of the tenant's checkpoints, newest first. `run_id` selects the checkpoints
+        of one run. Raise NotFound if the tenant has no run with this id.
         """
         if run_id is not None:
             await self._model_row(tenant, run_id)
@@ -445,8 +453,8 @@ class Server:
         model_seq_id: int,
         ttl_seconds: int | None,
     ) -> str:
-        """Copy a checkpoint into the run `{session}:train:{n}`, which has no model, and return the
-        path of the copy. A repeated request finds the copy.
+        """Copy a checkpoint into a new run, and return the path of the copy. The run has the id
+        `{session}:train:{n}` and no model. A repeated request returns the path of the first copy.
         """
         self.check_open()
         await self.sessions.touch(tenant, session_id)
@@ -486,7 +494,7 @@ class Server:
         return path
 
     async def _is_copied(self, run_id: str, why_closed: str) -> bool:
-        """Return whether the run already holds this copy. Raise UserError if another model uses
+        """Return whether the run already contains this copy. Raise UserError if another model uses
         the id of the run.
         """
         runs = await self.store.read(select, ModelRow, "id = ?", [run_id])
@@ -504,6 +512,6 @@ def _last_request(db: sqlite3.Connection, owner: str) -> float:
 
 
 async def _close_idle(model: Model) -> None:
-    """Close a model of an ended session, once everything accepted before has run."""
+    """Close a model of an ended session, after all requests accepted so far have run."""
     await model.idle()
     await model.close(ENDED)
