@@ -199,6 +199,7 @@ class _Server(uvicorn.Server):
         self._connections = connections
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Start the application, log that it is ready, and begin to load the base models."""
         self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         self.was_ready = self.started
@@ -236,6 +237,7 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Tell systemd that the server stops, and shut down."""
         notify("STOPPING=1")
         await super().shutdown(sockets)
 

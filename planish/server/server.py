@@ -90,7 +90,7 @@ _CREATION_SECONDS = 40.0
 
 
 class Server:
-    """One server. It builds the parts, and has the operations that need several of them."""
+    """One server. It creates the parts, and implements the operations that need several parts."""
 
     def __init__(
         self,

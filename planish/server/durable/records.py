@@ -42,10 +42,14 @@ class SessionRow(Record):
     id: str
     tenant: str
     spec: str
+    """The `SessionSpec` as JSON."""
     created: float
     seen: float
+    """When the session was last used."""
     ended: float | None = None
+    """When the session ended; None while it is open."""
     reason: str | None = None
+    """Why the session ended; None while it is open."""
     bytes: int = 0
     """Estimated size of the row."""
 
@@ -59,6 +63,7 @@ class ModelRow(Record):
     session: str
     base_model: str
     lora: str
+    """The `LoraConfig` as JSON."""
     user_metadata: str
     training_bytes: int
     """Memory of the adapter and its optimizer state, in bytes."""
@@ -127,6 +132,7 @@ class SamplerRow(Record):
     until its weights are saved.
     """
     closed: str | None = None
+    """Why the sampler is closed; None while it is open."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +142,13 @@ class CheckpointRow(Record):
     path: str
     tenant: str
     run: str
+    """The id of the run that the checkpoint belongs to."""
     bytes: int
+    """Size of the checkpoint on disk."""
     made: float
+    """When the checkpoint was saved."""
     expires: float | None
+    """When the checkpoint expires; None if it never expires."""
     user_metadata: str
     public: int = 0
 

@@ -1,17 +1,17 @@
 """The connections of a server: how many may be open, and how long a client may take.
 
-Anybody who reaches the port can open connections. Until a connection has sent a request with a
-valid key it is keyless, and such connections must not keep a tenant out:
+Anybody who reaches the port can open connections. A connection is keyless until it sends a request
+with a valid key. Limits and timeouts ensure that keyless connections cannot keep a tenant out:
 
     total      Every connection is an open file, so `ConnectionLimits.of_files` derives the total
                from the limit of open files, and leaves files for the journal and checkpoints.
-               When the total is reached, a new connection replaces an idle one: the oldest keyless
-               one, or else the one whose tenant has not used it for longest.
+               When the total is reached, a new connection replaces an idle connection: the oldest
+               keyless one, or else the least recently used one of a tenant.
     keyless    At most half of the total, but never more than 4,096. One address (for IPv6, one
                /64 network) may have at most an eighth of the total, but never more than 1,024. At
                either limit, a new keyless connection replaces the oldest idle keyless one.
-    headers    A connection is closed if the headers of a request are not complete in time, or if it
-               stays keyless and sends none.
+    headers    A connection is closed if the headers of a request are not complete in time. A
+               keyless connection is also closed if it sends no request in time.
     reading    A connection is closed if its client stops reading a response for too long.
     tenant     If the server has keys, one tenant may have at most half of the total.
 
@@ -313,6 +313,7 @@ class _LimitedProtocol(H11Protocol):
     connection: Connection | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Add the connection to the table, or answer 503 if the table has no space for it."""
         super().connection_made(transport)
         address = self.client[0] if self.client is not None else ""
         self.connection = self.table.opened(address, transport.abort)
@@ -323,11 +324,13 @@ class _LimitedProtocol(H11Protocol):
             self.app = partial(_run, self.table, self.connection, self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        """Remove the connection from the table."""
         if self.connection is not None:
             self.table.closed(self.connection)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
+        """Process received bytes, unless the connection was rejected or is being closed."""
         if self.connection is None or self.transport.is_closing():
             return
         self.table.received(self.connection)
@@ -340,11 +343,13 @@ class _LimitedProtocol(H11Protocol):
         self.transport.close()
 
     def pause_writing(self) -> None:
+        """Note that the client does not read its response."""
         if self.connection is not None:
             self.table.unread(self.connection, True)
         super().pause_writing()
 
     def resume_writing(self) -> None:
+        """Note that the client reads its response again."""
         if self.connection is not None:
             self.table.unread(self.connection, False)
         super().resume_writing()
