@@ -79,7 +79,7 @@ class QueuedRequest:
     answer: asyncio.Future[Done | Failed]
     """Done when the answer may be sent to the client."""
     acknowledged: asyncio.Future[None]
-    """Done when the request is in the journal."""
+    """Done when the request is in the journal. It has an exception if that failed."""
     tokens: int = 0
     """What `token_count` returns for the operation."""
     sequences: int = 0
@@ -202,7 +202,7 @@ class RequestLog:
                 if isinstance(error, Exception)
                 else Unavailable("the request was cancelled; send it again")
             )
-            # asyncio logs an exception that is never read, and perhaps no caller waits for this.
+            # asyncio would log the exception if no caller waits for `acknowledged`. So read it.
             request.acknowledged.exception()
             raise
         if found is not None:
@@ -389,7 +389,7 @@ class RequestLog:
 
     def disk_is_full(self, size: int = 0) -> bool:
         """Return whether a request of `size` bytes must be rejected, because the disk is full or
-        refuses writes. This makes a system call.
+        refuses writes. This reads the disk.
         """
         return (
             self._store.is_refused
