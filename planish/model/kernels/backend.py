@@ -44,7 +44,10 @@ with a window of W positions, a row attends to its own position and to the W - 1
 """
 
 Exact = tuple[Tensor, Tensor]
-"""Entries of logits whose exact values are known: tokens int64 [R, k], values float32 [R, k]."""
+"""Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k].
+
+They replace the rounded logits of the same tokens.
+"""
 
 LORA_COLUMNS = 16
 """The LoRA hidden states of the head are stored with a multiple of this many columns."""
@@ -178,10 +181,10 @@ class Backend(Protocol):
     kv_dtype: torch.dtype
     """The dtype of stored keys and values."""
     logits_are_exact: bool
-    """Whether the sampler may use the result of `base_logits` without recomputing any logit.
+    """Whether the sampler may return the logits of `base_logits` as they are.
 
-    True on a GPU without batch invariance, because its matmuls accumulate in float32. Otherwise
-    `top_logits` and `token_logits` recompute the logits that a result depends on.
+    This is the case on a GPU without batch invariance, where logits are computed in float32.
+    Elsewhere `token_logits` recomputes the logits whose logprobs are returned.
     """
     joins_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
@@ -201,7 +204,10 @@ class Backend(Protocol):
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
     head_rows: int
-    """The number of rows whose logits are in memory at a time if they are recomputed."""
+    """The number of rows whose logits the trainer computes at a time.
+
+    If the backward pass recomputes the logits, only the logits of these rows are in memory.
+    """
 
     @property
     def name(self) -> str:
@@ -389,7 +395,7 @@ class Backend(Protocol):
         k: int,
         wide: Tensor | None = None,
     ) -> Exact:
-        """Return the k largest of the rounded `logits` of each row, recomputed in float32.
+        """Find the k largest `logits` of each row, and return them recomputed in float32.
 
         `wide`: an optional float32 output [R, V]. It receives all logits, with the exact values at
         the returned tokens.

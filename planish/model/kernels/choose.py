@@ -1,10 +1,11 @@
 """The choice of a backend: C++ on CPUs with AVX2 or AVX-512, Triton on GPUs, or torch.
 
-A family of Triton kernels is used on a GPU only if its self-test passed there (triton/self_test.py).
-The C++ kernels test themselves when they are first loaded (cpp/self_test.py). torch computes the
-families that failed. PLANISH_KERNELS=torch turns all kernels off. PLANISH_KERNELS=triton is for
-tests: Triton is then used without a self-test, also on a CPU, where it is interpreted
-(TRITON_INTERPRET=1).
+A family of Triton kernels is used on a GPU only if its self-test passed on that GPU
+(triton/self_test.py). The C++ kernels test themselves when they are first loaded
+(cpp/self_test.py). torch computes the families that failed.
+
+PLANISH_KERNELS=torch turns all kernels off. PLANISH_KERNELS=triton is for tests: Triton is then
+used without a self-test, also on a CPU, where it is interpreted (TRITON_INTERPRET=1).
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend of a base model.
 
-    `deterministic`: whether results are batch-invariant; None means only if that costs almost
-    nothing, as on a CPU. `gpu_families`: the families of Triton kernels that passed their self-test
-    for this model on this GPU.
+    `deterministic`: whether results are batch-invariant. None: only on a CPU, and only if padding
+    suffices, because padding costs almost nothing there. `gpu_families`: the families of Triton
+    kernels that passed their self-test for this model on this GPU.
     """
     backend = _fastest(config, dtype, device, gpu_families)
     backend.make_batch_invariant(_row_tiling(backend, deterministic))

@@ -1,9 +1,9 @@
 """The attention of trainer and sampler with the C++ kernels.
 
 The classes of this module describe which rows attend to which keys, as an `AttentionPlan` of
-cpp/cpu.py. They cover segments of a forest (training), prompt rows (prefill), and one new row per
-sample (decoding). The kernel has one interface for all three. A block of query rows attends to
-shared key ranges, and each row may then attend to one range of its own. A row's output does not
+cpp/cpu.py. They cover the segments of prefix trees (training), prompt rows (prefill), and one new
+row per sample (decoding). The kernel has one interface for all three. A block of query rows attends
+to shared key ranges, and each row may then attend to one range of its own. A row's output does not
 depend on how rows form blocks, so sampler and trainer agree bit for bit.
 
 The reference implementations are attention.py, sampling_attention.py and ordered_attention.py in
@@ -71,9 +71,9 @@ class NativeForest:
         return _Forest.apply(q, k, v, self, layer)  # type: ignore[no-any-return]
 
     def plan(self, keys: Tensor, values: Tensor, layer: int) -> AttentionPlan:
-        """Return the plan of one layer alone, with keys and values at the addresses of these.
+        """Return a plan for one layer, whose ranges point into `keys` and `values`.
 
-        `keys`, `values`: contiguous [T, H, E].
+        `keys`, `values`: contiguous [T, H, E]. They must outlive the plan.
         """
         _, heads, e = keys.shape
         ranges = self._plan.ranges.copy()
@@ -89,7 +89,7 @@ class NativeForest:
     def sums(self, parts: int, keys: Tensor) -> Tensor:
         """Return scratch memory for a backward pass, float32 [parts, 2, T, H, E].
 
-        All layers share it, because allocating it takes longer than the sums themselves.
+        All layers share the memory, because allocating it takes longer than computing the sums.
         """
         if self._sums is None:
             self._sums = torch.empty(parts, 2, *keys.shape)

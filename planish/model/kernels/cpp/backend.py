@@ -1,8 +1,8 @@
 """The C++ backend: kernels for CPUs with AVX2 or AVX-512, which are compiled at first use.
 
 Its matmuls and its attention are batch-invariant. torch computes what the kernels do not support:
-weights of odd width, adapters of linears whose sizes are not multiples of 16, heads whose size is
-not a multiple of 16, and families of kernels that failed their self-test.
+weights of odd width, adapters of linears whose sizes are not multiples of 16, attention heads whose
+size is not a multiple of 16, and families of kernels that failed their self-test.
 """
 
 from __future__ import annotations
@@ -163,8 +163,10 @@ class CppBackend(TorchBackend):
     # Forward pass
 
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
-        """Return a forward pass in one native call, or None if a family does not support it."""
-        # One native call runs all layers, if the kernels support all weights and adapters.
+        """Return a forward pass that runs all layers in one native call.
+
+        Return None if the kernels do not support all weights, all adapters and the attention.
+        """
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
             return None
         layers = [
@@ -278,7 +280,7 @@ class CppBackend(TorchBackend):
         return cpu_head.draw(logits, rows, temperatures, uniforms)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample tokens [N, K] at the uniform numbers, which are always within the vocabulary."""
+        """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""
         if "sampling" not in self.families or not weights.is_contiguous():
             return super().invert(weights, uniforms)
         return cpu_head.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)

@@ -1,7 +1,7 @@
 """Compile src/kernels.cpp with the machine's C++ compiler into planish's cache.
 
-Compilation takes about twenty seconds, because the source includes no torch headers. The name of
-the library contains a digest of everything that it depends on: sources, compiler and flags. The
+Compilation takes only about twenty seconds, because the source includes no torch headers. The name
+of the library contains a digest of everything that it depends on: sources, compiler and flags. The
 compiled file is renamed into the cache atomically. Processes that start at the same time may
 compile the same library twice, and then one copy is kept.
 """
@@ -72,8 +72,9 @@ def library(cache: Path, instructions: str) -> Path:
 
 
 def _writable(cache: Path) -> Path:
-    """Return `cache`; if it cannot be written to, a directory for temporary files that only this
-    user can read and write. BuildError if there is none.
+    """Return `cache`, or a private temporary directory of this user if `cache` is not writable.
+
+    Raises BuildError if neither directory can be used.
     """
     try:
         cache.mkdir(parents=True, exist_ok=True)

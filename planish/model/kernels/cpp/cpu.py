@@ -77,9 +77,10 @@ elements.
 Block = np.dtype(
     [("first", np.int64), ("count", np.int64), ("first_range", np.int64), ("ranges", np.int64)]
 )
-"""Entries first .. first + count - 1 of a plan, which share key ranges.
+"""A block of query rows that share key ranges.
 
-The shared keys are those of ranges first_range .. first_range + ranges - 1, in this order.
+The block contains the entries first .. first + count - 1 of an `AttentionPlan`. Their shared keys
+are those of the ranges first_range .. first_range + ranges - 1, in this order.
 """
 
 
@@ -115,7 +116,7 @@ class AttentionPlan:
     windows: Sequence[int | None] = ()
     """The attention window of each layer (see `ModelConfig.windows`).
 
-    A row attends to the last positions of its keys, as many as the window has.
+    In a layer with a window of W positions, a row attends only to the last W of its keys.
     """
 
     def arguments(self, heads: tuple[int, int], e: int, layer: int) -> Attention:
@@ -338,7 +339,7 @@ def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
 
 
 Exact = tuple[Tensor, Tensor]
-"""Entries of logits whose exact values are known: tokens int64 [R, k], values float32 [R, k]."""
+"""Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k]."""
 
 
 def log_sum_exp(
@@ -446,9 +447,9 @@ def attend_backward(
     Every row of q must have an entry. The ranges of the plan must lie in `keys` [T, H, E] and in
     values of the same shape.
 
-    The blocks are divided into runs, which end at `part_ends`. Each run first adds its gradients of
-    keys and values separately, in the scratch memory `sums` [len(part_ends), 2, T, H, E] (float32,
-    with any contents).
+    The blocks are divided into runs, which end at `part_ends`. Each run has its own sums of the
+    gradients of keys and values, which are added afterwards. `sums` is the scratch memory for them:
+    float32 [len(part_ends), 2, T, H, E], with any contents.
     """
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(keys), torch.empty_like(keys)
     call(

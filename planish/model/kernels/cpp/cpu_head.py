@@ -145,8 +145,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """Sample one token from each row in `rows` [N] of `logits`, float32 [R, V].
 
-    `uniforms`: float64 [N]. Return the tokens, int64 [N], and the log-sum-exp of each row divided
-    by its temperature, float32 [N].
+    `uniforms`: float64 [N]. Return the tokens, int64 [N], and the log-sum-exp of each row's scaled
+    logits, float32 [N]. The scaled logits are the logits divided by the row's temperature.
     """
     tokens, normalizer = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
     given = (rows, temperatures, uniforms, tokens, normalizer)
@@ -155,9 +155,9 @@ def draw(
 
 
 def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Sample tokens, int64 [R, K], at `uniforms`, float64 [R, K], from weights, float32 [R, V].
+    """Sample K tokens from each row of `weights`: int64 [R, K] (see `Backend.invert`).
 
-    `weights`: as `log_sum_exp` writes them (see `Backend.invert`).
+    `weights`: float32 [R, V], as `log_sum_exp` writes them. `uniforms`: float64 [R, K].
     """
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     sizes = (*weights.shape, uniforms.shape[1])

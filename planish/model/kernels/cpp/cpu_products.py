@@ -22,7 +22,7 @@ from planish.model.kernels.cpp import cpu
 
 _PANEL = 64
 _VECTOR = LORA_COLUMNS
-"""The elements of one SIMD vector, to a multiple of which outputs are padded."""
+"""The number of elements of one SIMD vector. Output columns are padded to a multiple of it."""
 _ROOM = 1 << 25
 """The minimum number of elements that a `WeightRoom` allocates at a time.
 
@@ -36,7 +36,7 @@ _LoraRows = np.dtype(
 """The adapter of rows first .. first + count - 1 of a batch at one site (target module).
 
 `a`, `b0`, `b1`, `b2`: the addresses of the packed matrices. `rank`: r, rounded up to an even
-number. `columns`: the rows of A, n * r.
+number. `columns`: n * r, the number of columns of the LoRA hidden states.
 """
 MOST_LINEARS = 3
 
@@ -193,9 +193,10 @@ class AdapterPanels:
 
     @property
     def forward(self) -> np.ndarray:
-        """The packed matrices of each target module: [sites] of _LoraRows, without rows.
+        """The packed matrices of each target module: [sites] of _LoraRows.
 
-        A record is zero if the kernel does not support the module.
+        The fields `first` and `count` are 0, because no rows are assigned yet. All fields are 0 if
+        the kernel does not support the module.
         """
         return self._forward[0]
 

@@ -88,7 +88,8 @@ def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
     found: dict[str, Verdict] = {}
     is_lasting = True
     environment = os.environ | {
-        # The parent may have found planish through its own path, or its working directory.
+        # The parent may have imported planish from a directory of its own sys.path, or from its
+        # working directory, so the test process gets the same path.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         # Threads that spin while they wait would take more time than the test.
         "OMP_WAIT_POLICY": "passive",

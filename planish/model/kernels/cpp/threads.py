@@ -1,5 +1,6 @@
-"""The number of threads that compute on the CPU, how they wait, and how long Python's threads wait
-for the interpreter lock.
+"""Settings of threads: how many compute on the CPU, and how they wait.
+
+The module also sets how long Python's threads wait for the interpreter lock.
 
 Our kernels run on a thread pool of their own (cpp/src/pool.h). torch's operations run on OpenMP
 threads. By default, OpenMP threads spin for milliseconds after each operation, on cores that the
@@ -42,9 +43,10 @@ _holders = 0
 
 
 def spin_shortly() -> None:
-    """Make torch's OpenMP threads sleep soon after an operation. planish calls this when it is
-    imported. It has no effect if torch is loaded already, or if the environment says how OpenMP
-    threads wait.
+    """Make torch's OpenMP threads sleep soon after an operation.
+
+    planish calls this function when it is imported. The call has no effect if torch is already
+    loaded, or if an environment variable sets how OpenMP threads wait.
     """
     if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
         os.environ[SPIN_VARIABLE] = SPINS
@@ -77,8 +79,10 @@ def limit_threads() -> None:
 
 
 def usable_cpus() -> int:
-    """Return how many processors this process may keep busy: those of its affinity, or the CPU
-    quota of its control groups, rounded up, if that is less.
+    """Return how many CPUs this process may keep busy.
+
+    This is the number of CPUs in its affinity mask. If the CPU quota of its control groups, rounded
+    up, is smaller, it is the quota.
     """
     quota = cpu_quota()
     return _affinity() if quota is None else max(1, min(_affinity(), math.ceil(quota)))
@@ -87,8 +91,10 @@ def usable_cpus() -> int:
 def cpu_quota(
     memberships: Path = Path("/proc/self/cgroup"), groups: Path = _GROUPS
 ) -> float | None:
-    """Return the processor seconds per second that the control groups of this process (version 1
-    or 2) allow, or None if they set no limit or cannot be read.
+    """Return the CPU quota of this process's control groups (version 1 or 2), in CPUs.
+
+    For example, 1.5 allows 1.5 seconds of CPU time per second. Return None if the groups set no
+    limit or cannot be read.
     """
     found: list[float] = []
     with suppress(OSError):
@@ -103,8 +109,10 @@ def cpu_quota(
 
 
 def _limits(mount: Path, path: str, quota: Callable[[Path], float | None]) -> Iterator[float]:
-    """Yield the quotas of a group and of all groups that contain it. In a container the path is
-    often the host's, while the container's own group is the root of the mount.
+    """Yield the quotas of a group and of all groups that contain it.
+
+    In a container the path is often the path on the host, but the container's own group is the root
+    of the mount. So the root is read too.
     """
     inner = PurePosixPath(path.lstrip("/"))
     for group in (inner, *inner.parents):
@@ -132,8 +140,9 @@ def _affinity() -> int:
 
 @contextmanager
 def short_switch_interval() -> Iterator[None]:
-    """Set Python's switch interval to SWITCH_SECONDS, unless the program has changed it. Several
-    threads may hold this context; the last one that leaves it restores Python's default.
+    """Set Python's switch interval to SWITCH_SECONDS, unless the program has changed it.
+
+    Several threads may hold this context. The last thread that leaves it restores Python's default.
     """
     global _holders
     with _lock:

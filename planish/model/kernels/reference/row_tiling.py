@@ -7,9 +7,10 @@ are padded to row counts that agree bit for bit.
 `probe` runs matmuls of the model's own shapes at many row counts. It looks for the cheapest rule of
 this form: pad to at least `least` rows and to a multiple of `multiple`. A rule is valid if all
 tested row counts that it allows agree bit for bit. If no rule is valid, matmuls can run in tiles of
-a fixed number of rows. All tiles use the same kernel, so they are batch-invariant, but slower. The
-LoRA matmuls of a rank are probed at the first use of an adapter of that rank. For this, the probe
-runs matmuls of the same form as the decoder does.
+a fixed number of rows. All tiles use the same kernel, so they are batch-invariant, but slower.
+
+LoRA matmuls are probed in the form in which the decoder runs them. A few common ranks are probed
+when the model is loaded. Each rank that is used is probed at its first use.
 
 The C++ matmuls (cpp/cpu_products.py) are not probed, because their order of additions does not
 depend on the number of rows. The probe covers the matmuls that torch computes: all matmuls if the
@@ -48,9 +49,9 @@ _ROWS = (
 _PROBE_COLUMNS = 4096
 _QUERY_ROWS = (1, 2, 4, 8)
 _LORA_RANKS = (8, 16, 32)
-"""Ranks that are probed when a model is loaded, to choose the multiple.
+"""The LoRA ranks for which the padding chosen when a model is loaded must be valid.
 
-Other ranks are probed when they are first used.
+The needs of every rank in use are probed separately, at its first use.
 """
 _LORA_LEAST = (*_LEAST, 64, 128, 256)
 """Candidates for the minimum number of rows of LoRA matmuls.
@@ -59,11 +60,11 @@ A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multip
 1 of a narrow model that happens below about a hundred rows.
 """
 _LORA_ROWS = 32
-"""For row counts below this number, the probe compares several LoRA matmuls: as many as fit into
-this number of rows.
+"""The minimum number of rows that a probe of LoRA matmuls compares.
 
-A sum over a low rank is short. So a different order of additions changes only a few entries, which
-one small matmul may not contain.
+A row count below this number is probed with several matmuls, on successive groups of rows. A sum
+over a low rank is short, so a different order of additions changes only a few entries. A single
+small matmul may contain none of them.
 """
 _LOW_RANK = 16
 _LOW_RANK_DRAWS = 6
@@ -73,7 +74,7 @@ Two orders of addition of a short sum can give equal results for one input and d
 for another.
 """
 _STACKED = 3
-"""Number of adapters in a probed stack."""
+"""Number of adapters in a probed stack, which is one batched matmul of several adapters."""
 _STACK_ROWS = (4, 8, 12, 16, 32, 64)
 """Rows per adapter in a probed stack."""
 FIXED_TILE = 32
@@ -98,7 +99,7 @@ class RowTiling:
     """The padding of row counts that makes matmuls batch-invariant."""
 
     multiple: int = 1
-    """The rows of each adapter are padded to a multiple of this."""
+    """The number of rows of each matmul is padded to a multiple of this."""
     tile: int | None = None
     """If given, every matmul runs in tiles of exactly this many rows."""
     query_rows: int = QUERY_ROWS
@@ -324,8 +325,8 @@ def _agreeing(
 ) -> set[int]:
     """Return the row counts of _ROWS at which `product` is bit-identical to the rows of product(x).
 
-    For a row count below `least_rows`, all whole groups of rows among the first `least_rows` rows
-    are compared.
+    For a row count below `least_rows`, the first `least_rows` rows are divided into groups of that
+    many rows. `product` is then compared for each whole group.
     """
     whole = product(x)
     return {rows for rows in _ROWS if _agrees(product, x, whole, rows, least_rows)}
@@ -393,8 +394,8 @@ def _probe_inputs(
 def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | None:
     """Return the first of `choices` that is a valid minimum number of rows, or None.
 
-    A minimum is valid if every multiple of `multiple` in _ROWS that is at least the minimum is in
-    `agreeing`.
+    A minimum is valid if `agreeing` contains every row count of _ROWS that the padding allows.
+    Those are the multiples of `multiple` that are not below the minimum.
     """
     for least in choices:
         if all(rows in agreeing for rows in _ROWS if rows >= least and rows % multiple == 0):
@@ -405,8 +406,8 @@ def _least(agreeing: set[int], multiple: int, choices: Iterable[int]) -> int | N
 def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
     """Return the minimum number of rows for batch-invariant float32 matmuls in the attention."""
     generator = torch.Generator().manual_seed(0)
-    # Probe a batched matmul with one member per key-value head, the smallest batch in use. A single
-    # matmul is no substitute, because its rows would be divided among threads.
+    # The attention runs batched matmuls, and the smallest batch has one matmul per key-value head.
+    # A single matmul is no substitute, because its rows would be divided among threads.
     heads = config.num_kv_heads
     q = torch.randn(heads, QUERY_ROWS * 2, config.head_dim, generator=generator).to(device)
     keys = (
