@@ -27,7 +27,7 @@ from planish.model.lora import SITES, AdapterRows, LoraWeights
 _MATRICES = 4
 """The number of matrices of a site (target module): A and up to three Bs."""
 _ALIGNMENT = 16
-"""The bytes that one instruction can load, if the address is a multiple of them."""
+"""The number of bytes that one load instruction reads from an address that is a multiple of it."""
 
 
 class AdapterTables:
@@ -166,8 +166,9 @@ def _addresses(site: LoraMatrices | None) -> list[int]:
 def _keeps_aligned(config: ModelConfig, dtype: torch.dtype) -> bool:
     """Return whether all matrices of every adapter begin at multiples of _ALIGNMENT.
 
-    The size of each matrix is the rank times one of the sizes below. So the alignment holds for any
-    rank, if the flat vector itself is aligned.
+    `LoraWeights` stores the matrices of an adapter one after another in a flat vector. The size of
+    each matrix is the rank times one of the sizes below. So all matrices are aligned for any rank,
+    if the flat vector begins at an aligned address.
     """
     heads = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
     sizes = (config.hidden_size, config.intermediate_size, *heads)

@@ -1,8 +1,9 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
 torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
-unusual head sizes, attention windows, GeGLU, and families that failed their self-test. In deterministic mode torch computes
-attention and LoRA too, because the order of additions of these kernels depends on the batch.
+unusual head sizes, attention windows, GeGLU, and families that failed their self-test. In
+deterministic mode torch computes attention and LoRA too, because the order of additions of these
+kernels depends on the batch.
 """
 
 from __future__ import annotations
@@ -57,7 +58,10 @@ class TritonBackend(TorchBackend):
 
     @property
     def supports_graph_runner(self) -> bool:
-        """Whether the sampler can use the kernels' attention and LoRA (cuda_graph_runner.py)."""
+        """Whether the sampler can run with these kernels instead of torch (cuda_graph_runner.py).
+
+        This requires the families "attention" and "lora", and no batch invariance.
+        """
         return self.tiling is None and {"attention", "lora"} <= self.families
 
     def qk_norm_rope(

@@ -57,8 +57,9 @@ def rounded(x, dtype: tl.constexpr):
 
 @triton.jit
 def bound(number):
-    """Return a number that was loaded from memory as an argument for `range`."""
+    """Convert a scalar that a kernel computed or loaded, so that `range` accepts it."""
     if INTERPRETED:
-        # In Triton 3.6 it is an array with one entry, which numpy 2.4 does not accept as an index.
+        # In the interpreter of Triton 3.6 such a scalar is an array with one entry. numpy 2.4 does
+        # not accept the array as an index.
         return number.handle.data.item()
     return number

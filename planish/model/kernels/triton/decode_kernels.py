@@ -7,10 +7,10 @@ contents of the tables. So the launches can be captured in a CUDA graph and repl
 contents.
 
 Decoding (flash decoding): a piece is a range of positions of one slot, together with the rows that
-attend to all of them. That is one row if the slot is its sample's own, and several rows if the slot
-is their prompt's. For each of its rows, a piece writes one part: the max score, the sum of weights
-and the weighted sum of values, in float32. A second kernel combines the parts of a row in the order
-of positions. All query heads of a key head are rows of one matmul.
+attend to all of them. A piece of a sample's slot has one row. A piece of a prompt's slot has the
+rows of several samples of that prompt. For each of its rows, a piece writes one part: the max
+score, the sum of weights and the weighted sum of values, in float32. A second kernel combines the
+parts of a row in the order of positions. All query heads of a key head are rows of one matmul.
 
 Scores are scaled for exp2, which GPUs compute directly. Weights are rounded to the values' dtype
 before they multiply the values; sums are float32.
@@ -51,13 +51,15 @@ A row with capacity 0 stores nothing.
 Entry = _record("row", "part")
 """One row of a piece: its batch row, and the index of the first of the row's parts."""
 Piece = _record("pool", "slot", "capacity", "first", "stop", "entry", "entries", "number")
-"""A piece: positions first .. stop - 1 of a slot, to which `entries` rows from `entry` on attend.
+"""A piece: positions first .. stop - 1 of a slot, and the rows that attend to them.
 
-`number`: the index of the piece's part among the parts of each row.
+The rows are those of entries entry .. entry + entries - 1. `number`: the index that the piece's
+part has among the parts of a row.
 """
 Block = _record("pool", "slot", "capacity", "position", "row", "rows")
-"""Batch rows row .. row + rows - 1 of a prefill, at consecutive positions of a slot from `position`
-on.
+"""A block of a prefill: batch rows row .. row + rows - 1, at consecutive positions of a slot.
+
+`position`: the position of the first row.
 """
 
 _ROW, _ENTRY, _PIECE, _BLOCK = (
@@ -66,7 +68,7 @@ _ROW, _ENTRY, _PIECE, _BLOCK = (
 _WIDE_ROWS = 32
 """The number of rows of a matmul for a prompt's piece.
 
-The keys are read from memory once for so many rows, and the tensor cores are still fast enough.
+All these rows share one read of the keys. At this size the tensor cores are still fast enough.
 """
 _PARTS = 8
 """The number of parts that are combined at a time."""
@@ -484,9 +486,10 @@ def decode(heads: Heads, work: DecodeWork, bases: Tensor, q: Tensor, programs: i
 
 
 def prefill(heads: Heads, blocks: Tensor, bases: Tensor, q: Tensor) -> Tensor:
-    """Return the causal attention output of the rows in `blocks`: [T, H * G, E], else 0.
+    """Return the causal attention output of the rows in `blocks`: [T, H * G, E].
 
-    Each row of q [T, H * G, E] attends to the positions of its slot up to its own.
+    Each row of q [T, H * G, E] attends to the positions of its slot up to its own. The output of
+    rows that are not in `blocks` is 0.
     """
     q, out = q.contiguous(), torch.zeros(q.shape, dtype=q.dtype, device=q.device)
     _prefill_kernel[(len(blocks), heads.keys)](q, out, blocks, bases, **heads.prefill_options)

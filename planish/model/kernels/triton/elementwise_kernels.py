@@ -4,10 +4,12 @@ They correspond to the C++ functions in cpp/cpu.py; `Backend` documents the oper
 
 The kernels can be captured in CUDA graphs: no call waits for the device, and the launches depend
 only on shapes and dtypes. The kernels are batch-invariant: how a row is divided and summed depends
-only on its length. Triton specializes row lengths that are multiples of 16, which allows wide loads
-at the start of any row. It does not specialize numbers of rows, so every batch size runs the same
-compiled kernel. A tile has at least as many entries as its program has threads. So no thread reads
-an entry that another thread has already overwritten.
+only on its length. Triton compiles a separate kernel for row lengths that are multiples of 16.
+Every row then begins at an aligned address, so that kernel can use wide loads. Numbers of rows are
+not specialized, so every batch size runs the same compiled kernel.
+
+Some kernels overwrite their input. So a tile has at least as many entries as its program has
+threads: each entry then belongs to one thread, and no thread reads what another has overwritten.
 
 Shapes: T rows, D hidden, H heads, E head_dim, R rows and V vocabulary of the head, S splits of a
 vocabulary.
@@ -339,7 +341,7 @@ def _swiglu_backward(grad, gate_up, out, width, BLOCK: tl.constexpr):
 def log_sum_exp(
     logits: Tensor, temperature: Tensor, exact: Exact | None = None, weights: Tensor | None = None
 ) -> Tensor:
-    """Do the same as `Backend.log_sum_exp`, for logits that are exact.
+    """Do the same as `Backend.log_sum_exp`, for logits that need no correction by `exact`.
 
     A first kernel computes the max and the sum of each split of a row, and a second kernel combines
     them. One program per row would leave most of a GPU idle if there are few rows.
@@ -378,7 +380,7 @@ def log_sum_exp_backward_(
     grads: Tensor,
     exact: Exact | None = None,
 ) -> None:
-    """Do the same as `Backend.log_sum_exp_backward_`, for logits that are exact."""
+    """Do the same as `Backend.log_sum_exp_backward_`, without a correction by `exact`."""
     assert exact is None, "logits are float32 products here: there is nothing to correct"
     assert _are_contiguous(logits, log_total, first, targets, grads)
     (rows, vocab), block = logits.shape, _split(logits)

@@ -10,8 +10,8 @@ CUDA graph serves any later batch once the tables have changed.
 
 The kernels are batch-invariant: a row's result depends only on the row and its adapter. A sum over
 `in` is divided into a few parts, whose number depends only on `in`. Each part is summed in float32,
-and the parts are then added in order. This order does not depend on whether one program computes
-all parts or one program each. There are no atomic additions.
+and the parts are then added in order. One program may compute all parts, or each part may have its
+own program; the order is the same. There are no atomic additions.
 
 Shapes: T rows, `in` and `out` columns, n linears that read one input, r rank.
 """
@@ -33,7 +33,7 @@ from torch import Tensor
 from planish.model.kernels.triton.common import bound, dot
 
 TILE = 16
-"""The maximum number of rows of a tile, which is the minimum of a matmul on tensor cores."""
+"""The maximum number of rows of a tile. Matmuls on tensor cores need at least this many rows."""
 MOST_LINEARS = 3
 """The maximum number of linears that read the same input: q, k and v."""
 
@@ -52,7 +52,10 @@ _BLOCK_IN = 128
 _BLOCK_OUT = 128
 _BLOCK_RANK = 32
 _SHRINKS, _EXPANDS = 4, 8
-"""The numbers of programs per multiprocessor. A program of `shrink` has more loads in flight."""
+"""The numbers of programs per multiprocessor.
+
+`shrink` needs fewer, because each of its programs has more loads in flight.
+"""
 
 
 @triton.jit
@@ -223,7 +226,9 @@ def expand_kernel(
             found = tl.load(target, there, other=0.0).to(tl.float32)
             rank = tl.load(tile + 3)
             low = parts + rows[:, None] * low_stride
-            if rank % 8 == 0:  # Lets the compiler prove the divisibility and load 16 bytes at once.
+            if rank % 8 == 0:
+                # With this expression the compiler can prove that 8 divides the rank, so it loads
+                # 16 bytes at once.
                 rank = rank // 8 * 8
                 found += _low_times_b(
                     low + linear * rank,

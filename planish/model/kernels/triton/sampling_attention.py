@@ -42,7 +42,7 @@ _SHORTEST = 128
 _NUMBER = 4
 """The bytes of a number (int32) in a table."""
 _ALIGNED = 4
-"""The multiple, in numbers, at which each section of a table begins."""
+"""Each section of a table begins at a multiple of this many numbers (16 bytes)."""
 
 
 class PoolBases:
@@ -63,8 +63,9 @@ class PoolBases:
         self._replaced = [-1] * most
 
     def numbers(self, pools: Sequence[KVPool]) -> list[int]:
-        """Return the pools' numbers. The table is valid for these pools until one of them replaces
-        its tensors.
+        """Return the pools' numbers, and update the table for these pools.
+
+        The table is valid until one of the pools replaces its tensors.
         """
         found = [self._number(pool) for pool in pools]
         changed = {
@@ -158,7 +159,8 @@ class DecodeTables:
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self._bases, self._heads = bases, _heads(shape, q_heads)
         self._programs = _PROGRAMS * _multiprocessors(device)
-        # The maximum number of pieces in addition to one piece per slot. `_chunk` ensures it.
+        # A slot has one piece, or more if it is cut. This is the maximum number of additional
+        # pieces, which `_chunk` ensures.
         self._cuts = max(1, self._programs // shape.heads)
         pieces, parts = 2 * max_rows + self._cuts, 2 * max_rows + self._heads.lane * self._cuts
         self._tables = _Tables(
@@ -217,8 +219,8 @@ class DecodeTables:
     def _cut(self, start: int, slots: _Slots, chunk: int, **of_slots: np.ndarray | int) -> int:
         """Write the pieces of these slots from index `start` on, and return the end index.
 
-        `of_slots`: the values of other fields for each slot. `number` is the number of its first
-        piece.
+        `of_slots`: the values of other fields of the pieces, one value per slot. In `number`, the
+        value is that of the slot's first piece; each later piece has the next number.
         """
         counts = _pieces_of(slots.count, chunk)
         slot = np.repeat(np.arange(len(counts)), counts)
@@ -278,7 +280,7 @@ class _Step:
     rank: np.ndarray
     """The index of each sample among the samples of its prompt."""
     shared: _Slots
-    """The slot of each sample's prompt, of which samples attend to the whole spans."""
+    """The slot of each sample's prompt. `count` covers only the prompt's whole spans (see SPAN)."""
     own: _Slots
     """The slot of each sample."""
 

@@ -43,7 +43,7 @@ CHECKER = (sys.executable, "-m", "planish.engine.gpu_families")
 SECONDS = 600
 """The time limit of a test process in seconds.
 
-Compiling takes one to two minutes, and longer on a busy machine.
+Compilation takes one to two minutes, or longer on a busy machine.
 """
 _PACKAGE = Path(__file__).parents[3]
 _SOURCES = (
@@ -148,7 +148,8 @@ def run_checks(
 
 def _run(request: Request, command: Sequence[str], seconds: float) -> list[Verdict]:
     """Run one test process and return its verdicts, at least one."""
-    # The parent may have added planish's directory to its own path only.
+    # The parent may have added planish's directory only to its sys.path, which the test process
+    # does not inherit.
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = {
         **os.environ,
@@ -269,7 +270,10 @@ def source_digest() -> str:
 
 
 def triton_version() -> str:
-    """Return the version of Triton. The package that installs Triton has various names."""
+    """Return the version of Triton, read from the module.
+
+    Package metadata is no substitute, because several packages with different names install Triton.
+    """
     return str(import_module("triton").__version__)
 
 

@@ -1,11 +1,12 @@
 """The trainer's attention on a GPU: the plan of visible tiles for the kernels of tree_kernels.py.
 
 Tiles are runs of consecutive rows; they ignore the borders of segments. `until` is the
-`subtree_end` of each row (model/prefix_tree.py): query i attends to key j if j <= i < until[j]. So
-the largest and the smallest `until` of a key tile classify each pair of a query tile and a key
-tile. Either no (query, key) pair is visible, or all pairs are, or the kernel needs a mask. This
-needs no tree traversal. The plan is one table, which is copied to the device asynchronously. All
-layers and the backward pass use the same table.
+`subtree_end` of each row (model/prefix_tree.py): query i attends to key j if j <= i < until[j].
+
+For a query tile and a key tile there are three cases: no (query, key) pair is visible, all pairs
+are visible, or the kernel needs a mask. The case follows from the largest and the smallest `until`
+of the key tile, so no tree traversal is necessary. The plan is one table, which is copied to the
+device asynchronously. All layers and the backward pass use the same table.
 
 In the backward pass, a key tile may have few query tiles or very many (a prefix that all sequences
 share). A long run of query tiles is divided among programs, and their sums are added afterwards.
@@ -35,11 +36,14 @@ _PROGRAMS = 528
 It is four for each multiprocessor of an H200.
 """
 _FEWEST_TILES = 16
-"""The minimum number of query tiles of a part; for fewer, the addition costs more than it saves."""
-_ALIGNED = 4
-"""The multiple, in entries, at which each array of the table begins.
+"""The minimum number of query tiles of a part, if a run of query tiles is divided.
 
-It is 16 bytes, the alignment for which Triton specializes kernels.
+With smaller parts, adding the sums would cost more time than the division saves.
+"""
+_ALIGNED = 4
+"""Each array of the table begins at a multiple of this many entries.
+
+Four entries have 16 bytes, the alignment for which Triton specializes kernels.
 """
 
 
@@ -144,9 +148,10 @@ def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
 
 
 def key_plan(until: np.ndarray, tiles: Tiles, group: int, heads: int) -> KeyPlan:
-    """Return the query tiles that attend to each key tile, which are consecutive.
+    """Return the run of query tiles that attend to each key tile.
 
-    A run that is too long for one program is divided. `group`: G. `heads`: Hkv.
+    The query tiles of a key tile are consecutive. A run that is too long for one program is
+    divided. `group`: G. `heads`: Hkv.
     """
     rows = tiles.backward_keys.queries // group
     keys = _KeyTiles.of(until, tiles.backward_keys.keys)

@@ -10,8 +10,8 @@ online softmax, and the gradients from the stored log-sum-exp, follow FlashAtten
 Sums are float32. Weights are rounded to the inputs' dtype before their matmuls, because tensor
 cores require it.
 
-Results are bit-identical in each run, because there are no atomic additions. One program writes
-each number, and a sum that was divided among programs is added in a fixed order.
+Results are bit-identical in every run, because there are no atomic additions. Exactly one program
+writes each result. If a sum is divided among programs, its parts are added in a fixed order.
 
 Shapes: T rows, Hq query heads, Hkv key heads, G = Hq / Hkv, E head_dim, EP the smallest power of
 two that is at least E (and 16), M queries and N keys of a tile.
@@ -91,8 +91,9 @@ class Table:
     key_items: Tensor
     """[n, 6]: (key tile, a, b, c, d, place).
 
-    The query tiles are a .. d - 1, of which b .. c - 1 need no mask. `place`: the index of the sums
-    in the scratch memory, or -1 if they are the whole gradient.
+    The query tiles are a .. d - 1, of which b .. c - 1 need no mask. `place`: the place in the
+    scratch memory where the sums are stored. It is -1 if the item has all query tiles of the key
+    tile, because its sums are then the whole gradient.
     """
     sums: Tensor
     """[n, 3]: (key tile, first place, number of places) of each gradient in the scratch memory."""
@@ -224,6 +225,8 @@ def attend_backward(
 
 @dataclass(frozen=True)
 class _Shape:
+    """The sizes of one attention call, and the scale of its scores."""
+
     heads: int
     """The number of key heads."""
     group: int
@@ -286,9 +289,9 @@ def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
-    """Return the row, the head within the group, and whether it is real, for each query of a tile.
+    """Return three values for each of the M queries of a tile: row, head within the group, is real.
 
-    The queries that are padding repeat a real row, so that sums stay finite.
+    A query is real unless it is padding. Padding repeats a real row, so that sums stay finite.
     """
     place = tl.arange(0, M)
     # The division includes the tile's offset on purpose. A quotient of `place` alone would be
