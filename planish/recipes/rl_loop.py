@@ -132,8 +132,8 @@ def train(config: Config, service_client: planish.ServiceClient) -> Path:
             for step in range(start.batch, steps):
                 if config.save_every and step % config.save_every == 0 and step > start.batch:
                     checkpoints.state_only(step)
-                # If this run extends a finished run, resume_at has dropped the row of that run's
-                # final evaluation from metrics.jsonl, so evaluate again.
+                # When a finished run is extended, resume_at drops the row of its final evaluation
+                # from metrics.jsonl. Evaluate again to replace that row.
                 is_test_due = step == 0 or (step == start.batch and start.was_finished)
                 if config.eval_every > 0 and step % config.eval_every == 0:
                     is_test_due = True
@@ -165,8 +165,8 @@ class StepRunner:
     stop: StopRequest
 
     def step(self, step: int, problems_P: Sequence[Problem], tests: Sequence[Problem]) -> Metrics:
-        """Sample, grade and train on one batch, and return the metrics. Before that, evaluate on
-        `tests` if there are any.
+        """Sample, grade and train on one batch, and return the metrics. If `tests` is not empty,
+        evaluate on them first.
         """
         config, spans, test_metrics = self.config, Spans(), {}
         sampling_client = self.training_client.save_weights_and_get_sampling_client()
@@ -225,8 +225,8 @@ class StepRunner:
             temperature=0.0 if is_test else self.config.temperature,
             stop=self.renderer.get_stop_sequences(),
         )
-        # Ctrl-C ends sampling at once. The answers that are lost were not trained on yet, and a
-        # resumed run samples them again.
+        # Ctrl-C ends sampling at once. The lost answers were not trained on yet, and a resumed
+        # run samples them again.
         with self.stop.at_once():
             return sample_groups(
                 sampling_client,

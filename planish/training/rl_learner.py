@@ -2,11 +2,12 @@
 
 Legend: P groups of a batch, G trajectories of a group.
 
-Synchronous training is asynchronous training with no lag. Batches are rolled out in the data set's
-order. The rollouts of step j begin as soon as the weights have seen at least
-j - `max_steps_off_policy` steps, and are trained on in step j. So no group is older than that
-bound, no group is thrown away, and no group is rolled out twice. The price is that a step waits for
-the slowest group of its own batch. With lag 0 a step is: publish the weights, roll out, train.
+Batches are rolled out in the order of the data set, and step j trains on batch j. The rollouts of
+batch j begin as soon as the weights have had j - `max_steps_off_policy` updates. So no group is
+staler than `max_steps_off_policy` steps, no group is thrown away, and no group is rolled out twice.
+The price is that a step waits for the slowest group of its own batch.
+
+In synchronous training the lag is 0. A step then publishes the weights, rolls out and trains.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ class Batch:
 
 @dataclass
 class RLLearner:
-    """Takes the steps of one RL run."""
+    """Runs the steps of one RL run."""
 
     loop: RunLoop
     config: Config
@@ -76,7 +77,7 @@ class RLLearner:
         self.counters = Counters.of(self.loop.start.record)
 
     async def run_steps(self) -> None:
-        """Take all steps, evaluate the final weights, and log their metrics in a separate row."""
+        """Run all steps, evaluate the final weights, and log their metrics in a separate row."""
         strategy = strategy_from(self.config.rollout_error_tolerance)
         async with (
             RolloutPool.opened(self.config.rollout_processes) as pool,
@@ -88,7 +89,7 @@ class RLLearner:
             await self.final_eval(runner)
 
     async def step(self, step: int, runner: GroupRolloutRunner, tasks: asyncio.TaskGroup) -> None:
-        """Take one step: save and evaluate if due, roll out, train, log."""
+        """Run one step: save and evaluate if due, roll out, train, log."""
         loop, spans = self.loop, Spans(self.loop.trace)
         if (save := loop.due_checkpoint(loop.done)) is not None:
             with spans.measure("save_checkpoint"):
@@ -106,8 +107,8 @@ class RLLearner:
         rollouts = await train_on(self.update, batch.groups, loop.interruption.guard, spans)
         self.in_flight.popleft()
         batch.progress.close()
-        # The trainer works through what was submitted even if this task is cancelled. The step must
-        # therefore be logged, or a checkpoint would lack it.
+        # The trainer applies a submitted update even if this task is cancelled. So log the step in
+        # any case: otherwise a checkpoint would contain an update that the log does not have.
         await run_uncancelled(self.finish(step, self.update, batch, rollouts, evals, spans))
 
     async def finish(
@@ -159,8 +160,8 @@ class RLLearner:
         runner: GroupRolloutRunner,
         tasks: asyncio.TaskGroup,
     ) -> None:
-        """Start the rollouts of all batches up to `step` + lag that have not started yet. They
-        sample with the weights before `step`.
+        """Start the rollouts of all batches up to `step` + lag that have not started yet. These
+        rollouts sample from the weights before the update of `step`.
         """
         policy = TinkerTokenCompleter(
             sampling_client, self.config.max_tokens, self.config.temperature, self.context_window
@@ -206,14 +207,14 @@ class RLLearner:
         return await self.training_client.save_weights_and_get_sampling_client_async()
 
     def is_eval_due(self, step: int) -> bool:
-        """Return whether evaluators run before `step`."""
+        """Return whether the evaluators run before `step`."""
         every = self.config.eval_every
         return every > 0 and (step % every == 0 or self.loop.is_first_or_last(step))
 
     async def evaluate(
         self, step: int, sampling_client: SamplingClient, runner: GroupRolloutRunner, spans: Spans
     ) -> Metrics:
-        """Return the metrics of all evaluators, before `step`."""
+        """Run all evaluators on the weights before `step`, and return their metrics."""
 
         async def evaluate_one(evaluator: Evaluator) -> Metrics:
             if isinstance(evaluator, RLTestSetEvaluator):
@@ -280,7 +281,7 @@ class RLLearner:
         return self.update is None or not await self.update.has_moved_weights()
 
     def checkpoint_metadata(self) -> Mapping[str, Any]:
-        """Return the counters, which each checkpoint's row contains."""
+        """Return the counters, to be saved in the checkpoint's row."""
         return self.counters.row()
 
 

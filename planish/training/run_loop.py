@@ -1,8 +1,9 @@
 """The loop of a training run: from its start to its last step, or to a point where it can resume.
 
-A learner takes the steps: `planish.training.rl_learner` by reinforcement learning,
-`planish.training.supervised_learner` on datums. The loop does what every run needs: it resumes,
-evaluates, saves checkpoints, logs rows, and leaves a run that can resume after a signal or error.
+A learner runs the training steps. `planish.training.rl_learner` does reinforcement learning, and
+`planish.training.supervised_learner` does supervised training. The loop does what every run needs:
+it resumes the run, evaluates, saves checkpoints and logs metrics. After a signal or an error it
+saves the run, so that the run can be resumed.
 
 A run resumes at the beginning of a step. The metrics row and the files of a step are written before
 its checkpoint is recorded. When a run starts or resumes, the rows of steps after the newest
@@ -44,10 +45,10 @@ EvaluateOne = Callable[[Evaluator], Awaitable[Metrics]]
 
 
 class Learner(Protocol):
-    """Takes the steps of a run, and reports each finished step to its loop."""
+    """Runs the training steps, and reports each finished step to its loop."""
 
     async def run_steps(self) -> None:
-        """Take the steps from `loop.done` to `loop.steps`, and evaluate the final weights."""
+        """Run the steps from `loop.done` to `loop.steps`, and evaluate the final weights."""
         ...
 
     async def settle_after_error(self) -> bool:
@@ -63,7 +64,7 @@ class Learner(Protocol):
 
 @dataclass
 class RunLoop:
-    """One run, with everything that is open while it lasts."""
+    """One run, with its client, files, logs and console while it is in progress."""
 
     options: RunOptions
     steps: int
@@ -81,8 +82,8 @@ class RunLoop:
         self.done = self.saved = self.start.batch
 
     async def run_to_end(self, learner: Learner) -> bool:
-        """Take all steps. Return False if a signal ended the run early. Such a run has been saved
-        and can be resumed.
+        """Run all steps. Return False if a signal ended the run early. In that case the run has
+        been saved and can be resumed.
         """
         self.learner = learner
         try:
@@ -111,10 +112,11 @@ class RunLoop:
         )
 
     def is_first_or_last(self, step: int) -> bool:
-        """Return whether every evaluator runs at `step`, whatever its interval: at the end of the
-        run (`step` is the number of steps), and at the first step if this run extends a finished
-        run. Resuming has dropped the metrics row of the finished run's final evaluation, and the
-        row of the first step replaces it.
+        """Return whether every evaluator runs at `step`, regardless of its interval.
+
+        This is the case at the end of the run, where `step` is the number of steps. It is also the
+        case at the first step if this run extends a finished run. Resuming drops the metrics row
+        of the earlier final evaluation, so the first step evaluates the same weights again.
         """
         return step == self.steps or (step == self.start.batch and self.start.was_finished)
 
@@ -125,7 +127,9 @@ class RunLoop:
         spans: Spans,
         evaluate_one: EvaluateOne,
     ) -> Metrics:
-        """Return the metrics of all evaluators, before `step`. A signal cancels the evaluation."""
+        """Run all evaluators on the weights before `step`, and return their metrics. A signal
+        cancels the evaluation.
+        """
 
         async def located(evaluator: Evaluator) -> Metrics:
             with asking(evaluator, step):
@@ -264,14 +268,14 @@ async def run_training(
     console_metrics: Mapping[str, str] | None = None,
     remedy: str = "",
 ) -> Path:
-    """Start or resume the run of `options.log_path`, and take its steps. Return the directory.
+    """Start or resume the run in `options.log_path`, and run its steps. Return the directory.
 
-    `config` is written to config.json, and must be that of the run that is resumed, except for the
-    names in `may_change`. `console_metrics` maps names of metrics to how the console shows them;
-    None shows all. If the run is already finished, no step runs and a message is printed.
-    `remedy` is the part of this message that says how to extend the run.
+    `config` is written to config.json. When a run is resumed, only the options in `may_change` may
+    differ from the saved config. `console_metrics` maps names of metrics to their formats on the
+    console; None shows all metrics. If the run is already finished, no step runs and a message is
+    printed. `remedy` is the part of this message that says how to extend the run.
 
-    After Ctrl-C or SIGTERM the run is saved where it can be resumed, and KeyboardInterrupt or
+    After Ctrl-C or SIGTERM the run is saved, so that it can be resumed. Then KeyboardInterrupt or
     planish.processes.interruption.Terminated is raised.
     """
     with RunDirectory(options.log_path, config, may_change=may_change) as run:
