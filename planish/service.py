@@ -11,8 +11,9 @@ result.
 
 If a `ForwardBackward` fails or is cancelled, the next `OptimStep` of that model fails too, so a
 pipelined pair is applied completely or not at all. A `ForwardBackward` that `submit` rejects was
-never queued, so it does not make the next `OptimStep` fail. A caller that wants this failure
-submits a `ForwardBackwardLater` whose data is the error, as TrainingClient does.
+never queued, so it does not make the next `OptimStep` fail. To make that `OptimStep` fail too,
+TrainingClient submits a `ForwardBackwardLater` in its place. The `data` future of that operation
+already has the error.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ R_co = TypeVar("R_co", covariant=True)
 class Operation(Generic[R_co]):
     """Base class of all operations. The type parameter is the type of the result.
 
-    An operation checks the kinds of its fields when it is made (UserError), and copies the lists
-    and dictionaries that its caller may change later.
+    The constructor of an operation checks the types of its fields and raises UserError. It copies
+    lists and dictionaries, because the caller may change them later.
     """
 
 
@@ -72,7 +73,7 @@ class CreateModel(Operation[GetInfoResponse]):
 
     model_id: str
     base_model: str | None = None
-    """The name of the base model. None is allowed with `from_path`: then it is the checkpoint's."""
+    """The name of the base model. With `from_path` it can be None: the checkpoint names its own."""
     lora: LoraConfig = field(default_factory=LoraConfig)
     """Ignored with `from_path`: the adapter then has the checkpoint's shape."""
     from_path: str | None = None
@@ -112,8 +113,8 @@ class ForwardBackward(Operation[ForwardBackwardOutput]):
 
 @dataclass(frozen=True)
 class ForwardBackwardLater(Operation[ForwardBackwardOutput]):
-    """A `ForwardBackward` whose data are not known yet. Later operations of the model wait until
-    they are.
+    """A `ForwardBackward` whose data are not known yet. Later operations of the model wait for the
+    data.
     """
 
     model_id: str
@@ -226,8 +227,8 @@ class SampledToken:
 
 
 MAX_SAMPLES = 4096
-"""Maximum `num_samples` of one request. A server lists an id for every sample when it accepts the
-request, and every sample has its own random stream.
+"""Maximum `num_samples` of one request. It bounds the cost of a request: each sample has its own
+random stream, and a server lists an id for each sample when it accepts the request.
 """
 
 
@@ -243,14 +244,15 @@ class Sample(Operation[SampleResponse]):
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
     target_prompt_logprobs: TensorData | None = None
-    """int64 [P - 1, K]: K token ids for each of the prompt positions 1..P-1, whose logprobs are
-    returned; -1 = no token.
+    """int64 [P - 1, K]: K token ids for each of the prompt positions 1..P-1; -1 = no token. The
+    response has the logprobs of these tokens.
     """
     prompt_alt_tokens_k: int = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool = False
-    """Request the data that the loss stable_reinforce needs. Rejected, unless the engine
-    substitutes another loss for stable_reinforce; then nothing is recorded.
+    """Request the data that the loss stable_reinforce needs. An engine rejects this option, unless
+    it substitutes another loss for stable_reinforce. Such an engine accepts the option and records
+    nothing.
     """
     prompt_only: bool = False
     """Sample nothing; return only the requested prompt logprobs (`compute_logprobs`)."""
@@ -261,8 +263,8 @@ class Sample(Operation[SampleResponse]):
     A client of a server rejects this option.
     """
     cache_owner: str = field(default="", repr=False, compare=False)
-    """The owner of the cached prefixes and grammars that the engine may use. A request never uses
-    those of another owner. A server sets its tenants here; clients leave it empty.
+    """Separates the caches of tenants: a request only uses cached prefixes and grammars of the same
+    owner. A server sets the name of the tenant; clients leave this empty.
     """
 
     def __post_init__(self) -> None:
@@ -379,7 +381,7 @@ class Service(Protocol):
         `close`.
 
         For `CreateModel`, `CreateSampler` and `LoadWeights` this call may take seconds, because an
-        engine reads the base model or the checkpoint in it.
+        engine reads the base model or the checkpoint before the call returns.
         """
         ...
 

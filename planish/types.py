@@ -36,8 +36,8 @@ stop string after each token, so an unlimited `stop` would delay all tenants.
 
 MAX_CONSTRAINT_BYTES = 1 << 16
 MAX_CONSTRAINT_CHOICES = 1024
-"""Limits of Constraint: the bytes of its text, or of all its choices together, and the number of
-its choices. A longer text could take too long to compile.
+"""Limits of Constraint: the number of bytes of its text, or of all its choices together, and the
+number of its choices. A longer text could take too long to compile.
 """
 
 StopReason = Literal["stop", "length"]
@@ -245,11 +245,12 @@ def check_data(data: Any) -> None:
 
 @dataclass(frozen=True)
 class Constraint:
-    """A language that the text of a sample belongs to, for structured output.
+    """A formal language for structured output: the text of a sample has to be in this language.
 
-    Only tokens that can continue to a text of the language are sampled. The sample ends when its
-    text is complete: it may sample a stop token at the end of every complete text, and must do so
-    where no longer text exists. A sample that reaches `max_tokens` is incomplete.
+    A token is only sampled if some text of the language begins with the text so far and this token.
+    When the text so far is in the language, a stop token is allowed. If no continuation of such
+    a text is in the language, a stop token must follow. A sample that reaches `max_tokens` is
+    incomplete.
 
     - `Constraint("json_object")`: any JSON object.
     - `Constraint("json_schema", text)`: JSON that `text`, a JSON schema as JSON text, accepts.
@@ -361,7 +362,7 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Subtracted from the logit of every token that the sample contains; 0 = off."""
     constraint: Constraint | None = None
-    """Sample only text of a language, such as JSON of a schema; None = off."""
+    """Restricts the text of a sample, for example to JSON of a given schema; None = off."""
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
@@ -716,8 +717,8 @@ class CheckpointPath:
 
     @classmethod
     def parse(cls, path: str) -> CheckpointPath:
-        """Parse a path with the scheme tinker:// or planish://. UserError if it is not a path of a
-        checkpoint.
+        """Parse a path with the scheme tinker:// or planish://. Raise UserError if `path` is not
+        the path of a checkpoint.
         """
         for scheme in ("tinker://", "planish://"):
             if isinstance(path, str) and path.startswith(scheme):
@@ -742,7 +743,7 @@ TTL_REMEDY = f"whole seconds from 1 to {LONGEST_TTL_SECONDS} (ten years), or Non
 
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.:-]{0,199}")
-"""Such a name can be a part of a path on any disk and of a URL."""
+"""A name of this form can be one component of a path and of a URL."""
 
 
 def is_name(name: object) -> bool:
@@ -751,7 +752,9 @@ def is_name(name: object) -> bool:
 
 
 def check_name(argument: str, name: object) -> None:
-    """UserError, which names the argument, unless `name` can name a checkpoint or a run."""
+    """Raise UserError unless `name` is a valid name of a checkpoint or a run. The message names the
+    `argument`.
+    """
     if not is_name(name):
         raise UserError(
             f"{argument}={name!r}: give up to 200 letters, digits and _ . - : without a slash, "
@@ -760,7 +763,7 @@ def check_name(argument: str, name: object) -> None:
 
 
 def check_metadata(user_metadata: object) -> None:
-    """UserError unless it is a mapping of strings to strings."""
+    """Raise UserError unless `user_metadata` is a mapping of strings to strings."""
     if not isinstance(user_metadata, Mapping) or not all(
         isinstance(key, str) and isinstance(value, str) for key, value in user_metadata.items()
     ):
@@ -768,13 +771,15 @@ def check_metadata(user_metadata: object) -> None:
 
 
 def check_ttl(seconds: object) -> None:
-    """UserError unless it is a time to live in seconds, or None."""
+    """Raise UserError unless `seconds` is a valid time to live, or None."""
     if not is_ttl(seconds):
         raise UserError(f"ttl_seconds={seconds!r}: give {TTL_REMEDY}")
 
 
 def is_ttl(seconds: object) -> bool:
-    """Return whether `seconds` is a valid time to live of a checkpoint; None means for ever."""
+    """Return whether `seconds` is a valid time to live of a checkpoint. None, which keeps the
+    checkpoint for ever, is valid.
+    """
     if not isinstance(seconds, int) or isinstance(seconds, bool):
         return seconds is None
     return 1 <= seconds <= LONGEST_TTL_SECONDS
@@ -811,8 +816,8 @@ def _keep_number(
     open_low: bool = False,
     open_high: bool = False,
 ) -> None:
-    """Convert the field to a Python float, the only type that optimizers and JSON accept. UserError
-    if it is not a finite number in the range.
+    """Convert the field to a Python float, because optimizers and JSON reject some numpy numbers.
+    Raise UserError unless the value is a finite number in the range.
     """
     given = getattr(options, name)
     value = given.item() if isinstance(given, np.generic) else given

@@ -41,8 +41,8 @@ class SamplingClient(RefusesMethods):
         self._base_model = info.base_model
         self._session = session
         self._record_stability_info = record_stability_info
-        # Without atexit=False, the finalizer would also run at interpreter exit. There it is not
-        # needed: the engine or session ends, and that frees the sampler.
+        # By default the finalizer would also run at interpreter exit. It is not needed there,
+        # because the engine or session ends and frees the sampler.
         weakref.finalize(self, discard, session.service, ReleaseSampler(sampler_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
@@ -59,14 +59,16 @@ class SamplingClient(RefusesMethods):
         prompt_alt_tokens_k: int = 0,
         prompt_logprobs_last_n: int | None = None,
     ) -> Pending[SampleResponse]:
-        """Sample `num_samples` continuations of `prompt`; the prompt is computed once.
+        """Sample `num_samples` continuations of `prompt`; the prompt is prefilled once.
 
         `prompt_logprobs_last_n` limits the prompt logprobs to the last n positions.
-        `target_prompt_logprobs` (int64 [P - 1, K]) holds token ids whose logprobs at prompt
-        positions 1..P-1 are returned; -1 for none. `prompt_alt_tokens_k` is the number of
-        alternative tokens to sample at each of these positions. A local engine raises ValueError at
-        once for an invalid request, such as a prompt too long for `max_tokens`; with a server, the
-        result raises it.
+        `target_prompt_logprobs` (int64 [P - 1, K]) contains K token ids for each of the prompt
+        positions 1..P-1. The response has the logprobs of these tokens; the id -1 is a placeholder
+        for no token. `prompt_alt_tokens_k` is the number of alternative tokens to sample at each of
+        these positions.
+
+        An invalid request, such as a prompt too long for `max_tokens`, raises ValueError: in this
+        call with a local engine, and in `result()` with a server.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -91,8 +93,8 @@ class SamplingClient(RefusesMethods):
         """Return the logprob of each token of `prompt`, given the tokens before it, at temperature
         1.
 
-        The value is None for the first token, and for tokens before the last
-        `prompt_logprobs_last_n`.
+        The first token has the value None. With `prompt_logprobs_last_n`, all tokens before the
+        last n have the value None too.
         """
         operation = Sample(
             sampler_id=self.sampler_id,
@@ -127,13 +129,15 @@ class SamplingClient(RefusesMethods):
         """Return None: planish sends no telemetry."""
 
     def result(self, timeout: float | None = None) -> SamplingClient:
-        """Return this client. So callers of `create_sampling_client` and similar methods can treat
-        the client as a future.
+        """Return this client. This method lets callers treat the client, which
+        `create_sampling_client` and similar methods return, as a future.
         """
         return self
 
     def __await__(self) -> Generator[None, None, SamplingClient]:
-        """Return this client. So callers can await `create_sampling_client` and similar methods."""
+        """Return this client. This method lets callers await the result of
+        `create_sampling_client` and similar methods.
+        """
         return self
         yield
 

@@ -75,8 +75,8 @@ class TrainingClient(RefusesMethods):
         self._info = info
         self._losses: set[int] = set()
         """Ids of the threads that compute custom losses of this client."""
-        # Without atexit=False, the finalizer would also run at interpreter exit. There it is not
-        # needed: the engine or session ends, and that frees the model.
+        # By default the finalizer would also run at interpreter exit. It is not needed there,
+        # because the engine or session ends and frees the model.
         weakref.finalize(self, discard, session.service, UnloadModel(info.model_id)).atexit = False
 
     __reduce__ = refuse_to_pickle
@@ -139,8 +139,8 @@ class TrainingClient(RefusesMethods):
         except UserError as error:
             return Pending(self._submit_failed_gradient(error))
         weighted: Future[Sequence[Datum]] = Future()
-        # Closing the service waits for the data of a ForwardBackwardLater only if their future is
-        # running, so mark it as running before it is submitted.
+        # `Service.close` waits for a ForwardBackwardLater only if the future of its data is in the
+        # state "running". So set this state before the operation is submitted.
         weighted.set_running_or_notify_cancel()
         metrics: dict[str, float] = {}
 
@@ -196,7 +196,7 @@ class TrainingClient(RefusesMethods):
     def load_state(
         self, path: str, weights_access_token: str | None = None
     ) -> Pending[LoadWeightsResponse]:
-        """Load the weights of a checkpoint of the same shape, and reset the optimizer state."""
+        """Load the weights of a checkpoint with the same adapter shape, and reset the optimizer."""
         refuse_options(weights_access_token=weights_access_token)
         return Pending(self._submit(LoadWeights(self.model_id, path)))
 
@@ -308,14 +308,14 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client. So callers of `create_lora_training_client` and similar methods can
-        treat the client as a future.
+        """Return this client. This method lets callers treat the client, which
+        `create_lora_training_client` and similar methods return, as a future.
         """
         return self
 
     def __await__(self) -> Generator[None, None, TrainingClient]:
-        """Return this client. So callers can await `create_lora_training_client` and similar
-        methods.
+        """Return this client. This method lets callers await the result of
+        `create_lora_training_client` and similar methods.
         """
         return self
         yield
