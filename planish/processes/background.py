@@ -1,9 +1,9 @@
 """Background threads that are stopped before the interpreter shuts down.
 
 Before Python 3.14, a daemon thread that requests the GIL during shutdown is terminated by a forced
-unwind, which C++ code may not catch. A thread that returns from a torch function at that moment
-aborts the process, although the program succeeded. So planish stops and joins its threads at exit,
-before the shutdown.
+unwind of its stack. If the thread is returning from a torch function at that moment, the unwind
+through C++ code aborts the process, although the program succeeded. So planish stops and joins its
+threads at exit, before the shutdown.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class BackgroundThread:
             self._thread.join()
 
     def _join_at_exit(self, began: float) -> None:
-        """Wait for the thread at exit, which began at the monotonic time `began`. Ctrl-C ends a
-        wait that has a time limit.
+        """Wait for the thread at exit. `began` is the monotonic time at which the exit began.
+        Ctrl-C ends the wait if it has a time limit.
         """
         deadline = None if self._exit_seconds is None else began + self._exit_seconds
         while True:
@@ -95,8 +95,8 @@ class BackgroundThread:
 def wait_for_saves(saves: Collection[Future[Any]]) -> None:
     """Wait at exit for checkpoints that are still being saved, for at most SAVING_SECONDS.
 
-    A wait of more than a second is logged as a warning, and checkpoints that are not finished by
-    then as an error.
+    A wait of more than a second is logged as a warning. If checkpoints are still unfinished after
+    SAVING_SECONDS, their number is logged as an error.
     """
     left = wait(saves, _SILENT_SECONDS).not_done
     if not left:
@@ -115,13 +115,13 @@ def _run(targets: list[Callable[[], object]], ended: threading.Event) -> None:
     try:
         targets.pop()()
     finally:
-        # The target was popped from the list, so everything it referenced is released by now.
+        # The target was popped from the list, so its references are released by now.
         ended.set()
 
 
 _threads: dict[BackgroundThread, None] = {}
-"""The threads that may be alive, in the order of their starts. It has no lock, since a forked child
-could inherit the lock while it is held. Single dictionary operations are atomic.
+"""The threads that may be alive, in the order of their starts. The dictionary has no lock, since a
+forked child could inherit a lock that is held. Single dictionary operations are atomic.
 """
 
 

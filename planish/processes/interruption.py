@@ -1,8 +1,8 @@
 """Graceful interruption: the first Ctrl-C or SIGTERM asks a training loop to stop at a point from
-which it can be resumed; the second one ends it at once. Also helpers for cancelled and failed
-tasks.
+which it can be resumed; the second one ends it at once. The module also has helpers for cancelled
+and failed tasks.
 
-If the program has its own handler for SIGTERM, or ignores it, that stays in effect.
+A SIGTERM handler of the program stays in effect. If the program ignores SIGTERM, so does planish.
 """
 
 import asyncio
@@ -55,9 +55,7 @@ def ending(number: int) -> BaseException:
 
 
 class Interruption:
-    """A request to stop a run that uses asyncio. `guard` runs work that ends when the request
-    comes.
-    """
+    """A request to stop a run that uses asyncio. `guard` runs work that the request cancels."""
 
     def __init__(self) -> None:
         self._asked = asyncio.Event()
@@ -127,7 +125,7 @@ class Interruption:
 
 
 class StopRequest:
-    """A request to stop a loop that does not use asyncio, by Ctrl-C or SIGTERM.
+    """A request by Ctrl-C or SIGTERM to stop a loop that does not use asyncio.
 
     Use it as a context manager in the main thread. In any other thread it has no effect. In a
     notebook, SIGTERM keeps its usual effect.
@@ -239,8 +237,8 @@ def sigterm_like_control_c() -> Iterator[None]:
 class _Sigterm:
     """Handles SIGTERM in a block of the main thread, unless the program has its own handler.
 
-    The first signal calls `first`. If `first` returns False, the signal ends the process, as later
-    signals do.
+    The first signal calls `first`. If `first` returns False, that signal ends the process. A later
+    signal ends the process too, unless it comes within _ONE_SIGTERM_SECONDS of the first.
     """
 
     def __init__(self, first: Callable[[], bool]) -> None:
@@ -268,11 +266,12 @@ class _Sigterm:
 
 
 def _next_control_c_handler(before: Any) -> Handler:
-    """Return the handler for a second Ctrl-C, where `before` is the handler from before the block.
+    """Return the handler for a second Ctrl-C. `before` is the handler that was installed before.
 
-    asyncio's handler is replaced by KeyboardInterrupt, because it would cancel the run, which then
-    waits until all rollouts have cleaned up. Any other handler is kept: in a notebook, for example,
-    a KeyboardInterrupt in the event loop would end the kernel.
+    asyncio's own handler is not used, because it only cancels the run, and a cancelled run first
+    waits until all rollouts have cleaned up. Instead, the second Ctrl-C raises KeyboardInterrupt.
+    Any other handler is kept: in a notebook, for example, a KeyboardInterrupt in the event loop
+    would end the kernel.
     """
     is_from_asyncio = isinstance(
         getattr(getattr(before, "func", None), "__self__", None), asyncio.Runner
@@ -380,11 +379,12 @@ def interrupts_held_back() -> Iterator[None]:
 
 @contextmanager
 def only_errors() -> Iterator[None]:
-    """Turn SystemExit, and a CancelledError without a cancellation of this task, into RuntimeError.
+    """Turn a SystemExit into RuntimeError. Turn a CancelledError into RuntimeError if this task was
+    not cancelled.
 
-    Code that awaits a cancelled task of its own raises CancelledError. asyncio would then treat the
-    surrounding task as cancelled, and the error would be lost. SystemExit, from code that calls
-    `exit()`, would end the program before anything is saved.
+    A CancelledError can also come from code that awaits another, cancelled task. asyncio would then
+    treat this task as cancelled, and the error would be lost. A SystemExit comes from code that
+    calls `exit()`. It would end the program before anything is saved.
     """
     try:
         yield

@@ -15,8 +15,8 @@ from planish.runlog.evaluators import SamplingClientEvaluator
 
 
 class RLTestSetEvaluator(SamplingClientEvaluator):
-    """Rolls out every group of a dataset once and returns the metrics NAME/env/all/..., which are
-    defined as env/all/... of training.
+    """Rolls out every group of a dataset once and returns the metrics NAME/env/all/.... Their
+    definitions are those of the training metrics env/all/....
     """
 
     def __init__(

@@ -138,7 +138,7 @@ class GroupRun:
         return self.policy.seeded(derived_seed(self.seed, *place))
 
     async def _make_envs(self) -> Sequence[Env]:
-        """Return new environments; UserError unless there are as many as at the first call."""
+        """Return new environments. Raise UserError if their number differs from the first call."""
         with error_context("make_envs", self.builder):
             async with self._making:
                 envs = await self.builder.make_envs()
@@ -154,7 +154,7 @@ class GroupRun:
         return envs
 
     def _use_retry(self, error: Exception, *, is_needed: bool = True) -> bool:
-        """Record a failure and return whether to retry, which uses up one of the retries."""
+        """Record a failure, and return whether to retry. If so, one retry is used up."""
         self.failures.append(RolloutError(type(error).__name__, str(error)))
         if not is_needed or not is_retryable(error) or self._retried == self.rules.retries:
             return False
@@ -218,7 +218,7 @@ def raise_first_error() -> Iterator[None]:
 @asynccontextmanager
 async def time_limit(name: str, seconds: float | None) -> AsyncIterator[None]:
     """Raise TimeoutError if the block takes longer than `seconds`; None = no limit. `name` is the
-    option that the message names.
+    name of the option, for the message.
     """
     clock = asyncio.timeout(seconds)
     try:

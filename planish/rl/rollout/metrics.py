@@ -14,8 +14,10 @@ from planish.rl.types import Metrics, Trajectory
 
 
 def environment_metrics(groups_P: Sequence[GroupRollout]) -> Metrics:
-    """Return env/all/... of all groups, or {} without groups. If a tag covers only some of the
-    groups, env/<tag>/... of each tag are included.
+    """Return the metrics env/all/..., which cover all groups; {} without groups.
+
+    The metrics env/<tag>/... of each tag are added if tags tell the groups apart, that is if at
+    least one tag does not apply to all groups.
     """
     if not groups_P:
         return {}

@@ -1,5 +1,5 @@
-"""Episodes with answers from a list or a person in place of a model, to try an environment before
-training on it.
+"""Episodes in which a list or a person answers in place of a model. Use them to try an environment
+before training on it.
 """
 
 import asyncio

@@ -138,8 +138,8 @@ async def graded(
 def clamp_reward(
     grade: Grade, finished: FinishedRollout, termination: TerminationRewardPolicy
 ) -> Grade:
-    """Return `grade` with its group reward changed so that the trajectory's total reward (group
-    reward plus step rewards) becomes the result of `termination.clamp`.
+    """Apply `termination.clamp` to the trajectory's total reward, the sum of the group reward and
+    the step rewards. Return `grade` with the group reward that gives the clamped total.
     """
     reward, metrics = grade
     trajectory = finished.trajectory

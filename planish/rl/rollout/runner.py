@@ -37,7 +37,7 @@ class GroupRolloutRunner:
         """Roll out one group; return None if the strategy dropped it. The failures of a dropped
         group are added to `errors_of_dropped`.
 
-        `batch` names the batch of the group in error messages. With `is_logged`, the result has the
+        `batch` is the batch's name in error messages. With `is_logged`, the result includes the
         logs of the environments.
         """
         failures: list[RolloutError] = []

@@ -2,14 +2,14 @@
 
 The rollout records why the episode ended, as `Trajectory.stop_reason` and as metrics stop/REASON of
 the last turn. The metric of the actual reason is 1 and the others are 0, so their means are
-fractions of the episodes. The rollout also applies those `rollout_limits` of the environment that
-concern calls of the policy:
+fractions of the episodes. The rollout also applies the `rollout_limits` of the environment that
+concern calls of the policy. The environment has to apply the other limits itself.
 
 * `RolloutLimits.turn_tokens` limits the tokens of each answer.
 * `sampling_turn_timeout_seconds`: a policy that takes longer for an answer fails with TimeoutError.
-* `rollout_timeout_seconds` also ends the episode before or while the policy samples. The incomplete
-  answer is lost and the turns before it are kept. If the environment has a method
-  `stopped_by_limit(reason)`, this returns the last reward and metrics.
+* `rollout_timeout_seconds` ends the episode, even while the policy samples. The incomplete answer
+  is lost and the turns before it are kept. If the environment has a method
+  `stopped_by_limit(reason)`, this method returns the last reward and metrics.
 
 If the time is over before an answer is complete, or the first prompt is too long, the episode gets
 a last turn without tokens. The reward of that turn counts, but it has no tokens to train on.

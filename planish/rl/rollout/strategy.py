@@ -13,8 +13,8 @@ errors are special:
 * After `EngineClosedError` every further rollout would fail too, so every strategy raises it at
   once.
 * `UserError` means that the call was wrong. It is never retried and never drops a group, since
-  otherwise a mistake in the options would look like a run without data. It is raised, unless
-  MinViableGroup can leave the trajectory out.
+  otherwise a mistake in the options would look like a run without data. Every strategy raises it,
+  except that MinViableGroup may leave the trajectory out if enough others remain.
 
 A strategy is plain data, since it is written to config.json and sent to rollout processes.
 """

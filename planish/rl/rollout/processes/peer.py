@@ -3,8 +3,8 @@
 Each end of the socket pair is a `Peer`. Both peers can make calls, answer calls, and cancel the
 calls that they made. Any number of calls can be in progress at once. While a call is in progress,
 the callee can call back: a worker that rolls out a group calls the policy in the training process.
-The scope of such a nested call is the call that it serves. When that call ends, the nested call is
-cancelled.
+Such a call back is a nested call, and the call in progress is its scope. When the scope ends, its
+nested calls are cancelled.
 
 A message is a pickled dataclass, preceded by its length. Only the two processes, and processes that
 they fork, hold the ends of the socket pair. No other program can write to it, so unpickling is
@@ -86,7 +86,7 @@ class Call:
     """Message: the sender asks for an answer to `request`."""
 
     scope: int | None
-    """Number of the receiver's call that this nested call serves; None if it is not nested."""
+    """For a nested call, the number of the receiver's call that is its scope; otherwise None."""
     number: int
     """Number of this call, unique among the calls of the sender."""
     request: Any
@@ -133,8 +133,8 @@ class Peer:
         self._has_ended = False
         self._numbers = count(1)
         self._inboxes: dict[int | None, asyncio.Queue[Any]] = {}
-        """Received messages of each call of this peer that is in progress, by number of the call.
-        The key None has the calls of the other end that are not nested; `serve` answers them.
+        """The inbox of each call of this peer that is in progress. The key is the number of the
+        call. The key None has the calls of the other end that are not nested; `serve` answers them.
         """
         self.is_other_ready = False
 
@@ -151,9 +151,9 @@ class Peer:
     async def call(self, request: Any, scope: int | None = None, answer: Answer = reject) -> Any:
         """Return the other end's result for `request`, or raise its error.
 
-        `scope` is the number of the other end's call that this call serves. `answer` answers the
-        nested calls that the other end makes while it serves this call. They are cancelled when
-        this call ends.
+        For a nested call, `scope` is the number of the other end's call. `answer` answers the
+        nested calls that the other end makes while it serves this call. These nested calls are
+        cancelled when this call ends.
         """
         number = next(self._numbers)
         inbox = self._inboxes[number] = asyncio.Queue()

@@ -91,7 +91,7 @@ class RemotePolicy(TokenCompleter):
     """Yields the numbers of the group's seeded policies."""
 
     def seeded(self, seed: int) -> "RemotePolicy":
-        """Return the policy seeded with `seed`. The training process seeds it at its first call."""
+        """Return this policy with `seed`, which the training process applies at the first call."""
         return replace(self, number=next(self.numbers), seeds=(*self.seeds, seed))
 
     async def __call__(
