@@ -7,7 +7,8 @@ batch j begin as soon as the weights have had j - `max_steps_off_policy` updates
 staler than `max_steps_off_policy` steps, no group is thrown away, and no group is rolled out twice.
 The price is that a step waits for the slowest group of its own batch.
 
-In synchronous training the lag is 0. A step then publishes the weights, rolls out and trains.
+The lag is `max_steps_off_policy`, or 0 in synchronous training. With lag 0 a step publishes the
+weights, rolls out and trains.
 """
 
 import asyncio

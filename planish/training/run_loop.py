@@ -2,8 +2,8 @@
 
 A learner runs the training steps. `planish.training.rl_learner` does reinforcement learning, and
 `planish.training.supervised_learner` does supervised training. The loop does what every run needs:
-it resumes the run, evaluates, saves checkpoints and logs metrics. After a signal or an error it
-saves the run, so that the run can be resumed.
+it resumes the run, evaluates, saves checkpoints and logs metrics. After a signal or an error the
+run can be resumed.
 
 A run resumes at the beginning of a step. The metrics row and the files of a step are written before
 its checkpoint is recorded. When a run starts or resumes, the rows of steps after the newest
