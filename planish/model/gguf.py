@@ -1,11 +1,13 @@
 """Convert a GGUF file to an ordinary Hugging Face directory, which the rest of planish can read.
 
-The weights are dequantized to bfloat16. Three differences between the formats would cause silent
-errors. First, GGUF stores the rows of Llama's query and key projections in the interleaved RoPE
-order, Hugging Face in the order that pairs the two halves of a head (for Qwen both use the latter).
-Second, a GGUF file gives only the name of its pre-tokenizer. Names whose rules planish knows are
-accepted; any other is rejected, because a similar rule would tokenize almost correctly. Third, GGUF
-stores the weights of Gemma's norms with 1 added.
+The weights are dequantized to bfloat16. Three differences between the formats would make a model
+silently wrong if they were ignored:
+
+1. The order of rows in Llama's query and key projections. GGUF stores the interleaved RoPE order.
+   Hugging Face pairs the two halves of a head. For Qwen, both formats pair the halves.
+2. The pre-tokenizer. A GGUF file contains only its name. planish rejects names whose rules it does
+   not know, because a similar rule would tokenize most texts correctly and some wrongly.
+3. The weights of Gemma's norms. GGUF stores them with 1 added.
 
 The conversion is atomic: it writes a temporary directory, loads it back, checks it against its own
 config, and renames it.
@@ -123,8 +125,8 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Convert the GGUF file `path` (llama, qwen2, qwen3 or gemma3) to a Hugging Face directory in bfloat16
-    and return the directory.
+    """Convert the GGUF file `path` (llama, qwen2, qwen3 or gemma3) to a Hugging Face directory in
+    bfloat16, and return the directory.
 
     An existing `directory` is left unchanged, even if another process creates it during the
     conversion. Raises UnsupportedError, DamagedFileError or StorageError; no directory is then left
@@ -162,7 +164,7 @@ def convert_gguf(path: str | Path, directory: str | Path) -> Path:
 
 
 def _readme(source: GGUFFile) -> str:
-    """Return a model card with the licence from the file's metadata."""
+    """Return a model card (README.md) with the licence from the file's metadata."""
     names = {"license": "license", "license_name": "license.name", "license_link": "license.link"}
     licence_fields = {name: source.metadata.get(f"general.{key}") for name, key in names.items()}
     lines = [
@@ -196,8 +198,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _config(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
-    # GGUF files of Mistral models give llama as their architecture, and store the rows of each head
-    # in llama's order. The order in files of SmolLM3 has not been verified.
+    # GGUF files of Mistral models name llama as their architecture and use llama's row order, so
+    # they are converted as llama. The row order in files of SmolLM3 has not been verified.
     unknown = ("mistral", "smollm3")
     architectures = {family: name for name, family in FAMILIES.items() if family not in unknown}
     if source.architecture not in architectures:
@@ -239,7 +241,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
 def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
     """Return the fields of config.json that only Gemma 3 has.
 
-    GGUF files leave out what llama.cpp keeps as constants of the architecture.
+    A GGUF file lacks the values that llama.cpp has as constants of the architecture in its code.
     """
     layers, hidden = source.field("block_count"), source.field("embedding_length")
     # Only Gemma 3 27B, which has 62 layers, scales attention scores by the hidden size per head.
@@ -283,8 +285,8 @@ def _head_dim(source: GGUFFile) -> int:
 
 
 def _shortest_decimal(value: float) -> float:
-    """Return the float of the shortest decimal that rounds to the same float32. The file holds
-    9.99999975e-06 where the model's author wrote 1e-05.
+    """Return the float with the shortest decimal form that rounds to the same float32. A GGUF file
+    contains 9.99999975e-06 where the model's author wrote 1e-05.
     """
     return float(str(np.float32(value)))
 
@@ -323,8 +325,8 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
 
 
 def _tensor_name(name: str, architecture: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor. An unknown name is kept, so that the check in
-    `load_weights` reports it.
+    """Return the Hugging Face name of a GGUF tensor. An unknown name is returned unchanged, so that
+    the check in `load_weights` reports it.
     """
     names = GEMMA3_NAMES if architecture == "gemma3" else TENSOR_NAMES
     parts = name.split(".")
@@ -410,8 +412,9 @@ def _byte_level(source: GGUFFile, vocab: Mapping[str, int], pre: str) -> Tokeniz
 def _sentencepiece(source: GGUFFile, vocab: Mapping[str, int], kinds: Sequence[int]) -> Tokenizer:
     """Return the tokenizer of a SentencePiece BPE model, which has scores instead of merges.
 
-    SentencePiece merges the two neighbours whose joint piece has the highest score. Characters
-    outside of the vocabulary become their UTF-8 bytes.
+    SentencePiece merges the two neighbours whose joint piece has the highest score. So the merges
+    are all splits of a piece into two pieces, ordered by the score of the joint piece. Characters
+    outside the vocabulary become their UTF-8 bytes.
     """
     table = source.metadata
     if table.get("tokenizer.ggml.add_space_prefix", True):

@@ -34,7 +34,9 @@ class RotaryEmbedding:
     def __init__(
         self, rope: RopeConfig | None, head_dim: int, max_context: int, device: torch.device
     ) -> None:
-        """`rope` None: rotations by an angle of 0, which leave every number as it is."""
+        """Compute the tables. With `rope` None, every angle is 0, so queries and keys stay as they
+        are.
+        """
         if rope is None:
             self.cos = torch.ones(max_context, head_dim // 2, device=device)
             self.sin = torch.zeros_like(self.cos)
@@ -66,9 +68,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:
-    """Return Llama 3.1's scaled frequencies, given the unscaled frequencies `base` [E/2].
+    """Return Llama 3.1's scaled frequencies, given the unscaled frequencies `base`: float32 [E/2].
 
-    Long wavelengths are multiplied by `factor` and short wavelengths are kept. The frequencies in
+    Long wavelengths are multiplied by `factor`, and short wavelengths are kept. The frequencies in
     between are interpolated.
     """
     wavelength = 2 * math.pi / base

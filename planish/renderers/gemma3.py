@@ -1,4 +1,4 @@
-"""Gemma 3's turns: `<start_of_turn>role`, a line break, the text, `<end_of_turn>`.
+"""Gemma 3's chat format. A turn is `<start_of_turn>role`, a line break, the text, `<end_of_turn>`.
 
 The assistant's role is called `model`. There is no system role: the format writes a system message,
 followed by an empty line, at the start of the first user message. As in the chat template, the text
@@ -56,8 +56,8 @@ class Gemma3:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
-        # The line break after an end of turn begins the next header, because a model stops at the
-        # end of turn.
+        # A model stops sampling at `<end_of_turn>`. So the line break after `<end_of_turn>` is
+        # part of the next header, not of the sampled output.
         lead = ("\n",) if any(message.role != "system" for message in messages) else ()
         return (*lead, Control(START), "model\n" if role == "assistant" else f"{role}\n")
 

@@ -1,9 +1,9 @@
-r"""Grammars of assistant messages, for constrained sampling: what a message may say, written as its
-chat format writes it.
+r"""Grammars of assistant messages, for constrained sampling in a renderer's chat format.
 
-A grammar is a text in the Lark dialect of `llguidance`. Its rule `content` is the text of the
-message, or its tool calls. A renderer that thinks may write a think block before it. A mark of the
-format is one token if the vocabulary has it, as in prompts, and text otherwise.
+A grammar is a text in the Lark dialect of `llguidance`. Its rule `content` matches the text or the
+tool calls of the message. If the renderer supports thinking, a think block may come before
+`content`. A tag of the chat format, such as `<tool_call>`, is a single token if the vocabulary
+contains it, and ordinary text otherwise. Prompts are written by the same rule.
 """
 
 import json
@@ -18,13 +18,15 @@ from planish.renderers.renderer import Renderer
 from planish.renderers.tool_calls import CALL, CALL_END, call_opening
 
 ANY_TEXT = r"/(.|\n)*/"
+"""The Lark expression for unconstrained text."""
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
     "item_separator": ", ?",
     "key_separator": ": ?",
 }
-"""JSON is written in one line, with at most one space after each comma and colon, as by the engine's
-own constraints. If any white space were allowed, a model could write nothing else.
+"""JSON is written in one line, with at most one space after each comma and colon. The engine uses
+the same options for JSON constraints. If any white space were allowed, a model could write only
+white space up to `max_tokens`.
 """
 _THINK, _THINK_END = Control("<think>"), Control("</think>")
 
@@ -35,14 +37,14 @@ class CallableTool:
 
     name: str
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """The JSON schema of its arguments."""
+    """The JSON schema of the tool's arguments."""
     strict: bool = False
     """Whether to reject a schema that has an unknown keyword. Otherwise the keyword is ignored."""
 
 
 def json_rule(schema: Mapping[str, Any], strict: bool) -> str:
-    """Return the Lark expression for JSON that `schema` accepts. Unless `strict`, keywords of the
-    schema that llguidance does not know are ignored.
+    """Return the Lark expression for JSON that `schema` accepts. Without `strict`, schema keywords
+    that llguidance does not know are ignored.
     """
     return f"%json {schema_text(schema, strict)}"
 
@@ -53,12 +55,12 @@ def schema_text(schema: Mapping[str, Any], strict: bool) -> str:
 
 
 def literal(text: str) -> str:
-    """Return the Lark expression for one string."""
+    """Return the Lark expression that matches exactly `text`."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def message_grammar(renderer: Renderer, rules: str) -> str:
-    """Return the grammar of a message whose text is the rule `content` of `rules`."""
+    """Return the grammar of a message. `rules` are Lark rules, one of which defines `content`."""
     if not renderer.format.abilities.samples_thinking:
         return f"start: content\n{rules}"
     begin, end = _mark(renderer, _THINK), _mark(renderer, _THINK_END)
@@ -76,9 +78,11 @@ def calls_rules(
     several: bool = True,
     instead: str | None = None,
 ) -> str:
-    """Return the rule `content` for tool calls: one of them, or `several`. Without `instead`, the
-    message consists of calls. Otherwise it may be the Lark expression `instead`, or, if that is
-    ANY_TEXT, text that ends with calls. UnsupportedError if the format cannot express tools.
+    """Return the rule `content` for one tool call, or with `several` for one or more.
+
+    If `instead` is None, the message must consist of calls. If `instead` is ANY_TEXT, the message
+    is any text, which may end with calls. If `instead` is another Lark expression, the message is
+    either calls or a match of that expression. UnsupportedError if the chat format has no tools.
     """
     if not renderer.format.abilities.tools:
         raise UnsupportedError(
@@ -87,7 +91,7 @@ def calls_rules(
     opening, closing = _mark(renderer, CALL), _mark(renderer, CALL_END)
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, tool in enumerate(tools):
-        # Arguments are a JSON object, also where a schema does not say so.
+        # Arguments must be a JSON object even if the schema does not state a type.
         schema = {"type": "object", **tool.parameters}
         arguments = json_rule(schema, tool.strict)
         rules.append(
@@ -107,6 +111,6 @@ def calls_rules(
 
 
 def _mark(renderer: Renderer, mark: Control) -> str:
-    """Return the Lark expression for a mark."""
+    """Return the Lark expression for a tag: its token id if it is a single token, else its text."""
     id_ = renderer.codec.control_id(mark.text)
     return literal(mark.text) if id_ is None else f"<[{id_}]>"

@@ -106,7 +106,7 @@ def _parsed(model: Served, options: ChatRequest) -> Chat:
 
 def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Renderer:
     """Return the renderer of a request, with or without thinking. Raise WrongParameterError if the
-    request asks for thinking, and the renderer has no form for it.
+    request asks for thinking and the model's chat format does not support it.
     """
     renderer = model.texts.renderer(model.renderer_name)
     name, thinks = "chat_template_kwargs", options.chat_template_kwargs.enable_thinking
@@ -158,19 +158,19 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
 
 @dataclass
 class _Streamed:
-    """One sample of a stream."""
+    """The state of one sample while the answer is streamed."""
 
     chat: Chat
     index: int
     growing: Growing
     scored: list[Scored] = field(default_factory=list)
-    """The tokens that were not sent yet."""
+    """The sampled tokens that no chunk contains yet."""
     calls: int = 0
-    """The number of tool calls that were sent."""
+    """The number of tool calls sent so far."""
 
     def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
-        """Yield the choices for what is new. A tool call is two of them, as OpenAI's: its name, and
-        its arguments.
+        """Yield the choices that stream the new text and tool calls of `reading`. Each tool call
+        takes two choices, as in OpenAI's API: first the name, then the arguments.
         """
         delta = {"reasoning_content": reading.reasoning, "content": reading.content}
         if delta := {name: text for name, text in delta.items() if text}:
@@ -183,7 +183,7 @@ class _Streamed:
             self.calls += 1
 
     def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        """Return a choice with the tokens that were not sent yet."""
+        """Return a choice with `delta` and with the tokens that no chunk contains yet."""
         scored, self.scored = self.scored, []
         ids = (
             {"token_ids": [one.token for one in scored]}
@@ -244,7 +244,7 @@ def _finish_reason(sequence: SampledSequence, has_calls: bool) -> str:
 
 @dataclass(frozen=True)
 class Scored:
-    """A token with its logprob, and the top tokens at its position."""
+    """A sampled token with its logprob, and the top tokens at its position."""
 
     token: int
     logprob: float
@@ -280,7 +280,8 @@ def _token(texts: TokenTexts, token: int, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": list(data)}
 
 
-# Fields of earlier answers that clients send back in the conversation, empty or null.
+# Clients copy earlier answers into the conversation, including these fields. planish ignores them
+# if they are empty or null.
 _ANSWER_FIELDS = ("refusal", "audio", "annotations", "function_call")
 
 
@@ -290,8 +291,9 @@ def build_prompt(
     given: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
 ) -> ModelInput:
-    """Return the prompt for `given` messages that offers `tools`. Raise WrongParameterError, which
-    names the field, if the renderer cannot express a message or tool.
+    """Return the prompt for the messages in `given`. Its system message offers `tools` to the
+    model. Raise WrongParameterError, which names the field, if the renderer cannot express a
+    message or tool.
     """
     functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
     for name, value in (("messages", given), ("tools", functions)):
@@ -327,8 +329,9 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("role") == "developer":
         message["role"] = "system"
     if message.get("role") != "tool":
-        message.pop("name", None)  # the name of a participant; no format here writes it
-    # vLLM and its clients also call it `reasoning`.
+        # This name identifies a participant of the chat. No chat format here writes such a name.
+        message.pop("name", None)
+    # vLLM and its clients also use the name `reasoning` for reasoning_content.
     thoughts = [message.pop(name, None) for name in ("reasoning_content", "reasoning")]
     thought = thoughts[0] or thoughts[1]
     if thought:

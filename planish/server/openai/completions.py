@@ -39,7 +39,8 @@ from planish.types import ModelInput, SampledSequence, SampleResponse
 from planish.wire.fields import Fields
 
 _MAX_CHARACTERS = 8 << 20
-"""Maximum number of characters of all prompts of a request, unless a single prompt may have more.
+"""Maximum number of characters in all prompts of a request together. If the model's limit for one
+prompt is higher, that limit applies instead.
 """
 
 
@@ -52,7 +53,7 @@ class Completion:
     operations: list[Sample]
     """One per prompt."""
     prompt_texts: list[str]
-    """The prompts as text."""
+    """The text of each prompt."""
 
     def growing(self) -> Growing:
         """Return the parser of one sample."""
@@ -147,14 +148,14 @@ def _prompt(given: str | Tokens, model: Served) -> Prompt:
 
 @dataclass
 class Scores:
-    """OpenAI's four lists, with an entry for each token."""
+    """The `logprobs` object of a choice: four parallel lists with one entry per token."""
 
     tokens: list[str] = field(default_factory=list)
     token_logprobs: list[float | None] = field(default_factory=list)
     top_logprobs: list[dict[str, float] | None] = field(default_factory=list)
     text_offset: list[int] = field(default_factory=list)
     length: int = 0
-    """Length of the text so far."""
+    """Length of the text of all tokens so far, in characters."""
 
     def add(self, text: str, logprob: float | None, top: dict[str, float] | None) -> None:
         """Add a token."""
@@ -170,7 +171,7 @@ class Scores:
         return {name: getattr(self, name) for name in names}
 
     def taken(self) -> dict[str, Any]:
-        """Return what was added since the last call."""
+        """Return the entries that were added since the last call, and remove them."""
         body = self.to_json()
         self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
         return body
@@ -216,7 +217,9 @@ def _choices(completion: Completion, prompt: int, response: SampleResponse) -> l
 def _token_ids(
     completion: Completion, prompt: int, tokens: list[int], is_first: bool = True
 ) -> dict[str, Any]:
-    """Return the token ids of a choice, or of a part of it that `is_first` in its stream."""
+    """Return the token ids of a whole choice or of one chunk. With `is_first` (a whole choice, or
+    the first chunk of one), the prompt's token ids are included.
+    """
     if not completion.options.return_token_ids:
         return {}
     ids: dict[str, Any] = {"token_ids": tokens}
@@ -249,8 +252,8 @@ def _scores(
 
 
 def _top(texts: TokenTexts, top: Sequence[tuple[int, float]] | None) -> dict[str, float] | None:
-    """Return the logprobs of the top tokens by text. Of two tokens with the same text, the likelier
-    one counts.
+    """Map the texts of the top tokens to their logprobs. If two tokens have the same text, the
+    result contains the likelier one.
     """
     if not top:
         return None

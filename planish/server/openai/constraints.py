@@ -37,13 +37,16 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class Answer:
-    """The text that an answer must be, in two forms."""
+    """A constraint on the answer's text. It stands alone, or is part of a larger grammar."""
 
     parameter: str
-    """The parameter that asks for it."""
+    """The request parameter that contains the constraint."""
     constraint: Callable[[], Constraint]
+    """Creates the constraint for an answer that is nothing but this text."""
     rule: str | None
-    """Its Lark expression; None if it is a grammar of several rules."""
+    """A Lark expression for the text, to be used in a larger grammar. None if the constraint is
+    itself a grammar of several rules.
+    """
 
 
 def text_constraint(request: SampleRequest) -> Constraint | None:
@@ -55,7 +58,7 @@ def text_constraint(request: SampleRequest) -> Constraint | None:
 def chat_constraint(
     request: ChatRequest, tools: Sequence[Tool], renderer: Renderer
 ) -> Constraint | None:
-    """Return the constraint of a message, or None. `tools` are those offered to the model.
+    """Return the constraint of a message, or None. `tools` are the tools offered to the model.
 
     Calls are constrained to the schemas of the tools if the model must call one, if a tool is
     strict, or if `parallel_tool_calls` is false. Raise WrongParameterError if the request has an
@@ -87,7 +90,9 @@ def chat_constraint(
 
 
 def named(error: UserError, request: SampleRequest) -> UserError:
-    """Return an error of the engine; if it is about the constraint, with the parameter's name."""
+    """Return the error to send for an engine's `error`. If the engine rejected the constraint, the
+    returned WrongParameterError names the request parameter that contains the constraint.
+    """
     if not str(error).startswith("SamplingParams.constraint"):
         return error
     answer = _answer(request)
@@ -96,7 +101,7 @@ def named(error: UserError, request: SampleRequest) -> UserError:
 
 
 def _callable(tools: Sequence[Tool], choice: object) -> list[CallableTool]:
-    """Return the tools that the model may call; if `choice` names one, that one."""
+    """Return the tools that the model may call: all, or only the one that `choice` names."""
     functions = [tool.function for tool in tools]
     if isinstance(choice, NamedTool):
         functions = [one for one in functions if one.name == choice.function.name]
@@ -131,7 +136,9 @@ def _checked(parameter: str, make: Callable[[], Constraint]) -> Constraint:
 
 
 def _answer(request: SampleRequest) -> Answer | None:
-    """Return the text that the answer must be; None if the request constrains nothing."""
+    """Return the request's constraint on the answer's text, or None if it has none. Raise
+    WrongParameterError if two parameters constrain the text.
+    """
     found = [*_format(request), *_structured(request), *_guided(request)]
     if len(found) > 1:
         raise WrongParameterError(

@@ -1,5 +1,5 @@
-"""Finds the models of the OpenAI-compatible endpoints by name, and keeps their samplers. A name is
-that of a base model, or the path of a checkpoint that the tenant may read.
+"""Finds the models of the OpenAI-compatible endpoints by name, and keeps their samplers. A model is
+named by a base model's name, or by the path of a checkpoint that the tenant may read.
 
 Each tenant has a session for these samplers. The session begins at the first request and ends like
 any other session. If a checkpoint is saved again under its name, it gets a new sampler, and the old
@@ -9,10 +9,10 @@ Requests are not journaled, because their clients hold a connection to this proc
 are treated like other requests: they wait for their tenant's turn, count against its limits, and
 have their sampler loaded.
 
-The module also turns single tokens into text and bytes, for lists of logprobs. A token may be only
-a part of a character. Its text then contains a replacement character, but its bytes are exact:
-joined, the bytes of several tokens are UTF-8 again. Byte-level vocabularies write each byte as a
-character. Other vocabularies write text, or `<0x0A>` for a byte.
+The module also converts single tokens to text and bytes, for lists of logprobs. A token may be only
+a part of a character. The token's text then contains a replacement character, but its bytes are
+exact: the concatenated bytes of consecutive tokens are valid UTF-8. A byte-level vocabulary writes
+each byte as one character. Other vocabularies write text, or `<0x0A>` for a byte.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from planish.wire.models import SessionPlace
 R = TypeVar("R")
 
 _MAX_SAMPLERS = 16
-"""Samplers of checkpoints per tenant. The least recently used one is closed first."""
+"""Maximum number of samplers kept per tenant. The least recently used one is closed first."""
 
 
 CHARACTERS_PER_TOKEN = 16
@@ -58,8 +58,8 @@ BYTES_PER_CHARACTER = 540
 an emoji of three tokens (measured with SmolLM2's tokenizer).
 """
 TEXT_AT_ONCE = 1 << 20
-"""Limit for the bodies of all requests that are tokenized at the same time, in bytes. A tenant has
-half of it while others are active. A larger body is tokenized alone.
+"""Limit for the bodies of all requests that are tokenized at the same time, in bytes. One tenant
+may use half of this limit while other tenants are active. A larger body is tokenized alone.
 """
 
 
@@ -82,12 +82,14 @@ class BaseTexts:
         self.vocabulary_size = max(vocabulary.values()) + 1
         longest = max(map(len, vocabulary))
         self.max_characters = config.max_context * min(longest, CHARACTERS_PER_TOKEN)
-        """The maximum number of characters of a text, so that it can be tokenized."""
+        """The maximum number of characters of a text. Longer texts are rejected before they are
+        tokenized.
+        """
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:
-        """Return the renderer with this name, or the recommended one of the model. UserError if
-        there is none.
+        """Return the renderer `name`, or the model's recommended renderer if `name` is None.
+        UserError if there is no such renderer.
         """
         name = name or self._recommended
         if name not in self._renderers:
@@ -104,13 +106,15 @@ class BaseTexts:
 
 @dataclass(frozen=True)
 class Served:
-    """A model that a tenant named."""
+    """A model that a request names: a base model or a checkpoint."""
 
     name: str
     base_model: str
     texts: BaseTexts
     renderer_name: str | None
-    """The renderer in the checkpoint's metadata, which it was trained with."""
+    """The renderer with which the checkpoint was trained, according to its metadata. None if the
+    metadata names no known renderer, or for a base model.
+    """
     made: float
     """When the checkpoint was saved, in seconds since 1970; 0 for a base model. If this time
     changes, the checkpoint was saved again under its name.
@@ -124,7 +128,7 @@ class _Account:
     session_id: str | None = None
     count: int = 0
     samplers: OrderedDict[str, tuple[float, str]] = field(default_factory=OrderedDict)
-    """By model name: `Served.made`, and the id of the sampler."""
+    """Maps a model's name to (`Served.made`, id of its sampler), least recently used first."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -132,7 +136,7 @@ class OpenAIModels:
     """The models that tenants can name, and their samplers."""
 
     def __init__(self, server: Server, directories: Mapping[str, Path]) -> None:
-        """`directories` has the served base models."""
+        """`directories` maps the names of the served base models to their directories."""
         self.server = server
         self._directories = directories
         self._texts: dict[str, BaseTexts] = {}
@@ -145,9 +149,11 @@ class OpenAIModels:
         self._tokenizing = FairQueue(TEXT_AT_ONCE, TEXT_AT_ONCE // 2)
 
     async def tokenizing(self, tenant: Tenant, request: Request, work: Callable[[], R]) -> R:
-        """Return `work()`, which tokenizes the texts of a request. It runs in a thread, when it is
-        the tenant's turn. Raise Abandoned for a body that has crashed the server repeatedly at this
-        point. `request.state.body` is the body.
+        """Return the result of `work()`, which tokenizes the texts of a request. `work` runs in a
+        thread when it is the tenant's turn.
+
+        `request.state.body` must be the body of the request. Raise Abandoned if tokenizing the same
+        body has repeatedly crashed the server.
         """
         guard, body = self.server.crash_guard, request.state.body
         turn = await self._tokenizing.turn(tenant.name, len(body), len(body))
@@ -199,7 +205,9 @@ class OpenAIModels:
         return await self._sampler(tenant, model)
 
     async def sample(self, tenant: Tenant, sampler_id: str, operation: Sample) -> SampleResponse:
-        """Sample. `operation.sampler_id` is ignored. Cancelling this cancels the request."""
+        """Sample from the sampler `sampler_id`, which replaces `operation.sampler_id`. Cancelling
+        the call cancels the request.
+        """
         self.server.limits.enter(tenant.name, 0)
         self._running[sampler_id] += 1
         try:
@@ -238,7 +246,9 @@ class OpenAIModels:
             return sampler_id
 
     async def _session(self, tenant: Tenant, account: _Account) -> str:
-        """Return the tenant's session; a new one if it has none or it has ended."""
+        """Return the id of the tenant's session. Create a session if the tenant has none, or if its
+        session has ended.
+        """
         if account.session_id is not None:
             try:
                 await self.server.sessions.touch(tenant, account.session_id)
@@ -277,7 +287,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return the byte for each character of byte-level BPE (GPT-2 and its successors)."""
+    """Map each character of byte-level BPE (GPT-2 and its successors) to the byte it encodes."""
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = (byte for byte in range(256) if byte not in printable)
     return {chr(byte): byte for byte in printable} | {

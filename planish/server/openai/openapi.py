@@ -1,5 +1,5 @@
-"""GET /openapi.json: the OpenAPI description of the OpenAI-compatible endpoints. The schemas of
-requests are those of the types that check them.
+"""GET /openapi.json: the OpenAPI description of the OpenAI-compatible endpoints. The request
+schemas are generated from the pydantic types that validate the requests.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _STREAMING = ("/v1/chat/completions", "/v1/completions")
 
 @cache
 def openapi() -> dict[str, Any]:
-    """Return the description, in the form of OpenAPI 3.1."""
+    """Return the description as an OpenAPI 3.1 document."""
     kinds = [kind for kind, _ in _REQUESTS.values()]
     paths: dict[str, Any] = {}
     for path, (kind, summary) in _REQUESTS.items():
@@ -68,7 +68,8 @@ def openapi() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "planish", "version": version("planish")},
-        "security": [{"key": []}, {}],  # a server without keys needs none
+        # The second entry allows requests without a key: a server without API keys needs none.
+        "security": [{"key": []}, {}],
         "paths": paths,
         "components": {
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},

@@ -1,6 +1,6 @@
-"""What both OpenAI-compatible endpoints share: the limits of a request, and its samples, streamed
-or as a whole. Cancelling the answer, or losing the client, cancels the samples that are still
-running.
+"""The parts that chat and text completions share: limits of a request, sampling with or without
+streaming, and the format of answers. Samples that are still running are cancelled if the answer is
+cancelled or the client disconnects.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ T = TypeVar("T")
 
 
 _MAX_ANSWER = 1 << 30
+"""Limit for the memory of one answer, in bytes."""
 _TOKEN_BYTES, _SCORE_BYTES = 32, 300
+"""Estimated memory of one sampled token, and of one logprob with its token's text."""
 
 
 def check_text(name: str, given: Any, max_characters: int) -> None:
-    """Raise WrongParameterError if a JSON value contains too much text for the model's context.
+    """Raise WrongParameterError if the JSON value `given` has more than `max_characters`.
 
-    Call this before tokenizing, because the tokenizer needs up to 540 bytes per character.
+    `name` is the parameter that the error names. Call this before tokenizing, because the tokenizer
+    needs up to 540 bytes of memory per character.
     """
     size = _characters(given)
     if size > max_characters:
@@ -78,7 +81,7 @@ def check_size(operations: Sequence[Sample], context: int) -> None:
 
 
 def _max_bytes(operation: Sample, context: int) -> int:
-    """Estimate the largest size of an answer, as Python objects and JSON."""
+    """Return an upper estimate of an answer's memory in bytes, as Python objects and JSON."""
     drawn = (
         0
         if operation.prompt_only
@@ -97,17 +100,19 @@ class ClientGoneError(Exception):
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token of one prompt's samples."""
+    """An event: a token was sampled."""
 
     prompt: int
+    """Index of the prompt."""
     token: SampledToken
 
 
 @dataclass(frozen=True)
 class Finished:
-    """All samples of one prompt are finished."""
+    """An event: all samples of one prompt are finished."""
 
     prompt: int
+    """Index of the prompt."""
     response: SampleResponse
 
 
@@ -142,7 +147,7 @@ class Usage:
 
 @dataclass(frozen=True)
 class Envelope:
-    """The fields that every body of one answer has."""
+    """The fields that are the same in every body of one answer, such as its id."""
 
     kind: str
     model: str
@@ -155,7 +160,7 @@ class Envelope:
         return cls(kind, model, f"{prefix}-{secrets.token_hex(12)}", int(time.time()))
 
     def body(self, choices: list[dict[str, Any]], usage: Usage | None = None) -> dict[str, Any]:
-        """Return a body with these choices."""
+        """Return a response body or stream chunk with these choices."""
         head = {
             "id": self.id,
             "object": self.kind,
@@ -169,7 +174,7 @@ class Envelope:
 async def sample_all(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
 ) -> list[SampleResponse]:
-    """Return the samples of every prompt. The first error cancels all of them."""
+    """Return the samples of every prompt. If one fails, cancel the others and raise its error."""
     try:
         async with asyncio.TaskGroup() as tasks:
             sampling = [
@@ -185,7 +190,7 @@ async def sample_events(
     models: OpenAIModels, tenant: Tenant, sampler_id: str, operations: Sequence[Sample]
 ) -> AsyncIterator[Sampled | Finished]:
     """Yield tokens as they are sampled, and each prompt's samples when they are finished. Closing
-    the iterator cancels the rest.
+    the iterator cancels the unfinished samples.
     """
     events: asyncio.Queue[Sampled | asyncio.Task[SampleResponse]] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -240,7 +245,9 @@ async def _until_gone(request: Request) -> None:
 
 
 def stream_response(bodies: AsyncIterator[dict[str, Any]]) -> StreamingResponse:
-    """Return server-sent events in OpenAI's format. An error in the middle is an event too."""
+    """Return server-sent events in OpenAI's format. An error during the stream is sent as an event,
+    because the status line has already been sent.
+    """
 
     async def events() -> AsyncIterator[bytes]:
         try:

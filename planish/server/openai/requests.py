@@ -1,9 +1,9 @@
-"""The requests of the OpenAI-compatible endpoints: their types, which check them, and the schemas
-of these types, which GET /openapi.json returns.
+"""The requests of the OpenAI-compatible endpoints, as pydantic types that validate them. GET
+/openapi.json returns the schemas of these types.
 
-A parameter is rejected by name if it is unknown, or if its value would change the answer and is not
-supported. A parameter of OpenAI, vLLM or SGLang at a value that changes nothing is accepted, and so
-are null and the parameters that only describe the client.
+Unknown parameters are rejected by name. So are values that would change the answer and that planish
+does not support. An unsupported parameter of OpenAI, vLLM or SGLang is accepted if its value does
+not change the answer. null, and parameters that only describe the client, are accepted too.
 """
 
 from __future__ import annotations
@@ -25,15 +25,17 @@ R = TypeVar("R", bound="Request")
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOPS, MAX_PROMPTS = 128, 20, 16, 1024
 MAX_TOOLS = 1024
 MAX_OPTION_BYTES = 256 << 10
-"""Limit for the JSON of one parameter, except those that carry the text of the request."""
+"""Limit for the JSON of one parameter in bytes. It does not apply to `_TEXTS`, the parameters that
+carry the text of the request.
+"""
 _TEXTS = ("messages", "tools", "prompt", "tokens")
 _TEXT_TOKENS = 16
 """OpenAI's default of `max_tokens` for a text completion."""
 
 
 def _whole(value: Any) -> Any:
-    """Return a float such as 3.0 as an integer: a client whose language has no integers may send
-    one.
+    """Return a float such as 3.0 as an integer. Clients whose language has no integers may send
+    such floats.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
@@ -45,7 +47,9 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Parameters with the values that change nothing, and the remedy for other values."""
+"""Maps an unsupported parameter to the values that do not change the answer, and to the remedy in
+the error for any other value.
+"""
 
 _CLIENT_INFORMATION = (
     "user",
@@ -125,7 +129,7 @@ class Request(Part):
 
 
 class StreamOptions(Part):
-    """What a stream contains besides the answer."""
+    """The contents of a stream in addition to the answer."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -168,7 +172,7 @@ Choices = Annotated[list[NonEmpty], Field(fail_fast=True, min_length=1)]
 
 
 class StructuredOutputs(Part):
-    """One constraint of the answer's text, as vLLM names them."""
+    """A constraint on the answer's text, with vLLM's parameter names."""
 
     json_: Annotated[Schema | None, Field(alias="json")] = None
     json_object: bool | None = None
@@ -178,7 +182,7 @@ class StructuredOutputs(Part):
 
 
 class SampleRequest(Request):
-    """The options that both endpoints have."""
+    """The options that chat and text completions share."""
 
     neutral: ClassVar[Neutral] = _SAMPLING_NEUTRAL
     n: Annotated[Whole, Field(ge=1, le=MAX_CHOICES)] = 1
@@ -205,13 +209,13 @@ class SampleRequest(Request):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """The maximum number of tokens to sample; None: to the end of the context."""
+        """The maximum number of tokens to sample. None: sample to the end of the context."""
         raise NotImplementedError
 
     @property
     def wanted_logprobs(self) -> int | None:
-        """The number of top tokens whose logprobs are returned. None: no logprobs; 0: only those of
-        the sampled tokens.
+        """The number of top tokens per position whose logprobs are returned. None: no logprobs. 0:
+        only the logprobs of the sampled tokens.
         """
         raise NotImplementedError
 
@@ -228,8 +232,8 @@ class SampleRequest(Request):
     def sampling_params(
         self, stop_ids: Iterable[int], strings: Sequence[str], constraint: Constraint | None
     ) -> SamplingParams:
-        """Return the sampling parameters. `stop_ids` and `strings` end an answer in addition to
-        those of the request.
+        """Return the sampling parameters. The stop tokens `stop_ids` and the stop strings `strings`
+        are added to those of the request. Raise WrongParameterError if a parameter is invalid.
         """
         try:
             return SamplingParams(
@@ -291,7 +295,7 @@ Tools = Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)]
 
 
 class ChatTemplateOptions(Part):
-    """What a chat template of the Qwen3 models reads."""
+    """The options of Qwen3's chat template."""
 
     enable_thinking: bool | None = None
 
@@ -402,13 +406,15 @@ def read_request(kind: type[R], fields: Fields) -> R:
 
 
 def _kinds(value: Any) -> tuple[type, ...]:
-    """Return the types in which a client may write `value`. In Python, True equals 1."""
+    """Return the JSON types in which a client may write `value`. The type must be compared as well
+    as the value, because True == 1 in Python.
+    """
     return (int, float) if type(value) is int else (type(value),)
 
 
 def _wrong(values: Mapping[str, Any], error: ValidationError) -> WrongParameterError:
-    """Return the error for the first fault. pydantic also names the branch of a union in the path
-    of a fault, so the path ends where the body does.
+    """Return the error for the first fault that pydantic found. pydantic's path to a fault also
+    contains names of union branches. Only the steps that exist in the body are shown.
     """
     first = error.errors(include_url=False, include_context=False)[0]
     name = str(first["loc"][0])
@@ -425,7 +431,7 @@ def _wrong(values: Mapping[str, Any], error: ValidationError) -> WrongParameterE
 
 
 def schemas(kinds: Sequence[type[Request]]) -> dict[str, Any]:
-    """Return the JSON schemas of requests and of their parts by name, for OpenAPI 3.1."""
+    """Map the names of request types and of their parts to JSON schemas, for OpenAPI 3.1."""
     _, whole = models_json_schema(
         [(kind, "validation") for kind in kinds], ref_template="#/components/schemas/{model}"
     )

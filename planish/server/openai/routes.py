@@ -1,9 +1,9 @@
-"""The OpenAI-compatible endpoints, which let agents and evaluation tools use a model unchanged,
-even one in training.
+"""The OpenAI-compatible endpoints, which let unmodified agents and evaluation tools use a model,
+even while it is being trained. The second column names the module that answers the endpoint:
 
     POST /v1/chat/completions   chat         messages in, a message out
     POST /v1/completions        completions  text in, text out
-    GET  /v1/models             here         base models and sampler checkpoints
+    GET  /v1/models             routes       base models and sampler checkpoints
     POST /tokenize, /detokenize tokenizing   as in vLLM
     GET  /openapi.json          openapi      the description of these endpoints
 
@@ -78,7 +78,7 @@ def _refused(path: str, sentence: str) -> Route:
 
 
 async def _openapi(request: Request) -> Response:
-    """Needs no key, since it is the same for everybody."""
+    """Answer GET /openapi.json. No key is needed, because the answer is the same for everyone."""
     return answered(openapi())
 
 
@@ -109,7 +109,7 @@ def _guarded(
         try:
             return await handler(context_of(request, given_key(request.headers)))
         except (ClientDisconnect, ClientGoneError):
-            return Response(status_code=499)  # the client does not read it
+            return Response(status_code=499)  # the client has disconnected and does not read this
         except Exception as error:
             return error_response(error)
 

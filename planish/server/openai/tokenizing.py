@@ -1,5 +1,5 @@
-"""POST /tokenize and /detokenize, as vLLM has them: the tokens of a text or of a chat, and the text
-of tokens.
+"""POST /tokenize and /detokenize, as in vLLM. They return the tokens of a text or of a chat, and
+the text of a list of tokens.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
 async def detokenize(
     models: OpenAIModels, tenant: Tenant, request: Request, fields: Fields
 ) -> Response:
-    """Answer with the text of tokens."""
+    """Answer with the text of a list of tokens."""
     options = read_request(DetokenizeRequest, fields)
     model = await models.find(tenant, options.model)
     text = await models.tokenizing(tenant, request, lambda: _text(model, options.tokens))
