@@ -15,8 +15,8 @@ from typing import Any
 
 
 def to_json_value(value: Any) -> Any:
-    """Return `value` as JSON can hold it. Tuples become lists; sets and mappings are sorted.
-    TypeError for other objects.
+    """Return `value` in a form that `json.dumps` can write. Tuples become lists. Sets and mappings
+    become sorted lists inside {"set": ...} and {"mapping": ...}. TypeError for other objects.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -38,6 +38,7 @@ def find_function(solution: Any, name: str) -> Any:
 
 
 def main() -> None:
+    """Call the function and print the result as JSON. Errors of the solution are not caught."""
     with open("/program/call.json", encoding="utf-8") as file:
         call = json.load(file)
     arguments = ast.literal_eval(call["arguments"])

@@ -1,4 +1,4 @@
-"""The command line of one sandbox: the options of bubblewrap, and the resource limits that
+"""The command line that starts one sandbox: bubblewrap's options, and the resource limits that
 /start.py sets.
 """
 
@@ -21,7 +21,9 @@ ISOLATION = (
     *("--unshare-all", "--unshare-user", "--die-with-parent", "--new-session"),
     *("--cap-drop", "ALL", "--uid", USER, "--gid", USER, "--hostname", "sandbox", "--clearenv"),
 )
-"""The options of bubblewrap that every sandbox has, besides its file system and its filter."""
+"""The options of bubblewrap that every sandbox has, in addition to those for its file system and
+its seccomp filter.
+"""
 ENVIRONMENT = {
     "HOME": SCRATCH,
     "LANG": "C.UTF-8",

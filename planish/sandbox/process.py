@@ -1,12 +1,13 @@
-"""The life of one bubblewrap process: write its input, read its output up to a limit, kill it in
-time.
+"""Supervises one bubblewrap process: writes its input, reads its output up to a limit, and kills it
+at its time limit.
 
-The process exits, or `end` kills it: when its time is up, when it prints too much, or when the
-caller is cancelled. `end` kills the init process of the program's PID namespace. The kernel then
-kills every other process of that namespace, and bubblewrap, which runs outside, exits. Killing
-bubblewrap itself could leave a namespace behind that it has just made, so `end` takes effect as
-soon as bubblewrap has reported the pid of the init process. Output is read until the pipes close.
-Then `finish` waits for the init process, which exits after all other processes of the program.
+The process exits on its own, or `end` kills it: when its time is up, when it prints too much, or
+when the caller is cancelled. `end` kills the init process of the program's PID namespace. The
+kernel then kills every other process of that namespace, and bubblewrap, which runs outside, exits.
+`end` never kills bubblewrap itself, because a namespace that bubblewrap has just made could then
+survive. Before bubblewrap has reported the pid of the init process, `end` only records the request,
+and the kill follows the report. Output is read until the pipes close. Then `finish` waits for the
+init process, which exits after all other processes of the program.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ class Ending(StrEnum):
 
 @dataclass
 class Capture:
-    """The first `max_bytes` bytes of a stream. `on_overflow` is called when there are more."""
+    """The first `max_bytes` bytes of a stream. `on_overflow` is called if the stream has more."""
 
     max_bytes: int
     on_overflow: Callable[[], None]
@@ -98,7 +99,9 @@ class SandboxProcess:
                 self._init_pidfd = None
 
     def end(self, why: Ending) -> None:
-        """Kill the program, or do so as soon as it starts. `ending` keeps the first reason given."""
+        """Kill the program, or as soon as it starts if it has not. Of several calls, the first one
+        sets `ending`.
+        """
         if self.ending is Ending.EXITED:
             self.ending = why
         self._kill_requested = True
@@ -107,7 +110,9 @@ class SandboxProcess:
                 signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
 
     def _read_status(self, status: int) -> None:
-        """Read the complete lines of bubblewrap's status, which it may still be writing."""
+        """Read the complete lines of bubblewrap's status. Bubblewrap may still be writing the last
+        line, which is kept for the next call.
+        """
         with contextlib.suppress(BlockingIOError):
             self._status_buffer += os.read(status, BLOCK_BYTES)
         *lines, self._status_buffer = self._status_buffer.split(b"\n")
@@ -133,7 +138,9 @@ async def wait_for_exit(pidfd: int) -> None:
 
 
 async def write_input(stream: asyncio.StreamWriter, data: bytes) -> None:
-    """Write `data` to a program's input and close it. The program may stop reading early."""
+    """Write `data` to a program's input, and close the input. It is no error if the program stops
+    reading early.
+    """
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         stream.write(data)
         await stream.drain()

@@ -1,9 +1,9 @@
 """Tests of model-written programs: an input, and the expected output.
 
 The expected output never enters the sandbox. The program gets only its input, or the arguments of
-one call, and its output is compared outside. So a program cannot read the answer. If it exits
-early, tampers with the driver or prints a verdict, it only gives a wrong answer. Each test runs in
-a fresh sandbox, so no test can influence the next one.
+one call, and its output is compared outside. So a program cannot read the answer. A program that
+exits early, tampers with the driver or prints a verdict only produces a wrong answer. Each test
+runs in a fresh sandbox, so no test can influence the next one.
 """
 
 import json
@@ -75,7 +75,7 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class FunctionTest:
-    """A test of a function, or of a method of the class `Solution`: called with `arguments`, it must
+    """A test of a function, or of a method of the class `Solution`. A call with `arguments` must
     return `returned`.
 
     `arguments` and `returned` consist of None, booleans, numbers, strings, lists, tuples, sets and
@@ -137,14 +137,17 @@ def same_text(printed: str, expected: str) -> bool:
 
 
 def lines_of(text: str) -> list[list[str]]:
+    """Return the words of each line. White space at the end of the text is ignored."""
     return [line.split() for line in text.rstrip().split("\n")]
 
 
 def same_line(printed: Sequence[str], expected: Sequence[str]) -> bool:
+    """Return whether two lines, given as lists of words, have the same words."""
     return len(printed) == len(expected) and all(map(same_word, printed, expected))
 
 
 def same_word(printed: str, expected: str) -> bool:
+    """Return whether two words are equal, up to `TOLERANCE` if `expected` is a decimal number."""
     if DECIMAL.fullmatch(expected) and NUMBER.fullmatch(printed):
         return is_close(float(printed), float(expected))
     return printed == expected
@@ -170,6 +173,7 @@ def same_value(returned: Any, expected: Any) -> bool:
 
 
 def is_close(actual: float, expected_lines: float) -> bool:
+    """Return whether two numbers are equal up to `TOLERANCE`."""
     try:
         return math.isclose(actual, expected_lines, rel_tol=TOLERANCE, abs_tol=TOLERANCE)
     except OverflowError:  # an int larger than any float
@@ -177,7 +181,7 @@ def is_close(actual: float, expected_lines: float) -> bool:
 
 
 def is_literal(value: Any) -> bool:
-    """Return whether `ast.literal_eval(repr(value))` gives `value` back."""
+    """Return whether `ast.literal_eval(repr(value))` returns a value equal to `value`."""
     if value is None or type(value) in (bool, int, str):
         return True
     if type(value) is float:

@@ -34,12 +34,14 @@ PACKAGES = ("site-packages", "dist-packages")
 
 @dataclass(frozen=True)
 class PythonRuntime:
-    """Where the parts of an interpreter are on this machine, and where in the sandbox."""
+    """The locations of an interpreter's parts, on this machine and in the sandbox."""
 
     binds: Sequence[tuple[str, str]]
     """(path on this machine, path in the sandbox) of each read-only bind mount."""
     hidden: Sequence[str]
-    """Directories that are covered with an empty one; paths in the sandbox."""
+    """Paths in the sandbox of directories with installed packages. An empty directory is mounted
+    over each of them.
+    """
     executable: str
     """Path of the interpreter in the sandbox."""
 
@@ -48,9 +50,9 @@ class PythonRuntime:
 def find_runtime(python: str | None, for_other_user: bool) -> PythonRuntime:
     """Return the runtime of `python`, by default of the interpreter that runs planish.
 
-    With `for_other_user`, every user must be able to read the files. If the default interpreter's
-    files are not readable by all, the system's interpreter is used. UserError if there is no such
-    interpreter, SandboxUnavailableError if no interpreter is readable by all.
+    With `for_other_user`, all users must be able to read the interpreter's files. If that is not
+    true of the default interpreter, the system's interpreter is used. UserError if `python` cannot
+    be run, SandboxUnavailableError if there is no interpreter that all users can read.
     """
     candidates = (
         [python] if python else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
@@ -107,8 +109,8 @@ def runtime_of(python: str) -> PythonRuntime:
 def shared_libraries(files: Sequence[str]) -> list[tuple[str, str]]:
     """Return the bind mounts of the shared libraries that `files` load.
 
-    The dynamic linker keeps its path, because executables name it by that path. All other libraries
-    go into one directory.
+    The dynamic linker has the same path in the sandbox as outside, because executables contain that
+    path. All other libraries are mounted in one directory.
     """
     if shutil.which("ldd") is None:
         raise SandboxUnavailableError(

@@ -73,9 +73,11 @@ class Sandbox:
         concurrency: int | None = None,
         python: str | None = None,
     ) -> None:
-        """`concurrency` is the number of CPUs by default. `python` is the interpreter: by default
-        the one that runs planish or, if other users cannot read that one and planish runs as root,
-        the system's.
+        """Check that the machine has what the sandbox needs.
+
+        `concurrency` is the number of CPUs by default. `python` is the path of the interpreter, by
+        default the one that runs planish. If planish runs as root and other users cannot read its
+        interpreter, the default is the system's interpreter.
         """
         self.limits = limits or Limits()
         self.concurrency = (os.cpu_count() or 1) if concurrency is None else concurrency
@@ -106,9 +108,9 @@ class Sandbox:
     ) -> Execution:
         """Run the program `source` and return its result, whether the program succeeds or fails.
 
-        `files` maps names to texts: the files are in the program's directory, where the program can
-        import or read them. SandboxError if the program could not be run, UserError for a bad
-        argument.
+        `files` maps the names of additional files to their texts. The program can import or read
+        these files from its own directory. SandboxError if the program could not be run, UserError
+        for a bad argument.
         """
         contents = {START: START_SOURCE}
         for name, text in {**(files or {}), "main.py": source}.items():
@@ -157,8 +159,8 @@ class Sandbox:
             if not work.done():
                 process.end(Ending.EXITED)
                 await asyncio.wait([work])
-                # asyncio logs a traceback for an error that nobody retrieves. Here it says only
-                # that the program was killed.
+                # asyncio logs a traceback for an exception that is never retrieved. Here the
+                # exception only means that the program was killed, so retrieve and ignore it.
                 if not work.cancelled():
                     work.exception()
 
@@ -235,7 +237,9 @@ class Sandbox:
 
 @contextlib.contextmanager
 def memory_file(content: bytes) -> Iterator[int]:
-    """An anonymous in-memory file with `content`, positioned at its start; yields its descriptor."""
+    """Create an anonymous in-memory file with `content`, and yield its descriptor. The file is
+    positioned at its start, and closed at exit.
+    """
     descriptor = os.memfd_create("planish")
     try:
         with open(descriptor, "wb", closefd=False) as file:
@@ -248,7 +252,9 @@ def memory_file(content: bytes) -> Iterator[int]:
 
 @contextlib.contextmanager
 def status_pipe() -> Iterator[tuple[int, int]]:
-    """A pipe whose read end is non-blocking; yields (read end, write end)."""
+    """Create a pipe whose read end is non-blocking, and yield the descriptors (read end, write end).
+    Both are closed at exit.
+    """
     read, write = os.pipe()
     try:
         os.set_blocking(read, False)
@@ -259,6 +265,6 @@ def status_pipe() -> Iterator[tuple[int, int]]:
 
 
 def last_line(output: bytes) -> str:
-    """Return the last line of `output` for an error message."""
+    """Return the last line of `output` for an error message, or a note that there is none."""
     lines = output.decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else "it printed nothing"

@@ -1,5 +1,5 @@
-"""The program that `Sandbox.check` runs in the sandbox. It tries to escape and prints a JSON list of
-the attempts that succeeded.
+"""The program that `Sandbox.check` runs in the sandbox. It tries to escape, and prints a JSON list
+of the attempts that succeeded. An attempt fails by raising OSError.
 
     python main.py PROCESSES HAS_SCRATCH
 """
@@ -15,6 +15,7 @@ PROCESSES, HAS_SCRATCH = int(sys.argv[1]), sys.argv[2] == "True"
 
 
 def fork() -> None:
+    """Start a second process, or fail if `Limits.processes` allows one."""
     if PROCESSES > 1:
         raise OSError
     if os.fork() == 0:
@@ -22,27 +23,32 @@ def fork() -> None:
 
 
 def mount() -> None:
+    """Mount a file system over the program's directory."""
     if ctypes.CDLL(None).mount(b"none", b"/program", b"tmpfs", 0, None) != 0:
         raise OSError
 
 
 def create(path: str) -> None:
+    """Create a file."""
     os.close(os.open(path, os.O_WRONLY | os.O_CREAT))
 
 
 def write_scratch() -> None:
+    """Create a file in /tmp, or fail if `Limits.scratch_bytes` allows it."""
     if HAS_SCRATCH:
         raise OSError
     create("/tmp/file")
 
 
 def variables() -> None:
+    """Find environment variables that planish did not set."""
     set_by_planish = {"HOME", "LANG", "LD_LIBRARY_PATH", "MALLOC_ARENA_MAX", "PWD"}
     if not {name for name in os.environ if not name.startswith("PYTHON")} - set_by_planish:
         raise OSError
 
 
 def open_files() -> None:
+    """Find an open file other than standard input, output and error."""
     for descriptor in range(3, 1024):
         try:
             os.fstat(descriptor)

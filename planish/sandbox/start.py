@@ -1,7 +1,8 @@
 """Runs in the sandbox before the program: sets the resource limits, then executes the program.
 
-The planish process may have died before bubblewrap could notice. Then nobody would read the
-program's output or kill it in time, so start.py exits without running the program.
+If the planish process has already died, nothing would read the program's output or kill the program
+at its time limit. So start.py then exits without running the program. bubblewrap alone does not
+cover this case, because it may start too late to notice the death of its parent.
 
     python -I -S start.py '{"RLIMIT_CPU": [4, 5], ...}' PYTHON ARGUMENT...
 """

@@ -1,10 +1,10 @@
-"""The seccomp filter: the system calls that Python needs to compute, read and print are allowed, all
-others fail.
+"""The seccomp filter. It allows the system calls that Python needs to compute, read and print. All
+other system calls fail.
 
-This is an allow list, so a call that a future kernel adds fails too. A program has no sockets, no
-shared memory that outlives its process, no tracing, no mounts, no keys, no namespaces, and no second
-process unless `Limits.processes` is above 1. libseccomp compiles the filter, because it knows the
-call numbers of each architecture.
+This is an allow list, so system calls that a future kernel adds fail too. A program has no sockets,
+no shared memory that outlives its process, no tracing, no mounts, no keys, no namespaces, and no
+second process unless `Limits.processes` is above 1. libseccomp compiles the filter, because it
+knows the call numbers of each architecture.
 """
 
 import ctypes
@@ -41,8 +41,8 @@ PROCESS = """
 """
 ALLOWED = tuple(" ".join((FILES, MEMORY, TIME, WAITING, SIGNALS, THREADS, PROCESS)).split())
 FORKS = ("fork", "vfork")
-# Ordinary programs try these calls. EPERM ("not permitted") explains the failure better than ENOSYS
-# ("not implemented"), with which all other calls fail.
+# Ordinary programs try these calls. All other forbidden calls fail with ENOSYS ("not implemented").
+# For these, EPERM ("not permitted") explains the failure better.
 NOT_PERMITTED = ("socket", "socketpair", "ptrace", "mount", "unshare", "setuid")
 ALLOWED_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5450, 0x5451)
 """The allowed ioctl requests: TCGETS, TIOCGWINSZ, FIONREAD, FIONCLEX and FIOCLEX. All others could
@@ -59,8 +59,9 @@ EQUAL, MASKED_EQUAL = 4, 7
 
 
 class Comparison(ctypes.Structure):
-    """libseccomp's struct scmp_arg_cmp. `argument` is the index of a call's argument. EQUAL compares
-    that argument with `first`; MASKED_EQUAL compares (argument & first) with `second`.
+    """libseccomp's struct scmp_arg_cmp, a condition on one argument of a system call. `argument` is
+    the argument's index. EQUAL compares the argument with `first`. MASKED_EQUAL compares
+    (argument & first) with `second`.
     """
 
     _fields_ = (
@@ -73,7 +74,10 @@ class Comparison(ctypes.Structure):
 
 @cache
 def compiled_filter(allow_processes: bool) -> bytes:
-    """Return the filter as the kernel reads it: an array of struct sock_filter."""
+    """Return the filter as the kernel reads it: an array of struct sock_filter. `allow_processes`:
+    whether the program may start processes. SandboxUnavailableError if libseccomp is missing or
+    fails.
+    """
     rules = SeccompFilter()
     try:
         for name in ALLOWED:

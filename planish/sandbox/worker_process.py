@@ -1,16 +1,16 @@
-"""Runs a program in a sandboxed worker process that answers requests, and is killed if one takes
-too long.
+"""Runs a program in a sandboxed worker process that answers requests. The process is killed if a
+request takes too long.
 
-This is for libraries that evaluate what a model wrote, such as a computer algebra system. An answer
-may compute 9^{9^{9^{9}}}, which cannot be interrupted within a process. It may also be a program:
-some libraries pass answers to `eval`. So the process runs in a sandbox like that of
-planish/sandbox/sandbox.py: new namespaces, no network, a seccomp filter, an empty environment, and
-a read-only file system with a small /tmp. Unlike there, the process sees the installed packages and the system's
-libraries, and it answers many requests. An answer that runs code there cannot reach this machine.
-It could still change the results of this process.
+The worker is for libraries that evaluate model-written answers, such as a computer algebra system.
+An answer may compute 9^{9^{9^{9}}}, which cannot be interrupted within a process. An answer may
+also be code, because some libraries pass answers to `eval`. So the worker runs in a sandbox like
+that of planish/sandbox/sandbox.py: new namespaces, no network, a seccomp filter, an empty
+environment, and a read-only file system with a small /tmp. Unlike that sandbox, the worker sees the
+installed packages and the system's libraries, and it answers many requests. Code in an answer
+cannot reach this machine. But it could change the worker's replies to later requests.
 
-The process starts at the first request. worker_program.py, which runs in it, describes programs and
-the protocol.
+The process starts at the first request. Its main program is worker_program.py, whose docstring
+describes the protocol, and the interface that a program must have.
 """
 
 import json
@@ -57,11 +57,11 @@ class WorkerError(PlanishError):
 
 
 class EndedError(WorkerError):
-    """The process ended instead of answering."""
+    """The worker process ended instead of answering."""
 
 
 class WorkerStartError(PlanishError):
-    """The program could not start."""
+    """The worker's program could not be loaded, or its `start` function failed."""
 
 
 class WorkerProcess:
@@ -85,7 +85,7 @@ class WorkerProcess:
             try:
                 process = self._running()
                 assert process.stdin is not None
-                with suppress(BrokenPipeError):  # the process has ended, which _receive reports
+                with suppress(BrokenPipeError):  # if the process has ended, _receive reports that
                     process.stdin.write(json.dumps([timeout_seconds, question]).encode() + b"\n")
                 reply = self._receive(process, timeout_seconds)
             except BaseException:
@@ -110,8 +110,8 @@ class WorkerProcess:
             start = stack.enter_context(memory_file(START_SOURCE))
             system_calls = stack.enter_context(memory_file(compiled_filter(False)))
             command = _command(start, system_calls, self._program, self._arguments)
-            # Ctrl-C is for this process, which then kills the worker. bubblewrap stays in our
-            # process group, so that whatever ends a whole terminal or job ends the worker too.
+            # Ctrl-C must reach only this process, which then kills the worker. bubblewrap stays in
+            # our process group, so that a signal to the whole terminal or job ends the worker too.
             with interrupts_held_back():
                 self._process = process = self._started(command, (start, system_calls))
         try:
@@ -132,8 +132,8 @@ class WorkerProcess:
     ) -> subprocess.Popen[bytes]:
         """Start a process in a thread that lives until `_stop`.
 
-        Linux carries out bubblewrap's --die-with-parent when the thread that started it ends. A
-        caller's thread may end long before the next request.
+        With --die-with-parent, Linux kills bubblewrap when the thread that started bubblewrap ends.
+        A caller's thread may end long before the next request.
         """
         started: Future[subprocess.Popen[bytes]] = Future()
         self._ended = ended = threading.Event()
@@ -193,7 +193,8 @@ def _command(
     packages = [path for path in sys.path if Path(path).name in PACKAGES and Path(path).is_dir()]
     options += ["--setenv", "PYTHONPATH", os.pathsep.join(packages)]
     for name, value in ENVIRONMENT.items():
-        if name != "LD_LIBRARY_PATH":  # the libraries are where the linker looks for them
+        # The system's libraries are mounted at their usual paths, where the linker finds them.
+        if name != "LD_LIBRARY_PATH":
             options += ["--setenv", name, value]
     for path in sorted({*_directories(), *packages, str(RUNNER), str(program.resolve())}):
         options += ["--ro-bind", path, path]
@@ -212,6 +213,6 @@ def _directories() -> Iterator[str]:
         if Path(path).is_dir():
             yield path
     executable = Path(sys.executable)
-    while executable.is_symlink():  # a virtual environment links to the interpreter it was made of
+    while executable.is_symlink():  # a virtual environment's python is a link to another python
         executable = executable.parent / os.readlink(executable)
         yield str(executable.parent)

@@ -1,15 +1,15 @@
-"""The main program of the process of a `worker_process.WorkerProcess`, in its sandbox.
+"""The main program of a `WorkerProcess` (worker_process.py). It runs in the sandbox.
 
     python -P worker_program.py PROGRAM ARGUMENT...
 
 PROGRAM is a Python file. Its function `start(*arguments)` returns a function that answers requests.
-An exception of either function is returned as the error. What the program prints goes to standard
-error. PROGRAM is not loaded if this process turns out not to be in the sandbox.
+If either function raises an exception, the exception is sent as the error. The output of PROGRAM
+goes to standard error. PROGRAM is not loaded if this process finds that it is not in the sandbox.
 
-Protocol: at the start, this program writes a line of JSON, {"ready": true} or {"error": REASON}.
-Then it reads lines [SECONDS, REQUEST], and writes one object for each, the answer or {"error":
-REASON}, until standard input ends. This file imports nothing of planish, so the process starts
-fast.
+Protocol: at the start, this program writes one line of JSON, {"ready": true} or {"error": REASON}.
+Then it reads one request per line, [SECONDS, REQUEST], until standard input ends. For each request
+it writes one JSON object: the answer, or {"error": REASON}. This file imports nothing from planish,
+so that the process starts fast.
 """
 
 import importlib.util
@@ -38,8 +38,8 @@ def main() -> None:
     send(out, {"ready": True})
     for line in questions:
         seconds, question = json.loads(line)
-        # If the parent process is killed, it cannot kill this one. The default action of SIGALRM
-        # then ends a computation that never returns.
+        # Normally the parent kills this process at the time limit. If the parent has been killed
+        # itself, this alarm ends the process: the default action of SIGALRM is to terminate.
         signal.setitimer(signal.ITIMER_REAL, seconds + SPARE_SECONDS)
         reply = answered(answer, question)
         signal.setitimer(signal.ITIMER_REAL, 0)
@@ -80,6 +80,7 @@ def load(program: str) -> Any:
 def answered(
     answer: Callable[[dict[str, Any]], dict[str, Any]], question: dict[str, Any]
 ) -> dict[str, Any]:
+    """Return the answer to a request, or an error object if `answer` raises an exception."""
     try:
         return answer(question)
     except (Exception, SystemExit) as error:
@@ -87,10 +88,12 @@ def answered(
 
 
 def failure(error: BaseException) -> dict[str, Any]:
+    """Return the protocol's error object for an exception."""
     return {"error": f"{type(error).__name__}: {error}"}
 
 
 def send(out: TextIO, message: dict[str, Any]) -> None:
+    """Write a message as one line of JSON."""
     print(json.dumps(message), file=out, flush=True)
 
 
