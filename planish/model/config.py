@@ -144,7 +144,7 @@ class ModelConfig:
     stands for all positions. An empty tuple means all positions in every layer.
     """
     local_rope: RopeConfig | None = None
-    """RoPE of the layers with a window; None: `rope`, as in the other layers."""
+    """RoPE of the layers with a window. None: these layers use `rope`, like the other layers."""
     layers_without_rope: tuple[int, ...] = ()
     """The layers whose queries and keys are not rotated (SmolLM3)."""
 

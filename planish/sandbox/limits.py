@@ -7,7 +7,7 @@ from planish.errors import UserError
 
 MIB = 1 << 20
 THREADS = 32
-"""The largest number of threads of a program with `Limits.processes` = 1."""
+"""Maximum number of threads of a program with `Limits.processes` = 1."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Limits:
     memory_bytes: int = 512 * MIB
     """Address space of all processes together."""
     output_bytes: int = MIB
-    """Largest size of standard output, and of standard error."""
+    """Maximum size of standard output and of standard error, each."""
     processes: int = 1
     """With 1, the program is a single process with up to 32 threads. With more, this limits the
     number of processes and threads together, and each process gets an equal share of the memory.
@@ -57,5 +57,5 @@ class Limits:
 
     @property
     def tasks(self) -> int:
-        """The largest number of processes and threads together, as the kernel counts them."""
+        """The maximum number of processes and threads together, as RLIMIT_NPROC counts them."""
         return THREADS if self.processes == 1 else self.processes
