@@ -119,7 +119,7 @@ class RemoteService:
             raise _closed()
         if not self._thread.is_alive():
             raise EngineClosedError(
-                "the connection to the server is closed, or belongs to the process that this one was forked from; make a new ServiceClient here"
+                "the connection to the server is closed, or belongs to the parent process; make a new ServiceClient here"
             )
         answer: Future[Any] = Future()
         # Keep this object alive until the operation is finished: the caller of

@@ -107,7 +107,7 @@ class EngineThread:
             raise self._closed_error()
         if not is_here:
             raise EngineClosedError(
-                "the engine is in the process that this one was forked from; sample and train there, or make a ServiceClient here"
+                "the engine runs in the parent process; sample and train there, or make a ServiceClient here"
             )
         if isinstance(queued, QueuedSave):
             self._saves.add(queued.future)

@@ -348,7 +348,7 @@ def check(config: Config) -> None:
         save_every=(config.save_every >= 0, "a whole number, 0 for never"),
         ttl_seconds=(is_ttl(config.ttl_seconds), TTL_REMEDY),
         eval_problems=(config.eval_problems >= 0, "a whole number, 0 for none"),
-        eval_every=(can_evaluate, "0, or a number above 0 and eval_problems too"),
+        eval_every=(can_evaluate, "0, or above 0 together with eval_problems"),
         learning_rate=(0 < config.learning_rate < math.inf, "a number above 0"),
     )
 

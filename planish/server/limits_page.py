@@ -23,7 +23,7 @@ fails for a field without a limit. Another test sends each field of the JSON req
 and one beyond.
 
 Beyond a limit, the answer is status 400 with a sentence that names the field and the remedy, unless
-the tables say otherwise. Nothing was changed then. As for every rejected training request, the
+the tables say otherwise. A rejected request changes nothing. As for every rejected training request, the
 model's sequence number is used up.
 
 [reliability.md](reliability.md#test-sizes-and-counts) has the test that sends every field far too

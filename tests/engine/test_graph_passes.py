@@ -300,5 +300,5 @@ def test_steps_run_eagerly_if_capture_fails(decoder, with_kernels, monkeypatch, 
     assert passes.recorder is None
     assert not passes._steps
     (line,) = caplog.messages
-    assert "recording one of 3 rows failed (CUDA out of memory.)" in line
+    assert "recording the graph for 3 rows failed (CUDA out of memory.)" in line
     assert "PLANISH_GRAPHS=0" in line

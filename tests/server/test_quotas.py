@@ -124,7 +124,7 @@ def test_open_models_samplers_and_sessions_are_limited(model_dir, data_dir):
             assert len(refused) == 2
             for error in refused:
                 assert isinstance(error, BadRequest)
-                assert "2 open models, the most (max_models); unload some" in str(error)
+                assert "2 open models, which is the limit (max_models); unload some" in str(error)
             assert await rows(server, ModelRow) == 2
             [model, _] = [model for model in made if not isinstance(model, BaseException)]
             unload = await server.unload_model(TENANT, model.model_id)

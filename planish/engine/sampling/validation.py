@@ -105,7 +105,7 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
             )
     if op.prompt_only and not wants_scores(op):
         raise UserError(
-            "prompt_only draws nothing, and nothing is asked about the prompt; ask for prompt_logprobs"
+            "prompt_only samples nothing, and no logprobs of the prompt are requested; ask for prompt_logprobs"
         )
     if op.target_prompt_logprobs is not None:
         targets = op.target_prompt_logprobs

@@ -62,7 +62,10 @@ def _signing_key(file: Path) -> bytes:
         key = _read(file) or _create(file)
     except OSError as error:
         # A full disk must not keep the server from starting.
-        _log.warning("links will be invalid after the next restart, because %s failed", error)
+        _log.warning(
+            "signed links will be invalid after the next restart, because their key could not be saved: %s",
+            error,
+        )
         return secrets.token_bytes(_KEY_BYTES)
     if len(key) != _KEY_BYTES:
         raise DamagedFileError(

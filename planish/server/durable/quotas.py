@@ -84,7 +84,9 @@ def check_sessions(source: Source, tenant: str, settings: ServerSettings) -> Non
 def _check_count(found: int, names: tuple[str, str], limit: int, remedy: str) -> None:
     what, setting = names
     if found >= limit:
-        raise BadRequest(f"this tenant has {found:,} open {what}, the most ({setting}); {remedy}")
+        raise BadRequest(
+            f"this tenant has {found:,} open {what}, which is the limit ({setting}); {remedy}"
+        )
 
 
 def text_bytes(*texts: str) -> int:

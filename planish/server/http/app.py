@@ -116,7 +116,7 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
         return answered({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
         detail += (
-            "; the endpoints for OpenAI's clients start with /v1, with which their base_url ends"
+            "; the endpoints for OpenAI's clients start with /v1; their base_url must end with it"
         )
     return answered(body_of(detail, error.status_code), error.status_code, headers)
 
@@ -140,7 +140,7 @@ async def _failed(request: Request, error: Exception) -> Response:
 
 
 _REFUSED = {
-    ("POST", "/auth/token"): "the key itself is used, not a token (pjwt_auth_enabled is false)",
+    ("POST", "/auth/token"): "use the key itself instead of a token (pjwt_auth_enabled is false)",
     (
         "GET",
         "/auth/apikey/me",

@@ -61,7 +61,7 @@ _CLIENT_INFORMATION = (
     "rid",
 )
 _OWN_DISTRIBUTION = "tokens are sampled from the model's own distribution; leave it out"
-_PLAIN_TEXT = "the text of an answer has no other form; leave it out"
+_PLAIN_TEXT = "this server has no other form for the text of an answer; leave it out"
 _SAMPLING_NEUTRAL: Neutral = {
     "logit_bias": (({},), _OWN_DISTRIBUTION),
     "bad_words": (([],), _OWN_DISTRIBUTION),

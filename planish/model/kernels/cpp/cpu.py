@@ -203,7 +203,8 @@ def loaded() -> Library | None:
         if chosen == "native":
             raise UserError(f"PLANISH_KERNELS=native: {error}") from error
         _log.warning(
-            "no kernels of our own on this CPU, so all takes several times longer: %s", error
+            "planish's kernels cannot be used on this CPU, so everything takes several times longer: %s",
+            error,
         )
         return None
     has_tiles = bool(found.has_tiles())
@@ -225,9 +226,7 @@ def loaded() -> Library | None:
 
 
 _log = logging.getLogger(__name__)
-_REMEDY = (
-    "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch uses no kernels of our own"
-)
+_REMEDY = "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch uses only torch"
 
 
 def serves(family: str) -> bool:
