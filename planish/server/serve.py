@@ -109,7 +109,9 @@ def serve(options: ServeOptions) -> int:
     """Run the server until it stops, and return the exit status of the process."""
     set_up_logging(options.log_format, options.log_level)
     prepared = _prepared(options)
-    connections = ConnectionTable(ConnectionLimits.of_files(raise_file_limit()))
+    connections = ConnectionTable(
+        ConnectionLimits.of_files(raise_file_limit(), has_keys=prepared.keys is not None)
+    )
     if connections.limits.total < _FEW_CONNECTIONS:
         _log.warning(
             "only %d connections fit into this process's limit of open files, and each waiting "

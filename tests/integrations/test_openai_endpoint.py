@@ -138,7 +138,7 @@ def test_what_may_go_better_is_asked_again(script, stumble):
 def test_the_error_of_the_last_attempt_is_raised(script):
     script.answers = [(500, {}, b"out of memory")]
     with pytest.raises(
-        EndpointError, match="no answer in 3 attempts, at last: status 500: out of memory"
+        EndpointError, match="no answer in 3 attempts; the last error: status 500: out of memory"
     ):
         ask(ChatEndpoint(script.url, "judge", max_retries=2))
     assert len(script.bodies) == 3

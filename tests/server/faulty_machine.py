@@ -125,7 +125,9 @@ class Machine:
             else:
                 self.stops += 1
                 assert status in ENDS, f"the server ended with status {status}"
-                assert "rror" in self.log.read_text(), "the server ended without a word"
+                log = self.log.read_text()
+                assert "rror" in log, "the server ended without a word"
+                assert "server.db is damaged" not in log, "the database is damaged"
                 self.shim.heal()
 
     def log_end(self, characters: int = 3000) -> str:

@@ -46,11 +46,16 @@ class Fixture:
 
 
 def test_limits_follow_from_the_open_files():
-    limits = ConnectionLimits.of_files(65536)
+    limits = ConnectionLimits.of_files(65536, True)
     assert limits.total < 65536 - 256
-    assert ConnectionLimits.of_files(1024).total == 576
-    assert ConnectionLimits.of_files(10).total == 64
-    assert ConnectionLimits.of_files(1 << 20).total == 20_000
+    assert ConnectionLimits.of_files(1024, True).total == 576
+    assert ConnectionLimits.of_files(10, True).total == 64
+    assert ConnectionLimits.of_files(1 << 20, True).total == 20_000
+
+
+def test_without_keys_only_the_total_limits_connections():
+    limits = ConnectionLimits.of_files(1024, False)
+    assert limits.keyless == limits.per_address == limits.total
 
 
 def test_idle_keyless_connections_are_replaced_oldest_first():
@@ -169,7 +174,7 @@ def with_header_seconds(seconds: float) -> str:
 import dataclasses, resource
 from planish.server.http.connections import ConnectionLimits
 made = ConnectionLimits.of_files
-ConnectionLimits.of_files = lambda n: dataclasses.replace(made(n), header_seconds={seconds})
+ConnectionLimits.of_files = lambda n, has_keys: dataclasses.replace(made(n, has_keys), header_seconds={seconds})
 """
 
 

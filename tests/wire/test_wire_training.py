@@ -254,9 +254,14 @@ def test_too_many_tiny_parts_are_rejected_before_they_take_memory(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "data", [b"\x1a\x00" * 600_000, b"\x1a\x80\x9f\x49" + b"\x0a\x00" * 600_000]
+    ("data", "most"),
+    [
+        (b"\x1a\x00" * 600_000, "131,072 datums"),
+        # One datum of 2,200,000 bytes.
+        (b"\x1a\xc0\xa3\x86\x01" + b"\x0a\x00" * 1_100_000, "1,048,576 datums and parts"),
+    ],
 )
-def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data):
+def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data, most):
     """Empty datums, or empty chunks of one datum, take 30 times their bytes as messages."""
     head = pb.ForwardBackwardRequest(
         model_id="m", seq_id=3, loss_fn="cross_entropy"
@@ -265,7 +270,7 @@ def test_a_body_of_empty_messages_is_rejected_before_parsing(monkeypatch, data):
         training.parse_forward_backward_head(head + data)
     ) == training.Place("m", 3)
     monkeypatch.setattr(training, "ForwardBackwardRequestMessage", None)
-    with pytest.raises(UserError, match="more than 524,288 datums and parts"):
+    with pytest.raises(UserError, match=f"more than {most}"):
         training.parse_forward_backward(head + data)
 
 

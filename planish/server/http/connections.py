@@ -7,9 +7,10 @@ with a valid key. Limits and timeouts ensure that keyless connections cannot kee
                from the limit of open files, and leaves files for the journal and checkpoints.
                When the total is reached, a new connection replaces an idle connection: the oldest
                keyless one, or else the least recently used one of a tenant.
-    keyless    At most half of the total, but never more than 4,096. One address (for IPv6, one
-               /64 network) may have at most an eighth of the total, but never more than 1,024. At
-               either limit, a new keyless connection replaces the oldest idle keyless one.
+    keyless    If the server has keys, at most half of the total, but never more than 4,096. One
+               address (for IPv6, one /64 network) may have at most an eighth of the total, but
+               never more than 1,024. At either limit, a new keyless connection replaces the oldest
+               idle keyless one.
     headers    A connection is closed if the headers of a request are not complete in time. A
                keyless connection is also closed if it sends no request in time.
     reading    A connection is closed if its client stops reading a response for too long.
@@ -80,6 +81,10 @@ class ConnectionLimits:
     """How many connections may be open, and their timeouts in seconds."""
 
     total: int = 4096
+    has_keys: bool = True
+    """Whether the server has keys. Without keys it listens on the loopback interface only, and only
+    the total limits its connections.
+    """
     header_seconds: float = 15.0
     """How long the headers of a request may take to arrive. The time counts from their first byte.
     For a keyless connection, it counts from the moment at which the connection became idle.
@@ -88,22 +93,22 @@ class ConnectionLimits:
     """How long a client may read nothing while the server has data for it."""
 
     @classmethod
-    def of_files(cls, max_files: int) -> ConnectionLimits:
+    def of_files(cls, max_files: int, has_keys: bool) -> ConnectionLimits:
         """Return the limits of a process that may open `max_files` files. Connections get three
         quarters of the unreserved files, because each download needs a second file.
         """
         fitting = (max_files - RESERVED_FILES) * 3 // 4
-        return cls(min(max(_FEWEST_CONNECTIONS, fitting), _MOST_CONNECTIONS))
+        return cls(min(max(_FEWEST_CONNECTIONS, fitting), _MOST_CONNECTIONS), has_keys)
 
     @property
     def keyless(self) -> int:
         """The maximum number of connections that have not sent a valid key."""
-        return min(self.total // 2, _MOST_KEYLESS)
+        return min(self.total // 2, _MOST_KEYLESS) if self.has_keys else self.total
 
     @property
     def per_address(self) -> int:
         """The maximum number of keyless connections from one address."""
-        return min(max(16, self.total // 8), _MOST_KEYLESS // 4)
+        return min(max(16, self.total // 8), _MOST_KEYLESS // 4) if self.has_keys else self.total
 
     @property
     def per_tenant(self) -> int:
