@@ -6,6 +6,7 @@ torch.
 """
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -52,6 +53,10 @@ class ModelTokenizer(Protocol):
         ...
 
 
+_IMPORTING = threading.Lock()
+"""transformers imports its modules at their first use, which fails in two threads at once."""
+
+
 def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
     """Load the tokenizer of a model directory as a tokenizer of `transformers`.
 
@@ -81,7 +86,8 @@ def load_tokenizer(directory: str | Path) -> "PreTrainedTokenizerBase":
 
 def _load(directory: Path) -> "PreTrainedTokenizerBase":
     # A module-level import would cost every command seconds, because transformers imports torch.
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    with _IMPORTING:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     # tokenizer.json holds the model's exact pipeline. The class that AutoTokenizer picks for a model
     # family rebuilds parts of that pipeline and may change them.

@@ -1,5 +1,6 @@
 """Checkpoints: PEFT loads them, and damage, crashes and full disks leave no partial one."""
 
+import errno
 import json
 import os
 import resource
@@ -399,6 +400,30 @@ def test_a_crash_between_the_two_renames_loses_no_checkpoint(store, model_dir, m
     store.save(Label(TRAINING, overwrite=True), saved(new))
     assert store.manifest(TRAINING).step == 2
     assert len(files_under(store.directory)) == 4
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_save_whose_last_sync_fails_leaves_its_name_as_it_was(
+    store, model_dir, monkeypatch, is_replaced
+):
+    old, new = trained(model_dir, steps=1), trained(model_dir, steps=2)
+    if is_replaced:
+        store.save(Label(TRAINING), saved(old))
+    target = store.directory / "run:train:0" / "weights"
+
+    def failing(path):
+        if path == target:
+            raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "sync", failing)
+        with pytest.raises(StorageError):
+            store.save(Label(TRAINING, overwrite=is_replaced), saved(new))
+    assert [path.name for path in target.iterdir()] == (["a"] if is_replaced else [])
+    if is_replaced:
+        assert store.manifest(TRAINING).step == 1
+    store.save(Label(TRAINING, overwrite=is_replaced), saved(new))
+    assert store.manifest(TRAINING).step == 2
 
 
 WRITER = """

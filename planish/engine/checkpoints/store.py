@@ -529,12 +529,20 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
     if target.is_dir():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(target, previous)
-    os.rename(temporary, target)
-    # A process that was killed, or whose sync failed, may have made the run's directories or the
-    # data directory without syncing their entries.
-    for directory in target.parents[:4]:
-        with suppress(PermissionError):  # an unreadable parent of the data directory was not made
-            sync(directory)
+    try:
+        os.rename(temporary, target)
+        # A process that was killed, or whose sync failed, may have made the run's directories or
+        # the data directory without syncing their entries.
+        for directory in target.parents[:4]:
+            with suppress(PermissionError):  # an unreadable parent was not made by planish
+                sync(directory)
+    except OSError:
+        # The save fails, so its name stays free, and an older checkpoint stays in place.
+        with suppress(FileNotFoundError):
+            os.rename(target, temporary)
+        with suppress(FileNotFoundError):
+            os.rename(previous, target)
+        raise
     shutil.rmtree(previous, ignore_errors=True)
 
 

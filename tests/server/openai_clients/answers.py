@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, ConfigDict, Field
 
 from planish.model.sources import DEFAULT_MODEL
 
@@ -16,8 +16,9 @@ TOKENS = 80
 
 
 class Colour(BaseModel):
-    """An answer of bounded length."""
+    """An answer of bounded length, because its schema allows no other properties."""
 
+    model_config = ConfigDict(extra="forbid")
     name: Literal["red", "green", "blue"]
     level: int = Field(ge=0, le=9)
 
