@@ -590,7 +590,7 @@ def test_a_forked_child_is_told_to_create_its_own_client(service_client):
                 ModelInput.from_ints([1]), 1, SamplingParams(max_tokens=1)
             ).result(WAIT)
         except planish.EngineClosedError as error:
-            os._exit(17 if "forked" in str(error) else 1)
+            os._exit(17 if "parent process" in str(error) else 1)
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
 
