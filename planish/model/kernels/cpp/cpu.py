@@ -311,29 +311,33 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tenso
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """Do the same as `Backend.swiglu`."""
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    call("swiglu", gate_up.dtype, gate_up, out, *out.shape)
-    return out
+    return _gated("swiglu", gate_up)
 
 
 def swiglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Do the same as `Backend.swiglu_backward`."""
-    out = torch.empty_like(gate_up)
-    call("swiglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
-    return out
+    return _gated_backward("swiglu_backward", grad, gate_up)
 
 
 def geglu(gate_up: Tensor) -> Tensor:
     """Do the same as `Backend.geglu`."""
-    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    call("geglu", gate_up.dtype, gate_up, out, *out.shape)
-    return out
+    return _gated("geglu", gate_up)
 
 
 def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     """Do the same as `Backend.geglu_backward`."""
+    return _gated_backward("geglu_backward", grad, gate_up)
+
+
+def _gated(function: str, gate_up: Tensor) -> Tensor:
+    out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+    call(function, gate_up.dtype, gate_up, out, *out.shape)
+    return out
+
+
+def _gated_backward(function: str, grad: Tensor, gate_up: Tensor) -> Tensor:
     out = torch.empty_like(gate_up)
-    call("geglu_backward", grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
+    call(function, grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
     return out
 
 

@@ -144,9 +144,9 @@ void decode(const Pass<X>& p, X* out, int threads) {
         linear(own.gate_up, own.gate_up_bias, h, p.hidden, gate_up, {p.inner, p.inner},
                l * SITES + 2);
         if (p.gelu)
-            geglu(gate_up, act, rows, p.inner, threads);
+            gated<Gelu>(gate_up, act, rows, p.inner, threads);
         else
-            swiglu(gate_up, act, rows, p.inner, threads);
+            gated<Silu>(gate_up, act, rows, p.inner, threads);
         linear(own.down, own.down_bias, act, p.inner, more, {p.hidden}, l * SITES + 3);
         output_norm(own.mlp_output_norm);
         attention.ranges += p.layer_ranges;

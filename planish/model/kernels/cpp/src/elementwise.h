@@ -82,68 +82,48 @@ void rotate(const X* x, int64_t x_stride, const float* cos, const float* sin, fl
     });
 }
 
-// silu(gate) * up; the two lie side by side in a row: [T, 2 * d].
-template <class X>
-void swiglu(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
+// The activations of a gated MLP are g * s. `gate` returns s, and `slope` the derivative of g * s.
+struct Silu {
+    static V gate(V g) { return sigmoid(g); }
+    static V slope(V g, V s) { return fma(mul(g, s), sub(all(1.0f), s), s); }  // s + g s (1 - s)
+};
+
+// GELU's approximation by tanh: s = sigmoid(z) with z = 2 sqrt(2 / pi) (g + 0.044715 g^3).
+struct Gelu {
+    static constexpr float SCALE = 1.5957691216057308f, CUBIC = 0.044715f;
+    static V gate(V g) {
+        V cubic = fma(mul(mul(g, g), g), all(CUBIC), g);
+        return sigmoid(mul(cubic, all(SCALE)));
+    }
+    static V slope(V g, V s) {  // s + g s (1 - s) z'
+        V inner = mul(fma(mul(g, g), all(3.0f * CUBIC), all(1.0f)), all(SCALE));
+        return fma(mul(mul(g, s), sub(all(1.0f), s)), inner, s);
+    }
+};
+
+// activation(gate) * up; the two lie side by side in a row: [T, 2 * d].
+template <class Activation, class X>
+void gated(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
     parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
             for (int64_t i = 0; i < d; i += LANES) {
                 Tail m = tail(d - i);
                 V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
-                store(out + t * d + i, mul(mul(g, sigmoid(g)), u), m);
+                store(out + t * d + i, mul(mul(g, Activation::gate(g)), u), m);
             }
     });
 }
 
-template <class X>
-void swiglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d,
-                     int threads) {
-    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
-        for (int64_t t = a; t < b; t++)
-            for (int64_t i = 0; i < d; i += LANES) {
-                Tail m = tail(d - i);
-                V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
-                V dy = load(grad + t * d + i, m), s = sigmoid(g);
-                V slope = fma(mul(g, s), sub(all(1.0f), s), s);  // silu' = s + g s (1 - s)
-                store(out + t * 2 * d + i, mul(mul(dy, u), slope), m);
-                store(out + t * 2 * d + d + i, mul(dy, mul(g, s)), m);
-            }
-    });
-}
-
-// GELU's approximation by tanh is g * sigmoid(z) with z = 2 sqrt(2 / pi) (g + 0.044715 g^3).
-constexpr float GELU_SCALE = 1.5957691216057308f, GELU_CUBIC = 0.044715f;
-inline V gelu_sigmoid(V g) {
-    V cubic = fma(mul(mul(g, g), g), all(GELU_CUBIC), g);
-    return sigmoid(mul(cubic, all(GELU_SCALE)));
-}
-
-// gelu(gate) * up; the two lie side by side in a row: [T, 2 * d].
-template <class X>
-void geglu(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {
-    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
-        for (int64_t t = a; t < b; t++)
-            for (int64_t i = 0; i < d; i += LANES) {
-                Tail m = tail(d - i);
-                V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
-                store(out + t * d + i, mul(mul(g, gelu_sigmoid(g)), u), m);
-            }
-    });
-}
-
-template <class X>
-void geglu_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d,
+template <class Activation, class X>
+void gated_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64_t d,
                     int threads) {
     parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
         for (int64_t t = a; t < b; t++)
             for (int64_t i = 0; i < d; i += LANES) {
                 Tail m = tail(d - i);
                 V g = load(gate_up + t * 2 * d + i, m), u = load(gate_up + t * 2 * d + d + i, m);
-                V dy = load(grad + t * d + i, m), s = gelu_sigmoid(g);
-                // gelu' = s + g s (1 - s) z'
-                V inner = mul(fma(mul(g, g), all(3.0f * GELU_CUBIC), all(1.0f)), all(GELU_SCALE));
-                V slope = fma(mul(mul(g, s), sub(all(1.0f), s)), inner, s);
-                store(out + t * 2 * d + i, mul(mul(dy, u), slope), m);
+                V dy = load(grad + t * d + i, m), s = Activation::gate(g);
+                store(out + t * 2 * d + i, mul(mul(dy, u), Activation::slope(g, s)), m);
                 store(out + t * 2 * d + d + i, mul(dy, mul(g, s)), m);
             }
     });

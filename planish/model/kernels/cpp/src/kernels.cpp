@@ -1,6 +1,6 @@
-// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotations, gated activations, attention, products
-// with frozen weights and with adapters. Every function has a twin in torch, which the tests
-// compare.
+// Kernels for CPUs with AVX-512 and BF16, or AVX2: norms, rotary embeddings, gated activations,
+// attention, matmuls with frozen weights and with adapters. Every function has a reference in
+// torch, which the tests compare.
 //
 // A row's outcome has bits that depend on that row alone: not on the number of rows, nor on how
 // they are cut into blocks, nor on the number of threads. So every sum has one order, written where
@@ -47,18 +47,18 @@ Told told(F f) {
         return told([&] { rotate<X>(x, stride, cos, sin, sign, out, rows, heads, e, threads); });  \
     }                                                                                              \
     EXPORT Told swiglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {       \
-        return told([&] { swiglu<X>(gate_up, out, rows, d, threads); });                           \
+        return told([&] { gated<Silu>(gate_up, out, rows, d, threads); });                         \
     }                                                                                              \
     EXPORT Told swiglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows,         \
                                     int64_t d, int threads) {                                      \
-        return told([&] { swiglu_backward<X>(grad, gate_up, out, rows, d, threads); });            \
+        return told([&] { gated_backward<Silu>(grad, gate_up, out, rows, d, threads); });          \
     }                                                                                              \
     EXPORT Told geglu_##S(const X* gate_up, X* out, int64_t rows, int64_t d, int threads) {        \
-        return told([&] { geglu<X>(gate_up, out, rows, d, threads); });                            \
+        return told([&] { gated<Gelu>(gate_up, out, rows, d, threads); });                         \
     }                                                                                              \
     EXPORT Told geglu_backward_##S(const X* grad, const X* gate_up, X* out, int64_t rows,          \
                                    int64_t d, int threads) {                                       \
-        return told([&] { geglu_backward<X>(grad, gate_up, out, rows, d, threads); });             \
+        return told([&] { gated_backward<Gelu>(grad, gate_up, out, rows, d, threads); });          \
     }                                                                                              \
     EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact,        \
                                 int64_t k, const float* temperature, float* weights, float* out,   \
