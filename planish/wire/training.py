@@ -105,8 +105,9 @@ def parse_forward_backward(body: bytes) -> Any:
     """
     datums = 0
     for count, (number, begin, end) in enumerate(_walk(body), start=1):
-        datums += number == (_DATA_FIELD,)
-        check_parts("data", datums)
+        if number == (_DATA_FIELD,):
+            datums += 1
+            check_parts("data", datums)
         if count > MAX_FIELDS:
             raise UserError(
                 f"the body has more than {MAX_FIELDS:,} datums and parts; send fewer in one call"
