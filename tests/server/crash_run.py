@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import shutil
 import signal
@@ -34,7 +33,7 @@ from crash_history import CrashClient, script
 from crash_server import CrashServer, Start, free_port
 from disk_shim import Shim, compiler
 from power_loss import LOSSES, Disk
-from server_client import state
+from server_client import record, state
 from wire_client import WireClient
 
 from planish.server.durable.store import CRASH_POINTS
@@ -314,10 +313,7 @@ def main() -> None:
                 arguments.ignore_syncs,
             )
         )
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
+    record(result, arguments.record)
 
 
 if __name__ == "__main__":

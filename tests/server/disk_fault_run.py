@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import json
 import shutil
 import sys
 import tempfile
@@ -37,7 +36,7 @@ from crash_history import CrashModel, delete, told
 from crash_run import SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
-from server_client import adam, drawn, gradient, sample, state
+from server_client import adam, drawn, gradient, record, sample, state
 from wire_client import Refused, WireClient
 
 from planish.server.results import Done, Failed
@@ -241,10 +240,7 @@ def main() -> int:
                 arguments.step,
             )
         )
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
+    record(result, arguments.record)
     return 1 if result["wrong"] else 0
 
 

@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import json
 import random
 import shutil
 import sys
@@ -39,7 +38,7 @@ from crash_history import CrashModel, delete, told
 from crash_run import CALM, KEYS, SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
-from server_client import adam, drawn, gradient, sample, state
+from server_client import adam, drawn, gradient, record, sample, state
 from wire_client import Refused, WireClient
 
 from planish.server.results import Accepted, Done, Failed
@@ -461,10 +460,7 @@ def main() -> None:
                 arguments.faults,
             )
         )
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
+    record(result, arguments.record)
 
 
 if __name__ == "__main__":

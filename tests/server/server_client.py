@@ -5,6 +5,7 @@ on disk.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -219,3 +220,11 @@ def state(data_dir: Path, path: str) -> dict[str, bytes]:
 
 def run(work: Any) -> Any:
     return asyncio.run(work)
+
+
+def record(result: dict[str, Any], path: Path | None) -> None:
+    """Print the result of a long run as JSON, and write it to `path` if there is one."""
+    text = json.dumps(result, indent=2)
+    print(text)
+    if path is not None:
+        path.write_text(text + "\n")

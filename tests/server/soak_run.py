@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import mean
 
 from crash_server import CrashServer, Start, free_port
-from server_client import BASE, RANK, adam, gradient, sample
+from server_client import BASE, RANK, adam, gradient, record, sample
 from wire_client import Patient, WireClient
 
 from planish.server.results import Accepted, Done
@@ -269,10 +269,7 @@ def main() -> int:
         "found": found,
     }
     result["grown"] = grown(found)
-    text = json.dumps(result, indent=2)
-    print(text)
-    if arguments.record is not None:
-        arguments.record.write_text(text + "\n")
+    record(result, arguments.record)
     return 1 if result["grown"] else 0
 
 

@@ -26,6 +26,12 @@ async def rows(server: Server, kind: type[SessionRow | ModelRow | SamplerRow]) -
     return await server.store.read(count, kind, "tenant = ?", [TENANT.name])
 
 
+async def published(server: Server) -> None:
+    """Wait until the files of all samplers are saved."""
+    while any(sampler.row.source is None for sampler in server.samplers.all()):
+        await asyncio.sleep(0.02)
+
+
 def test_metadata_counts_against_the_storage_quota(model_dir, data_dir):
     """A checkpoint of a few KiB had metadata of any size for nothing."""
     metadata = {"key": "x" * 60_000}
@@ -157,8 +163,7 @@ def test_models_may_publish_any_number_of_samplers(model_dir, data_dir):
             client = await Client.start(server)
             model = await client.model()
             samplers = [await model.publish() for _ in range(4)]
-            while any(sampler.row.source is None for sampler in server.samplers.all()):
-                await asyncio.sleep(0.02)
+            await published(server)
             await server.cleanup.clean()
             assert [sampler.id for sampler in server.samplers.all()] == samplers[-2:]
             await client.sample(samplers[-1])
@@ -174,8 +179,7 @@ def test_the_tenant_with_most_unnamed_samplers_loses_them_first(model_dir, data_
             model = await large.model()
             for _ in range(3):
                 await model.publish()
-            while any(sampler.row.source is None for sampler in server.samplers.all()):
-                await asyncio.sleep(0.02)
+            await published(server)
             size = server.samplers.all()[0].row.bytes
             limited = ServerSettings(unnamed_sampler_bytes=2 * size)
             object.__setattr__(server.cleanup._services, "settings", limited)
