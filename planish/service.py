@@ -483,7 +483,14 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "dro": {"beta": 0.1},
 }
-"""The options of each loss with their defaults, in addition to `temperature`, which every loss has.
+"""The options of each loss with their defaults, in addition to those of `COMMON_LOSS_OPTIONS`."""
+
+COMMON_LOSS_OPTIONS = {"temperature": 1.0, "skip_unweighted": 0.0}
+"""The options that every loss has, with their defaults.
+
+`temperature`: the logits are divided by it. `skip_unweighted`: with 1, the positions that do not
+contribute to the loss are not scored, because their weight, advantage or mask is 0. That saves
+their share of the output head. Their logprobs in the result are 0.
 """
 
 
@@ -520,7 +527,7 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     """Return the checked options of loss `name`, with defaults for missing ones. Raise UserError,
     which names the option, if an option is unknown or invalid.
     """
-    config: dict[str, float] = {"temperature": 1.0, **LOSS_OPTIONS[name]}
+    config: dict[str, float] = {**COMMON_LOSS_OPTIONS, **LOSS_OPTIONS[name]}
     for key, value in (given or {}).items():
         if key not in config:
             raise UserError(
@@ -530,6 +537,11 @@ def complete_config(name: str, given: Mapping[str, float] | None) -> dict[str, f
     if config["temperature"] <= 0:
         raise UserError(
             f"loss_fn_config['temperature']={config['temperature']:g}: give a number above 0"
+        )
+    if config["skip_unweighted"] not in (0, 1):
+        raise UserError(
+            f"loss_fn_config['skip_unweighted']={config['skip_unweighted']:g}: give 0 to score every "
+            "position, or 1 to skip those without weight"
         )
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", 1.0)
     if not 0 <= low <= 1 <= high:

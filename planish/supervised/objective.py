@@ -49,7 +49,10 @@ class CrossEntropy:
     async def submit(
         self, training_client: TrainingClient, data: Sequence[Datum]
     ) -> "CrossEntropyGradient":
-        pending = await training_client.forward_backward_async(data, "cross_entropy")
+        # Only the logprobs of weighted tokens are read below.
+        pending = await training_client.forward_backward_async(
+            data, "cross_entropy", {"skip_unweighted": 1}
+        )
         return CrossEntropyGradient(self.tokenizer, data, pending)
 
     def test(self, test_set: SupervisedDataset) -> NLLEvaluator:

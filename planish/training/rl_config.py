@@ -200,7 +200,11 @@ def check_all_but_reference(config: Config) -> None:
         raise UserError(
             f"max_steps_off_policy={config.lag}: give a whole number, 0 for synchronous"
         )
-    complete_config(config.loss_fn, config.loss_fn_config)
+    if complete_config(config.loss_fn, config.loss_fn_config)["skip_unweighted"]:
+        raise UserError(
+            "loss_fn_config['skip_unweighted']=1: leave it out, because the run compares the "
+            "logprobs of all sampled tokens with the sampler's"
+        )
     stream = config.stream_minibatch_config
     if stream is not None and stream.num_minibatches < 1:
         raise UserError(

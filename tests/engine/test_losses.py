@@ -233,5 +233,6 @@ def test_loss_options_accept_numpy_numbers():
     given: dict[str, Any] = {"temperature": np.float32(0.5), "beta": np.int64(1)}
     assert complete_config("dro", given) == {
         "temperature": 0.5,
+        "skip_unweighted": 0.0,
         "beta": 1.0,
     }

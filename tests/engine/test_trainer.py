@@ -674,3 +674,59 @@ def test_padding_a_short_forest_changes_nothing(decoder):
         )
     torch.testing.assert_close(padded_grad, plain_grad, rtol=1e-4, atol=1e-6)
     assert padded.metrics["forest_tokens:sum"] == plain.metrics["forest_tokens:sum"]
+
+
+@pytest.mark.parametrize("loss_fn", ["cross_entropy", *SAMPLED_LOSSES])
+def test_skipping_unweighted_positions_changes_neither_loss_nor_gradient(decoder, loss_fn: str):
+    """Positions without weight get the logprob 0; all others keep theirs."""
+    trainer, adapter = new_trainer(decoder), new_adapter(decoder)
+    sampled = group_datums(3)
+    advantages = [datum.loss_fn_inputs["advantages"].to_numpy() for datum in sampled]
+    data = as_cross_entropy(sampled) if loss_fn == "cross_entropy" else sampled
+    if loss_fn == "dro":
+        data = [
+            datum_of(d.model_input, {**d.loss_fn_inputs, "mask": (given != 0).astype(np.float32)})
+            for d, given in zip(data, advantages, strict=True)
+        ]
+    whole, grad = gradient(trainer, adapter, data, loss_fn)
+    fewer, same_grad = gradient(trainer, adapter, data, loss_fn, {"skip_unweighted": 1})
+    assert relative(same_grad, grad) < 1e-6
+    assert fewer.metrics == pytest.approx(whole.metrics, rel=1e-6)
+    for a, b, given in zip(fewer.loss_fn_outputs, whole.loss_fn_outputs, advantages, strict=True):
+        expected = np.where(given != 0, b["logprobs"].to_numpy(), 0.0)
+        np.testing.assert_allclose(a["logprobs"].to_numpy(), expected, rtol=0, atol=1e-5)
+    assert any((given == 0).any() for given in advantages)
+
+
+def test_skipping_unweighted_positions_computes_fewer_logits(decoder, monkeypatch):
+    rows = []
+    base_logits = type(decoder.backend).base_logits
+
+    def counted(self, hidden, head, **options):
+        rows.append(len(hidden))
+        return base_logits(self, hidden, head, **options)
+
+    monkeypatch.setattr(type(decoder.backend), "base_logits", counted)
+    tokens = [3, 1, 4, 1, 5, 9, 2, 6]
+    weights = np.array([0, 0, 0, 0, 0, 1, 1, 1], np.float32)
+    data = one(tokens, target_tokens=tokens, weights=weights)[1:]
+    run(new_trainer(decoder), new_adapter(decoder), data, config={"skip_unweighted": 1})
+    assert rows == [3]
+
+
+def test_a_call_without_any_weight_has_no_loss_and_no_gradient(decoder):
+    data = one([1, 2, 3], target_tokens=[2, 3, 4], weights=np.zeros(3, np.float32))[1:]
+    output, grad = gradient(
+        new_trainer(decoder), new_adapter(decoder), data, config={"skip_unweighted": 1}
+    )
+    assert output.metrics["loss:sum"] == 0
+    assert not grad.any()
+    assert output.loss_fn_outputs[0]["logprobs"].to_numpy().tolist() == [0, 0, 0]
+
+
+def test_unweighted_positions_are_scored_unless_the_option_says_otherwise(decoder):
+    data = one([1, 2, 3], target_tokens=[2, 3, 4], weights=np.zeros(3, np.float32))[1:]
+    output, _ = run(new_trainer(decoder), new_adapter(decoder), data)
+    assert (output.loss_fn_outputs[0]["logprobs"].to_numpy() < 0).all()
+    with pytest.raises(UserError, match="skip_unweighted.*=2: give 0"):
+        new_trainer(decoder).read(data, "cross_entropy", {"skip_unweighted": 2})

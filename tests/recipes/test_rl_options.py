@@ -98,6 +98,7 @@ def test_the_reference_of_the_penalty_is_where_the_run_begins_unless_named(optio
         ({"loss_fn": "cross_entropy"}, "loss_fn=cross_entropy"),
         ({"temperature": 0.0}, "temperature=0.0"),
         ({"lr_schedule": "up"}, "lr_schedule=up"),
+        ({"loss_fn_config": {"skip_unweighted": 1}}, "skip_unweighted.*leave it out"),
     ],
 )
 def test_invalid_options_are_rejected_before_loading(monkeypatch, tmp_path, options, message):

@@ -125,7 +125,9 @@ class LedgerClient:
         self.service.count("forward")
         return done(scored(data))
 
-    async def forward_backward_async(self, data: list[Datum], loss_fn: str) -> Any:
+    async def forward_backward_async(
+        self, data: list[Datum], loss_fn: str, loss_fn_config: dict[str, float] | None = None
+    ) -> Any:
         self.service.count("forward_backward")
         self.pending += [digest(datum) for datum in data]
         self.texts.append([learned(datum, self.service.tokenizer) for datum in data])

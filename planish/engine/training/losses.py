@@ -22,6 +22,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -46,6 +47,17 @@ class Loss:
     """Names of the optional `loss_fn_inputs`."""
     many_targets: bool = False
     """Whether target_tokens may be [N, K]."""
+    factors: tuple[str, ...] = ()
+    """Names of the inputs of which one must be nonzero for a position to contribute. If the first
+    of them is not given, every position contributes.
+    """
+
+    def contributes(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+        """Return whether the loss depends on the logprob of each target: bool [N] or [N, K]."""
+        if self.factors[0] not in inputs:
+            return np.ones(shape, dtype=bool)
+        given = [inputs[name] != 0 for name in self.factors if name in inputs]
+        return np.logical_or.reduce(given)
 
     @property
     def has_ratio(self) -> bool:
@@ -151,12 +163,17 @@ _SAMPLED = ("logprobs", "advantages")
 
 
 LOSSES: dict[str, Loss] = {
-    "cross_entropy": Loss(cross_entropy, (), ("weights",), many_targets=True),
-    "importance_sampling": Loss(importance_sampling, _SAMPLED),
-    "ppo": Loss(ppo, _SAMPLED),
-    "cispo": Loss(cispo, _SAMPLED),
-    "gspo": Loss(gspo, _SAMPLED, ("sequence_ratio_mask",)),
-    "dro": Loss(dro, _SAMPLED, ("mask",)),
+    "cross_entropy": Loss(cross_entropy, (), ("weights",), many_targets=True, factors=("weights",)),
+    "importance_sampling": Loss(importance_sampling, _SAMPLED, factors=("advantages",)),
+    "ppo": Loss(ppo, _SAMPLED, factors=("advantages",)),
+    "cispo": Loss(cispo, _SAMPLED, factors=("advantages",)),
+    "gspo": Loss(
+        gspo,
+        _SAMPLED,
+        ("sequence_ratio_mask",),
+        factors=("advantages", "sequence_ratio_mask"),
+    ),
+    "dro": Loss(dro, _SAMPLED, ("mask",), factors=("mask",)),
 }
 
 # Losses of the public API that planish does not support, with the alternative to each.

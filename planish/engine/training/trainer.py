@@ -12,8 +12,9 @@ gradient fails the call, and also the optimizer step that may already be queued 
 other work on the device.
 
 Shapes of one micro-batch: a row is one token of the packed prefix trees. M is the total number of
-targets of all datums. P is the number of distinct (row, target) pairs. P is smaller than M if
-several datums have the same target after a shared prefix.
+targets of all datums. P is the number of distinct (row, target) pairs that are scored. P is smaller
+than M if several datums have the same target after a shared prefix, or with the option
+`skip_unweighted` of the loss.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ class TrainingBatch:
     loss: Loss
     config: Mapping[str, float]
     """The options of the loss, including the defaults."""
+
+    def scored(self, datum: int) -> np.ndarray:
+        """Return which targets of a datum are scored: bool [N] or [N, K]."""
+        example = self.examples[datum]
+        if not self.config["skip_unweighted"]:
+            return np.ones(example.targets.shape, dtype=bool)
+        return self.loss.contributes(example.inputs, example.targets.shape)
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,13 +245,14 @@ class Trainer:
 
     def _run(self, call: _Call, packed: Packed) -> tuple[_MicroBatchResult, Tensor | None]:
         """Run one micro-batch; return its results, and its gradient unless `forward_only`."""
-        pairs = _Pairs.of(packed, call.batch.examples, self._decoder.config.vocab_size)
+        pairs = _Pairs.of(packed, call.batch, self._decoder.config.vocab_size)
         try:
             with torch.set_grad_enabled(call.backward):
                 unique = self._score(call, packed, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
-            logprobs = unique.detach().cpu()[pairs.place].requires_grad_(call.backward)
+            known = torch.cat([unique.detach().cpu(), unique.new_zeros(1, device="cpu")])
+            logprobs = known[pairs.place].requires_grad_(call.backward)
             with torch.set_grad_enabled(call.backward):
                 losses = _losses(call, packed, logprobs)
             grad = (
@@ -265,6 +274,8 @@ class Trainer:
     def _score(self, call: _Call, packed: Packed, pairs: _Pairs) -> Tensor:
         """Return the logprobs [P] of the distinct pairs."""
         device = self._decoder.device
+        if not len(pairs.rows):
+            return torch.zeros(0, device=device)
         recompute = self.settings.recomputes(len(packed))
         hidden = self._decoder.forward(
             sent(torch.from_numpy(packed.tokens), device),
@@ -273,7 +284,10 @@ class Trainer:
             call.weights,
             recompute=recompute,
         )
-        rows, targets = sent(pairs.rows, device), sent(pairs.targets, device)
+        scored, at = torch.unique_consecutive(pairs.rows, return_inverse=True)
+        if len(scored) < len(packed):
+            hidden = hidden[sent(scored, device)]
+        rows, targets = sent(at, device), sent(pairs.targets, device)
         return scored_logprobs(
             self._decoder.backend,
             hidden,
@@ -305,7 +319,8 @@ class Trainer:
                 raise NonFiniteError(
                     f"the gradient of data[{datum}]'s loss is not finite; check its logprobs and advantages"
                 )
-        at_pairs = torch.zeros(unique.shape, dtype=wanted.dtype).index_add_(0, pairs.place, wanted)
+        grads = torch.zeros(len(unique) + 1, dtype=wanted.dtype)
+        at_pairs = grads.index_add_(0, pairs.place, wanted)[:-1]
         if unique.requires_grad and bool(at_pairs.any()):
             unique.backward(sent(at_pairs, unique.device))
         return call.weights.collect_grad()
@@ -323,22 +338,26 @@ class _Pairs:
     targets: Tensor
     """int64 [P]: target token of each pair."""
     place: Tensor
-    """int64 [M]: for each target of the concatenated datums, the index of its pair."""
+    """int64 [M]: for each target of the concatenated datums, the index of its pair, or P if the
+    target is not scored.
+    """
 
     @classmethod
-    def of(cls, packed: Packed, examples: list[Example], vocab_size: int) -> _Pairs:
+    def of(cls, packed: Packed, batch: TrainingBatch, vocab_size: int) -> _Pairs:
         """Collect the pairs of all datums of a micro-batch and remove duplicates."""
-        keys = []
+        keys, scored = [], []
         for datum, rows in zip(packed.datums, packed.rows, strict=True):
-            targets = examples[datum].targets
+            targets = batch.examples[datum].targets
             keys.append(
                 (rows.reshape(-1, *[1] * (targets.ndim - 1)) * vocab_size + targets).reshape(-1)
             )
-        distinct, place = np.unique(np.concatenate(keys), return_inverse=True)
+            scored.append(batch.scored(datum).reshape(-1))
+        where = np.concatenate(scored)
+        distinct, pairs = np.unique(np.concatenate(keys)[where], return_inverse=True)
+        place = np.full(where.shape, len(distinct))
+        place[where] = pairs.reshape(-1)
         rows, targets = np.divmod(distinct, vocab_size)
-        return cls(
-            torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place.reshape(-1))
-        )
+        return cls(torch.from_numpy(rows), torch.from_numpy(targets), torch.from_numpy(place))
 
 
 def _sizes(call: _Call, packed: Packed) -> list[int]:
