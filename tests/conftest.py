@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from planish.files import cache_home
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.sandbox import Sandbox, SandboxUnavailableError
 
 if not torch.cuda.is_available():
@@ -99,7 +99,7 @@ def planish_home() -> Callable[[Path], Path]:
 
     def made(directory: Path) -> Path:
         directory.mkdir(parents=True)
-        if cpu.loaded() is not None:
+        if ops.load_library() is not None:
             (directory / "kernels").symlink_to(kernels)
         return directory
 
@@ -109,4 +109,4 @@ def planish_home() -> Callable[[Path], Path]:
 @pytest.fixture(scope="session", autouse=True)
 def _kernels_are_loaded() -> None:
     """Load the CPU kernels before a test gives this process another cache."""
-    cpu.loaded()
+    ops.load_library()

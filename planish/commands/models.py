@@ -22,8 +22,8 @@ def run(arguments: argparse.Namespace) -> None:
     """List the base models, or prepare one with --fetch."""
     if arguments.fetch is not None:
         print(f"{arguments.fetch}: {resolve_model(arguments.fetch)}")
-        from planish.model.kernels.cpp import cpu  # also imports torch, which a list does not need
+        from planish.model.kernels.cpp import ops  # also imports torch, which a list does not need
 
-        cpu.loaded()  # compile now rather than at the first sample
+        ops.load_library()  # compile now rather than at the first sample
     else:
         print_models()

@@ -17,7 +17,7 @@ from planish.engine.memory import gib
 from planish.engine.settings import EngineSettings, choose_device, choose_dtype, unused_gpu
 from planish.errors import UserError
 from planish.files import cache_home, short_path
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.build import BuildError, find_compiler
 from planish.model.kernels.triton.families import wants_graphs
 from planish.model.kernels.triton.self_test import driver_version, has_headers, remedy_of
@@ -127,15 +127,15 @@ def _cpu_kernels() -> Iterator[Finding]:
     library = None
     with collected_warnings() as warnings:
         try:
-            library = cpu.loaded()
+            library = ops.load_library()
         except UserError as error:
             warnings.append(str(error))
-    value = {"in_use": library is not None, "switch": cpu.wanted(), "warnings": warnings}
+    value = {"in_use": library is not None, "switch": ops.kernels_setting(), "warnings": warnings}
     if library is not None:
-        text = f"in use, compiled for {cpu.instructions()}"
+        text = f"in use, compiled for {ops.instructions()}"
         yield Finding("cpu_kernels", text, value)
         yield _self_test(library.verdicts)
-    elif cpu.wanted() == "torch":
+    elif ops.kernels_setting() == "torch":
         yield Finding("cpu_kernels", "not in use, because PLANISH_KERNELS=torch", value)
     else:
         text = ": ".join(["not in use; torch's are, several times slower", *warnings])
@@ -168,7 +168,7 @@ def _judged(name: str, verdicts: Sequence[Verdict], remedy: str) -> Finding:
 
 def _has_avx2() -> bool:
     try:
-        cpu.instructions()
+        ops.instructions()
     except BuildError:
         return False
     return True

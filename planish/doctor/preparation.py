@@ -25,7 +25,7 @@ from planish.engine.settings import (
 )
 from planish.model.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.device import Device
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
@@ -88,7 +88,7 @@ def command(device: str, directory: Path | None) -> list[str]:
 
 def prepare(device_name: str, directory: Path | None) -> Prepared:
     """Compile and test the remaining kernels, and describe the base model's numerics."""
-    cpu.loaded()
+    ops.load_library()
     if directory is None:
         return Prepared()
     config, device = ModelConfig.from_directory(directory), choose_device(device_name)

@@ -49,7 +49,13 @@ from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.kernels.verdicts import Verdict
 from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
-from planish.model.lora import LAYER_SITES, SITES, AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import (
+    FUSED_MODULE_NAMES,
+    FUSED_MODULES,
+    AdapterRows,
+    LoraLayout,
+    LoraWeights,
+)
 from planish.model.positions import SPAN, capacity_for
 from planish.model.prefix_tree import pack
 from planish.model.weights import expected_shapes
@@ -426,7 +432,7 @@ def check_lora(case: Case) -> None:
             AdapterRows(cut[1], cut[2], adapters[1]),
         ]
         tables.fill(members)
-        sites = list(zip(SITES, LAYER_SITES, strict=True))
+        sites = list(zip(FUSED_MODULE_NAMES, FUSED_MODULES, strict=True))
         for name, linears in sites if rows == min(case.sizes.lora_rows) else sites[:1]:
             found = getattr(adapters[0].layers[0], name)
             sizes = [len(b) for b in found.bs]

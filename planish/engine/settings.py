@@ -16,7 +16,7 @@ import torch
 
 from planish.errors import UserError
 from planish.model.config import ModelConfig
-from planish.model.kernels.cpp import cpu_products
+from planish.model.kernels.cpp import matmul
 from planish.model.kernels.device import Device
 from planish.model.kernels.triton.families import HeadShape, wants_graphs
 from planish.service import checked_substitutes
@@ -192,4 +192,4 @@ def kernel_shapes(config: ModelConfig) -> dict[str, int]:
 def _cpu_multiplies_bfloat16() -> bool:
     # The oldest supported torch does not have the public torch.cpu.get_capabilities.
     has_instructions = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
-    return has_instructions or cpu_products.multiplies_bfloat16()
+    return has_instructions or matmul.supports_bf16_matmul()

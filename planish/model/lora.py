@@ -24,7 +24,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
 from planish.types import LoraConfig
 
-LAYER_SITES = (
+FUSED_MODULES = (
     ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     ("self_attn.o_proj",),
     ("mlp.gate_proj", "mlp.up_proj"),
@@ -77,7 +77,8 @@ class LayerLora:
         return found
 
 
-SITES = tuple(site.name for site in fields(LayerLora))
+FUSED_MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
+"""The names of the groups in FUSED_MODULES: "attn_in", "attn_out", "mlp_in", "mlp_out"."""
 
 
 class LoraLayout:
@@ -97,7 +98,7 @@ class LoraLayout:
         first (at most four per layer), then the head.
         """
         for layer in range(model.num_layers):
-            for site in LAYER_SITES:
+            for site in FUSED_MODULES:
                 if (lora.train_attn and site[0].startswith("self_attn")) or (
                     lora.train_mlp and site[0].startswith("mlp")
                 ):
@@ -170,7 +171,7 @@ class LoraWeights:
             for entries in layout.sites
         }
         layers = range(layout.model.num_layers)
-        targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in LAYER_SITES]
+        targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in FUSED_MODULES]
         matrices = [found.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
         """The packed matrices of all layers, ordered by layer; None if torch computes them."""
@@ -178,7 +179,7 @@ class LoraWeights:
         head = [found.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        n = len(LAYER_SITES)
+        n = len(FUSED_MODULES)
         self.layers = [
             LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
         ]

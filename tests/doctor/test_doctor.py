@@ -273,11 +273,11 @@ def test_an_unknown_value_of_a_switch_names_the_allowed_ones(monkeypatch, capsys
 
 def test_kernels_that_were_turned_off(monkeypatch):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    acceleration.cpu.loaded.cache_clear()
+    acceleration.ops.load_library.cache_clear()
     try:
         [finding] = acceleration._cpu_kernels()
     finally:
-        acceleration.cpu.loaded.cache_clear()
+        acceleration.ops.load_library.cache_clear()
     assert finding.text == "not in use, because PLANISH_KERNELS=torch"
     assert not finding.needs_attention
 
@@ -286,7 +286,7 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
     def refuse():
         raise UserError("PLANISH_KERNELS=native: no library")
 
-    monkeypatch.setattr(acceleration.cpu, "loaded", refuse)
+    monkeypatch.setattr(acceleration.ops, "load_library", refuse)
     [finding] = acceleration._cpu_kernels()
     assert "no library" in finding.text
     assert finding.needs_attention == acceleration._has_avx2()
@@ -295,8 +295,8 @@ def test_kernels_that_cannot_be_loaded(monkeypatch):
 def test_kernels_that_failed_their_self_test(monkeypatch):
     verdicts = [Verdict("matmul", False, "illegal instruction"), Verdict("rope", True)]
     library = SimpleNamespace(verdicts=verdicts)
-    monkeypatch.setattr(acceleration.cpu, "loaded", lambda: library)
-    monkeypatch.setattr(acceleration.cpu, "instructions", lambda: "AVX2")
+    monkeypatch.setattr(acceleration.ops, "load_library", lambda: library)
+    monkeypatch.setattr(acceleration.ops, "instructions", lambda: "AVX2")
     found = by_name(acceleration._cpu_kernels())
     assert not found["cpu_kernels"].needs_attention
     assert "matmul (illegal instruction)" in found["cpu_self_test"].text
@@ -307,7 +307,7 @@ def test_kernels_that_failed_their_self_test(monkeypatch):
 
 def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
     """The self-test runs again, and the doctor reports its result."""
-    real = acceleration.cpu.loaded()
+    real = acceleration.ops.load_library()
     if real is None:
         pytest.skip("no kernels on this CPU")
     directory = here / "another" / "kernels"
@@ -321,17 +321,17 @@ def test_a_damaged_file_of_verdicts_is_made_again(here, monkeypatch):
         return [Verdict(family, True) for family in families], True
 
     monkeypatch.setattr("planish.model.kernels.cpp.self_test._run", passed)
-    acceleration.cpu.loaded.cache_clear()
+    acceleration.ops.load_library.cache_clear()
     try:
         for damage in ("", "{", '[{"family": 1}]'):
             for path in directory.glob("verdicts-*.json"):
                 path.write_text(damage)
             found = by_name(acceleration._cpu_kernels())
             assert "passed: " in found["cpu_self_test"].text
-            acceleration.cpu.loaded.cache_clear()
+            acceleration.ops.load_library.cache_clear()
         assert "passed: " in by_name(acceleration._cpu_kernels())["cpu_self_test"].text
     finally:
-        acceleration.cpu.loaded.cache_clear()
+        acceleration.ops.load_library.cache_clear()
     assert list(map(str, asked)) == [str(library)] * 3
 
 
@@ -519,6 +519,6 @@ def test_warnings_are_collected_and_not_printed(caplog):
     import logging
 
     with collected_warnings() as warnings:
-        logging.getLogger("planish.model.kernels.cpp.cpu").warning("no kernels: %s", "why")
+        logging.getLogger("planish.model.kernels.cpp.ops").warning("no kernels: %s", "why")
     assert warnings == ["no kernels: why"]
     assert caplog.records == []

@@ -10,7 +10,7 @@ from backends import with_tiling
 from planish.engine.sampling.model_runner import EagerRunner
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.adapter_stacks import AdapterStacks
 from planish.model.kernels.reference.row_tiling import probe
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights, StackRows
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 def _torch_multiplies() -> Iterator[None]:
     """Use torch's matmuls: planish's CPU kernels take all adapters in one call without a stack."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cpu, "loaded", lambda: None)
+        patch.setattr(ops, "load_library", lambda: None)
         yield
 
 

@@ -9,7 +9,7 @@ from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, NonFiniteError
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp.cpu_products import AdapterPanels, multiplies_bfloat16
+from planish.model.kernels.cpp.matmul import PanelAdapter, supports_bf16_matmul
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import LoraLayout
 from planish.types import AdamParams, LoraConfig
@@ -89,14 +89,14 @@ def test_a_snapshot_copies_no_weights():
 
 
 @pytest.mark.skipif(
-    not multiplies_bfloat16(),
+    not supports_bf16_matmul(),
     reason="this CPU has no kernels of its own, so nothing is packed for them",
 )
 def test_a_snapshot_drops_backward_panels_after_the_step():
     adapter = new_adapter()
     packed = adapter.snapshot().packed
-    assert isinstance(packed, AdapterPanels)
-    forth, back = (ref(panels) for panels in (packed.forward, packed.turned))
+    assert isinstance(packed, PanelAdapter)
+    forth, back = (ref(panels) for panels in (packed.forward, packed.backward))
     adapter.add_grad(gradient(adapter, 1))
     adapter.optim_step(AdamParams())
     assert back() is None

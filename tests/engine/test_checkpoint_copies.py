@@ -24,7 +24,7 @@ from planish.engine.training.adapters import Adapter
 from planish.errors import CheckpointError, DamagedFileError, StorageError, UserError
 from planish.model.config import ModelConfig
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp.cpu_products import multiplies_bfloat16
+from planish.model.kernels.cpp.matmul import supports_bf16_matmul
 from planish.model.lora import LoraLayout, LoraWeights
 from planish.service import Sample
 from planish.testing import VOCAB_SIZE, tiny_model
@@ -154,7 +154,7 @@ def test_adapter_bytes_grow_with_rank_and_count_training_state(model_dir, tmp_pa
 
 
 @pytest.mark.skipif(
-    not multiplies_bfloat16(),
+    not supports_bf16_matmul(),
     reason="this CPU has no kernels of its own, so nothing is packed for them",
 )
 @pytest.mark.parametrize(

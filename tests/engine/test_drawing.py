@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from planish.engine.sampling.randomness import UniformStream, uniforms
 from planish.engine.sampling.token_sampling import sample_many, sample_tokens, top_logprobs
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import token_sampling as reference
 from planish.types import SamplingParams
 
@@ -175,7 +175,7 @@ def test_the_cpu_kernel_samples_the_same_tokens_as_torch():
     params = [SamplingParams(temperature=t) for t in (1.0, 0.7, 0.0)] * 20
     rows = [(7 * i) % 40 for i in range(60)]
     own = sample_tokens(OWN, logits, params, uniforms, rows)
-    if cpu.loaded() is None:
+    if ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     chosen = logits[torch.tensor(rows)]
     assert torch.equal(sample_tokens(OWN, chosen, params, uniforms).tokens, own.tokens)

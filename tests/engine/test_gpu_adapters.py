@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.adapters import AdapterTables
-from planish.model.lora import LAYER_SITES, AdapterRows, LoraLayout, LoraWeights, linear_shape
+from planish.model.lora import FUSED_MODULES, AdapterRows, LoraLayout, LoraWeights, linear_shape
 from planish.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -23,7 +23,7 @@ CONFIG = ModelConfig(
 )
 ODD = replace(CONFIG, hidden_size=30, intermediate_size=45)
 """Sizes that leave the matrices unaligned."""
-SITES = dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), LAYER_SITES, strict=True))
+SITES = dict(zip(("attn_in", "attn_out", "mlp_in", "mlp_out"), FUSED_MODULES, strict=True))
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.attention import (
+    CppDecodeAttention,
+    CppPrefillAttention,
+    CppTreeAttention,
+)
 from planish.model.kernels.reference.attention import dense_mask_attention
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
@@ -23,7 +27,7 @@ SLOW = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def here():
-    if cpu.loaded() is None:
+    if ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
 
 
@@ -65,7 +69,7 @@ def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, toler
     for seed in range(2):
         packed = forest(seed)
         *qkv, upstream = tensors(len(packed), shape, dtype)
-        fast = gradients(NativeForest(packed, (window,)), qkv, upstream)
+        fast = gradients(CppTreeAttention(packed, (window,)), qkv, upstream)
         slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
@@ -76,7 +80,7 @@ def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, toler
 def test_bf16_errors_are_as_small_as_rounding_the_exact_result(shape):
     packed = forest(3)
     *qkv, upstream = tensors(len(packed), shape, torch.bfloat16)
-    found = gradients(NativeForest(packed), qkv, upstream)
+    found = gradients(CppTreeAttention(packed), qkv, upstream)
     exact = gradients(
         dense_mask_attention(packed, CPU), [x.double() for x in qkv], upstream.double()
     )
@@ -94,7 +98,7 @@ def test_results_do_not_depend_on_the_number_of_threads(shape):
     try:
         for count in (1, 2, 5):
             torch.set_num_threads(count)
-            found.append(gradients(NativeForest(packed), qkv, upstream))
+            found.append(gradients(CppTreeAttention(packed), qkv, upstream))
     finally:
         torch.set_num_threads(threads)
     for other in found[1:]:
@@ -106,11 +110,11 @@ def test_gradients_of_a_layer_do_not_depend_on_the_previous_layer():
     packed = forest(6)
     *first, upstream = tensors(len(packed), (6, 2, 64), torch.float32)
     second = [x.flip(0) for x in first]
-    attend = NativeForest(packed)
+    attend = CppTreeAttention(packed)
     gradients(attend, first, upstream)
     for found, alone in zip(
         gradients(attend, second, upstream),
-        gradients(NativeForest(packed), second, upstream),
+        gradients(CppTreeAttention(packed), second, upstream),
         strict=True,
     ):
         assert torch.equal(found, alone)
@@ -153,7 +157,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
     q[..., half:] = q[..., :half] + 4 * q[..., half:]
     k[..., half:] = -k[..., :half]
     with torch.no_grad():
-        whole = NativeForest(packed, (window,))(0, q, k, v)
+        whole = CppTreeAttention(packed, (window,))(0, q, k, v)
     shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
@@ -164,7 +168,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
         part = slice(first, stop)
         span = PrefillSpan(home, prompt.slot, 0, first, stop - first)
         if stop > first:
-            prefill = NativePrefill([span], (window,))
+            prefill = CppPrefillAttention([span], (window,))
             assert torch.equal(prefill(0, q[part], k[part], v[part]), whole[part])
     running = [Sample(prompt, prompt_tokens % SPAN) for _ in range(count)]
     pool = samples.pool_for(256)
@@ -181,7 +185,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
             torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)])
             for x in (q, k, v)
         )
-        found = NativeDecode(rows, prompts, samples, (window,))(0, qs, ks, vs)
+        found = CppDecodeAttention(rows, prompts, samples, (window,))(0, qs, ks, vs)
         assert not found[0].any()
         assert all(torch.equal(row, whole[position]) for row in found[1:])
         for sample in running:
@@ -191,10 +195,10 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
 def test_non_finite_values_stay_in_their_own_rows():
     packed = forest(7)
     q, k, v, _ = tensors(len(packed), (4, 2, 16), torch.float32)
-    clean = NativeForest(packed)(0, q, k, v)
+    clean = CppTreeAttention(packed)(0, q, k, v)
     bad = len(packed) - 40
     q[bad] = torch.nan
-    found = NativeForest(packed)(0, q, k, v)
+    found = CppTreeAttention(packed)(0, q, k, v)
     assert found[bad].isnan().all()
     others = torch.arange(len(packed)) != bad
     assert torch.equal(found[others], clean[others])

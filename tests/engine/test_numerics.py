@@ -14,7 +14,7 @@ from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
 from planish.model.kernels.triton.families import FAMILIES
@@ -31,8 +31,8 @@ def config(tmp_path_factory) -> ModelConfig:
 
 
 @pytest.fixture
-def library() -> cpu.Library:
-    found = cpu.loaded()
+def library() -> ops.Library:
+    found = ops.load_library()
     if found is None or not found.multiplies_bf16():
         pytest.skip("this machine does not multiply bf16 by our kernels")
     return found
@@ -92,7 +92,7 @@ def test_the_measured_logprob_gap_matches_the_reported_one(
 ):
     """The gap is measured between sampler and trainer of a small model, on each kernel path."""
     if path == "torch":
-        monkeypatch.setattr(cpu, "loaded", lambda: None)
+        monkeypatch.setattr(ops, "load_library", lambda: None)
     elif path != "native":
         monkeypatch.setattr(library, "refused", frozenset({path, "decode"}))
     name = str(dtype).removeprefix("torch.")

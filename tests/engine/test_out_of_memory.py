@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.testing import tiny_model
 
 SCARCE = """
@@ -36,13 +36,13 @@ import ctypes, sys
 import torch
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.service import CreateModel, CreateSampler, ForwardBackward, OptimStep, PublishSampler, Sample
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
 
 model, library, data, dtype = sys.argv[1:]
 scarce = ctypes.CDLL(library)
-plain = cpu._function
+plain = ops._function
 
 def watched(name, dtype):
     def function(*given):
@@ -53,7 +53,7 @@ def watched(name, dtype):
             scarce.count(0)
     return function
 
-cpu._function = watched
+ops._function = watched
 torch.set_num_threads(2)
 prompt = list(range(40))
 datum = Datum(ModelInput.from_ints(prompt), {"target_tokens": prompt[1:] + [7], "weights": [1.0] * len(prompt)})
@@ -106,7 +106,7 @@ while reached:
 @pytest.mark.skipif(sys.platform != "linux", reason="needs LD_PRELOAD")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_every_kernel_allocation_may_fail_without_ending_the_engine(tmp_path, dtype):
-    if cpu.loaded() is None:
+    if ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     (tmp_path / "scarce.cpp").write_text(SCARCE)
     library = tmp_path / "scarce.so"

@@ -17,7 +17,7 @@ from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import row_tiling
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.lora import add_outputs_
@@ -98,7 +98,7 @@ def test_matmuls_of_planish_kernels_are_not_probed(tmp_path, dtype, vocab_size, 
 @pytest.fixture
 def _matmuls_of_torch(monkeypatch):
     """Use planish's kernels for all families except matmuls."""
-    library = cpu.loaded()
+    library = ops.load_library()
     if library is None:
         pytest.skip("this machine has no kernels of our own")
     monkeypatch.setattr(library, "refused", frozenset({"matmul", "decode"}))

@@ -20,7 +20,7 @@ from planish.engine.sampling.prompt_logprobs import PromptScores
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.row_tiling import FIXED, RowTiling, probe
 from planish.model.kv_cache import KVPool
 from planish.model.lora import LoraLayout, LoraWeights
@@ -670,7 +670,7 @@ def test_a_slot_with_non_finite_values_does_not_affect_its_next_owner(
     reused.
     """
     if not kernels:
-        monkeypatch.setattr(cpu, "loaded", lambda: None)
+        monkeypatch.setattr(ops, "load_library", lambda: None)
     decoder = Decoder.load(model_dir, torch.float32, CPU)
     layout = adapter(decoder, 1).layout
     broken = LoraWeights(layout, layout.init(1) * 0 + 1e20, decoder.backend)

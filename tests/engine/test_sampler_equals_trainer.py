@@ -15,7 +15,7 @@ from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference import ordered_attention
 from planish.model.kernels.reference.row_tiling import RowTiling, probe
 from planish.model.lora import LoraLayout
@@ -113,7 +113,7 @@ def gaps(
 def _kernels(request, monkeypatch):
     """Run the test with planish's CPU kernels, if there are any, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(cpu, "loaded", lambda: None)
+        monkeypatch.setattr(ops, "load_library", lambda: None)
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
     """With planish's kernels, the logprobs are bitwise equal."""
     tiny_model(tmp_path, family=family, vocab_size=320)
     found = np.abs(gap(Decoder.load(tmp_path, torch.float32, CPU), temperature)).max()
-    assert found == 0 if cpu.loaded() is not None else found < 3e-5
+    assert found == 0 if ops.load_library() is not None else found < 3e-5
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, op
         found = np.abs(
             gaps(decoder, adapter, tiling, answered, micro_batch_tokens=micro_batch_tokens)
         )
-        if cpu.loaded() is not None:
+        if ops.load_library() is not None:
             assert not found.any()
         assert np.quantile(found, 0.995) < 1e-5
         # If the 16th and 17th largest logits are rounded to a tie, head.py may recompute either.
@@ -196,7 +196,7 @@ def test_logprobs_agree_for_several_adapters_in_one_batch(tmp_path):
     tiny_model(tmp_path, dtype="bfloat16", intermediate=128, vocab_size=320)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     tiling = probe(decoder.backend)
-    if cpu.loaded() is None or tiling is None:
+    if ops.load_library() is None or tiling is None:
         pytest.skip("bits are promised where the CPU's own kernels serve")
     sampler = Sampler(with_tiling(decoder, tiling), SamplerSettings(), str)
     asked = []
@@ -247,7 +247,7 @@ def test_logprobs_agree_for_a_batch_of_one_row(tmp_path):
 def test_a_different_summation_order_exceeds_the_tolerance(tmp_path, monkeypatch):
     """A control: another rounding in the trainer's attention alone changes logprobs by far more."""
     tiny_model(tmp_path, family="llama", dtype="bfloat16", layers=6)
-    monkeypatch.setattr(cpu, "loaded", lambda: None)
+    monkeypatch.setattr(ops, "load_library", lambda: None)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
     exact = ordered_attention.attend
 

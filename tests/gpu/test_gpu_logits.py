@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.lora import LoraLayout
 from planish.types import Datum, LoraConfig, ModelInput
 
@@ -106,7 +106,7 @@ def test_a_long_prompt_equals_transformers(long_model, device):
 
 def without_kernels(monkeypatch) -> None:
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    monkeypatch.setattr(cpu, "loaded", lambda: None)
+    monkeypatch.setattr(ops, "load_library", lambda: None)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 4e-2)])

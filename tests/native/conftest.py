@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from planish.files import cache_home
-from planish.model.kernels.cpp import build, cpu, cpu_products
+from planish.model.kernels.cpp import build, matmul, ops
 
 
 @pytest.fixture(scope="session")
@@ -23,7 +23,7 @@ def emulated_library() -> Path:
     with pytest.MonkeyPatch.context() as patch:
         flags = ["-O1" if flag == "-O3" else flag for flag in build.FLAGS]
         patch.setattr(build, "FLAGS", (*flags, "-DEMULATED_TILES"))
-        return build.library(cache_home() / "kernels", cpu.instructions())
+        return build.compiled_library(cache_home() / "kernels", ops.instructions())
 
 
 @pytest.fixture(params=["all instructions", "AVX2"])
@@ -31,7 +31,7 @@ def cpu_kernels(request):
     """Run the test with the CPU kernels of this machine and with those for AVX2; skip without
     kernels.
     """
-    if cpu.loaded() is None:
+    if ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     with _served(request.param):
         yield
@@ -40,7 +40,7 @@ def cpu_kernels(request):
 @pytest.fixture(params=["all instructions", "AVX2", "emulated tiles"])
 def products(request):
     """Run the test with the matmuls of this CPU, with those for AVX2, and with those for AMX."""
-    if not cpu_products.multiplies_bfloat16():
+    if not matmul.supports_bf16_matmul():
         pytest.skip("this machine does not multiply bf16 by our kernels")
     tiles = (
         request.getfixturevalue("emulated_library") if request.param == "emulated tiles" else None
@@ -54,11 +54,13 @@ def _served(by: str, tiles: Path | None = None) -> Iterator[None]:
     """Use the kernels for these instructions during the block."""
     with pytest.MonkeyPatch.context() as patch:
         if by != "all instructions":
-            if by == "AVX2" and cpu.instructions() == "AVX2":
+            if by == "AVX2" and ops.instructions() == "AVX2":
                 pytest.skip("this machine has no more than AVX2")
-            library = cpu.Library(str(tiles or build.library(cache_home() / "kernels", "AVX2")))
+            library = ops.Library(
+                str(tiles or build.compiled_library(cache_home() / "kernels", "AVX2"))
+            )
             library.use_tiles(int(tiles is not None))
-            patch.setattr(cpu, "loaded", lambda: library)
-        cpu._function.cache_clear()
+            patch.setattr(ops, "load_library", lambda: library)
+        ops._function.cache_clear()
         yield
-    cpu._function.cache_clear()
+    ops._function.cache_clear()

@@ -10,15 +10,15 @@ import torch
 
 from planish.errors import UserError
 from planish.files import cache_home
-from planish.model.kernels.cpp import build, cpu
+from planish.model.kernels.cpp import build, ops
 from planish.model.kernels.verdicts import Verdict
 
 
 @pytest.fixture
 def asked_anew():
-    cpu.loaded.cache_clear()
+    ops.load_library.cache_clear()
     yield
-    cpu.loaded.cache_clear()
+    ops.load_library.cache_clear()
 
 
 def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
@@ -28,9 +28,9 @@ def test_a_missing_compiler_is_named_in_the_log_and_torch_does_the_work(
     monkeypatch.setenv("CXX", str(tmp_path / "no-such-compiler"))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     with caplog.at_level(logging.WARNING):
-        assert cpu.loaded() is None
+        assert ops.load_library() is None
     assert "no-such-compiler" in caplog.text
-    assert not cpu.serves("norms")
+    assert not ops.is_supported("norms")
     assert list((tmp_path / "kernels").iterdir()) == []
 
 
@@ -41,7 +41,7 @@ def test_requesting_unavailable_kernels_is_rejected(wanted, message, monkeypatch
     monkeypatch.setenv("PLANISH_KERNELS", wanted)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     with pytest.raises(UserError, match=message):
-        cpu.loaded()
+        ops.load_library()
 
 
 def test_kernels_load_on_every_machine_that_can_compile_them():
@@ -52,7 +52,7 @@ def test_kernels_load_on_every_machine_that_can_compile_them():
         "AVX2",
     ):
         pytest.skip("this machine has no AVX2 or no C++ compiler")
-    assert build.library(cache_home() / "kernels", cpu.instructions()).exists()
+    assert build.compiled_library(cache_home() / "kernels", ops.instructions()).exists()
 
 
 @pytest.fixture
@@ -67,15 +67,15 @@ def small_source(tmp_path, monkeypatch):
     monkeypatch.setenv("PLANISH_HOME", str(tmp_path))
     monkeypatch.setenv("CXX", "g++ -m64")
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    monkeypatch.setattr(cpu, "verdicts_of", lambda *_: [Verdict("norms", True)])
+    monkeypatch.setattr(ops, "verdicts_of", lambda *_: [Verdict("norms", True)])
 
 
 @pytest.mark.usefixtures("small_source")
 def test_a_library_that_cannot_be_loaded_is_compiled_again(tmp_path, asked_anew):
-    path = build.library(tmp_path / "kernels", "AVX2")
+    path = build.compiled_library(tmp_path / "kernels", "AVX2")
     whole = path.read_bytes()
     path.write_bytes(whole[:20])
-    assert cpu.loaded() is not None
+    assert ops.load_library() is not None
     assert path.read_bytes() == whole
 
 
@@ -86,19 +86,19 @@ def test_a_cache_that_cannot_be_written_to_is_replaced_by_a_private_directory(
     (tmp_path / "file").write_text("a file, not a directory")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with caplog.at_level(logging.WARNING):
-        path = build.library(tmp_path / "file" / "kernels", "AVX2")
+        path = build.compiled_library(tmp_path / "file" / "kernels", "AVX2")
     assert path.parent == tmp_path / f"planish-{os.getuid()}"
     assert path.parent.stat().st_mode & 0o777 == 0o700
     assert len(caplog.records) == 1
     assert "set PLANISH_HOME" in caplog.text
     path.parent.chmod(0o755)
     with pytest.raises(build.BuildError, match="others can change"):
-        build.library(tmp_path / "file" / "kernels", "AVX2")
+        build.compiled_library(tmp_path / "file" / "kernels", "AVX2")
 
 
 def test_planish_kernels_torch_disables_the_kernels(monkeypatch, asked_anew):
     monkeypatch.setenv("PLANISH_KERNELS", "torch")
-    assert cpu.loaded() is None
+    assert ops.load_library() is None
 
 
 def test_a_failed_compilation_leaves_no_files(tmp_path, monkeypatch):
@@ -108,5 +108,5 @@ def test_a_failed_compilation_leaves_no_files(tmp_path, monkeypatch):
     with pytest.raises(
         build.BuildError, match=r"could not (compile|be compiled)|no C\+\+ compiler"
     ):
-        build.library(tmp_path / "cache", "AVX2")
+        build.compiled_library(tmp_path / "cache", "AVX2")
     assert not list(tmp_path.glob("cache/*"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from planish.model.kernels.cpp import build, cpu
+from planish.model.kernels.cpp import build, ops
 
 HERE = Path(__file__).parent
 WAYS = (
@@ -28,7 +28,7 @@ WAYS = (
 
 @pytest.fixture(scope="module", name="program")
 def _program(tmp_path_factory):
-    if cpu.loaded() is None:
+    if ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     path = tmp_path_factory.mktemp("pool") / "pool_check"
     flags = ["-std=c++17", "-O1", "-pthread", *build.INSTRUCTIONS["AVX2"]]
@@ -64,9 +64,9 @@ def kernel_results(given: tuple[torch.Tensor, ...]) -> list[bytes]:
     """
     x, narrow, weight, temperature = given
     found = (
-        cpu.rms_norm(x, None, weight, 1e-5, torch.float32)[1],
-        cpu.swiglu(narrow).view(torch.int16),
-        cpu.log_sum_exp(x, temperature),
+        ops.rms_norm(x, None, weight, 1e-5, torch.float32)[1],
+        ops.swiglu(narrow).view(torch.int16),
+        ops.log_sum_exp(x, temperature),
     )
     return [tensor.numpy().tobytes() for tensor in found]
 

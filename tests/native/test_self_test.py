@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from planish.errors import UserError
-from planish.model.kernels.cpp import cpu, self_test
+from planish.model.kernels.cpp import ops, self_test
 from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
 from planish.model.kernels.verdicts import Verdict, read_verdicts
 
@@ -143,9 +143,9 @@ def test_a_failure_of_the_environment_is_tested_again_next_time(
 
 @pytest.fixture
 def loaded_anew():
-    cpu.loaded.cache_clear()
+    ops.load_library.cache_clear()
     yield
-    cpu.loaded.cache_clear()
+    ops.load_library.cache_clear()
 
 
 @pytest.mark.usefixtures("loaded_anew")
@@ -155,21 +155,21 @@ def loaded_anew():
 )
 def test_torch_replaces_a_failed_cpu_family(family, refused, monkeypatch, caplog):
     verdicts = [Verdict(each, each != family, "differs" * (each == family)) for each in FAMILIES]
-    monkeypatch.setattr(cpu, "verdicts_of", lambda *_: verdicts[1:])
+    monkeypatch.setattr(ops, "verdicts_of", lambda *_: verdicts[1:])
     with caplog.at_level(logging.WARNING):
-        found = cpu.loaded()
+        found = ops.load_library()
     if found is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     assert found.refused == refused
-    assert not cpu.serves(family)
-    assert cpu.serves("matmul")
+    assert not ops.is_supported(family)
+    assert ops.is_supported("matmul")
     (record,) = caplog.records
     assert f"{family} (differs)" in record.message
     assert "PLANISH_KERNELS=torch" in record.message
     monkeypatch.setenv("PLANISH_KERNELS", "native")
-    cpu.loaded.cache_clear()
+    ops.load_library.cache_clear()
     with pytest.raises(UserError, match=rf"PLANISH_KERNELS=native.*{family} \(differs\)"):
-        cpu.loaded()
+        ops.load_library()
 
 
 @pytest.mark.slow
@@ -182,9 +182,9 @@ def test_a_library_that_crashes_on_loading_is_not_used(tmp_path, monkeypatch, ca
         "int tiles_agree() { __builtin_trap(); } }"
     )
     subprocess.run(["g++", "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    monkeypatch.setattr(cpu, "_library", lambda: (path, cpu.Library(str(path))))
+    monkeypatch.setattr(ops, "_library", lambda: (path, ops.Library(str(path))))
     with caplog.at_level(logging.WARNING):
-        assert cpu.loaded() is None
+        assert ops.load_library() is None
     assert "amx (illegal instruction in the self-test)" in caplog.text
     assert "rms_norm_f" in caplog.text
 

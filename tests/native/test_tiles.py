@@ -5,7 +5,7 @@ reject.
 import pytest
 import torch
 
-from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom
+from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena
 
 
 @pytest.mark.usefixtures("products")
@@ -16,7 +16,7 @@ def test_amx_rows_are_batch_invariant(fan_out, fan_in):
         torch.randn(*n, generator=generator).bfloat16()
         for n in ((fan_out, fan_in), (70, fan_in), (fan_out,))
     )
-    panels = PanelWeight(weight, WeightRoom(0))
+    panels = PanelWeight(weight, WeightArena(0))
     whole = panels.product(x, bias)
     expected = x.double() @ weight.double().t() + bias.double()
     assert (whole.double() - expected).abs().max() <= 0.005 * expected.abs().max()
@@ -27,7 +27,7 @@ def test_amx_rows_are_batch_invariant(fan_out, fan_in):
 def test_a_non_finite_row_does_not_change_other_amx_rows(products):
     x = torch.ones(33, 34, dtype=torch.bfloat16)
     x[16] = torch.nan
-    found = PanelWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightRoom(0)).product(x, None)
+    found = PanelWeight(torch.ones(32, 34, dtype=torch.bfloat16), WeightArena(0)).product(x, None)
     assert found[16].isnan().all()
     others = torch.arange(33) != 16
     assert (found[others] == 34).all()

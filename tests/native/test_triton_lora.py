@@ -197,7 +197,7 @@ def test_the_number_of_parts_depends_only_on_the_length():
 def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
     """Return the case as launched; integers with known divisibility become constants."""
     parts, length = lora_kernels._segments(inner)
-    columns = lora_kernels.MOST_LINEARS * 256
+    columns = lora_kernels.MAX_FUSED_LINEARS * 256
     return Case(
         "shrink_kernel",
         {"x": f"*{dtype}", "tiles": "*i32", "pointers": "*i64", "site": "i32", "parts": "*fp32"},
@@ -227,7 +227,7 @@ def shrink(inner: int, linears: int, dtype: str, *, spread: bool) -> Case:
 
 
 def expand(inner: int, sizes: list[int], dtype: str, out: str, *, spread: bool) -> Case:
-    columns = lora_kernels.MOST_LINEARS * 256
+    columns = lora_kernels.MAX_FUSED_LINEARS * 256
     names = ("size_0", "size_1", "size_2")
     return Case(
         "expand_kernel",

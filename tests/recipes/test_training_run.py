@@ -143,7 +143,7 @@ def test_the_console_shows_what_the_engine_logs(capsys, monkeypatch):
         engine.info("bfloat16 on cpu")
         engine.debug("details")
         other.info("a retry")
-        logging.getLogger("planish.model.kernels.cpp.cpu").warning("no kernels")
+        logging.getLogger("planish.model.kernels.cpp.ops").warning("no kernels")
 
     run_command(main, rl_basic.Options, {}, [])
     said = capsys.readouterr()

@@ -80,12 +80,17 @@ class PackedMatrices(Protocol):
         ...
 
     def gradients(
-        self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
+        self,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad: Tensor,
+        hidden_grad: Tensor,
+        sizes: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of A and of the Bs.
 
-        `x`, `grad`: the input and the gradient of the output. `low`: the LoRA hidden states, as
-        `add_` returned them. `low_grad`: their gradient, as `backward_` returned it.
+        `x`, `grad`: the input and the gradient of the output. `lora_hidden`: the LoRA hidden states, as
+        `add_` returned them. `hidden_grad`: their gradient, as `backward_` returned it.
         """
         ...
 

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 
 from planish.model.config import ModelConfig
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.backend import CppBackend
 from planish.model.kernels.device import Device
 from planish.model.kernels.reference.backend import TorchBackend
@@ -46,14 +46,14 @@ def choose_backend(
 def _fastest(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, gpu_families: Collection[str]
 ) -> TorchBackend:
-    wanted = cpu.wanted()
+    wanted = ops.kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
         if wanted == "triton":
             return TritonBackend(config, dtype, device, FAMILIES)
         if Device(device).is_gpu:
             if gpu_families and wanted != "torch":
                 return TritonBackend(config, dtype, device, gpu_families)
-        elif wanted != "torch" and cpu.loaded() is not None:
+        elif wanted != "torch" and ops.load_library() is not None:
             return CppBackend(config, dtype, device)
     return TorchBackend(config, dtype, device)
 

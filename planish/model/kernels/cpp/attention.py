@@ -1,7 +1,7 @@
 """The attention of trainer and sampler with the C++ kernels.
 
 The classes of this module describe which rows attend to which keys, as an `AttentionPlan` of
-cpp/cpu.py. They cover the segments of prefix trees (training), prompt rows (prefill), and one new
+cpp/ops.py. They cover the segments of prefix trees (training), prompt rows (prefill), and one new
 row per sample (decoding). The kernel has one interface for all three. A block of query rows attends
 to shared key ranges, and each row may then attend to one range of its own. A row's output does not
 depend on how rows form blocks, so sampler and trainer agree bit for bit.
@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu import AttentionPlan, KeptAttention
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.ops import AttentionPlan, StoringAttention
 from planish.model.kernels.reference.sampling_attention import (
     ATTENDED_ROWS,
     PrefillSpan,
@@ -44,7 +44,7 @@ The number is fixed, so that sums do not depend on the number of threads.
 """
 
 
-class NativeForest:
+class CppTreeAttention:
     """The attention of the trainer for one micro-batch, with gradients (see `Attend`)."""
 
     def __init__(self, packed: Packed, windows: Sequence[int | None] = ()) -> None:
@@ -58,8 +58,8 @@ class NativeForest:
                 ranges += spans
         self._spans = np.array(ranges, np.int64)
         self._plan = AttentionPlan(
-            blocks=np.array(blocks, cpu.Block),
-            ranges=np.zeros((1, len(ranges)), cpu.Range),
+            blocks=np.array(blocks, ops.Block),
+            ranges=np.zeros((1, len(ranges)), ops.Range),
             rows=np.arange(len(packed)),
             visible=packed.positions + 1,
             windows=windows,
@@ -109,10 +109,12 @@ class NativeForest:
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, forest: NativeForest, layer: int) -> Tensor:
+    def forward(
+        ctx, q: Tensor, k: Tensor, v: Tensor, forest: CppTreeAttention, layer: int
+    ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = cpu.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse)
+        out = ops.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.forest, ctx.layer = forest, layer
         return out
@@ -122,10 +124,10 @@ class _Forest(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, ends = ctx.forest.plan(k, v, ctx.layer), ctx.forest.part_ends(k.shape[1])
         sums = ctx.forest.sums(len(ends), k)
-        return *cpu.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None, None
+        return *ops.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None, None
 
 
-class NativePrefill:
+class CppPrefillAttention:
     """The causal attention of prompt rows.
 
     Each call stores the rows' keys and values in their prompts' slots. Each row attends to the
@@ -144,7 +146,7 @@ class NativePrefill:
                 rows += range(span.row + first, span.row + first + count)
                 visible += range(span.start + first + 1, span.start + first + count + 1)
         self._plan = AttentionPlan(
-            blocks=np.array(blocks, cpu.Block),
+            blocks=np.array(blocks, ops.Block),
             ranges=_ranges(owners),
             rows=np.array(rows, np.int64),
             visible=np.array(visible, np.int64),
@@ -160,10 +162,10 @@ class NativePrefill:
             )
             span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
             span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
-        return cpu.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
+        return ops.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
 
 
-class NativeDecode(KeptAttention):
+class CppDecodeAttention(StoringAttention):
     """The attention of a decoding step, with one new row for each running sample."""
 
     def __init__(
@@ -196,7 +198,7 @@ class NativeDecode(KeptAttention):
                 shared += [(pool_of[prompt], prompt.slot, seen)] if seen else []
             visible.append(seen)
         plan = AttentionPlan(
-            blocks=np.array([tuple(block) for block in blocks], cpu.Block),
+            blocks=np.array([tuple(block) for block in blocks], ops.Block),
             ranges=_ranges(shared),
             rows=np.array([rows[sample] for sample, _ in found], np.int64),
             visible=np.array(visible, np.int64),
@@ -213,7 +215,7 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     valid until a pool reallocates its tensors.
     """
     if not owners:
-        return np.zeros((1, 0), cpu.Range)
+        return np.zeros((1, 0), ops.Range)
     pools = list(dict.fromkeys(pool for pool, _, _ in owners))
     numbers = {pool: number for number, pool in enumerate(pools)}
     pool_of = np.array([numbers[pool] for pool, _, _ in owners], np.int64)
@@ -225,7 +227,7 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
         * spec.heads
         * spec.dtype.itemsize
     )
-    found = np.zeros((spec.layers, len(owners)), cpu.Range)
+    found = np.zeros((spec.layers, len(owners)), ops.Range)
     for name, tensors in (
         ("k", [pool.keys for pool in pools]),
         ("v", [pool.values for pool in pools]),

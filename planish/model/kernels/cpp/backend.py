@@ -23,22 +23,27 @@ from planish.model.kernels.backend import (
     HeadMember,
     LoraMatrices,
 )
-from planish.model.kernels.cpp import cpu, cpu_head
-from planish.model.kernels.cpp.attention import NativeDecode, NativeForest, NativePrefill
-from planish.model.kernels.cpp.cpu import KeptAttention
-from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
-from planish.model.kernels.cpp.cpu_pass import PanelLayer, PanelPass
-from planish.model.kernels.cpp.cpu_products import (
-    AdapterPanels,
-    PanelRows,
-    PanelSite,
-    PanelWeight,
-    WeightRoom,
-    adapts,
-    adapts_forward,
-    multiplies,
-    panel_size,
+from planish.model.kernels.cpp import head as head_ops
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.attention import (
+    CppDecodeAttention,
+    CppPrefillAttention,
+    CppTreeAttention,
 )
+from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.head import HeadTable, SingleLogits
+from planish.model.kernels.cpp.matmul import (
+    PanelAdapter,
+    PanelAdapterRows,
+    PanelModule,
+    PanelWeight,
+    WeightArena,
+    panel_size,
+    supports_lora,
+    supports_lora_forward,
+    supports_matmul,
+)
+from planish.model.kernels.cpp.ops import StoringAttention
 from planish.model.kernels.cpp.self_test import FAMILIES
 from planish.model.kernels.linear import PackedLinear, PackedWeight, joint
 from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
@@ -46,8 +51,8 @@ from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import (
-    LAYER_SITES,
-    SITES,
+    FUSED_MODULE_NAMES,
+    FUSED_MODULES,
     AdapterRows,
     LoraLayout,
     LoraWeights,
@@ -65,27 +70,29 @@ class CppBackend(TorchBackend):
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         """`dtype`: float32 or bfloat16. `device`: a CPU."""
-        library = cpu.loaded()
+        library = ops.load_library()
         assert library is not None
-        families = {family for family in FAMILIES if cpu.serves(family)}
+        families = {family for family in FAMILIES if ops.is_supported(family)}
         if not library.uses_amx:
             families.discard("amx")
         super().__init__(config, dtype, device)
-        self.use_kernels(cpu, families)
+        self.use_kernels(ops, families)
         if "swiglu" in self.families:
-            self.geglu, self.geglu_backward = cpu.geglu, cpu.geglu_backward
-        self._arena = WeightRoom()
-        linears = [linear_shape(config, name) for names in LAYER_SITES for name in names]
-        self.packs_layer_adapters = adapts(linears, dtype)
-        self.packs_head_adapters = adapts_forward([(config.vocab_size, config.hidden_size)], dtype)
-        self.has_attention = cpu.attends(config.head_dim)
+            self.geglu, self.geglu_backward = ops.geglu, ops.geglu_backward
+        self._arena = WeightArena()
+        linears = [linear_shape(config, name) for names in FUSED_MODULES for name in names]
+        self.packs_layer_adapters = supports_lora(linears, dtype)
+        self.packs_head_adapters = supports_lora_forward(
+            [(config.vocab_size, config.hidden_size)], dtype
+        )
+        self.has_attention = ops.supports_attention(config.head_dim)
         if self.has_attention:
             self.kv_dtype = dtype
 
     @property
     def name(self) -> str:
         """The kernels and their instruction set, such as "C++ kernels (AVX2)"."""
-        return f"C++ kernels ({cpu.instructions()}{', AMX' if 'amx' in self.families else ''})"
+        return f"C++ kernels ({ops.instructions()}{', AMX' if 'amx' in self.families else ''})"
 
     @property
     def replaced_families(self) -> frozenset[str]:
@@ -111,25 +118,25 @@ class CppBackend(TorchBackend):
 
     def packs(self, fan_out: int, fan_in: int) -> bool:
         """Return whether the matmul kernel supports weights [fan_out, fan_in]."""
-        return multiplies(fan_out, fan_in, self.dtype)
+        return supports_matmul(fan_out, fan_in, self.dtype)
 
     def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
         fan_out, fan_in = sum(map(len, weights)), weights[0].shape[1]
         if not (self.packs(fan_in, fan_out) if transposed else self.packs(fan_out, fan_in)):
             return super()._packed(weights, transposed)
-        return PanelWeight(joint(weights), self._arena, turned=transposed)
+        return PanelWeight(joint(weights), self._arena, transposed=transposed)
 
     # LoRA
 
     def pack_adapter(
         self, targets: Sequence[LoraMatrices | None], *, is_head: bool = False
-    ) -> AdapterPanels:
+    ) -> PanelAdapter:
         """Return the matrices of all target modules, packed as panels at first use."""
         # Use the kernel for all target modules of all adapters or for none. Otherwise the kernel
         # of one adapter would depend on the other adapters in the batch, and results would not be
         # batch-invariant.
         matrices = [None if own is None else (own.a, own.bs) for own in targets]
-        return AdapterPanels(matrices, serves=is_head or self.packs_layer_adapters)
+        return PanelAdapter(matrices, serves=is_head or self.packs_layer_adapters)
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
         """Return the elements of an adapter's panels, with padding: (forward, backward)."""
@@ -140,9 +147,9 @@ class CppBackend(TorchBackend):
             rows = sum(entry.shape[0] for entry in entries if not entry.is_b)
             shapes = [(fan_out, fan_in) for fan_out, _ in bs]
             is_head = entries[0].target == "lm_head"
-            if (is_head or self.packs_layer_adapters) and adapts_forward(shapes, self.dtype):
+            if (is_head or self.packs_layer_adapters) and supports_lora_forward(shapes, self.dtype):
                 forward += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in bs)
-                if adapts(shapes, self.dtype):
+                if supports_lora(shapes, self.dtype):
                     backward += panel_size(fan_in, rows)
                     backward += sum(panel_size(rank, fan_out) for fan_out, rank in bs)
         return forward, backward
@@ -156,9 +163,11 @@ class CppBackend(TorchBackend):
             for rows in adapters
             if rows.weights is not None
         ]
-        members = [(start, stop, cast("AdapterPanels", own)) for start, stop, own in packed]
+        members = [(start, stop, cast("PanelAdapter", own)) for start, stop, own in packed]
         members = [member for member in members if not member[2].is_empty]
-        return PanelRows(members, SITES) if members else super().adapter_batch(())
+        return (
+            PanelAdapterRows(members, FUSED_MODULE_NAMES) if members else super().adapter_batch(())
+        )
 
     # Forward pass
 
@@ -177,7 +186,7 @@ class CppBackend(TorchBackend):
         if len(found) < len(layers):
             return None
         config = self.config
-        whole = PanelPass(
+        whole = DecodePass(
             layers=found,
             embedding=decoder.embedding,
             final_norm=decoder.final_norm,
@@ -189,9 +198,9 @@ class CppBackend(TorchBackend):
         )
 
         def run(tokens: Tensor, positions: Tensor, attend: Attend, batch: AdapterBatch) -> Tensor:
-            assert isinstance(attend, KeptAttention)
-            adapters = batch if isinstance(batch, PanelRows) else None
-            return whole.decoded(tokens, positions, attend.plan, adapters)
+            assert isinstance(attend, StoringAttention)
+            adapters = batch if isinstance(batch, PanelAdapterRows) else None
+            return whole.forward(tokens, positions, attend.plan, adapters)
 
         return run
 
@@ -252,13 +261,13 @@ class CppBackend(TorchBackend):
         """Return the attention of a micro-batch of the trainer, with gradients."""
         if not self.has_attention:
             return super().tree_attention(packed)
-        return NativeForest(packed, self.config.windows)
+        return CppTreeAttention(packed, self.config.windows)
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
         if not self.has_attention:
             return super().prefill_attention(spans)
-        return NativePrefill(spans, self.config.windows)
+        return CppPrefillAttention(spans, self.config.windows)
 
     def decode_attention(
         self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
@@ -266,7 +275,7 @@ class CppBackend(TorchBackend):
         """Return the attention of a decoding step with one new row per sample."""
         if not self.has_attention:
             return super().decode_attention(rows, prompts, samples)
-        return NativeDecode(rows, prompts, samples, self.config.windows)
+        return CppDecodeAttention(rows, prompts, samples, self.config.windows)
 
     # Sampling
 
@@ -277,13 +286,13 @@ class CppBackend(TorchBackend):
         if "sampling" not in self.families or not logits.is_contiguous():
             return super().sample(logits, rows, temperatures, uniforms)
         rows = torch.arange(len(logits)) if rows is None else rows
-        return cpu_head.draw(logits, rows, temperatures, uniforms)
+        return head_ops.sample(logits, rows, temperatures, uniforms)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""
         if "sampling" not in self.families or not weights.is_contiguous():
             return super().invert(weights, uniforms)
-        return cpu_head.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
+        return head_ops.invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 
 
 class _CppHeadAdapters(TorchHeadAdapters):
@@ -298,14 +307,16 @@ class _CppHeadAdapters(TorchHeadAdapters):
     ) -> None:
         self.table = HeadTable(
             [
-                (start, stop, lora.bs[0].detach(), cast("PanelSite | None", lora.packed))
+                (start, stop, lora.bs[0].detach(), cast("PanelModule | None", lora.packed))
                 for start, stop, lora in members
             ]
         )
         super().__init__(tiling, members, x, lora_hidden)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        return self.table.low(x.contiguous()) if self.table.is_served else super()._hidden(x)
+        return (
+            self.table.lora_hidden(x.contiguous()) if self.table.is_served else super()._hidden(x)
+        )
 
     def add_(self, logits: Tensor) -> None:
         """Add the adapters' part to `logits` [R, V], in place."""

@@ -50,7 +50,7 @@ def find_compiler() -> str | None:
     return os.environ.get("CXX") or next(filter(None, installed), None)
 
 
-def library(cache: Path, instructions: str) -> Path:
+def compiled_library(cache: Path, instructions: str) -> Path:
     """Return the path of the library for a key of INSTRUCTIONS, and compile it if necessary.
 
     Raises BuildError if there is no compiler, the compiler fails, or no directory is writable.

@@ -1,6 +1,6 @@
 """Run the self-test of the C++ kernels once on each machine, and store its verdicts.
 
-The test is cpu_check.py. It runs in a separate process, because a faulty kernel may crash its
+The test is checks.py. It runs in a separate process, because a faulty kernel may crash its
 process. Later starts read the stored verdicts beside the library and start no process.
 """
 
@@ -42,7 +42,7 @@ the other families use AMX.
 """
 TIMEOUT = 120
 """The time limit of one test process in seconds. It needs about 3 s, but more on a busy machine."""
-PROGRAM = "planish.model.kernels.cpp.cpu_check"
+PROGRAM = "planish.model.kernels.cpp.checks"
 _KERNEL_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGABRT)
 
 
@@ -67,7 +67,7 @@ def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
 def _machine() -> list[str]:
     """Return facts besides the library on which the verdicts depend: CPU, torch version, test."""
     facts = [platform.machine(), torch.__version__]
-    facts.append(Path(__file__).with_name("cpu_check.py").read_text())
+    facts.append(Path(__file__).with_name("checks.py").read_text())
     try:
         with Path("/proc/cpuinfo").open() as file:
             for line in file:

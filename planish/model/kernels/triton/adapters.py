@@ -22,7 +22,7 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import LoraMatrices
-from planish.model.lora import SITES, AdapterRows, LoraWeights
+from planish.model.lora import FUSED_MODULE_NAMES, AdapterRows, LoraWeights
 
 _MATRICES = 4
 """The number of matrices of a site (target module): A and up to three Bs."""
@@ -54,13 +54,13 @@ class AdapterTables:
         self._max_rows = max_rows
         self._max_rank = max_rank
         self._aligned = _keeps_aligned(config, dtype)
-        sites = len(SITES) * config.num_layers + 1
+        sites = len(FUSED_MODULE_NAMES) * config.num_layers + 1
         most_tiles = max_rows // self._kernels.TILE + max_adapters
         self._tiles = _Mirrored((1 + most_tiles, 4), torch.int32, device)
         self._pointers = _Mirrored((max_adapters, sites, _MATRICES), torch.int64, device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._parts: Tensor = self._kernels.scratch(
-            max_rows, self._kernels.MOST_LINEARS * max_rank, device
+            max_rows, self._kernels.MAX_FUSED_LINEARS * max_rank, device
         )
         self._slots: dict[LoraWeights, int] = {}
 
@@ -92,11 +92,13 @@ class AdapterTables:
 
         `module`: a field of LayerLora.
         """
-        self._add(x, out, sizes, layer * len(SITES) + SITES.index(module))
+        self._add(x, out, sizes, layer * len(FUSED_MODULE_NAMES) + FUSED_MODULE_NAMES.index(module))
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
         """Add the outputs of the head adapters for hidden [R, D] to `logits` [R, V], float32."""
-        self._add(hidden, logits, [logits.shape[1]], len(SITES) * self._config.num_layers)
+        self._add(
+            hidden, logits, [logits.shape[1]], len(FUSED_MODULE_NAMES) * self._config.num_layers
+        )
 
     def _add(self, x: Tensor, out: Tensor, sizes: Sequence[int], site: int) -> None:
         assert x.dtype == self._dtype
@@ -121,7 +123,7 @@ class AdapterTables:
         assert layout.lora.rank <= self._max_rank
         assert all(matrix.dtype == self._dtype for matrix in weights.leaves)
         addresses = self._pointers.host[slot]
-        sites = [getattr(layer, name) for layer in weights.layers for name in SITES]
+        sites = [getattr(layer, name) for layer in weights.layers for name in FUSED_MODULE_NAMES]
         addresses[:] = [_addresses(site) for site in (*sites, weights.head)]
         assert not (self._aligned and np.any(addresses % _ALIGNMENT))
         self._pointers.copy(slot, slot + 1)

@@ -1,6 +1,6 @@
 """Triton kernels of the norms, RoPE, SwiGLU, log-sum-exp and sampling.
 
-They correspond to the C++ functions in cpp/cpu.py; `Backend` documents the operations.
+They correspond to the C++ functions in cpp/ops.py; `Backend` documents the operations.
 
 The kernels can be captured in CUDA graphs: no call waits for the device, and the launches depend
 only on shapes and dtypes. The kernels are batch-invariant: how a row is divided and summed depends
@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from planish.model.kernels.cpp.cpu import Exact
+from planish.model.kernels.cpp.ops import Exact
 from planish.model.kernels.triton.common import rounded
 
 _TILE = 1024

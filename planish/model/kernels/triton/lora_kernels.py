@@ -34,7 +34,7 @@ from planish.model.kernels.triton.common import bound, dot
 
 TILE = 16
 """The maximum number of rows of a tile. Matmuls on tensor cores need at least this many rows."""
-MOST_LINEARS = 3
+MAX_FUSED_LINEARS = 3
 """The maximum number of linears that read the same input: q, k and v."""
 
 _MOST_PARTS = 8
@@ -291,7 +291,7 @@ def add_(
     assert out.stride(1) == 1
     assert len(x) == len(out) <= parts.shape[1]
     assert sum(sizes) == out.shape[1]
-    assert len(sizes) <= MOST_LINEARS
+    assert len(sizes) <= MAX_FUSED_LINEARS
     wide = x.dtype == torch.float32
     count, length = _segments(x.shape[1])
     spread = parts.shape[0] > 1
@@ -319,7 +319,7 @@ def add_(
         out,
         out.stride(0),
         *sizes,
-        *(0 for _ in range(MOST_LINEARS - len(sizes))),
+        *(0 for _ in range(MAX_FUSED_LINEARS - len(sizes))),
         PARTS=count if spread else 1,
         ALIGNED=aligned,
         TILE=TILE,

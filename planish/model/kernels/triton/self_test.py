@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from planish.files import cache_home
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 from planish.model.kernels.triton.families import FAMILIES, HeadShape, has_triton
 from planish.model.kernels.verdicts import (
     Verdict,
@@ -80,7 +80,7 @@ def check_kernels(
     `shapes`: the model's other sizes for which kernels are compiled; they are part of the key of
     the stored verdicts.
     """
-    if cpu.wanted() in ("torch", "triton"):
+    if ops.kernels_setting() in ("torch", "triton"):
         return []
     if not has_triton():
         verdicts = [Verdict(family, False, "Triton is not installed") for family in FAMILIES]

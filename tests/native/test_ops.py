@@ -10,8 +10,8 @@ from backends import backend_of, torch_backend
 from torch import Tensor
 
 from planish.model.head import scored_logprobs
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import PanelWeight, WeightRoom, multiplies
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.matmul import PanelWeight, WeightArena, supports_matmul
 from planish.model.kernels.reference.row_tiling import cancelling
 from planish.model.operations import add_rms_norm, gated, rope
 
@@ -128,13 +128,13 @@ def test_logprobs_and_their_gradients_equal_torch(dtype, vocab):
 def test_the_normalizer_kernel_leaves_the_sampling_weights():
     logits, temperature = normal(9, 300) * 5, torch.linspace(0.5, 2, 9)
     weights = logits.clone()
-    found = cpu.log_sum_exp(weights, temperature, weights=weights)
+    found = ops.log_sum_exp(weights, temperature, weights=weights)
     scaled = logits / temperature[:, None]
     torch.testing.assert_close(found, scaled.logsumexp(1))
     torch.testing.assert_close(weights, (scaled - scaled.amax(1, keepdim=True)).exp())
-    assert torch.equal(found, cpu.log_sum_exp(logits, temperature))
+    assert torch.equal(found, ops.log_sum_exp(logits, temperature))
     logits[3, 5], logits[4, 200] = torch.nan, torch.inf
-    bad = cpu.log_sum_exp(logits, temperature)
+    bad = ops.log_sum_exp(logits, temperature)
     assert bad.isfinite().tolist() == [row not in (3, 4) for row in range(9)]
     others = bad.isfinite()
     assert torch.equal(bad[others], found[others])
@@ -146,7 +146,7 @@ def test_bf16_is_rounded_to_nearest_even_and_non_finite_values_stay():
     )[None]
     ones = torch.ones_like(wide)
     # silu(100) is 100, so the result is the product with `up`, rounded once.
-    out = cpu.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
+    out = ops.swiglu(torch.cat([100 * ones, wide], 1).to(torch.bfloat16))
     expected = (100 * wide.to(torch.bfloat16).float()).to(torch.bfloat16)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
 
@@ -158,10 +158,10 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
 
     def rows(part: slice) -> list[Tensor]:
         return [
-            cpu.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
-            cpu.swiglu(x[part].to(dtype).contiguous()),
-            cpu.geglu(x[part].to(dtype).contiguous()),
-            cpu.rope(heads[part], angles[part].cos(), angles[part].sin()),
+            ops.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
+            ops.swiglu(x[part].to(dtype).contiguous()),
+            ops.geglu(x[part].to(dtype).contiguous()),
+            ops.rope(heads[part], angles[part].cos(), angles[part].sin()),
         ]
 
     whole = rows(slice(None))
@@ -178,9 +178,9 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
 
 def panels(weight: Tensor) -> PanelWeight:
     fan_out, fan_in = weight.shape
-    if not multiplies(fan_out, fan_in, weight.dtype):
+    if not supports_matmul(fan_out, fan_in, weight.dtype):
         pytest.skip("this machine has no kernels of our own")
-    return PanelWeight(weight, WeightRoom())
+    return PanelWeight(weight, WeightArena())
 
 
 @pytest.mark.parametrize(
@@ -218,10 +218,10 @@ def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
 
 def test_weights_in_one_arena_do_not_overlap():
     weights = [normal(fan_out, 64, dtype=dtype) for dtype in DTYPES for fan_out in (16, 64, 112)]
-    if not all(multiplies(16, 64, dtype) for dtype in DTYPES):
+    if not all(supports_matmul(16, 64, dtype) for dtype in DTYPES):
         pytest.skip("this machine has no kernels of our own")
-    room, x = WeightRoom(), normal(5, 64)
-    together = [PanelWeight(weight, room) for weight in weights]
+    arena, x = WeightArena(), normal(5, 64)
+    together = [PanelWeight(weight, arena) for weight in weights]
     for weight, packed in zip(weights, together, strict=True):
         given = x.to(weight.dtype)
         assert torch.equal(packed.product(given, None), panels(weight).product(given, None))
@@ -233,7 +233,7 @@ def test_a_transposed_matrix_can_be_packed(fan_out, fan_in, dtype):
     weight, x = normal(fan_out, fan_in, dtype=dtype), normal(7, fan_in, dtype=dtype)
     expected = panels(weight).product(x, None)
     assert torch.equal(
-        PanelWeight(weight.t(), WeightRoom(), turned=True).product(x, None), expected
+        PanelWeight(weight.t(), WeightArena(), transposed=True).product(x, None), expected
     )
 
 

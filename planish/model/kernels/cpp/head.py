@@ -4,7 +4,7 @@ The kernels apply head adapters, compute single logits in float32, and sample to
 serves all rows of a batch, with any number of adapters. It is batch-invariant: the result of a row
 depends only on the row and its adapter.
 
-Shapes: R rows, D hidden, V vocabulary, P (row, token) pairs, r rank, L columns of `low`, the LoRA
+Shapes: R rows, D hidden, V vocabulary, P (row, token) pairs, r rank, L columns of `lora_hidden`, the LoRA
 hidden states.
 """
 
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from planish.model.kernels.backend import padded_lora_columns
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu_products import PanelSite
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.matmul import PanelModule
 
 _HeadRows = np.dtype(
     [
@@ -49,7 +49,7 @@ class _ExactLogits(ctypes.Structure):
 class HeadTable:
     """The head adapters of ranges of rows of a batch, as a table for the kernels."""
 
-    def __init__(self, members: Sequence[tuple[int, int, Tensor, PanelSite | None]]) -> None:
+    def __init__(self, members: Sequence[tuple[int, int, Tensor, PanelModule | None]]) -> None:
         """`members`: (start, stop, B [V, r], packed adapter or None) of each range of rows."""
         # The table contains addresses of the members' matrices, so it must keep them alive.
         self._members = members
@@ -63,31 +63,39 @@ class HeadTable:
             )
             self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
         self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
-        """The number of columns L of `low`. Each row uses the first r, the rank of its adapter."""
+        """The number of columns L of `lora_hidden`. Each row uses the first r, the rank of its adapter."""
 
     @property
     def address(self) -> int:
         """The address of the table."""
         return self.rows.ctypes.data
 
-    def low(self, hidden: Tensor) -> Tensor:
+    def lora_hidden(self, hidden: Tensor) -> Tensor:
         """Return the LoRA hidden states [R, L]; undefined in rows without an adapter."""
         rows, d = hidden.shape
-        low = hidden.new_empty(rows, self.width)
-        cpu.call(
-            "head_low", hidden.dtype, self.address, len(self.rows), hidden, d, low, self.width, rows
-        )
-        return low
-
-    def add_(self, low: Tensor, logits: Tensor) -> None:
-        """Add the LoRA outputs of the hidden states `low` [R, L] to `logits` [R, V], in place."""
-        cpu.call(
-            "add_head",
-            low.dtype,
+        lora_hidden = hidden.new_empty(rows, self.width)
+        ops.call(
+            "head_low",
+            hidden.dtype,
             self.address,
             len(self.rows),
-            low,
-            low.stride(0),
+            hidden,
+            d,
+            lora_hidden,
+            self.width,
+            rows,
+        )
+        return lora_hidden
+
+    def add_(self, lora_hidden: Tensor, logits: Tensor) -> None:
+        """Add the LoRA outputs of the hidden states `lora_hidden` [R, L] to `logits` [R, V], in place."""
+        ops.call(
+            "add_head",
+            lora_hidden.dtype,
+            self.address,
+            len(self.rows),
+            lora_hidden,
+            lora_hidden.stride(0),
             logits,
             logits.shape[1],
         )
@@ -98,13 +106,13 @@ class SingleLogits:
     """Logits computed one at a time as float32 dot products.
 
     A logit is the dot product of a row of `hidden` [R, D] and a row of the head's weight [V, D],
-    plus that of a row of `low` [R, L] and a row of B, if the row has an adapter.
+    plus that of a row of `lora_hidden` [R, L] and a row of B, if the row has an adapter.
     """
 
     hidden: Tensor
     weight: Tensor
     table: HeadTable
-    low: Tensor | None
+    lora_hidden: Tensor | None
 
     def likeliest(self, logits: Tensor, k: int, wide: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the k largest `logits`, bf16 [R, V], of each row, recomputed in float32.
@@ -116,7 +124,7 @@ class SingleLogits:
         rows, vocab = logits.shape
         tokens, values = torch.empty(rows, k, dtype=torch.int64), torch.empty(rows, k)
         given = (ctypes.byref(self._arguments()), logits, k, tokens, values, wide)
-        cpu.call("likeliest", logits.dtype, *given, rows, vocab)
+        ops.call("likeliest", logits.dtype, *given, rows, vocab)
         return tokens, values
 
     def at(self, rows: Tensor, tokens: Tensor) -> Tensor:
@@ -129,18 +137,26 @@ class SingleLogits:
             out,
             rows.shape[0],
         )
-        cpu.call("single_logits", self.hidden.dtype, *given)
+        ops.call("single_logits", self.hidden.dtype, *given)
         return out
 
     def _arguments(self) -> _ExactLogits:
-        low = (None, 0) if self.low is None else (self.low.data_ptr(), self.low.stride(0))
+        lora_hidden = (
+            (None, 0)
+            if self.lora_hidden is None
+            else (self.lora_hidden.data_ptr(), self.lora_hidden.stride(0))
+        )
         table = (self.table.address, len(self.table.rows))
         return _ExactLogits(
-            self.hidden.data_ptr(), self.weight.data_ptr(), self.hidden.shape[1], *table, *low
+            self.hidden.data_ptr(),
+            self.weight.data_ptr(),
+            self.hidden.shape[1],
+            *table,
+            *lora_hidden,
         )
 
 
-def draw(
+def sample(
     logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Sample one token from each row in `rows` [N] of `logits`, float32 [R, V].
@@ -150,7 +166,7 @@ def draw(
     """
     tokens, normalizer = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
     given = (rows, temperatures, uniforms, tokens, normalizer)
-    cpu.call("draw", logits.dtype, logits, *given, len(rows), logits.shape[1])
+    ops.call("draw", logits.dtype, logits, *given, len(rows), logits.shape[1])
     return tokens, normalizer
 
 
@@ -161,5 +177,5 @@ def invert(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     tokens = torch.empty(uniforms.shape, dtype=torch.int64)
     sizes = (*weights.shape, uniforms.shape[1])
-    cpu.call("invert", weights.dtype, weights.contiguous(), uniforms.contiguous(), tokens, *sizes)
+    ops.call("invert", weights.dtype, weights.contiguous(), uniforms.contiguous(), tokens, *sizes)
     return tokens

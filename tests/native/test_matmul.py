@@ -6,15 +6,15 @@ from torch import Tensor
 
 from planish.model.decoder import Decoder
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.cpp.cpu_products import (
-    AdapterPanels,
-    PanelRows,
-    PanelSite,
+from planish.model.kernels.cpp.matmul import (
+    PanelAdapter,
+    PanelAdapterRows,
+    PanelModule,
     PanelWeight,
-    WeightRoom,
+    WeightArena,
 )
 from planish.model.kernels.reference.backend import TorchBackend
-from planish.model.lora import SITES, AdapterRows, LoraLayout, LoraWeights
+from planish.model.lora import FUSED_MODULE_NAMES, AdapterRows, LoraLayout, LoraWeights
 from planish.testing import tiny_model
 from planish.types import LoraConfig
 
@@ -36,8 +36,8 @@ def matrices(normal, rank: int, sizes=SIZES, fan_in: int = 64) -> tuple[Tensor, 
     return normal(len(sizes) * rank, fan_in), [normal(size, rank) for size in sizes]
 
 
-def site_of(a: Tensor, bs: list[Tensor]) -> PanelSite:
-    found = AdapterPanels([(a, bs)]).target(0)
+def site_of(a: Tensor, bs: list[Tensor]) -> PanelModule:
+    found = PanelAdapter([(a, bs)]).target(0)
     assert found is not None
     return found
 
@@ -66,7 +66,7 @@ def test_matmul_results_are_rounded_as_in_torch(normal):
     )
     weight, bias = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(96, 2), normal(96)
     bias[0] = 3.38e38
-    found = PanelWeight(weight, WeightRoom(0)).product(x, bias)
+    found = PanelWeight(weight, WeightArena(0)).product(x, bias)
     expected = (x[:, :1].float() + bias.float()).to(dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())
@@ -143,7 +143,7 @@ def test_kernel_rows_are_batch_invariant(threads, normal):
     """The batch has adapters of several ranks, one without this target module, and rows of the base
     model, as in the sampler and in the trainer.
     """
-    adapters = [AdapterPanels([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
+    adapters = [PanelAdapter([None, matrices(normal, rank)]) for rank in (8, 32, 3)]
     x, base = normal(60, 64), normal(60, sum(SIZES))
     spans = [(0, 1), (3, 31), (31, 50)]
     before = torch.get_num_threads()
@@ -151,8 +151,8 @@ def test_kernel_rows_are_batch_invariant(threads, normal):
     try:
         together = base.clone()
         members = [(*span, panels) for span, panels in zip(spans, adapters, strict=True)]
-        members.append((50, 60, AdapterPanels([matrices(normal, 8), None])))
-        PanelRows(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
+        members.append((50, 60, PanelAdapter([matrices(normal, 8), None])))
+        PanelAdapterRows(members, ("first", "second")).add_(x, together, SIZES, 0, "second")
         for (start, stop), panels in zip(spans, adapters, strict=True):
             site = panels.target(1)
             assert site is not None
@@ -190,4 +190,4 @@ def test_the_decoder_with_native_adapters_equals_torch(dtype, tmp_path):
 
     own, plain = hidden(decoder.backend), hidden(TorchBackend(decoder.config, dtype, CPU))
     assert (own - plain).abs().max() < (0.05 if dtype == torch.bfloat16 else 1e-5) * own.abs().max()
-    assert SITES == ("attn_in", "attn_out", "mlp_in", "mlp_out")
+    assert FUSED_MODULE_NAMES == ("attn_in", "attn_out", "mlp_in", "mlp_out")

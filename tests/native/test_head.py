@@ -9,8 +9,8 @@ from torch import Tensor
 
 from planish.model.head import exact_logits, head_logits
 from planish.model.kernels.backend import HeadMember, LoraMatrices
-from planish.model.kernels.cpp.cpu_head import HeadTable, SingleLogits
-from planish.model.kernels.cpp.cpu_products import AdapterPanels, adapts_forward
+from planish.model.kernels.cpp.head import HeadTable, SingleLogits
+from planish.model.kernels.cpp.matmul import PanelAdapter, supports_lora_forward
 
 CPU = torch.device("cpu")
 WIDTH = 100
@@ -27,7 +27,7 @@ def normal():
 
 def adapter(normal, vocab: int, rank: int) -> LoraMatrices:
     a, b = normal(rank, WIDTH), normal(vocab, rank)
-    return LoraMatrices(a, (b,), AdapterPanels([(a, (b,))]).target(0))
+    return LoraMatrices(a, (b,), PanelAdapter([(a, (b,))]).target(0))
 
 
 def single(hidden: Tensor, weight: Tensor, lora: Any = None) -> SingleLogits:
@@ -97,7 +97,7 @@ def test_adapters_of_the_head_equal_the_formula(rank, vocab, dtype, normal):
         return normal(*shape).to(dtype)
 
     hidden, weight, site = drawn(7, WIDTH), drawn(vocab, WIDTH), adapter(drawn, vocab, rank)
-    assert (site.packed is not None) == adapts_forward([(vocab, WIDTH)], dtype)
+    assert (site.packed is not None) == supports_lora_forward([(vocab, WIDTH)], dtype)
     members = [(1, 6, site)]
     low = (hidden.double() @ site.a.double().t()).to(dtype).double()
     low[0], low[6] = 0, 0

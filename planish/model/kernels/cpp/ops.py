@@ -28,7 +28,7 @@ from torch import Tensor
 
 from planish.errors import UserError
 from planish.files import cache_home
-from planish.model.kernels.cpp.build import BuildError, library
+from planish.model.kernels.cpp.build import BuildError, compiled_library
 from planish.model.kernels.cpp.self_test import FAMILIES, verdicts_of
 from planish.model.kernels.verdicts import Verdict
 
@@ -184,17 +184,17 @@ class Library(ctypes.CDLL):
 
 
 under_test: Library | None = None
-"""The library that `loaded` returns without a test; set only in the process of the self-test."""
+"""The library that `load_library` returns without a test; set only in the process of the self-test."""
 
 
 @cache
-def loaded() -> Library | None:
+def load_library() -> Library | None:
     """Return the library, or None if torch computes everything.
 
     The first call compiles and tests the kernels. Raises UserError if PLANISH_KERNELS=native and
     kernels are missing or failed.
     """
-    chosen = wanted()
+    chosen = kernels_setting()
     if under_test is not None or chosen in ("torch", "triton"):
         return under_test
     try:
@@ -229,14 +229,14 @@ _log = logging.getLogger(__name__)
 _REMEDY = "another compiler may help (CXX=clang++); PLANISH_KERNELS=torch uses only torch"
 
 
-def serves(family: str) -> bool:
+def is_supported(family: str) -> bool:
     """Return whether this family of kernels (self_test.FAMILIES) may be used on this machine."""
     assert family in FAMILIES, family
-    found = loaded()
+    found = load_library()
     return found is not None and family not in found.refused
 
 
-def wanted() -> str:
+def kernels_setting() -> str:
     """Return the value of PLANISH_KERNELS, "auto" by default. UserError if it is unknown."""
     found = os.environ.get("PLANISH_KERNELS", "auto")
     if found not in ("auto", "native", "torch", "triton"):
@@ -245,21 +245,21 @@ def wanted() -> str:
 
 
 def _library() -> tuple[Path, Library]:
-    cache, of = cache_home() / "kernels", instructions()
-    path = library(cache, of)
+    cache, instruction_set = cache_home() / "kernels", instructions()
+    path = compiled_library(cache, instruction_set)
     try:
         return path, Library(str(path))
     except OSError:
         # A power cut may have truncated the file. In a shared cache, a machine with a newer system
         # may have compiled it. Compile it again.
         path.unlink(missing_ok=True)
-        path = library(cache, of)
+        path = compiled_library(cache, instruction_set)
         return path, Library(str(path))
 
 
-def attends(head_dim: int) -> bool:
+def supports_attention(head_dim: int) -> bool:
     """Return whether the attention kernels support heads of this size."""
-    return head_dim % _LANES == 0 and serves("attention")
+    return head_dim % _LANES == 0 and is_supported("attention")
 
 
 def rms_norm(
@@ -381,7 +381,7 @@ def _corrections(exact: Exact | None) -> tuple[Tensor | None, Tensor | None, int
     return (None, None, 0) if exact is None else (*exact, exact[0].shape[1])
 
 
-def keep(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
+def store_kv(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
     """Store new keys and values at the last position of each entry's own range.
 
     `k`, `v`: [T, H, E]. Their rows may have any stride.
@@ -420,7 +420,7 @@ def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor |
     return out
 
 
-class KeptAttention:
+class StoringAttention:
     """The attention of one new row per entry, which first stores the row's key and value.
 
     An instance is an `Attend` of the decoder.
@@ -431,7 +431,7 @@ class KeptAttention:
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
-        keep(self.plan, layer, k, v)
+        store_kv(self.plan, layer, k, v)
         return attend(self.plan, layer, q.contiguous(), k.shape[1], None)
 
 
@@ -491,7 +491,7 @@ def call(name: str, dtype: torch.dtype, *arguments: Any) -> None:
 
 @cache
 def _function(name: str, dtype: torch.dtype) -> Callable[..., int]:
-    found = loaded()
+    found = load_library()
     assert found is not None
     function = found[f"{name}_{_SUFFIX[dtype]}"]
     function.argtypes, function.restype = (

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from planish.model.kernels.cpp import cpu, cpu_check, self_test
+from planish.model.kernels.cpp import checks, ops, self_test
 from planish.model.kernels.verdicts import Verdict
 
 FLOAT, HALF = torch.float32, torch.bfloat16
@@ -45,21 +45,21 @@ FAULTS = [
 
 
 def test_every_kernel_has_a_fault_in_this_file():
-    assert cpu._SIGNATURES.keys() == OUTPUTS.keys() | IN_MEMORY.keys()
-    assert tuple(cpu_check.CHECKS) == self_test.FAMILIES
+    assert ops._SIGNATURES.keys() == OUTPUTS.keys() | IN_MEMORY.keys()
+    assert tuple(checks.CHECKS) == self_test.FAMILIES
 
 
 @pytest.mark.usefixtures("products")
 @pytest.mark.parametrize("family", [name for name in self_test.FAMILIES if name != "amx"])
 def test_correct_cpu_kernels_pass_the_self_test(family):
-    assert cpu_check.verdict_of(family) == Verdict(family, True)
+    assert checks.verdict_of(family) == Verdict(family, True)
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize(("name", "output", "dtype"), FAULTS)
 def test_the_self_test_detects_one_wrong_entry(name, output, dtype, monkeypatch):
     """One entry of one output is wrong by a twentieth of the largest entry."""
-    plain, faults = cpu.call, []
+    plain, faults = ops.call, []
 
     def faulty(called, called_dtype, *arguments):
         plain(called, called_dtype, *arguments)
@@ -70,9 +70,9 @@ def test_the_self_test_detects_one_wrong_entry(name, output, dtype, monkeypatch)
             written[place] += size
             faults.append(size)
 
-    monkeypatch.setattr(cpu, "call", faulty)
+    monkeypatch.setattr(ops, "call", faulty)
     family = OUTPUTS[name][0]
-    verdict = cpu_check.verdict_of(family)
+    verdict = checks.verdict_of(family)
     assert faults
     assert not verdict.passed
     assert "differ" in verdict.reason or "depend" in verdict.reason
@@ -81,25 +81,25 @@ def test_the_self_test_detects_one_wrong_entry(name, output, dtype, monkeypatch)
 @pytest.mark.usefixtures("cpu_kernels")
 @pytest.mark.parametrize("name", [*OUTPUTS, *IN_MEMORY])
 def test_the_self_test_detects_a_kernel_that_writes_nothing(name, monkeypatch):
-    plain = cpu.call
+    plain = ops.call
 
     def lazy(called, dtype, *arguments):
         if called != name:
             plain(called, dtype, *arguments)
 
-    monkeypatch.setattr(cpu, "call", lazy)
+    monkeypatch.setattr(ops, "call", lazy)
     family = OUTPUTS[name][0] if name in OUTPUTS else IN_MEMORY[name]
-    assert not cpu_check.verdict_of(family).passed
+    assert not checks.verdict_of(family).passed
 
 
 @pytest.mark.usefixtures("cpu_kernels")
 def test_the_self_test_detects_a_row_that_depends_on_others(monkeypatch):
-    plain = cpu.call
+    plain = ops.call
 
     def leaky(called, dtype, *arguments):
         plain(called, dtype, *arguments)
         if called == "product" and len(arguments[3]) > 1:
             arguments[3].view(torch.int16)[len(arguments[3]) // 2, 0] ^= 1  # changes the last bit
 
-    monkeypatch.setattr(cpu, "call", leaky)
-    assert "depend on the other rows" in cpu_check.verdict_of("matmul").reason
+    monkeypatch.setattr(ops, "call", leaky)
+    assert "depend on the other rows" in checks.verdict_of("matmul").reason

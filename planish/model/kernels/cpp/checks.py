@@ -20,14 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.kernels.cpp import cpu, cpu_head
-from planish.model.kernels.cpp.cpu_pass import PanelLayer, PanelPass
-from planish.model.kernels.cpp.cpu_products import (
-    AdapterPanels,
-    PanelRows,
+from planish.model.kernels.cpp import head as head_ops
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.matmul import (
+    PanelAdapter,
+    PanelAdapterRows,
     PanelWeight,
-    WeightRoom,
-    multiplies_bfloat16,
+    WeightArena,
+    supports_bf16_matmul,
 )
 from planish.model.kernels.verdicts import Verdict
 
@@ -44,7 +45,7 @@ def main(library: str, tiles: str, *families: str) -> None:
 
     `library`: the path of the compiled kernels. `tiles`: "1" to use AMX, else "0".
     """
-    under_test = cpu.Library(library)
+    under_test = ops.Library(library)
     under_test.use_tiles(int(tiles))
     torch.set_num_threads(2)
     with _serving(under_test):
@@ -53,19 +54,19 @@ def main(library: str, tiles: str, *families: str) -> None:
 
 
 @contextmanager
-def _serving(library: cpu.Library) -> Iterator[None]:
-    """Make the functions of cpu.py call this untested library while the block runs."""
-    cpu.under_test = library
-    cpu.loaded.cache_clear()
+def _serving(library: ops.Library) -> Iterator[None]:
+    """Make the functions of ops.py call this untested library while the block runs."""
+    ops.under_test = library
+    ops.load_library.cache_clear()
     try:
         yield
     finally:
-        cpu.under_test = None
-        cpu.loaded.cache_clear()
+        ops.under_test = None
+        ops.load_library.cache_clear()
 
 
 def verdict_of(family: str) -> Verdict:
-    """Test one family in this process with the kernels that `cpu.loaded` returns."""
+    """Test one family in this process with the kernels that `ops.load_library` returns."""
     try:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
@@ -106,14 +107,14 @@ def _for_products(test: Callable[[torch.dtype, float], None]) -> Callable[[], No
 
     def run() -> None:
         for dtype, tolerance in _TOLERANCES.items():
-            if dtype == torch.float32 or multiplies_bfloat16():
+            if dtype == torch.float32 or supports_bf16_matmul():
                 test(dtype, tolerance)
 
     return run
 
 
 def _amx() -> None:
-    library = cpu.loaded()
+    library = ops.load_library()
     assert library is not None
     if not library.tiles_agree():
         raise Mismatch("matmuls with tiles differ from those without")
@@ -124,14 +125,14 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
     for rows, fan_out, fan_in in ((1, 16, 34), (5, 333, 64), (70, 640, 576)):
         weight, x = torch.randn(fan_out, fan_in).to(dtype), torch.randn(rows, fan_in).to(dtype)
         bias = torch.randn(fan_out).to(dtype)
-        panels = PanelWeight(weight, WeightRoom(0))
+        panels = PanelWeight(weight, WeightArena(0))
         found = panels.product(x, bias)
         _close("the product", found, x.double() @ weight.double().t() + bias.double(), tolerance)
         part = slice(rows // 2, rows // 2 + 1)
         _same("the product", panels.product(x[part], bias), found[part])
         if fan_out % 2 == 0:
             grad = torch.randn(rows, fan_out).to(dtype)
-            back = PanelWeight(weight, WeightRoom(0), turned=True).product(grad, None)
+            back = PanelWeight(weight, WeightArena(0), transposed=True).product(grad, None)
             _close("the gradient", back, grad.double() @ weight.double(), tolerance)
 
 
@@ -142,39 +143,40 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
     for rank in (3, 16):
         a = torch.randn(len(sizes) * rank, fan_in).to(dtype)
         bs = [torch.randn(size, rank).to(dtype) for size in sizes]
-        adapters.append((a, bs, AdapterPanels([(a, bs)])))
+        adapters.append((a, bs, PanelAdapter([(a, bs)])))
         site = adapters[-1][2].target(0)
         if site is None or not site.has_backward:
             raise Mismatch("the kernel does not serve the test's shapes")
         out = torch.randn(rows, sum(sizes)).to(dtype)
         added = out.clone()
-        low = site.add_(x, added, sizes)
-        _close("x A", low, x.double() @ a.double().t(), tolerance)
+        lora_hidden = site.add_(x, added, sizes)
+        _close("x A", lora_hidden, x.double() @ a.double().t(), tolerance)
         expected = torch.cat(
-            [p @ b.double().t() for p, b in zip(low.double().chunk(3, 1), bs, strict=True)], 1
+            [p @ b.double().t() for p, b in zip(lora_hidden.double().chunk(3, 1), bs, strict=True)],
+            1,
         )
         _close("x A B", added, out.double() + expected, tolerance)
         few = out[5:9].clone()
         site.add_(x[5:9], few, sizes)
         _same("x A B", few, added[5:9])
         back = torch.zeros(rows, fan_in, dtype=dtype)
-        low_grad = site.backward_(grad, back, sizes)
+        hidden_grad = site.backward_(grad, back, sizes)
         parts = zip(grad.double().split(sizes, 1), bs, strict=True)
         _close(
             "the gradient of x A",
-            low_grad,
+            hidden_grad,
             torch.cat([part @ b.double() for part, b in parts], 1),
             tolerance,
         )
-        _close("the gradient of x", back, low_grad.double() @ a.double(), tolerance)
-        grad_a, grad_bs = site.gradients(x, low, grad, low_grad, sizes)
-        _close("the gradient of A", grad_a, low_grad.double().t() @ x.double(), 2e-5)
-        lows, grads = low.double().chunk(3, 1), grad.double().split(sizes, 1)
-        for found, part, upstream in zip(grad_bs, lows, grads, strict=True):
+        _close("the gradient of x", back, hidden_grad.double() @ a.double(), tolerance)
+        grad_a, grad_bs = site.gradients(x, lora_hidden, grad, hidden_grad, sizes)
+        _close("the gradient of A", grad_a, hidden_grad.double().t() @ x.double(), 2e-5)
+        lora_hiddens, grads = lora_hidden.double().chunk(3, 1), grad.double().split(sizes, 1)
+        for found, part, upstream in zip(grad_bs, lora_hiddens, grads, strict=True):
             _close("the gradient of B", found, upstream.t() @ part, 2e-5)
     out = torch.zeros(rows, sum(sizes), dtype=dtype)
     members = [(2, 10, adapters[0][2]), (10, 30, adapters[1][2])]
-    PanelRows(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
+    PanelAdapterRows(members, ["attn_in"]).add_(x, out, sizes, 0, "attn_in")
     for start, stop, panels in members:
         alone, site = torch.zeros(stop - start, sum(sizes), dtype=dtype), panels.target(0)
         assert site is not None
@@ -186,27 +188,29 @@ def _lora(dtype: torch.dtype, tolerance: float) -> None:
 def _lora_of_head(dtype: torch.dtype, tolerance: float) -> None:
     vocab, d, rank = 272, 64, 5
     hidden, a, b = (torch.randn(*n).to(dtype) for n in ((9, d), (rank, d), (vocab, rank)))
-    table = cpu_head.HeadTable([(2, 8, b, AdapterPanels([(a, (b,))]).target(0))])
-    low = table.low(hidden)
+    table = head_ops.HeadTable([(2, 8, b, PanelAdapter([(a, (b,))]).target(0))])
+    lora_hidden = table.lora_hidden(hidden)
     logits = torch.zeros(9, vocab, dtype=dtype)
-    table.add_(low, logits)
-    expected = low[2:8, :rank].double() @ b.double().t()
-    _close("the head's x A", low[2:8, :rank], hidden[2:8].double() @ a.double().t(), tolerance)
+    table.add_(lora_hidden, logits)
+    expected = lora_hidden[2:8, :rank].double() @ b.double().t()
+    _close(
+        "the head's x A", lora_hidden[2:8, :rank], hidden[2:8].double() @ a.double().t(), tolerance
+    )
     _close("the head's x A B", logits[2:8], expected, tolerance)
 
 
 def _norms(dtype: torch.dtype, tolerance: float) -> None:
     for d in (67, 576):
-        x, more, weight = torch.randn(9, d), torch.randn(9, d).to(dtype), torch.rand(d) + 0.5
-        total, out, scale = cpu.rms_norm(x, more, weight, 1e-5, dtype)
-        wide = x.double() + more.double()
+        x, residual, weight = torch.randn(9, d), torch.randn(9, d).to(dtype), torch.rand(d) + 0.5
+        total, out, scale = ops.rms_norm(x, residual, weight, 1e-5, dtype)
+        wide = x.double() + residual.double()
         factor = (wide.square().mean(1, keepdim=True) + 1e-5).rsqrt()
         _close("the sum", total, wide, 2e-5)
         _close("the norm", out, wide * factor * weight, tolerance)
         _close("the factor", scale, factor.squeeze(1), 2e-5)
-        _same("the norm", cpu.rms_norm(x[4:6], more[4:6], weight, 1e-5, dtype)[1], out[4:6])
+        _same("the norm", ops.rms_norm(x[4:6], residual[4:6], weight, 1e-5, dtype)[1], out[4:6])
         grad, other = torch.randn(9, d).to(dtype), torch.randn(9, d)
-        found = cpu.rms_norm_backward(grad, total, weight, scale, other)
+        found = ops.rms_norm_backward(grad, total, weight, scale, other)
         weighted = grad.double() * weight
         inner = (weighted * wide).mean(1, keepdim=True) * factor.square()
         _close("the gradient", found, (weighted - wide * inner) * factor + other, 1e-4)
@@ -221,7 +225,7 @@ def _rope(dtype: torch.dtype, tolerance: float) -> None:
         for back in (False, True):
             s = -sin if back else sin
             expected = torch.cat((first * cos - second * s, second * cos + first * s), -1)
-            _close("the rotated heads", cpu.rope(x, cos, sin, inverse=back), expected, tolerance)
+            _close("the rotated heads", ops.rope(x, cos, sin, inverse=back), expected, tolerance)
 
 
 def _gelu(x: Tensor) -> Tensor:
@@ -229,8 +233,8 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
-    _gated(dtype, tolerance, "SwiGLU", F.silu, cpu.swiglu, cpu.swiglu_backward)
-    _gated(dtype, tolerance, "GeGLU", _gelu, cpu.geglu, cpu.geglu_backward)
+    _gated(dtype, tolerance, "SwiGLU", F.silu, ops.swiglu, ops.swiglu_backward)
+    _gated(dtype, tolerance, "GeGLU", _gelu, ops.geglu, ops.geglu_backward)
 
 
 def _gated(
@@ -261,12 +265,12 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
         wide = logits.double().scatter(1, exact[0], exact[1].double())
         scaled = wide / temperature.double()[:, None]
         weights = torch.empty(9, vocab)
-        found = cpu.log_sum_exp(logits, temperature, exact, weights)
+        found = ops.log_sum_exp(logits, temperature, exact, weights)
         _close("log-sum-exp", found, scaled.logsumexp(1), 2e-5)
-        peak = scaled.amax(1, keepdim=True)
-        _close("the softmax's terms", weights, (scaled - peak).exp(), 2e-5)
+        max_logit = scaled.amax(1, keepdim=True)
+        _close("the softmax's terms", weights, (scaled - max_logit).exp(), 2e-5)
         part = exact[0][3:4], exact[1][3:4]
-        _same("log-sum-exp", cpu.log_sum_exp(logits[3:4], temperature[3:4], part), found[3:4])
+        _same("log-sum-exp", ops.log_sum_exp(logits[3:4], temperature[3:4], part), found[3:4])
         totals = (wide / 0.7).logsumexp(1)
         first, targets = torch.arange(10) * 2, torch.randint(vocab, (18,))
         grads, softmax = torch.randn(18), (wide / 0.7 - totals[:, None]).exp()
@@ -275,7 +279,7 @@ def _log_sum_exp(dtype: torch.dtype, tolerance: float) -> None:
             0, torch.arange(9).repeat_interleave(2) * vocab + targets, grads.double()
         )
         given = logits.clone()
-        cpu.log_sum_exp_backward_(given, 0.7, totals.float(), first, targets, grads, exact)
+        ops.log_sum_exp_backward_(given, 0.7, totals.float(), first, targets, grads, exact)
         _close("the gradient", given, expected, tolerance)
 
 
@@ -289,16 +293,16 @@ def _sampling() -> None:
     uniforms = (starts + ends.gather(1, tokens)) / 2
     at = torch.arange(rows)
     for column in range(tokens.shape[1]):
-        drawn, normalizer = cpu_head.draw(
+        sampled, normalizer = head_ops.sample(
             logits, at, temperatures, uniforms[:, column].contiguous()
         )
-        _equal("the sampled tokens", drawn, tokens[:, column])
+        _equal("the sampled tokens", sampled, tokens[:, column])
         _close("the sampler's log-sum-exp", normalizer, scaled.logsumexp(1), 2e-5)
     weights = (scaled - scaled.amax(1, keepdim=True)).exp().float()
-    _equal("the tokens of weights", cpu_head.invert(weights, uniforms), tokens)
+    _equal("the tokens of weights", head_ops.invert(weights, uniforms), tokens)
     hidden, weight = torch.randn(rows, 100).bfloat16(), torch.randn(vocab, 100).bfloat16()
     exact = hidden.double() @ weight.double().t()
-    single = cpu_head.SingleLogits(hidden, weight, cpu_head.HeadTable(()), None)
+    single = head_ops.SingleLogits(hidden, weight, head_ops.HeadTable(()), None)
     narrow = exact.bfloat16()
     wide = torch.empty(rows, vocab)
     largest, values = single.likeliest(narrow, 16, wide)
@@ -326,22 +330,22 @@ def _tree_attention(
     rows = 40
     q, k, v = (torch.randn(rows, n, e).to(dtype) for n in (heads, of_keys, of_keys))
     spans = [(0, 16), (0, 24), (0, 24), (24, 32), (0, 24), (32, 40)]
-    ranges = np.zeros((1, len(spans)), cpu.Range)
+    ranges = np.zeros((1, len(spans)), ops.Range)
     for place, (start, stop) in zip(ranges[0], spans, strict=True):
         offset = start * of_keys * e * k.itemsize
         place["k"], place["v"] = k.data_ptr() + offset, v.data_ptr() + offset
         place["count"], place["row"], place["head"] = stop - start, of_keys * e, e
     visible = torch.cat((torch.arange(24), torch.arange(24, 32), torch.arange(24, 32))) + 1
     blocks = [(0, 16, 0, 1), (16, 8, 1, 1), (24, 8, 2, 2), (32, 8, 4, 2)]
-    plan = cpu.AttentionPlan(
-        np.array(blocks, cpu.Block),
+    plan = ops.AttentionPlan(
+        np.array(blocks, ops.Block),
         ranges,
         np.arange(rows),
         visible.numpy().astype(np.int64),
         windows=(window,),
     )
     lse = torch.empty(rows, heads)
-    found = cpu.attend(plan, 0, q, of_keys, lse)
+    found = ops.attend(plan, 0, q, of_keys, lse)
     mask = torch.arange(rows)[:, None] >= torch.arange(rows)
     mask[32:, 24:32] = False
     mask &= visible[:, None] - visible < (window or rows)
@@ -362,7 +366,7 @@ def _tree_attention(
     gradients = torch.autograd.grad(expected, wide, grad.double())
     ends = np.array([2, 4], np.int64)
     sums = torch.empty(len(ends), 2, rows, of_keys, e)
-    ours = cpu.attend_backward(plan, ends, grad, q, found, lse, k, sums)
+    ours = ops.attend_backward(plan, ends, grad, q, found, lse, k, sums)
     for name, x, reference in zip(("q", "k", "v"), ours, gradients, strict=True):
         _close(f"the gradient of {name}", x, reference, 2 * tolerance)
 
@@ -373,7 +377,7 @@ def _decode_attention(
     """Check five samples of one prompt of 32 positions, each with some positions of its own."""
     step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e, windows=(window,))
     q, k, v = (torch.randn(step.samples, n, e).to(dtype) for n in (heads, of_keys, of_keys))
-    found = cpu.KeptAttention(step.plan)(0, q, k, v)
+    found = ops.StoringAttention(step.plan)(0, q, k, v)
     _close("attention of one row", found, step.attend(0, q, k, v), tolerance)
 
 
@@ -394,8 +398,8 @@ class _DecodeStep:
         self.shared = torch.randn(layers, 2, heads, self.prompt, e).to(dtype)
         self.own = torch.randn(layers, 2, self.samples, heads, self.capacity, e).to(dtype)
         self.stored = [0, 3, 16, 17, 30]
-        shared = np.zeros((layers, 1), cpu.Range)
-        own = np.zeros((layers, self.samples), cpu.Range)
+        shared = np.zeros((layers, 1), ops.Range)
+        own = np.zeros((layers, self.samples), ops.Range)
         for layer in range(layers):
             for place, name in enumerate(("k", "v")):
                 shared[name][layer, 0] = self.shared[layer, place].data_ptr()
@@ -403,8 +407,8 @@ class _DecodeStep:
         shared["count"], shared["row"], shared["head"] = self.prompt, e, self.prompt * e
         own["count"] = np.array(self.stored) + 1
         own["row"], own["head"] = e, self.capacity * e
-        self.plan = cpu.AttentionPlan(
-            np.array([(0, self.samples, 0, 1)], cpu.Block),
+        self.plan = ops.AttentionPlan(
+            np.array([(0, self.samples, 0, 1)], ops.Block),
             shared,
             np.arange(self.samples),
             np.full(self.samples, self.prompt, np.int64),
@@ -451,7 +455,7 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
     d, e, heads, of_keys, inner, layers, rank = 64, 32, 4, 2, 96, 2, 4
     windows = (9, None) if is_gemma else ()
     step = _DecodeStep(dtype, layers, of_keys, e, windows or (None,) * layers)
-    rows, room = step.samples, WeightRoom(0)
+    rows, arena = step.samples, WeightArena(0)
     sizes = {
         "attn_in": ((heads * e, of_keys * e, of_keys * e), d),
         "attn_out": ((d,), heads * e),
@@ -485,14 +489,14 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
         parts: list[Any] = [*norm_weights[:4], *(norm_weights[4:] if is_gemma else (None, None))]
         parts += [cos[number], sin[number], step.windows[number] or 0]
         for weight, bias in layer.values():
-            parts += [PanelWeight(weight, room), bias]
+            parts += [PanelWeight(weight, arena), bias]
         panels.append(PanelLayer(*parts))
     scale = 1.5 if is_gemma else 1.0
     given = (panels, embedding, final_norm, 1e-5, (heads, of_keys), inner, is_gemma, scale)
-    whole = PanelPass(*given)
+    whole = DecodePass(*given)
     tokens, positions = torch.arange(rows) * 7, torch.arange(rows) + step.prompt
-    table = PanelRows([(0, 3, AdapterPanels(adapters))], list(sizes))
-    found = whole.decoded(tokens, positions, step.plan, table)
+    table = PanelAdapterRows([(0, 3, PanelAdapter(adapters))], list(sizes))
+    found = whole.forward(tokens, positions, step.plan, table)
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x * (x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
@@ -509,8 +513,14 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
             weight, bias = weights[layer][site]
             out = given @ weight.double().t() + bias.double()
             a, bs = adapters[layer * len(sizes) + list(sizes).index(site)]
-            lows = (given[:3] @ a.double().t()).chunk(len(bs), 1)
-            out[:3] += torch.cat([low @ b.double().t() for low, b in zip(lows, bs, strict=True)], 1)
+            lora_hiddens = (given[:3] @ a.double().t()).chunk(len(bs), 1)
+            out[:3] += torch.cat(
+                [
+                    lora_hidden @ b.double().t()
+                    for lora_hidden, b in zip(lora_hiddens, bs, strict=True)
+                ],
+                1,
+            )
             return out
 
         attn_norm, mlp_norm, q_norm, k_norm, *outputs = (w.double() for w in norms[layer])
@@ -524,7 +534,7 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
         x = x + (norm(out, outputs[1]) if is_gemma else out)
     # Two layers round to bf16 about twenty times, so the tolerance is larger.
     _close("the hidden states", found, norm(x, final_norm.double()), 3 * tolerance)
-    fresh = whole.decoded(tokens, positions, step.plan, table)
+    fresh = whole.forward(tokens, positions, step.plan, table)
     _same("the decode pass, made again", fresh, found)
 
 

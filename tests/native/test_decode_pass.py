@@ -8,8 +8,8 @@ from test_native_attention import Prompt, Sample
 from torch import Tensor
 
 from planish.model.decoder import Decoder
-from planish.model.kernels.cpp.attention import NativeDecode
-from planish.model.kernels.cpp.cpu_pass import PanelPass
+from planish.model.kernels.cpp.attention import CppDecodeAttention
+from planish.model.kernels.cpp.decode_pass import DecodePass
 from planish.model.kv_cache import KVPools, KVSpec, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.model.positions import SPAN, capacity_for
@@ -42,10 +42,10 @@ class Running:
             for stored in (*pool.keys, *pool.values):
                 stored.normal_()
 
-    def attention(self) -> NativeDecode:
+    def attention(self) -> CppDecodeAttention:
         places = [row for row in range(len(self.owners) + 1) if row != PADDING]
         rows: dict[SlotOwner, int] = dict(zip(self.owners, places, strict=True))
-        return NativeDecode(rows, self.prompts, self.samples)
+        return CppDecodeAttention(rows, self.prompts, self.samples)
 
     def stored(self) -> list[Tensor]:
         (pool,) = self.samples.in_use()
@@ -78,9 +78,9 @@ def test_one_decoding_call_equals_separate_calls_bitwise(
     assert decode_pass is not None
     tokens, positions = torch.arange(14) * 7, torch.arange(14) * 3
     calls = []
-    whole = PanelPass.decoded
+    whole = DecodePass.forward
     monkeypatch.setattr(
-        PanelPass, "decoded", lambda *arguments: calls.append(1) or whole(*arguments)
+        DecodePass, "forward", lambda *arguments: calls.append(1) or whole(*arguments)
     )
     with torch.inference_mode():
         attention = running.attention()

@@ -18,9 +18,9 @@ from functools import cached_property
 import numpy as np
 from torch import Tensor
 
-from planish.model.kernels.cpp import cpu
-from planish.model.kernels.cpp.cpu import AttentionPlan
-from planish.model.kernels.cpp.cpu_products import PanelRows, PanelWeight
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.matmul import PanelAdapterRows, PanelWeight
+from planish.model.kernels.cpp.ops import AttentionPlan
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class _Pass(ctypes.Structure):
             (name, ctypes.c_void_p)
             for name in ("layer", "final_norm", "embedding", "tokens", "positions")
         ),
-        ("attention", cpu.Attention),
+        ("attention", ops.Attention),
         *((name, ctypes.c_int64) for name in ("blocks", "layer_ranges", "entries")),
         ("adapters", ctypes.c_void_p),
         ("n_adapters", ctypes.c_int64),
@@ -70,7 +70,7 @@ class _Pass(ctypes.Structure):
 
 
 @dataclass(frozen=True, eq=False)
-class PanelPass:
+class DecodePass:
     """The forward pass of a model whose linears are all packed as panels."""
 
     layers: Sequence[PanelLayer]
@@ -87,8 +87,12 @@ class PanelPass:
     embedding_scale: float = 1.0
     """The factor of the embeddings."""
 
-    def decoded(
-        self, tokens: Tensor, positions: Tensor, plan: AttentionPlan, adapters: PanelRows | None
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        plan: AttentionPlan,
+        adapters: PanelAdapterRows | None,
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D].
 
@@ -116,7 +120,7 @@ class PanelPass:
             adapters=adapters.table.ctypes.data if adapters is not None else None,
             n_adapters=adapters.table.shape[1] if adapters is not None else 0,
         )
-        cpu.call("decode", out.dtype, ctypes.byref(given), out)
+        ops.call("decode", out.dtype, ctypes.byref(given), out)
         return out
 
     @cached_property

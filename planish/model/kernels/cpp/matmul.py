@@ -18,13 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.kernels.backend import LORA_COLUMNS, padded_lora_columns
-from planish.model.kernels.cpp import cpu
+from planish.model.kernels.cpp import ops
 
 _PANEL = 64
 _VECTOR = LORA_COLUMNS
 """The number of elements of one SIMD vector. Output columns are padded to a multiple of it."""
-_ROOM = 1 << 25
-"""The minimum number of elements that a `WeightRoom` allocates at a time.
+_MIN_ARENA_ELEMENTS = 1 << 25
+"""The minimum number of elements that a `WeightArena` allocates at a time.
 
 Unused pages of an allocation use no memory.
 """
@@ -38,10 +38,10 @@ _LoraRows = np.dtype(
 `a`, `b0`, `b1`, `b2`: the addresses of the packed matrices. `rank`: r, rounded up to an even
 number. `columns`: n * r, the number of columns of the LoRA hidden states.
 """
-MOST_LINEARS = 3
+MAX_FUSED_LINEARS = 3
 
 
-def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
+def supports_matmul(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
     """Return whether the kernel supports frozen weights [fan_out, fan_in] of this dtype.
 
     For any number of rows the kernel is at least as fast as oneDNN (docs/log.md; not measured with
@@ -50,36 +50,36 @@ def multiplies(fan_out: int, fan_in: int, dtype: torch.dtype) -> bool:
     if fan_out < 1 or fan_in % 2:
         return False
     if dtype == torch.bfloat16:
-        return multiplies_bfloat16()
-    return dtype == torch.float32 and cpu.serves("matmul")
+        return supports_bf16_matmul()
+    return dtype == torch.float32 and ops.is_supported("matmul")
 
 
-def multiplies_bfloat16() -> bool:
+def supports_bf16_matmul() -> bool:
     """Return whether the kernels support bf16 matmuls on this CPU and are not slower than oneDNN.
 
     oneDNN is faster on a CPU with AMX if the kernels' AMX code failed its self-test.
     """
-    found = cpu.loaded()
-    return cpu.serves("matmul") and found is not None and bool(found.multiplies_bf16())
+    found = ops.load_library()
+    return ops.is_supported("matmul") and found is not None and bool(found.multiplies_bf16())
 
 
-class WeightRoom:
+class WeightArena:
     """An arena for packed weights on huge pages of 2 MB.
 
     Weights are read a third faster from huge pages. Most weights are smaller than a page, so
     several share one allocation.
     """
 
-    def __init__(self, least: int = _ROOM) -> None:
-        """`least`: the minimum number of elements per allocation."""
-        self._least = least
+    def __init__(self, min_elements: int = _MIN_ARENA_ELEMENTS) -> None:
+        """`min_elements`: the minimum number of elements per allocation."""
+        self._min_elements = min_elements
         self._left = torch.empty(0)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory for `size` elements, which no other call returns."""
         if size > len(self._left) or self._left.dtype != dtype:
-            self._left = torch.empty(max(size, self._least), dtype=dtype)
-            found = cpu.loaded()
+            self._left = torch.empty(max(size, self._min_elements), dtype=dtype)
+            found = ops.load_library()
             assert found is not None
             found.on_huge_pages(
                 ctypes.c_void_p(self._left.data_ptr()), ctypes.c_int64(self._left.nbytes)
@@ -93,10 +93,10 @@ class PanelWeight:
 
     is_batch_invariant = True
 
-    def __init__(self, weight: Tensor, room: WeightRoom, *, turned: bool = False) -> None:
-        """`room`: the arena of the panels. `turned`: `weight` is given transposed, as [in, out]."""
-        self._fan_out, self._fan_in = weight.shape[::-1] if turned else weight.shape
-        self._panels = _packed([weight.contiguous()], room, turned=turned)[0]
+    def __init__(self, weight: Tensor, arena: WeightArena, *, transposed: bool = False) -> None:
+        """`arena`: the arena of the panels. `transposed`: `weight` is given transposed, as [in, out]."""
+        self._fan_out, self._fan_in = weight.shape[::-1] if transposed else weight.shape
+        self._panels = _packed([weight.contiguous()], arena, transposed=transposed)[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,7 +118,7 @@ class PanelWeight:
         if bias is not None and missing:
             bias = F.pad(bias, (0, missing))
         out = x.new_empty(x.shape[0], self._fan_out + missing)
-        cpu.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
+        ops.call("product", x.dtype, self._panels, x, bias, out, *out.shape, self._fan_in)
         return out[:, : self._fan_out].contiguous() if missing else out
 
     @property
@@ -130,19 +130,20 @@ class PanelWeight:
         return None if self._fan_out % _VECTOR else self._panels.data_ptr()
 
 
-def adapts(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
+def supports_lora(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Return whether the kernel supports adapters of linears of these shapes (out, in).
 
     The answer covers the forward and the backward pass.
     """
-    turned = [(fan_in, fan_out) for fan_out, fan_in in shapes]
-    return adapts_forward(shapes, dtype) and adapts_forward(turned, dtype)
+    transposed = [(fan_in, fan_out) for fan_out, fan_in in shapes]
+    return supports_lora_forward(shapes, dtype) and supports_lora_forward(transposed, dtype)
 
 
-def adapts_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
+def supports_lora_forward(shapes: Sequence[tuple[int, int]], dtype: torch.dtype) -> bool:
     """Return whether the kernel supports the forward pass of adapters of these shapes (out, in)."""
-    return cpu.serves("lora") and all(
-        fan_out % _VECTOR == 0 and multiplies(fan_out, fan_in, dtype) for fan_out, fan_in in shapes
+    return ops.is_supported("lora") and all(
+        fan_out % _VECTOR == 0 and supports_matmul(fan_out, fan_in, dtype)
+        for fan_out, fan_in in shapes
     )
 
 
@@ -150,7 +151,7 @@ Matrices = tuple[Tensor, Sequence[Tensor]]
 """An adapter's matrices for n linears that read one input: the joint A [n * r, in] and n Bs."""
 
 
-class AdapterPanels:
+class PanelAdapter:
     """All matrices of one version of an adapter, packed as panels at first use.
 
     The matrices for the backward pass are packed separately, because a sampler does not need them.
@@ -171,19 +172,19 @@ class AdapterPanels:
         ]
         first = next((site[0] for site in self._sites if site is not None), torch.empty(0))
         kinds = {shape for shape in shapes if shape is not None}
-        forward = {shape for shape in kinds if serves and adapts_forward(shape, first.dtype)}
-        back = {shape for shape in forward if adapts(shape, first.dtype)}
+        forward = {shape for shape in kinds if serves and supports_lora_forward(shape, first.dtype)}
+        back = {shape for shape in forward if supports_lora(shape, first.dtype)}
         self._served, self._served_back = (
             [shape in found for shape in shapes] for found in (forward, back)
         )
         self.is_empty = not kinds
 
-    def target(self, index: int) -> PanelSite | None:
+    def target(self, index: int) -> PanelModule | None:
         """Return the matrices of target module `index`.
 
         Return None if the adapter does not train the module or the kernel does not support it.
         """
-        return PanelSite(self, index, self._served_back[index]) if self._served[index] else None
+        return PanelModule(self, index, self._served_back[index]) if self._served[index] else None
 
     def matrices(self, index: int) -> Matrices:
         """Return the unpacked matrices of target module `index`, which the adapter must train."""
@@ -201,41 +202,47 @@ class AdapterPanels:
         return self._forward[0]
 
     @property
-    def turned(self) -> np.ndarray:
+    def backward(self) -> np.ndarray:
         """The transposed matrices, packed for the backward pass, in the form of `forward`."""
-        return self._turned[0]
+        return self._backward[0]
 
     def drop_backward(self) -> None:
         """Free the matrices for the backward pass. They are packed again if they are needed."""
-        self.__dict__.pop("_turned", None)
+        self.__dict__.pop("_backward", None)
 
     @cached_property
     def _forward(self) -> tuple[np.ndarray, list[Tensor]]:
-        return self._records(self._served, turned=False)
+        return self._records(self._served, transposed=False)
 
     @cached_property
-    def _turned(self) -> tuple[np.ndarray, list[Tensor]]:
-        return self._records(self._served_back, turned=True)
+    def _backward(self) -> tuple[np.ndarray, list[Tensor]]:
+        return self._records(self._served_back, transposed=True)
 
-    def _records(self, served: Sequence[bool], *, turned: bool) -> tuple[np.ndarray, list[Tensor]]:
+    def _records(
+        self, served: Sequence[bool], *, transposed: bool
+    ) -> tuple[np.ndarray, list[Tensor]]:
         """Return the records of all target modules, and the panels whose addresses they contain."""
         sites = [(i, *self.matrices(i)) for i, own in enumerate(served) if own]
         panels = _packed(
-            [matrix for _, a, bs in sites for matrix in (a, *bs)], WeightRoom(0), turned=turned
+            [matrix for _, a, bs in sites for matrix in (a, *bs)],
+            WeightArena(0),
+            transposed=transposed,
         )
         records = np.zeros(len(self._sites), _LoraRows)
         left = iter(part.data_ptr() for part in panels)
         for i, a, bs in sites:
-            addresses = [next(left) for _ in range(1 + len(bs))] + [0] * (MOST_LINEARS - len(bs))
+            addresses = [next(left) for _ in range(1 + len(bs))] + [0] * (
+                MAX_FUSED_LINEARS - len(bs)
+            )
             rank = len(a) // len(bs)
             records[i] = (*addresses, rank + rank % 2, len(a), 0, 0)
         return records, panels
 
 
-class PanelSite:
+class PanelModule:
     """The packed matrices of one target module, for batches in which all rows use the adapter."""
 
-    def __init__(self, panels: AdapterPanels, index: int, has_backward: bool) -> None:
+    def __init__(self, panels: PanelAdapter, index: int, has_backward: bool) -> None:
         self._panels, self._index = panels, index
         self.has_backward = has_backward
         """Whether the kernel supports `backward_` too."""
@@ -255,52 +262,64 @@ class PanelSite:
 
         Return the LoRA hidden states [T, n * r].
         """
-        low = x.new_empty(x.shape[0], padded_lora_columns(self._columns))
-        _add(_whole(self._record, x), x, out, sizes, low)
-        return low[:, : self._columns]
+        lora_hidden = x.new_empty(x.shape[0], padded_lora_columns(self._columns))
+        _add(_whole(self._record, x), x, out, sizes, lora_hidden)
+        return lora_hidden[:, : self._columns]
 
     def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
         """Add the gradient of the input to `grad_x` [T, in], given `grad` [T, sum(sizes)].
 
         Return the gradient of the LoRA hidden states [T, n * r].
         """
-        low = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
-        adapters = _whole(self._panels.turned[self._index : self._index + 1], grad)
+        lora_hidden = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
+        adapters = _whole(self._panels.backward[self._index : self._index + 1], grad)
         columns = np.array(sizes, np.int64)
-        given = (grad.contiguous(), columns.ctypes.data, len(columns), low, grad_x, grad_x.shape[1])
-        cpu.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
-        return low[:, : self._columns]
+        given = (
+            grad.contiguous(),
+            columns.ctypes.data,
+            len(columns),
+            lora_hidden,
+            grad_x,
+            grad_x.shape[1],
+        )
+        ops.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
+        return lora_hidden[:, : self._columns]
 
     def gradients(
-        self, x: Tensor, low: Tensor, grad: Tensor, low_grad: Tensor, sizes: Sequence[int]
+        self,
+        x: Tensor,
+        lora_hidden: Tensor,
+        grad: Tensor,
+        hidden_grad: Tensor,
+        sizes: Sequence[int],
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of A and of the Bs in float32, summed over all rows.
 
-        `low` and `low_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
+        `lora_hidden` and `hidden_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
         """
         rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
         grad_bs = torch.empty(int(columns.sum()), rank, dtype=torch.float32)
         given = (
-            low,
+            lora_hidden,
             grad.contiguous(),
             columns.ctypes.data,
             len(columns),
-            low_grad,
+            hidden_grad,
             rank,
             grad_a,
             grad_bs,
             len(x),
         )
-        cpu.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
+        ops.call("lora_gradients", x.dtype, x.contiguous(), x.shape[1], *given)
         return grad_a, list(grad_bs.split(list(sizes)))
 
 
-class PanelRows:
+class PanelAdapterRows:
     """The adapters of the rows of a batch, for all target modules (see `AdapterBatch`)."""
 
     def __init__(
-        self, members: Sequence[tuple[int, int, AdapterPanels]], sites: Sequence[str]
+        self, members: Sequence[tuple[int, int, PanelAdapter]], sites: Sequence[str]
     ) -> None:
         """`members`: (start, stop, adapter) of each range of rows.
 
@@ -320,20 +339,22 @@ class PanelRows:
         _add(self.table[layer * len(self._sites) + self._sites[module]], x, out, sizes, None)
 
 
-def _packed(matrices: Sequence[Tensor], room: WeightRoom, *, turned: bool = False) -> list[Tensor]:
-    """Return the panels of each of the contiguous matrices [n, k] ([k, n] if `turned`).
+def _packed(
+    matrices: Sequence[Tensor], arena: WeightArena, *, transposed: bool = False
+) -> list[Tensor]:
+    """Return the panels of each of the contiguous matrices [n, k] ([k, n] if `transposed`).
 
-    All panels are consecutive in one allocation of `room`.
+    All panels are consecutive in one allocation of `arena`.
     """
-    shapes = [matrix.shape[::-1] if turned else matrix.shape for matrix in matrices]
+    shapes = [matrix.shape[::-1] if transposed else matrix.shape for matrix in matrices]
     sizes = [panel_size(*shape) for shape in shapes]
     dtype = matrices[0].dtype if matrices else torch.bfloat16
-    panels = list(room.take(sum(sizes), dtype).split(sizes))
+    panels = list(arena.take(sum(sizes), dtype).split(sizes))
     rows = zip(matrices, panels, shapes, strict=True)
     table = np.array(
         [(matrix.data_ptr(), own.data_ptr(), *shape) for matrix, own, shape in rows], _Packing
     )
-    cpu.call("pack_panels", dtype, table.ctypes.data, len(table), int(turned))
+    ops.call("pack_panels", dtype, table.ctypes.data, len(table), int(transposed))
     return panels
 
 
@@ -347,7 +368,7 @@ def _add(
 ) -> None:
     x, columns = x.contiguous(), np.array(sizes, np.int64)
     given = (x, x.shape[1], out, columns.ctypes.data, len(columns), kept)
-    cpu.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
+    ops.call("add_lora", x.dtype, adapters.ctypes.data, len(adapters), *given)
 
 
 def _whole(record: np.ndarray, x: Tensor) -> np.ndarray:
