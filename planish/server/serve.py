@@ -59,7 +59,7 @@ from planish.server.openai import routes
 from planish.server.openai.models import BYTES_PER_CHARACTER, CHARACTERS_PER_TOKEN, TEXT_AT_ONCE
 from planish.server.options import ServeOptions, add_arguments, options_of
 from planish.server.server import Server
-from planish.server.settings import HttpSettings, ServerSettings
+from planish.server.settings import HttpSettings, MemorySettings
 
 __all__ = ["ServeOptions", "add_arguments", "run", "serve"]
 
@@ -413,14 +413,14 @@ class MemoryPlan:
 
 
 def device_memory(
-    models: Mapping[str, Path], engine: EngineSettings, settings: ServerSettings
+    models: Mapping[str, Path], engine: EngineSettings, settings: MemorySettings
 ) -> DeviceMemory:
     """Return the device memory of a server. `models` maps names to directories."""
     return DeviceMemory(engine, list(models.values()), settings.adapter_memory_bytes)
 
 
 def memory_plan(
-    models: Mapping[str, Path], memory: DeviceMemory, settings: ServerSettings
+    models: Mapping[str, Path], memory: DeviceMemory, settings: MemorySettings
 ) -> MemoryPlan:
     """Return the memory plan of a server. Raise UserError if the memory does not suffice for a base
     model, or if a base model cannot be served.

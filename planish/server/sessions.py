@@ -35,7 +35,7 @@ from planish.server.durable.records import (
 )
 from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.results import Gone, NotFound, Page, SessionRecord, SessionSpec, Tenant
-from planish.server.settings import ServerSettings
+from planish.server.settings import TenantSettings
 
 ENDED = "its session ended"
 
@@ -58,7 +58,7 @@ class Sessions:
     def __init__(
         self,
         store: Store,
-        settings: ServerSettings,
+        settings: TenantSettings,
         check_disk: Callable[[int], None],
         closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
     ) -> None:

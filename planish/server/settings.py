@@ -12,10 +12,27 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 @dataclass(frozen=True)
-class ServerSettings:
-    """Limits of a server, in bytes, seconds and counts. Every value is above 0."""
+class _Positive:
+    """Settings that are all numbers above 0."""
 
-    # Memory.
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            whole = each.type == "int"
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int if whole else (int, float))
+                or not value > 0
+            ):
+                raise UserError(
+                    f"{each.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
+                )
+
+
+@dataclass(frozen=True)
+class MemorySettings(_Positive):
+    """How much memory a server uses besides the engine."""
+
     adapter_memory_bytes: int = 4 * _GIB
     """Adapters in memory at once, for training and sampling; others wait on disk. One adapter is
     always loaded.
@@ -29,7 +46,11 @@ class ServerSettings:
     result_memory_bytes: int = 64 * _MIB
     """Results that are kept in memory as well as on disk."""
 
-    # Concurrency.
+
+@dataclass(frozen=True)
+class SlotSettings(_Positive):
+    """How much work the engine gets at once. The rest waits in fair queues."""
+
     training_slots: int = 4
     """Training operations in the engine at once. The last slot is for operations of few tokens,
     which run between the micro-batches of the others.
@@ -43,7 +64,11 @@ class ServerSettings:
     that newcomers need not wait until this tenant's sequences end.
     """
 
-    # Limits per tenant.
+
+@dataclass(frozen=True)
+class TenantSettings(_Positive):
+    """What one tenant may use."""
+
     max_queued_requests: int = 20_000
     max_queued_bytes: int = 2 * _GIB
     tokens_per_minute: int = 1 << 40
@@ -61,7 +86,11 @@ class ServerSettings:
     just as many are kept: the least recently used are closed.
     """
 
-    # Time.
+
+@dataclass(frozen=True)
+class TimeSettings(_Positive):
+    """How long a server waits, and how long it keeps things."""
+
     missing_request_timeout: float = 600
     """How long the server waits for a missing sequence number, in seconds. After that, the requests
     with higher numbers fail. Clients retry a request for 5 minutes.
@@ -75,7 +104,11 @@ class ServerSettings:
     for this long without a jump, in seconds. The time before the server's start does not count.
     """
 
-    # Disk.
+
+@dataclass(frozen=True)
+class DiskSettings(_Positive):
+    """How much disk space a server uses."""
+
     result_bytes: int = 4 * _GIB
     """Size of all results on disk. The oldest are deleted first, but none in its first ten minutes.
     """
@@ -84,31 +117,41 @@ class ServerSettings:
     min_free_disk_bytes: int = 512 * _MIB
     """With less free space than this, no new work is accepted."""
 
-    # A model takes a snapshot when it reaches one of the three replay_ limits, so a crash makes the
-    # server replay about as much at most.
+    journal_bytes: int = 8 * _GIB
+    """Data of one gradient, which no snapshot can hold. A forward_backward beyond it is rejected
+    until the next optim_step.
+    """
+
+
+@dataclass(frozen=True)
+class ReplaySettings(_Positive):
+    """When a model takes a snapshot: as soon as it reaches one of these limits.
+
+    So a crash makes the server replay about this much at most.
+    """
+
     replay_seconds: float = 30
     """Device time of the requests since the last snapshot."""
     replay_bytes: int = 64 * _MIB
     """Size of the bodies of these requests."""
     replay_requests: int = 20_000
     """Requests of any kind. Each has a row in the database until a snapshot covers it."""
-    journal_bytes: int = 8 * _GIB
-    """Data of one gradient, which no snapshot can hold. A forward_backward beyond it is rejected
-    until the next optim_step.
-    """
 
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            whole = each.type == "int"
-            if (
-                isinstance(value, bool)
-                or not isinstance(value, int if whole else (int, float))
-                or not value > 0
-            ):
-                raise UserError(
-                    f"{each.name}={value!r}: give a {'whole ' if whole else ''}number above 0"
-                )
+
+@dataclass(frozen=True)
+class ServerSettings(
+    # A dataclass takes the fields of its last base first.
+    ReplaySettings,
+    DiskSettings,
+    TimeSettings,
+    TenantSettings,
+    SlotSettings,
+    MemorySettings,
+):
+    """Limits of a server, in bytes, seconds and counts. Every value is above 0.
+
+    A part of the server that needs one group of settings takes the group's class.
+    """
 
 
 RENAMED_SETTINGS = {

@@ -51,7 +51,7 @@ from planish.server.durable.records import CheckpointRow, change, count, remove,
 from planish.server.durable.store import PRIVATE_PREFIX, Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Conflict, NoSuchCheckpoint, Page, Tenant
-from planish.server.settings import ServerSettings
+from planish.server.settings import TenantSettings
 from planish.service import CheckpointInfo
 from planish.types import Checkpoint, CheckpointPath
 
@@ -63,7 +63,7 @@ _ALIVE = "(expires IS NULL OR expires > ?)"
 class CheckpointCatalog:
     """The named checkpoints of all tenants."""
 
-    def __init__(self, engine: EngineClient, store: Store, settings: ServerSettings) -> None:
+    def __init__(self, engine: EngineClient, store: Store, settings: TenantSettings) -> None:
         """`engine` manages the files of checkpoints, and `store` has a row for each checkpoint."""
         self._engine = engine
         self._store = store

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from planish.server.durable.records import ModelRow, SamplerRow, SessionRow, Source, count
 from planish.server.results import BadRequest
-from planish.server.settings import ServerSettings
+from planish.server.settings import TenantSettings
 
 ROW_BYTES = 512
 """Estimated size of a row and its index entries, without the texts that the client sent."""
@@ -38,7 +38,7 @@ def stored_bytes(source: Source, tenant: str) -> int:
     return source.execute(_STORED_BYTES, [tenant]).fetchone()[0]
 
 
-def check_storage(source: Source, tenant: str, settings: ServerSettings) -> None:
+def check_storage(source: Source, tenant: str, settings: TenantSettings) -> None:
     """Raise BadRequest if a tenant stores `storage_bytes` or more."""
     used = stored_bytes(source, tenant)
     if used >= settings.storage_bytes:
@@ -48,7 +48,7 @@ def check_storage(source: Source, tenant: str, settings: ServerSettings) -> None
         )
 
 
-def check_models(source: Source, tenant: str, settings: ServerSettings) -> None:
+def check_models(source: Source, tenant: str, settings: TenantSettings) -> None:
     """Raise BadRequest if a tenant cannot open another model."""
     check_storage(source, tenant, settings)
     _check_count(
@@ -59,7 +59,7 @@ def check_models(source: Source, tenant: str, settings: ServerSettings) -> None:
     )
 
 
-def check_samplers(source: Source, tenant: str, settings: ServerSettings) -> None:
+def check_samplers(source: Source, tenant: str, settings: TenantSettings) -> None:
     """Raise BadRequest if a tenant cannot open another sampler of a base model or a checkpoint."""
     where = "tenant = ? AND closed IS NULL AND model IS NULL"
     _check_count(
@@ -70,7 +70,7 @@ def check_samplers(source: Source, tenant: str, settings: ServerSettings) -> Non
     )
 
 
-def check_sessions(source: Source, tenant: str, settings: ServerSettings) -> None:
+def check_sessions(source: Source, tenant: str, settings: TenantSettings) -> None:
     """Raise BadRequest if a tenant cannot open another session."""
     _check_count(
         count(source, SessionRow, "tenant = ? AND ended IS NULL", [tenant]),

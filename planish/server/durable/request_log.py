@@ -45,7 +45,7 @@ from planish.server.results import (
     TryAgain,
     Unavailable,
 )
-from planish.server.settings import ServerSettings
+from planish.server.settings import ServerSettings, TenantSettings
 from planish.service import ForwardBackward, Operation, Sample
 from planish.wire.client_errors import name_of
 from planish.wire.sampling import targets_of
@@ -481,7 +481,7 @@ class TenantLimits:
     """Limits the unanswered requests, their bytes, and the tokens per minute of each tenant."""
 
     def __init__(
-        self, settings: ServerSettings, clock: Callable[[], float] = time.monotonic
+        self, settings: TenantSettings, clock: Callable[[], float] = time.monotonic
     ) -> None:
         """`settings` contains the limits. `clock` returns seconds."""
         self._settings = settings

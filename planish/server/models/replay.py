@@ -33,7 +33,7 @@ from planish.server.durable.store import Store, Transaction, crash_point
 from planish.server.engine_client import EngineClient
 from planish.server.results import Failed
 from planish.server.services import Services
-from planish.server.settings import ServerSettings
+from planish.server.settings import ReplaySettings
 from planish.service import (
     CreateModel,
     ForwardBackward,
@@ -63,7 +63,7 @@ class ReplayCost:
     """Requests that change the weights, the optimizer or the pending gradient."""
     requests: int = 0
 
-    def exceeds(self, settings: ServerSettings) -> bool:
+    def exceeds(self, settings: ReplaySettings) -> bool:
         """Return whether the settings ask for a snapshot."""
         return (
             self.seconds >= settings.replay_seconds
