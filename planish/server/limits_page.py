@@ -37,6 +37,11 @@ _TENANT = (
     ("open training models", "max_models", "400"),
     ("open samplers", "max_samplers", "400; of unnamed samplers, the oldest are closed"),
     ("bytes on disk: checkpoints, snapshots, records", "storage_bytes", "400"),
+    (
+        "rejected and failed requests in the journal: 512 bytes each and their messages",
+        "rejected_request_bytes",
+        "the oldest are deleted; 429 for a rejected request while restarts need all of them",
+    ),
     ("bytes of one gradient in the journal", "journal_bytes", "400 until the next optim_step"),
     ("sequences in the engine while others wait", "max_sampling_slots_per_tenant", "they wait"),
     ("training operations in the engine while others wait", "max_training_slots_per_tenant",

@@ -7,7 +7,7 @@ is unanswered.
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
 end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. Nothing
 that a restart needs is removed: a request after its model's last snapshot keeps its row even when
-its result is deleted. Sessions and samplers are deleted a week after their end, with runs that have
+its result is deleted (failed_requests.py has the exception). Sessions and samplers are deleted a week after their end, with runs that have
 no checkpoint. Other runs are kept for good, because their checkpoints name them.
 """
 
@@ -186,14 +186,6 @@ _BATCH = 5000
 _PAGES = 1000
 """Database pages that one transaction returns to the file system."""
 
-_NOT_NEEDED = (
-    "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner AND closed IS "
-    "NULL"
-    " AND requests.seq > COALESCE(snapshot_seq, -1)))"
-)
-"""Requests that no replay needs."""
-
-
 _JUMP_SECONDS = 60.0
 """A larger change of the clock between two looks is a jump."""
 
@@ -329,6 +321,7 @@ class Cleanup:
                 pass
             await self._services.store.keep(drop_sessions, "ended < ?", [now - _ENDED_SECONDS])
         await self._services.store.keep(self._drop_large, now)
+        await self._services.request_log.failed.trim()
         await self._services.store.keep(lambda transaction: transaction.reclaim(_PAGES))
 
     def _drop_before(self, transaction: Transaction, now: float) -> int:
@@ -337,7 +330,7 @@ class Cleanup:
         journal.drop_results(transaction, aged, [oldest])
         return journal.delete(
             transaction,
-            f"id IN (SELECT id FROM requests WHERE finished < ? AND {_NOT_NEEDED} ORDER BY "
+            f"id IN (SELECT id FROM requests WHERE finished < ? AND {journal.NOT_NEEDED} ORDER BY "
             f"finished LIMIT {_BATCH})",
             [oldest],
         )

@@ -32,6 +32,7 @@ from planish.errors import EngineClosedError, UnknownModelError, UserError
 from planish.server.durable import base_weights
 from planish.server.durable.checkpoints import CheckpointCatalog, check_source
 from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import JournalEntry
 from planish.server.durable.quotas import check_models, text_bytes
 from planish.server.durable.records import (
@@ -113,7 +114,14 @@ class Server:
         self.counters = counters = Counters()
         self.limits = TenantLimits(settings)
         self.crash_guard = CrashGuard(store, self._load_base_models)
-        self.request_log = RequestLog(store, settings, self.limits, counters, self.crash_guard)
+        self.request_log = RequestLog(
+            store,
+            settings,
+            self.limits,
+            counters,
+            self.crash_guard,
+            FailedRequests(store, settings),
+        )
         self.adapter_cache = AdapterCache(settings.adapter_memory_bytes, counters)
         self.checkpoints = CheckpointCatalog(engine, store, settings)
         self.training_queue = FairQueue(
@@ -157,6 +165,7 @@ class Server:
         begun = time.monotonic()
         await base_weights.check(self.store, self.engine, self._base_models)
         await self.crash_guard.begin()
+        await self.request_log.failed.begin()
         recovered = await self._recovery.recover()
         self._background = [
             asyncio.create_task(self.cleanup.run(), name="cleanup"),

@@ -85,6 +85,10 @@ class TenantSettings(_Positive):
     """Open samplers of base models and checkpoints. Of the unnamed samplers that models publish,
     just as many are kept: the least recently used are closed.
     """
+    rejected_request_bytes: int = 16 * _MIB
+    """Rows of rejected and failed requests in the database. Each counts as 512 bytes and its
+    message. Beyond this, the oldest are deleted before `result_retention`.
+    """
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from planish.server.durable.store import DATABASE
 
 
 def downgrade_to_3(directory: Path) -> None:
-    """Remove what version 4 added."""
+    """Remove what versions 4 and 5 added."""
     connection = sqlite3.connect(directory / DATABASE)
     indexes = ("session_bytes", "open_sessions", "model_bytes", "open_models", "open_samplers")
-    for index in (*indexes, "checkpoint_bytes"):
+    for index in (*indexes, "checkpoint_bytes", "failed_requests"):
         connection.execute(f"DROP INDEX {index}")
     for table in ("sessions", "models"):
         connection.execute(f"ALTER TABLE {table} DROP COLUMN bytes")

@@ -72,6 +72,11 @@ _REPLAYED = ("create_model", "load_weights", "forward_backward", "optim_step", "
 """Kinds of requests that change a model or publish its weights. A replay of the model runs these
 requests again.
 """
+NOT_NEEDED = (
+    "(kind = 'sample' OR NOT EXISTS (SELECT 1 FROM models WHERE models.id = owner"
+    " AND closed IS NULL AND requests.seq > COALESCE(snapshot_seq, -1)))"
+)
+"""The condition in SQL for requests that no replay needs."""
 
 
 @dataclass(frozen=True)

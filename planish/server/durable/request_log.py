@@ -22,6 +22,7 @@ from typing import Any, Literal, TypeVar
 from planish.errors import DamagedFileError, StorageError
 from planish.server.durable import journal
 from planish.server.durable.crash_guard import CrashGuard
+from planish.server.durable.failed_requests import FailedRequests
 from planish.server.durable.journal import (
     JournalEntry,
     RequestRow,
@@ -99,6 +100,11 @@ class QueuedRequest:
         """The sequence number of the request."""
         return self.row.seq
 
+    @property
+    def is_rejected(self) -> bool:
+        """Whether the request was rejected when it arrived, so that its row had its message then."""
+        return self.row.state == "refused" and self.row.digest is None
+
     def measure(self, operation: Operation[Any]) -> None:
         """Set `tokens` and `sequences` from the operation."""
         self.tokens = token_count(operation)
@@ -128,6 +134,7 @@ class RequestLog:
     _limits: TenantLimits
     _counters: Counters
     _crash_guard: CrashGuard
+    failed: FailedRequests
     operation_bytes: int = 0
     """The size of the journaled bodies of all requests whose decoded operation is in memory."""
     recent_bytes: int = 0
@@ -180,6 +187,8 @@ class RequestLog:
         Raise BadRequest if a different request has this id. Raise TooManyRequests or Unavailable,
         before anything is written, if the tenant's limits or the disk allow no new request.
         """
+        if not row.is_to_do:
+            await self.failed.check(row.tenant)
         known = self._active.get(row.id)
         if known is not None:
             _check_same(known.row, row.digest)
@@ -210,6 +219,8 @@ class RequestLog:
             request.acknowledged.set_result(None)
             _check_same(found, row.digest)
             return None
+        if not row.is_to_do:
+            self.failed.add(row.tenant, row.message)
         self._limits.use(row.tenant, request.tokens)
         self._counters.accepted[row.kind] += 1
         self._keep_operation(request)
@@ -285,6 +296,8 @@ class RequestLog:
         crash_point("before recording a result")
         self.release_operation(request)
         self._limits.leave(request.row.tenant, request.row.body_bytes)
+        if isinstance(answer, Failed) and not request.is_rejected:
+            self.failed.add(request.row.tenant, answer.message)
         request.row = request.row.with_state(
             state or ("done" if isinstance(answer, Done) else "failed")
         )

@@ -575,7 +575,7 @@ def _answer(changes: list[_Change[Any]]) -> None:
             change.future.set_result(change.outcome)
 
 
-VERSION = 4
+VERSION = 5
 
 _UNDER_WAY_TABLE = """
 CREATE TABLE under_way (
@@ -641,7 +641,11 @@ CREATE INDEX checkpoint_bytes ON checkpoints (tenant, bytes);
 """With these indexes, the sums and counts of quotas.py need not read the rows, which may be
 large.
 """
-SCHEMA += _UNDER_WAY_TABLE + _QUOTA_INDEXES
+_FAILED_INDEX = """
+CREATE INDEX failed_requests ON requests (tenant, LENGTH(CAST(message AS BLOB)))
+    WHERE state IN ('failed', 'refused');
+"""
+SCHEMA += _UNDER_WAY_TABLE + _QUOTA_INDEXES + _FAILED_INDEX
 
 UPGRADES = {
     1: "ALTER TABLE requests ADD COLUMN error_class TEXT",
@@ -653,6 +657,7 @@ UPGRADES = {
     UPDATE models SET bytes = 512 + 2 * LENGTH(CAST(user_metadata AS BLOB));
     """
     + _QUOTA_INDEXES,
+    4: _FAILED_INDEX,
 }
 """The SQL that upgrades a database to the next version, by the version that it upgrades."""
 
