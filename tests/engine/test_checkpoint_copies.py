@@ -168,7 +168,7 @@ def test_adapter_bytes_include_the_packed_weights(model_dir, tmp_path, lora):
     panels = (weights.packed, weights._packed_head)
     forth, back = (
         sum(part.nbytes for own in panels for part in getattr(own, name)[1])
-        for name in ("_forward", "_turned")
+        for name in ("_forward", "_backward")
     )
     engine = Engine(
         {"tiny": str(model_dir)}, tmp_path, EngineSettings(device="cpu", dtype="bfloat16")
