@@ -23,7 +23,10 @@ from transformers import (
     Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
+    Olmo3Config,
+    Phi3Config,
     Qwen2Config,
     Qwen3Config,
     SmolLM3Config,
@@ -31,13 +34,16 @@ from transformers import (
 
 from planish.tokenizer import save_tokenizer
 
-GEMMA3_WINDOW = 24
-"""The attention window of a tiny Gemma 3 in positions."""
+WINDOW = 24
+"""The attention window of a tiny Gemma 3 or OLMo 3 in positions."""
 
 CONFIGS = {
-    "gemma3": partial(Gemma3TextConfig, sliding_window=GEMMA3_WINDOW),
+    "gemma3": partial(Gemma3TextConfig, sliding_window=WINDOW),
     "llama": LlamaConfig,
+    "ministral3": Ministral3Config,
     "mistral": partial(MistralConfig, sliding_window=None),
+    "olmo3": partial(Olmo3Config, sliding_window=WINDOW),
+    "phi3": partial(Phi3Config, sliding_window=None),
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
@@ -143,14 +149,15 @@ def tiny_model(
     shards: int = 1,
     local_theta: float = 500.0,
     query_scalar: int = 24,
+    window: int | None = None,
 ) -> Path:
     """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
     its path.
 
     `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
-    "factor": 2.0}; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
-    many files with an index. Only gemma3 has `local_theta`, the RoPE base of layers with a window,
-    and `query_scalar`. By default attention scores do not have the usual scale, so that a test
+    "factor": 2.0}; `window` is the attention window of the layers that have one; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
+    many files with an index. Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a
+    window, and only gemma3 has `query_scalar`. By default attention scores do not have the usual scale, so that a test
     notices a missing factor.
     """
     if family not in CONFIGS or dtype not in DTYPES:
@@ -163,16 +170,19 @@ def tiny_model(
         )
     directory = Path(path)
     directory.mkdir(parents=True, exist_ok=True)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {} if window is None else {"sliding_window": window}
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, **(rope_scaling or {})}
-    if family == "gemma3":
+    if family == "ministral3":
+        # A short interval, so that a test notices a missing scale of the queries.
+        scaled = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 32}
+        rope = scaled | rope
+    if family in ("gemma3", "olmo3"):
         local = {"rope_type": "default", "rope_theta": local_theta}
         rope = {"full_attention": rope, "sliding_attention": local}
         kinds = ("sliding_attention", "full_attention")
-        options = {
-            "layer_types": [kinds[layer % 2] for layer in range(layers)],
-            "query_pre_attn_scalar": query_scalar,
-        }
+        options["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
+    if family == "gemma3":
+        options["query_pre_attn_scalar"] = query_scalar
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,

@@ -49,9 +49,9 @@ from planish.model.kernels.triton.self_test import Request
 from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.kernels.verdicts import Verdict
 from planish.model.kv_cache import GappedKVPool, KVPool, KVPools, KVSpec, SlotOwner
+from planish.model.linears import fused_modules
 from planish.model.lora import (
     FUSED_MODULE_NAMES,
-    FUSED_MODULES,
     AdapterRows,
     LoraLayout,
     LoraWeights,
@@ -432,7 +432,7 @@ def check_lora(case: Case) -> None:
             AdapterRows(cut[1], cut[2], adapters[1]),
         ]
         tables.fill(members)
-        sites = list(zip(FUSED_MODULE_NAMES, FUSED_MODULES, strict=True))
+        sites = list(zip(FUSED_MODULE_NAMES, fused_modules(config), strict=True))
         for name, linears in sites if rows == min(case.sizes.lora_rows) else sites[:1]:
             found = getattr(adapters[0].layers[0], name)
             sizes = [len(b) for b in found.bs]

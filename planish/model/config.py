@@ -1,7 +1,7 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
-One decoder supports Llama 3.x (and SmolLM2), Mistral, Qwen2.5, Qwen3, SmolLM3 and Gemma 3, because
-these families differ only in the fields of `ModelConfig`. If a config requires a feature that the
+One decoder supports all families of `FAMILIES`, because they differ only in the fields of
+`ModelConfig`. If a config requires a feature that the
 decoder lacks, it is rejected before any weight is read, and the error names the field. Required
 dimensions must be present; any other missing field takes the default of `transformers`. A
 `ModelConfig` does not contain the model's name, so the same architecture from the hub and from a
@@ -10,93 +10,102 @@ GGUF file compares equal.
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
+from planish.model.json_fields import number, positive
+from planish.model.rope_config import (
+    LayerRope,
+    RopeConfig,
+    max_context,
+    read_rope,
+    rope_parameters,
+    rotary_dims,
+)
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3"]
+Family = Literal[
+    "llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "gemma3", "olmo3", "phi3"
+]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "Ministral3ForCausalLM": "ministral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
+    "Olmo3ForCausalLM": "olmo3",
+    "Phi3ForCausalLM": "phi3",
 }
 """The family of each supported architecture, as config.json names the architecture."""
 
-MULTIMODAL = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-"""The text model inside each supported multimodal architecture."""
-
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Gemma3ForConditionalGeneration": "gemma3"}
-"""The model_type in config.json where it differs from the family's name."""
-
-_GEMMA3_DEFAULTS = {
-    "vocab_size": 262208,
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-    "query_pre_attn_scalar": 256,
-    "tie_word_embeddings": True,
+MULTIMODAL = {
+    "Gemma3ForConditionalGeneration": ("gemma3", ("Gemma3ForCausalLM",)),
+    "Mistral3ForConditionalGeneration": (
+        "mistral3",
+        ("MistralForCausalLM", "Ministral3ForCausalLM"),
+    ),
 }
-"""The defaults of `transformers` for Gemma 3. Published configs omit even dimensions that have
-these values.
+"""The supported multimodal architectures: the model_type, and the possible text models. The first
+text model is the default.
 """
 
+MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text"}
+"""The model_type in config.json where it differs from the family's name."""
 
-@dataclass(frozen=True)
-class Llama3RopeScaling:
-    """Llama 3.1's RoPE scaling by frequency bands; the fields are those of config.json."""
+PARTIAL_ROPE: tuple[Family, ...] = ("phi3",)
+"""The families whose RoPE may rotate only a part of each head."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+_DEFAULTS: dict[Family, dict[str, Any]] = {
+    "gemma3": {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+        "query_pre_attn_scalar": 256,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {"tie_word_embeddings": True, "rope_theta": 2_000_000.0},
+    "mistral": {"sliding_window": 4096},
+    "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
+    "olmo3": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
+    "phi3": {"rms_norm_eps": 1e-5},
+}
+"""The defaults of `transformers` that differ from those of the other families. Published configs of
+Gemma 3 omit even dimensions that have these values.
+"""
 
+_MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1_000_000.0,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+}
+"""The `rope_parameters` of a Ministral 3 config without this field."""
 
-@dataclass(frozen=True)
-class LinearRopeScaling:
-    """RoPE scaling that divides the positions by `factor`."""
-
-    factor: float
-
-
-@dataclass(frozen=True)
-class YarnRopeScaling:
-    """YaRN (Peng et al. 2023): low-frequency dimension pairs are scaled by `factor`, high-frequency
-    pairs are kept, and the pairs in between are interpolated.
-    """
-
-    factor: float
-    original_max_position_embeddings: int
-    beta_fast: float
-    """Pairs that make at least this many full rotations within the original context are kept."""
-    beta_slow: float
-    """Pairs that make at most this many full rotations within the original context are scaled."""
-    truncate: bool
-    """Whether the indices of the two boundary pairs are rounded to integers."""
-    attention_factor: float
-    """Factor of cos and sin; each attention logit is therefore multiplied by its square."""
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """Rotary position embedding over all dimensions of a head. It pairs dimension i with dimension
-    i + head_dim / 2 (not interleaved).
-    """
-
-    theta: float
-    scaling: Llama3RopeScaling | LinearRopeScaling | YarnRopeScaling | None = None
+_LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
+    "gemma3": (
+        LayerRope("full_attention", "rope_theta", 1_000_000.0),
+        LayerRope("sliding_attention", "rope_local_base_freq", 10_000.0, is_scaled=False),
+    ),
+    "olmo3": (
+        LayerRope("full_attention", theta=500_000.0),
+        LayerRope("sliding_attention", theta=500_000.0, is_scaled=False),
+    ),
+}
+"""The RoPE of layers without a window, and of layers with one, in families where they differ."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,24 @@ class ModelConfig:
     """RoPE of the layers with a window. None: these layers use `rope`, like the other layers."""
     layers_without_rope: tuple[int, ...] = ()
     """The layers whose queries and keys are not rotated (SmolLM3)."""
+    rotary_dims: int | None = None
+    """The number of dimensions of each head that RoPE rotates, the first ones (Phi-4 mini). None:
+    all.
+    """
+    input_norms: bool = True
+    """Whether the inputs of attention and MLP pass an RMSNorm (all families except OLMo 3)."""
+    joint_qk_norm: bool = False
+    """Whether the norms of queries and keys are over all heads together (OLMo 3), not per head."""
+    fused_projections: bool = False
+    """Whether the checkpoint has one matrix for q, k and v and one for gate and up (Phi-3, Phi-4).
+    An adapter then has one A and one B for each of them.
+    """
+    query_scale_beta: float | None = None
+    """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / N)), where N is
+    `query_scale_interval` (Ministral 3). None: they are not.
+    """
+    query_scale_interval: int = 1
+    """The number of positions with the same scale of queries."""
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -160,7 +187,7 @@ class ModelConfig:
         return self.local_rope if has_own and self.local_rope is not None else self.rope
 
     def __post_init__(self) -> None:
-        if self.query_scalar is not None and not self.qk_norm:
+        if self.query_scalar is not None and (not self.qk_norm or self.joint_qk_norm):
             raise UnsupportedError(
                 f"query_pre_attn_scalar is {self.query_scalar}; the decoder supports it only with norms of queries"
             )
@@ -192,16 +219,15 @@ class ModelConfig:
             raise UnknownModelError(
                 f"{directory} is not a model directory: it has no config.json; check the path"
             )
-        fields = read_json(directory / "config.json")
+        fields = outer = read_json(directory / "config.json")
         architecture = _architecture(fields, directory)
         eos_token_ids = _eos_token_ids(directory, fields)
         try:
             fields = text_fields(fields)
-            family = FAMILIES[MULTIMODAL.get(architecture, architecture)]
-            if family == "gemma3":
-                fields = _GEMMA3_DEFAULTS | fields
-            elif family == "smollm3":
-                fields = {"tie_word_embeddings": True, "rope_theta": 2_000_000.0, **fields}
+            family = FAMILIES[fields["architectures"][0] if is_multimodal(outer) else architecture]
+            fields = _DEFAULTS.get(family, {}) | fields
+            if family == "ministral3" and not rope_parameters(fields):
+                fields["rope_parameters"] = _MINISTRAL3_ROPE
             _refuse_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
@@ -245,7 +271,7 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     """Return the supported architecture that config.json names. UnsupportedError for any other."""
     model_type = fields.get("model_type")
     types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
-    types |= {name: MODEL_TYPES[name] for name in MULTIMODAL}
+    types |= {name: own_type for name, (own_type, _) in MULTIMODAL.items()}
     architectures = fields.get("architectures") or [
         name for name, own_type in types.items() if own_type == model_type
     ]
@@ -253,30 +279,39 @@ def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
         if name in types and model_type in (None, types[name]):
             return str(name)
     raise UnsupportedError(
-        f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or model_type!r}; "
-        f"planish supports {', '.join(types)}"
+        f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or 'not named'} "
+        f"(model_type {model_type!r}); planish supports {', '.join(FAMILIES)}, and the text models of "
+        f"{', '.join(MULTIMODAL)}"
     )
 
 
 def is_multimodal(fields: Mapping[str, Any]) -> bool:
     """Return whether a config.json describes a multimodal model whose text model is supported."""
-    return fields.get("model_type") in {MODEL_TYPES[name] for name in MULTIMODAL}
+    return fields.get("model_type") in {model_type for model_type, _ in MULTIMODAL.values()}
 
 
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the text model inside a multimodal config.
 
-    A text model's config is returned as it is. TypeError if `text_config` is not an object.
+    A text model's config is returned as it is. TypeError if `text_config` is not an object,
+    UnsupportedError if the text model is not supported.
     """
     if not is_multimodal(fields):
         return dict(fields)
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         raise TypeError(f"text_config is {text!r}, not an object")
-    names = {MODEL_TYPES[outer]: inner for outer, inner in MULTIMODAL.items()}
-    kept = ("quantization_config", "eos_token_id", "dtype", "torch_dtype")
+    inner = next(names for own, names in MULTIMODAL.values() if own == fields["model_type"])
+    types = {MODEL_TYPES.get(name, FAMILIES[name]): name for name in inner}
+    model_type = text.get("model_type", next(iter(types)))
+    if model_type not in types:
+        raise UnsupportedError(
+            f"the text model is of model_type {model_type!r}; inside {fields['model_type']} planish supports "
+            f"{', '.join(types)}"
+        )
+    kept = ("quantization_config", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {key: fields[key] for key in kept if key in fields}
-    return {**outer, **text, "architectures": [names[fields["model_type"]]]}
+    return {**outer, **text, "model_type": model_type, "architectures": [types[model_type]]}
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
@@ -307,11 +342,12 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedError(
             f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported"
         )
-    if family == "mistral":
-        _refuse_mistral_window(fields)
-    elif family != "gemma3" and _uses_sliding_window(fields):
+    share = rope_parameters(fields).get(
+        "partial_rotary_factor", fields.get("partial_rotary_factor")
+    )
+    if family not in PARTIAL_ROPE and share not in (None, 1, 1.0):
         raise UnsupportedError(
-            "the model attends within a sliding window; the decoder attends to the whole context"
+            f"partial_rotary_factor is {share}; the decoder rotates whole heads in this family"
         )
 
 
@@ -330,33 +366,57 @@ def _refuse_gemma_options(fields: Mapping[str, Any]) -> None:
         )
 
 
-def _refuse_mistral_window(fields: Mapping[str, Any]) -> None:
-    if fields.get("sliding_window", 4096) is None:
-        # Only an explicit null means no window: transformers' default for a missing field is 4096.
-        return
-    window = _positive({"sliding_window": 4096, **fields}, "sliding_window")
-    if window < _max_context(fields, _rope(fields)):
+def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[int | None, ...]:
+    """Return the attention window of each layer (see `ModelConfig.windows`)."""
+    layers = positive(fields, "num_hidden_layers")
+    kinds = fields.get("layer_types")
+    if family in ("mistral", "ministral3", "phi3"):
+        kinds = ["sliding_attention"] * layers
+    elif family == "gemma3":
+        pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
+        kinds = kinds or _alternating(layers, pattern)
+    elif family == "olmo3":
+        kinds = kinds or _alternating(layers, 4)
+    elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3"):
+        kinds = None
+    elif family in ("qwen2", "qwen3"):
+        first = min(layers, fields.get("max_window_layers", 28))
+        kinds = kinds or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
+    elif fields.get("use_sliding_window") and (family == "llama" or not kinds):
         raise UnsupportedError(
-            f"sliding_window is {window}, and the decoder attends to the whole context; lower max_position_embeddings "
-            f"to {window} to use the model within its window"
+            "use_sliding_window is true; the decoder supports windows of this family only with layer_types"
+            if family != "llama"
+            else "use_sliding_window is true; Llama's attention has no window"
         )
+    kinds = kinds or ["full_attention"] * layers
+    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
+        raise TypeError(
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
+            f"of sliding_attention and full_attention for each of {layers} layers"
+        )
+    if "sliding_attention" not in kinds or fields.get("sliding_window") is None:
+        return ()
+    window = positive(fields, "sliding_window")
+    if window >= context and family not in _LAYER_ROPES:
+        # No token reaches beyond such a window. In families whose RoPE differs between layer
+        # types, the window also says which RoPE a layer has.
+        return ()
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _uses_sliding_window(fields: Mapping[str, Any]) -> bool:
-    if fields.get("layer_types"):
-        return any(kind != "full_attention" for kind in fields["layer_types"])
-    if not fields.get("use_sliding_window") or fields.get("sliding_window") is None:
-        return False
-    return fields.get("max_window_layers", 28) < fields["num_hidden_layers"]
+def _alternating(layers: int, period: int) -> list[str]:
+    """Return layer types of which every `period`-th has no window."""
+    kinds = ("sliding_attention", "full_attention")
+    return [kinds[(layer + 1) % period == 0] for layer in range(layers)]
 
 
 def _from_fields(
     fields: Mapping[str, Any], family: Family, eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
-    num_heads = _positive(fields, "num_attention_heads")
-    hidden_size = _positive(fields, "hidden_size")
+    num_heads = positive(fields, "num_attention_heads")
+    hidden_size = positive(fields, "hidden_size")
     if fields.get("head_dim") is not None:
-        head_dim = _positive(fields, "head_dim")
+        head_dim = positive(fields, "head_dim")
     elif family == "qwen3":
         head_dim = 128
     elif hidden_size % num_heads == 0:
@@ -365,26 +425,35 @@ def _from_fields(
         raise TypeError(
             f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of the {num_heads} heads"
         )
-    rope = _rope(fields, "full_attention" if family == "gemma3" else None)
-    has_kv_heads = fields.get("num_key_value_heads") is not None or family != "llama"
+    full, local = _LAYER_ROPES.get(family, (None, None))
+    rope = read_rope(fields, full)
+    context = max_context(fields, rope)
+    windows = _windows(fields, family, context)
+    has_kv_heads = fields.get("num_key_value_heads") is not None or family not in (
+        "llama",
+        "olmo3",
+        "phi3",
+    )
     return ModelConfig(
         family=family,
-        vocab_size=_positive(fields, "vocab_size"),
+        vocab_size=positive(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=_positive(fields, "intermediate_size"),
-        num_layers=_positive(fields, "num_hidden_layers"),
+        intermediate_size=positive(fields, "intermediate_size"),
+        num_layers=positive(fields, "num_hidden_layers"),
         num_heads=num_heads,
-        num_kv_heads=_positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
+        num_kv_heads=positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
         head_dim=head_dim,
-        rms_norm_eps=_number(fields, "rms_norm_eps", 1e-6),
+        rms_norm_eps=number(fields, "rms_norm_eps", 1e-6),
         rope=rope,
-        max_context=_max_context(fields, rope),
+        max_context=context,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "gemma3", "olmo3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
-        layers_without_rope=_layers_without_rope(fields) if family == "smollm3" else (),
-        **(_gemma3_fields(fields) if family == "gemma3" else {}),
+        windows=windows,
+        local_rope=read_rope(fields, local) if local is not None else None,
+        rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE else None,
+        **_family_fields(fields, family),
     )
 
 
@@ -392,8 +461,8 @@ def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the indices of SmolLM3's layers without RoPE: those whose entry in `no_rope_layers` is
     0.
     """
-    layers = _positive(fields, "num_hidden_layers")
-    interval = _positive({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
+    layers = positive(fields, "num_hidden_layers")
+    interval = positive({"no_rope_layer_interval": 4, **fields}, "no_rope_layer_interval")
     uses_rope = fields.get("no_rope_layers")
     if uses_rope is None:
         uses_rope = [(layer + 1) % interval != 0 for layer in range(layers)]
@@ -402,122 +471,29 @@ def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(layer for layer, uses in enumerate(uses_rope) if not uses)
 
 
-def _gemma3_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` in which Gemma 3 differs from the other families."""
-    layers = _positive(fields, "num_hidden_layers")
-    pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-    kinds = fields.get("layer_types") or [
-        "full_attention" if (layer + 1) % pattern == 0 else "sliding_attention"
-        for layer in range(layers)
-    ]
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise TypeError(
-            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
-            f"of sliding_attention and full_attention for each of {layers} layers"
-        )
-    window = _positive(fields, "sliding_window")
-    return {
-        "activation": "gelu_tanh",
-        "output_norms": True,
-        "norm_offset": 1.0,
-        "embedding_scale": _positive(fields, "hidden_size") ** 0.5,
-        "query_scalar": _number(fields, "query_pre_attn_scalar"),
-        "windows": tuple(window if kind == "sliding_attention" else None for kind in kinds),
-        "local_rope": _rope(fields, "sliding_attention"),
-    }
-
-
-_GEMMA3_THETAS = {
-    "full_attention": ("rope_theta", 1_000_000.0),
-    "sliding_attention": ("rope_local_base_freq", 10_000.0),
-}
-"""For each of Gemma 3's layer types: the field that holds RoPE's theta in configs written before
-transformers 5, and the field's default.
-"""
-
-
-def _rope(fields: Mapping[str, Any], layer_type: str | None = None) -> RopeConfig:
-    """Read the RoPE settings from `rope_parameters` (transformers 5), or from `rope_theta` and
-    `rope_scaling` (older versions).
-
-    `layer_type` is a key of `_GEMMA3_THETAS` for Gemma 3, whose layer types differ in RoPE. It is
-    None for the other families.
-    """
-    parameters = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
-    if not isinstance(parameters, Mapping):
-        raise TypeError(f"rope_parameters is {parameters!r}, not an object")
-    key, default = "rope_theta", 10000.0
-    if layer_type is not None:
-        key, default = _GEMMA3_THETAS[layer_type]
-        if layer_type in parameters:
-            parameters = parameters[layer_type] or {}
-        elif layer_type == "sliding_attention":
-            parameters = {}  # Older configs scale only the layers with full attention.
-    merged = {"rope_theta": fields.get(key), **parameters}
-    theta = _number(
-        {key: value for key, value in merged.items() if value is not None}, "rope_theta", default
-    )
-    if any(isinstance(value, Mapping) for value in parameters.values()):
-        raise UnsupportedError(
-            "rope_parameters differ between layers; the decoder has one RoPE for all layers of this family"
-        )
-    rotary_part = parameters.get("partial_rotary_factor", fields.get("partial_rotary_factor"))
-    if rotary_part not in (None, 1, 1.0):
-        raise UnsupportedError(
-            f"partial_rotary_factor is {rotary_part}; the decoder rotates whole heads"
-        )
-    kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, LinearRopeScaling(_number(parameters, "factor")))
-    if kind == "llama3":
-        return RopeConfig(
-            theta,
-            Llama3RopeScaling(
-                factor=_number(parameters, "factor"),
-                low_freq_factor=_number(parameters, "low_freq_factor"),
-                high_freq_factor=_number(parameters, "high_freq_factor"),
-                original_max_position_embeddings=_positive(
-                    parameters, "original_max_position_embeddings"
-                ),
-            ),
-        )
-    if kind == "yarn":
-        return RopeConfig(theta, _yarn(parameters))
-    raise UnsupportedError(
-        f"RoPE scaling {kind!r}; planish supports default, linear, llama3 and yarn"
-    )
-
-
-def _yarn(parameters: Mapping[str, Any]) -> YarnRopeScaling:
-    given = {key: value for key, value in parameters.items() if value is not None}
-    factor = _number(given, "factor")
-
-    def stretch(share: float) -> float:
-        return max(1.0, 0.1 * share * math.log(factor) + 1.0)
-
-    by_mscale = stretch(_number(given, "mscale", 1.0)) / stretch(
-        _number(given, "mscale_all_dim", 1.0)
-    )
-    default = by_mscale if {"mscale", "mscale_all_dim"} <= given.keys() else stretch(1.0)
-    return YarnRopeScaling(
-        factor=factor,
-        original_max_position_embeddings=_positive(given, "original_max_position_embeddings"),
-        beta_fast=_number(given, "beta_fast", 32.0),
-        beta_slow=_number(given, "beta_slow", 1.0),
-        truncate=bool(given.get("truncate", True)),
-        attention_factor=_number(given, "attention_factor", default),
-    )
-
-
-def _max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
-    configured = _positive(fields, "max_position_embeddings")
-    if not isinstance(rope.scaling, YarnRopeScaling):
-        return configured
-    # Qwen's model cards tell users to add YaRN and to leave max_position_embeddings at the length
-    # without YaRN.
-    return max(configured, int(rope.scaling.factor * rope.scaling.original_max_position_embeddings))
+def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` in which only this family differs from the others."""
+    if family == "smollm3":
+        return {"layers_without_rope": _layers_without_rope(fields)}
+    if family == "gemma3":
+        return {
+            "activation": "gelu_tanh",
+            "output_norms": True,
+            "norm_offset": 1.0,
+            "embedding_scale": positive(fields, "hidden_size") ** 0.5,
+            "query_scalar": number(fields, "query_pre_attn_scalar"),
+        }
+    if family == "olmo3":
+        return {"output_norms": True, "input_norms": False, "joint_qk_norm": True}
+    if family == "phi3":
+        return {"fused_projections": True}
+    if family == "ministral3" and rope_parameters(fields).get("llama_4_scaling_beta"):
+        parameters = rope_parameters(fields)
+        return {
+            "query_scale_beta": number(parameters, "llama_4_scaling_beta"),
+            "query_scale_interval": positive(parameters, "original_max_position_embeddings"),
+        }
+    return {}
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
@@ -531,23 +507,3 @@ def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...
             f"eos_token_id in {directory} is {found!r}, not token ids; get the file again"
         )
     return tuple(dict.fromkeys(listed))
-
-
-def _positive(fields: Mapping[str, Any], key: str) -> int:
-    value = fields[key] if key in fields else _missing(key)
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TypeError(f"{key} is {value!r}, not a positive integer")
-    return value
-
-
-def _number(fields: Mapping[str, Any], key: str, default: float | None = None) -> float:
-    value = fields.get(key, default)
-    if value is None:
-        _missing(key)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise TypeError(f"{key} is {value!r}, not a positive number")
-    return float(value)
-
-
-def _missing(key: str) -> Any:
-    raise TypeError(f"{key} is missing")

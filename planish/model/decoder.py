@@ -1,4 +1,4 @@
-"""The decoder of Llama 3.x, Mistral, Qwen2.5, Qwen3 (dense), Gemma 3 and similar models.
+"""The decoder of the families in config.py: Llama 3.x, Mistral, Qwen3 (dense), Gemma 3 and others.
 
 These models share RMSNorm, RoPE, grouped-query attention and a gated MLP.
 
@@ -28,9 +28,10 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import AdapterBatch, Attend, Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.linear import PackedLinear
+from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
-from planish.model.operations import adapted_linear, add_rms_norm, gated, rope
-from planish.model.rope import RotaryEmbedding, Rotation
+from planish.model.operations import adapted_linear, add_rms_norm, gated, reorder, rope
+from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weights import load_weights
 
 
@@ -38,13 +39,13 @@ from planish.model.weights import load_weights
 class Layer:
     """The frozen weights of one decoder layer."""
 
-    input_norm: Tensor
+    input_norm: Tensor | None
     qkv: PackedLinear
     q_norm: Tensor | None
     k_norm: Tensor | None
     o: PackedLinear
     attn_output_norm: Tensor | None
-    mlp_norm: Tensor
+    mlp_norm: Tensor | None
     gate_up: PackedLinear
     down: PackedLinear
     mlp_output_norm: Tensor | None
@@ -67,12 +68,27 @@ class Decoder:
         self.final_norm = loader.norm("model.norm")
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
         tables = {
-            rope: RotaryEmbedding(rope, config.head_dim, config.max_context, backend.device)
+            rope: RotaryEmbedding(
+                rope, config.head_dim, config.max_context, backend.device, config.rotary_dims
+            )
             for rope in dict.fromkeys(ropes)
         }
         self.layers = [
             loader.layer(f"model.layers.{i}.", tables[rope]) for i, rope in enumerate(ropes)
         ]
+        self.head_order: Tensor | None = None
+        """The order of each head's dimensions in queries and keys: int64 [E] (see
+        `paired_halves`). None: the checkpoint's order.
+        """
+        if config.rotary_dims is not None:
+            order = paired_halves(config.head_dim, config.rotary_dims)
+            self.head_order = order.to(backend.device)
+        self.query_scales: Tensor | None = None
+        """The factor of the queries at each position: float32 [max_context]. None: they have none.
+        """
+        if config.query_scale_beta is not None:
+            beta, interval = config.query_scale_beta, config.query_scale_interval
+            self.query_scales = query_scales(beta, interval, config.max_context).to(backend.device)
         # The factor is rounded to the model's dtype, as in transformers.
         self.embedding_scale = float(torch.tensor(config.embedding_scale, dtype=backend.dtype))
 
@@ -123,7 +139,8 @@ class Decoder:
         x = x.float()
         tables = dict.fromkeys(layer.rope for layer in self.layers)
         rotations = {table: table(positions) for table in tables}
-        run = _Forward(self.backend, rotations, attend, adapters)
+        scales = None if self.query_scales is None else self.query_scales[positions].view(-1, 1, 1)
+        run = _Forward(self.backend, rotations, attend, adapters, scales, self.head_order)
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
@@ -150,6 +167,10 @@ class _Forward:
     """The cos and sin of the rows' positions, for each RoPE table of the model."""
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
+    query_scales: Tensor | None = None
+    """The factor of each row's queries: float32 [T, 1, 1]."""
+    head_order: Tensor | None = None
+    """The order of each head's dimensions in queries and keys (see `Decoder`)."""
 
     def layer(
         self, index: int, layer: Layer, x: Tensor, residual: Tensor | None
@@ -174,8 +195,15 @@ class _Forward:
         """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
         return x if weight is None else self.add_norm(x.float(), None, weight)[1]
 
-    def add_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x + residual, and its RMSNorm in the model's dtype."""
+    def add_norm(
+        self, x: Tensor, residual: Tensor | None, weight: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + residual, and its RMSNorm in the model's dtype. Without a weight, the second
+        result is the sum in the model's dtype.
+        """
+        if weight is None:
+            total = x if residual is None else x + residual
+            return total, total.to(self.backend.dtype)
         return add_rms_norm(self.backend, x, residual, weight, self.backend.config.rms_norm_eps)
 
     def qkv(self, qkv: Tensor, layer: Layer) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,15 +215,23 @@ class _Forward:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm)
-        if not torch.is_grad_enabled():
+        is_plain = self.query_scales is None and self.head_order is None
+        if is_plain and not config.joint_qk_norm and not torch.is_grad_enabled():
             eps = config.rms_norm_eps
             return *self.backend.qk_norm_rope(qkv, heads, norms, eps, cos, sin), v
         if norms is not None:
-            q, k = (
-                self.add_norm(x.float(), None, weight)[1]
-                for x, weight in zip((q, k), norms, strict=True)
-            )
-        return rope(self.backend, q, cos, sin), rope(self.backend, k, cos, sin), v
+            q, k = (self.head_norm(x, weight) for x, weight in zip((q, k), norms, strict=True))
+        if self.head_order is not None:
+            q, k = reorder(q, self.head_order), reorder(k, self.head_order)
+        q_cos, q_sin = cos, sin
+        if self.query_scales is not None:
+            q_cos, q_sin = cos * self.query_scales, sin * self.query_scales
+        return rope(self.backend, q, q_cos, q_sin), rope(self.backend, k, cos, sin), v
+
+    def head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return the RMSNorm of queries or keys [T, H, E], per head or over all heads together."""
+        joint = x.flatten(1) if self.backend.config.joint_qk_norm else x
+        return self.add_norm(joint.float(), None, weight)[1].view(x.shape)
 
     def linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
         """Return the outputs [T, out] of the linears that share the input `x` [T, in].
@@ -264,6 +300,9 @@ class _Loader:
         def norm(name: str, factor: float = 1.0) -> Tensor:
             return self.norm(prefix + name, factor)
 
+        def input_norm(name: str) -> Tensor | None:
+            return norm(name) if config.input_norms else None
+
         def output_norm(name: str) -> Tensor | None:
             return norm(name) if config.output_norms else None
 
@@ -273,16 +312,17 @@ class _Loader:
         before_mlp = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
         )
+        attn_in, attn_out, mlp_in, mlp_out = fused_modules(config)
         return Layer(
-            input_norm=norm("input_layernorm"),
-            qkv=linear("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            input_norm=input_norm("input_layernorm"),
+            qkv=linear(*attn_in),
             q_norm=norm("self_attn.q_norm", scale) if config.qk_norm else None,
             k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
-            o=linear("self_attn.o_proj"),
+            o=linear(*attn_out),
             attn_output_norm=output_norm("post_attention_layernorm"),
-            mlp_norm=norm(before_mlp),
-            gate_up=linear("mlp.gate_proj", "mlp.up_proj"),
-            down=linear("mlp.down_proj"),
+            mlp_norm=input_norm(before_mlp),
+            gate_up=linear(*mlp_in),
+            down=linear(*mlp_out),
             mlp_output_norm=output_norm("post_feedforward_layernorm"),
             rope=rope,
         )

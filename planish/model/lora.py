@@ -22,17 +22,8 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
+from planish.model.linears import fused_modules, linear_shape
 from planish.types import LoraConfig
-
-FUSED_MODULES = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("self_attn.o_proj",),
-    ("mlp.gate_proj", "mlp.up_proj"),
-    ("mlp.down_proj",),
-)
-"""The linears of a decoder layer, grouped by the input that they read, in the field order of
-`LayerLora`.
-"""
 
 
 @dataclass(frozen=True)
@@ -78,7 +69,7 @@ class LayerLora:
 
 
 FUSED_MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
-"""The names of the groups in FUSED_MODULES: "attn_in", "attn_out", "mlp_in", "mlp_out"."""
+"""The names of the groups of `fused_modules`: "attn_in", "attn_out", "mlp_in", "mlp_out"."""
 
 
 class LoraLayout:
@@ -98,7 +89,7 @@ class LoraLayout:
         first (at most four per layer), then the head.
         """
         for layer in range(model.num_layers):
-            for site in FUSED_MODULES:
+            for site in fused_modules(model):
                 if (lora.train_attn and site[0].startswith("self_attn")) or (
                     lora.train_mlp and site[0].startswith("mlp")
                 ):
@@ -171,7 +162,8 @@ class LoraWeights:
             for entries in layout.sites
         }
         layers = range(layout.model.num_layers)
-        targets = [f"model.layers.{layer}.{site[0]}" for layer in layers for site in FUSED_MODULES]
+        modules = fused_modules(layout.model)
+        targets = [f"model.layers.{layer}.{names[0]}" for layer in layers for names in modules]
         matrices = [found.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
         """The packed matrices of all layers, ordered by layer; None if torch computes them."""
@@ -179,7 +171,7 @@ class LoraWeights:
         head = [found.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        n = len(FUSED_MODULES)
+        n = len(modules)
         self.layers = [
             LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
         ]
@@ -295,17 +287,3 @@ class StackRows:
     start: int
     stop: int
     weights: LoraStack
-
-
-def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
-    """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj"."""
-    queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
-    return {
-        "q_proj": (queries, model.hidden_size),
-        "k_proj": (keys, model.hidden_size),
-        "v_proj": (keys, model.hidden_size),
-        "o_proj": (model.hidden_size, queries),
-        "gate_proj": (model.intermediate_size, model.hidden_size),
-        "up_proj": (model.intermediate_size, model.hidden_size),
-        "down_proj": (model.hidden_size, model.intermediate_size),
-    }[name.split(".")[1]]

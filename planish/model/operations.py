@@ -122,6 +122,25 @@ class _Rope(torch.autograd.Function):
         return None, ctx.backend.rope(grad.contiguous(), cos, sin, inverse=True), None, None
 
 
+def reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Return x [..., E] with the last dimension in the order of the permutation `order`, int64 [E]."""
+    return _Reorder.apply(x, order)  # type: ignore[no-any-return]
+
+
+class _Reorder(torch.autograd.Function):
+    """The gradient is reordered back. Autograd would add it to zeros entry by entry."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return x.index_select(-1, order)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (order,) = ctx.saved_tensors
+        return grad.index_select(-1, order.argsort()), None
+
+
 def gated(backend: Backend, gate_up: Tensor) -> Tensor:
     """Return activation(gate) * up (Shazeer 2020): [T, I].
 

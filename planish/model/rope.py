@@ -12,16 +12,23 @@ import math
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from planish.model.config import LinearRopeScaling, Llama3RopeScaling, RopeConfig, YarnRopeScaling
+from planish.model.rope_config import (
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    RopeConfig,
+    YarnRopeScaling,
+)
 
 
 @dataclass(frozen=True)
 class Rotation:
     """The cos and sin of each row's angles: float32 [T, 1, E/2] each.
 
-    Both are multiplied by YaRN's attention factor, if the model uses YaRN.
+    Both are multiplied by the attention factor of YaRN or LongRoPE, if the model uses one of them.
     """
 
     cos: Tensor
@@ -32,21 +39,30 @@ class RotaryEmbedding:
     """A table of cos and sin for positions 0 .. max_context - 1: float32 [max_context, E/2]."""
 
     def __init__(
-        self, rope: RopeConfig | None, head_dim: int, max_context: int, device: torch.device
+        self,
+        rope: RopeConfig | None,
+        head_dim: int,
+        max_context: int,
+        device: torch.device,
+        rotary_dims: int | None = None,
     ) -> None:
         """Compute the tables. With `rope` None, every angle is 0, so queries and keys stay as they
-        are.
+        are. The pairs after the first rotary_dims / 2 get the angle 0, too.
         """
         if rope is None:
             self.cos = torch.ones(max_context, head_dim // 2, device=device)
             self.sin = torch.zeros_like(self.cos)
             return
         angles = torch.outer(
-            torch.arange(max_context, dtype=torch.float32), inverse_frequencies(rope, head_dim)
+            torch.arange(max_context, dtype=torch.float32),
+            inverse_frequencies(rope, rotary_dims or head_dim),
         )
-        factor = rope.scaling.attention_factor if isinstance(rope.scaling, YarnRopeScaling) else 1.0
-        self.cos = (angles.cos() * factor).to(device)
-        self.sin = (angles.sin() * factor).to(device)
+        factor = 1.0
+        if isinstance(rope.scaling, YarnRopeScaling | LongRopeScaling):
+            factor = rope.scaling.attention_factor
+        kept = head_dim // 2 - angles.shape[1]
+        self.cos = F.pad(angles.cos() * factor, (0, kept), value=1.0).to(device)
+        self.sin = F.pad(angles.sin() * factor, (0, kept)).to(device)
 
     def __call__(self, positions: Tensor) -> Rotation:
         """Return the rotation of each row. `positions`: int64 [T]."""
@@ -61,10 +77,32 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
         return base
     if isinstance(rope.scaling, LinearRopeScaling):
         return base / rope.scaling.factor
+    if isinstance(rope.scaling, LongRopeScaling):
+        return 1.0 / (torch.tensor(rope.scaling.factors, dtype=torch.float32) * inverse)
     if isinstance(rope.scaling, YarnRopeScaling):
         kept = _yarn_kept(rope.theta, rope.scaling, head_dim)
         return 1.0 / (rope.scaling.factor * inverse) * (1 - kept) + base * kept
     return _llama3_frequencies(base, rope.scaling)
+
+
+def paired_halves(head_dim: int, rotary_dims: int) -> Tensor:
+    """Return the order of a head's dimensions in which each rotated pair is (i, i + head_dim / 2):
+    int64 [E].
+
+    RoPE of the first `rotary_dims` dimensions pairs i with i + rotary_dims / 2. The kernels pair
+    the halves of the whole head. In the new order both are the same, and the dimensions without
+    RoPE are pairs with the angle 0. Attention scores do not depend on the order.
+    """
+    rotated, rest = torch.arange(rotary_dims).chunk(2), torch.arange(rotary_dims, head_dim).chunk(2)
+    return torch.cat([rotated[0], rest[0], rotated[1], rest[1]])
+
+
+def query_scales(beta: float, interval: int, max_context: int) -> Tensor:
+    """Return the factor of the queries at each position: float32 [max_context].
+
+    The factor is 1 + beta * log(1 + floor(position / interval)) (Llama 4, Ministral 3).
+    """
+    return 1 + beta * torch.log(1 + torch.floor(torch.arange(max_context) / interval))
 
 
 def _llama3_frequencies(base: Tensor, scaling: Llama3RopeScaling) -> Tensor:

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
+from planish.model.linears import fused_modules, linear_shape
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
@@ -76,24 +77,27 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+    hidden = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    yield "input_layernorm.weight", (hidden,)
-    for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        yield f"self_attn.{name}.weight", (rows, hidden)
-        if config.qkv_bias:
-            yield f"self_attn.{name}.bias", (rows,)
+    for site in fused_modules(config):
+        for name in site:
+            shape = linear_shape(config, name)
+            yield f"{name}.weight", shape
+            if config.qkv_bias and site[0] == "self_attn.q_proj":
+                yield f"{name}.bias", shape[:1]
     if config.qk_norm:
-        yield "self_attn.q_norm.weight", (config.head_dim,)
-        yield "self_attn.k_norm.weight", (config.head_dim,)
-    yield "self_attn.o_proj.weight", (hidden, queries)
+        is_joint = config.joint_qk_norm
+        yield "self_attn.q_norm.weight", (queries if is_joint else config.head_dim,)
+        yield "self_attn.k_norm.weight", (keys if is_joint else config.head_dim,)
+    if config.input_norms:
+        yield "input_layernorm.weight", (hidden,)
+        if config.output_norms:
+            yield "pre_feedforward_layernorm.weight", (hidden,)
+    # With norms of outputs, this is the norm of the attention's output; otherwise of the MLP's
+    # input.
     yield "post_attention_layernorm.weight", (hidden,)
     if config.output_norms:
-        yield "pre_feedforward_layernorm.weight", (hidden,)
         yield "post_feedforward_layernorm.weight", (hidden,)
-    yield "mlp.gate_proj.weight", (inner, hidden)
-    yield "mlp.up_proj.weight", (inner, hidden)
-    yield "mlp.down_proj.weight", (hidden, inner)
 
 
 def weight_files(directory: str | Path) -> list[str]:

@@ -14,7 +14,8 @@ pytest.importorskip("triton")
 from planish.model.config import ModelConfig, RopeConfig
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.triton.adapters import AdapterTables
-from planish.model.lora import FUSED_MODULES, AdapterRows, LoraLayout, LoraWeights, linear_shape
+from planish.model.linears import FUSED_MODULES, linear_shape
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.types import LoraConfig
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

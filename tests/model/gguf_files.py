@@ -7,9 +7,9 @@ from safetensors.torch import load_file
 from planish.model.config import ModelConfig
 from planish.testing import (
     CHAT_TEMPLATE,
-    GEMMA3_WINDOW,
     SPECIAL_TOKENS,
     VOCAB_SIZE,
+    WINDOW,
     WORD_TOKENS,
     byte_symbols,
 )
@@ -101,7 +101,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
     if config.family == "gemma3":
-        writer.add_sliding_window(GEMMA3_WINDOW)
+        writer.add_sliding_window(WINDOW)
     extra(writer)
     write_tokens(writer, pre, tokenizer)
     for name, tensor in load_file(directory / "model.safetensors").items():

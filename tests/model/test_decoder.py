@@ -18,7 +18,7 @@ from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
 from planish.model.rope import RotaryEmbedding
 from planish.model.weights import load_weights
-from planish.testing import tiny_model
+from planish.testing import CONFIGS, tiny_model
 from planish.types import LoraConfig
 
 CPU = torch.device("cpu")
@@ -30,18 +30,38 @@ LLAMA3_SCALING = {
     "original_max_position_embeddings": 64,
 }
 YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+DYNAMIC_SCALING = {"rope_type": "dynamic", "factor": 4.0}
+LONGROPE_SCALING = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5, 2.0, 3.0, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.75,
+}
 VARIANTS = [
     ("llama", {}),
     ("llama", {"tied": False, "kv_heads": 4, "shards": 2}),
     ("llama", {"rope_scaling": LLAMA3_SCALING}),
     ("llama", {"kv_heads": 1}),
+    ("llama", {"rope_scaling": DYNAMIC_SCALING}),
     ("mistral", {"tied": False, "head_dim": 24}),
+    ("mistral", {"window": 48}),
+    ("mistral", {"rope_scaling": YARN_SCALING}),
+    ("ministral3", {}),
+    ("ministral3", {"tied": False, "rope_scaling": YARN_SCALING, "kv_heads": 4}),
+    ("ministral3", {"window": 48}),
     ("qwen2", {}),
     ("qwen2", {"tied": False}),
     ("qwen2", {"rope_scaling": YARN_SCALING}),
     ("qwen3", {}),
     ("qwen3", {"tied": False, "head_dim": 32}),
     ("smollm3", {"layers": 4}),
+    ("smollm3", {"layers": 4, "rope_scaling": YARN_SCALING}),
+    ("olmo3", {"layers": 4}),
+    ("olmo3", {"layers": 4, "tied": False, "kv_heads": 4, "rope_scaling": YARN_SCALING}),
+    ("phi3", {"kv_heads": 4}),
+    ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}, "window": 48}),
+    ("phi3", {"tied": False, "rope_scaling": LONGROPE_SCALING}),
     ("gemma3", {"layers": 4}),
     ("gemma3", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "head_dim": 32}),
 ]
@@ -131,7 +151,7 @@ def test_yarn_frequencies_equal_transformers_bitwise(tmp_path, options):
     assert torch.equal(ours.sin, sin[0, :, :64])
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "smollm3", "gemma3"])
+@pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     tiny_model(tmp_path, family=family, layers=4)
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
@@ -170,6 +190,9 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         ("qwen3", LoraConfig(rank=32)),
         ("smollm3", LoraConfig(rank=6, train_mlp=False)),
         ("gemma3", LoraConfig(rank=4)),
+        ("ministral3", LoraConfig(rank=4)),
+        ("olmo3", LoraConfig(rank=7)),
+        ("phi3", LoraConfig(rank=5)),
     ],
 )
 def test_an_adapter_gives_the_logits_of_peft(tmp_path, family, lora):

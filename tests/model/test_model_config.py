@@ -1,15 +1,17 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import pytest
 from transformers import AutoConfig
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
-from planish.model.config import (
+from planish.model.config import ModelConfig
+from planish.model.rope_config import (
     LinearRopeScaling,
     Llama3RopeScaling,
-    ModelConfig,
+    LongRopeScaling,
     RopeConfig,
     YarnRopeScaling,
 )
@@ -87,6 +89,59 @@ QWEN3_06B = {
     "vocab_size": 151936,
 }
 
+
+OLMO3_7B = {
+    "architectures": ["Olmo3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 100257,
+    "hidden_act": "silu",
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "max_position_embeddings": 65536,
+    "model_type": "olmo3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 32,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "attention_factor": 1.2079441541679836,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8192,
+        "rope_type": "yarn",
+    },
+    "rope_theta": 500000,
+    "sliding_window": 4096,
+    "tie_word_embeddings": False,
+    "vocab_size": 100278,
+}
+
+PHI4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "attention_bias": False,
+    "eos_token_id": 199999,
+    "hidden_act": "silu",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "max_position_embeddings": 131072,
+    "model_type": "phi3",
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rms_norm_eps": 1e-05,
+    "rope_scaling": {
+        "long_factor": [1.0 + i for i in range(48)],
+        "short_factor": [1.0] * 48,
+        "type": "longrope",
+    },
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "vocab_size": 200064,
+}
 
 MISTRAL_NEMO = {
     "architectures": ["MistralForCausalLM"],
@@ -245,24 +300,29 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
         ),
         (MISTRAL_NEMO, {"model_type": "llama"}, "MistralForCausalLM"),
         (
-            MISTRAL_NEMO,
-            {"sliding_window": 4096},
-            "sliding_window is 4096.*lower max_position_embeddings to 4096",
-        ),
-        (MISTRAL_NEMO, {"sliding_window": "absent"}, "sliding_window is 4096"),
-        (
             LLAMA_32_1B,
             {"architectures": ["LlamaForSequenceClassification"]},
             "LlamaForSequenceClassification",
         ),
         (LLAMA_32_1B, {"rope_interleaved": True}, "rope_interleaved"),
-        (LLAMA_32_1B, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "dynamic"),
         (LLAMA_32_1B, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
         (LLAMA_32_1B, {"num_local_experts": 8}, "num_local_experts"),
+        (LLAMA_32_1B, {"use_sliding_window": True}, "use_sliding_window"),
+        (LLAMA_32_1B, {"rope_scaling": {"type": "proportional"}}, "proportional"),
+        (PHI4_MINI, {"partial_rotary_factor": 0.01}, "partial_rotary_factor"),
+        (
+            {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]},
+            {},
+            "DeepseekV3ForCausalLM.*deepseek_v3.*Phi3ForCausalLM.*Mistral3ForConditionalGeneration",
+        ),
+        ({"model_type": "mamba"}, {}, "not named.*'mamba'"),
+        (
+            {"model_type": "mistral3", "text_config": {"model_type": "qwen2"}},
+            {},
+            "'qwen2'; inside mistral3 planish supports mistral, ministral3",
+        ),
         (LLAMA_32_1B, {"num_key_value_heads": 5}, "num_key_value_heads"),
         (LLAMA_32_1B, {"head_dim": 63}, "head_dim"),
-        (QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 12}, "window"),
-        (QWEN25_05B, {"layer_types": ["full_attention"] * 23 + ["sliding_attention"]}, "window"),
         (QWEN3_06B, {"attention_bias": True}, "attention_bias"),
         (
             QWEN3_06B,
@@ -279,6 +339,80 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
 def test_unsupported_config_fields_are_rejected_by_name(tmp_path, fields, changes, named):
     with pytest.raises(UnsupportedError, match=named):
         ModelConfig.from_directory(write(tmp_path, fields, **changes))
+
+
+@pytest.mark.parametrize(
+    ("fields", "changes", "windows"),
+    [
+        (MISTRAL_NEMO, {"sliding_window": 4096}, {4096: 40}),
+        (MISTRAL_NEMO, {"sliding_window": "absent"}, {4096: 40}),
+        (MISTRAL_NEMO, {"sliding_window": 4096, "max_position_embeddings": 4096}, {}),
+        (MISTRAL_NEMO, {"sliding_window": None}, {}),
+        (QWEN25_05B, {"use_sliding_window": True, "max_window_layers": 12}, {}),
+        (
+            QWEN25_05B,
+            {"use_sliding_window": True, "max_window_layers": 12, "sliding_window": 100},
+            {None: 12, 100: 12},
+        ),
+        (
+            QWEN25_05B,
+            {
+                "use_sliding_window": True,
+                "sliding_window": 100,
+                "layer_types": ["full_attention"] * 23 + ["sliding_attention"],
+            },
+            {None: 23, 100: 1},
+        ),
+        (QWEN25_05B, {"layer_types": ["sliding_attention"] * 24, "sliding_window": 100}, {}),
+        (OLMO3_7B, {}, {None: 8, 4096: 24}),
+        (PHI4_MINI, {}, {}),
+        (PHI4_MINI, {"sliding_window": 2047}, {2047: 32}),
+    ],
+)
+def test_attention_windows_follow_the_config(tmp_path, fields, changes, windows):
+    config = ModelConfig.from_directory(write(tmp_path, fields, **changes))
+    assert Counter(config.windows) == windows
+
+
+def test_the_published_olmo3_scales_only_layers_without_a_window(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, OLMO3_7B))
+    assert (config.window(0), config.window(3)) == (4096, None)
+    assert config.rope_of(0) == RopeConfig(500000.0)
+    rope = config.rope_of(3)
+    assert rope is not None
+    assert isinstance(rope.scaling, YarnRopeScaling)
+    assert (rope.theta, rope.scaling.factor, config.max_context) == (500000.0, 8.0, 65536)
+
+
+def test_longrope_ends_the_context_where_the_frequencies_change(tmp_path):
+    config = ModelConfig.from_directory(write(tmp_path, PHI4_MINI))
+    assert (config.max_context, config.rotary_dims, config.head_dim) == (4096, 96, 128)
+    scaling = config.rope.scaling
+    assert isinstance(scaling, LongRopeScaling)
+    assert scaling.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
+    fixed = PHI4_MINI["rope_scaling"] | {"short_factor": [1.5] * 48, "long_factor": [1.5] * 48}
+    longer = ModelConfig.from_directory(write(tmp_path, PHI4_MINI, rope_scaling=fixed))
+    assert longer.max_context == 131072
+
+
+def test_a_ministral3_without_rope_parameters_has_the_published_ones(tmp_path):
+    fields = {
+        "architectures": ["Ministral3ForCausalLM"],
+        "model_type": "ministral3",
+        "vocab_size": 131072,
+        "hidden_size": 3072,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 262144,
+    }
+    config = ModelConfig.from_directory(write(tmp_path, fields))
+    assert (config.query_scale_beta, config.query_scale_interval) == (0.1, 16384)
+    scaling = config.rope.scaling
+    assert isinstance(scaling, YarnRopeScaling)
+    assert (scaling.factor, scaling.attention_factor) == (16.0, 1.0)
+    assert (config.rope.theta, config.head_dim, config.max_context) == (1e6, 128, 262144)
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
-from planish.model.config import LinearRopeScaling, ModelConfig
+from planish.model.config import ModelConfig
 from planish.model.gguf import _tokenizer, convert_gguf, read_gguf
+from planish.model.rope_config import LinearRopeScaling
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
 

@@ -36,7 +36,8 @@ from planish.model.decoder import Decoder
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend, padded_lora_columns
 from planish.model.kernels.device import Device
-from planish.model.lora import FUSED_MODULES, LoraWeights
+from planish.model.linears import fused_modules
+from planish.model.lora import LoraWeights
 from planish.model.prefix_tree import Packed, pack
 from planish.model.transfer import sent
 from planish.service import complete_config
@@ -81,7 +82,7 @@ class TrainerSettings:
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
-        low = sum(padded_lora_columns(len(site) * rank) for site in FUSED_MODULES)
+        low = sum(padded_lora_columns(len(site) * rank) for site in fused_modules(config))
         narrow = (
             2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
         )

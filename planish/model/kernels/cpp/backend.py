@@ -50,14 +50,13 @@ from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapt
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
+from planish.model.linears import fused_modules, linear_shape
 from planish.model.lora import (
     FUSED_MODULE_NAMES,
-    FUSED_MODULES,
     AdapterRows,
     LoraLayout,
     LoraWeights,
     StackRows,
-    linear_shape,
 )
 from planish.model.prefix_tree import Packed
 
@@ -80,7 +79,7 @@ class CppBackend(TorchBackend):
         if "swiglu" in self.families:
             self.geglu, self.geglu_backward = ops.geglu, ops.geglu_backward
         self._arena = WeightArena()
-        linears = [linear_shape(config, name) for names in FUSED_MODULES for name in names]
+        linears = [linear_shape(config, name) for names in fused_modules(config) for name in names]
         self.packs_layer_adapters = supports_lora(linears, dtype)
         self.packs_head_adapters = supports_lora_forward(
             [(config.vocab_size, config.hidden_size)], dtype
@@ -174,8 +173,18 @@ class CppBackend(TorchBackend):
     def decode_pass(self, decoder: Decoder) -> ForwardPass | None:
         """Return a forward pass that runs all layers in one native call.
 
-        Return None if the kernels do not support all weights, all adapters and the attention.
+        Return None if the kernels do not support all weights, all adapters and the attention, or
+        if the model has steps that only `Decoder.forward` has.
         """
+        config = self.config
+        if (
+            config.fused_projections
+            or config.joint_qk_norm
+            or not config.input_norms
+            or config.rotary_dims is not None
+            or config.query_scale_beta is not None
+        ):
+            return None
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
             return None
         layers = [
@@ -185,7 +194,6 @@ class CppBackend(TorchBackend):
         found = [layer for layer in layers if layer is not None]
         if len(found) < len(layers):
             return None
-        config = self.config
         whole = DecodePass(
             layers=found,
             embedding=decoder.embedding,

@@ -37,7 +37,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import LORA_COLUMNS, Backend, LoraMatrices
 from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
 from planish.model.kernels.reference.ordered_attention import QUERY_ROWS
-from planish.model.lora import FUSED_MODULES, linear_shape
+from planish.model.linears import fused_modules, linear_shape
 from planish.model.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
@@ -281,7 +281,7 @@ class _TorchSite:
 def _torch_sites(backend: Backend) -> tuple[_TorchSite, ...]:
     config, found = backend.config, set()
     if not backend.packs_layer_adapters:
-        for names in FUSED_MODULES:
+        for names in fused_modules(config):
             shapes = [linear_shape(config, name) for name in names]
             found.add(_TorchSite(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
     if not backend.packs_head_adapters:
@@ -430,7 +430,7 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Return (out, in) of each matmul with base weights; linears with the same input share one."""
-    sites = ([linear_shape(config, name) for name in site] for site in FUSED_MODULES)
+    sites = ([linear_shape(config, name) for name in site] for site in fused_modules(config))
     return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {
         _head_shape(config)
     }
