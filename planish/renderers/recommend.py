@@ -42,7 +42,19 @@ FAMILIES: tuple[tuple[str, str], ...] = (
 )
 """Model names without their organisation, in lower case, and their renderers."""
 
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "gemma3", "gemma3_text")
+ARCHITECTURES = (
+    "llama",
+    "mistral",
+    "ministral3",
+    "mistral3",
+    "qwen2",
+    "qwen3",
+    "smollm3",
+    "gemma3",
+    "gemma3_text",
+    "olmo3",
+    "phi3",
+)
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:

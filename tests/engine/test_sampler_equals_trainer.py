@@ -118,7 +118,7 @@ def _kernels(request, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo3", "ministral3", "phi3"])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
     """With planish's kernels, the logprobs are bitwise equal."""
@@ -137,6 +137,10 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
         ("qwen3", {"kv_heads": 4}),
         ("smollm3", {}),
         ("gemma3", {"vocab_size": 320}),
+        ("mistral", {"window": 48}),
+        ("olmo3", {"rope_scaling": YARN_SCALING}),
+        ("ministral3", {}),
+        ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.75}}),
     ],
 )
 def test_sampled_and_trained_logprobs_agree_bitwise_in_bf16(tmp_path, family, options):

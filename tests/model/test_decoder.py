@@ -151,6 +151,51 @@ def test_yarn_frequencies_equal_transformers_bitwise(tmp_path, options):
     assert torch.equal(ours.sin, sin[0, :, :64])
 
 
+SCALINGS = [
+    {"rope_type": "default"},
+    {"rope_type": "linear", "factor": 3.0},
+    DYNAMIC_SCALING | {"factor": 1.3},
+    LLAMA3_SCALING,
+    LLAMA3_SCALING | {"original_max_position_embeddings": 8192, "rope_theta": 5e5},
+    YARN_SCALING,
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "scaling"),
+    [
+        *((family, each) for family in ("llama", "smollm3", "ministral3") for each in SCALINGS),
+        ("phi3", {"partial_rotary_factor": 0.5}),
+        ("phi3", LONGROPE_SCALING),
+    ],
+)
+def test_rope_tables_equal_transformers_bitwise(tmp_path, family, scaling):
+    tiny_model(tmp_path, family, rope_scaling=scaling)
+    config = ModelConfig.from_directory(tmp_path)
+    length = min(300, config.max_context)
+    ours = RotaryEmbedding(config.rope, 16, config.max_context, CPU, config.rotary_dims)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb
+    cos, sin = theirs(torch.zeros(1), torch.arange(length)[None])
+    half = cos.shape[-1] // 2
+    assert torch.equal(ours.cos[:length, :half], cos[0, :, :half])
+    assert torch.equal(ours.sin[:length, :half], sin[0, :, :half])
+    assert (ours.cos[:, half:] == 1).all()
+    assert (ours.sin[:, half:] == 0).all()
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+@pytest.mark.parametrize("scaling", [{}, {"rope_type": "linear", "factor": 3.0}, YARN_SCALING])
+def test_rope_tables_of_each_layer_type_equal_transformers_bitwise(tmp_path, family, scaling):
+    tiny_model(tmp_path, family, rope_scaling=scaling)
+    config = ModelConfig.from_directory(tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path).model.rotary_emb
+    for layer, kind in enumerate(("sliding_attention", "full_attention")):
+        ours = RotaryEmbedding(config.rope_of(layer), 16, 300, CPU)
+        cos, sin = theirs(torch.zeros(1), torch.arange(300)[None], kind)
+        assert torch.equal(ours.cos, cos[0, :, :8])
+        assert torch.equal(ours.sin, sin[0, :, :8])
+
+
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     tiny_model(tmp_path, family=family, layers=4)

@@ -1,16 +1,26 @@
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    Ministral3Config,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
+)
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.prefix_tree import pack
 from planish.model.weights import expected_shapes, load_weights
-from planish.testing import save_weights, tiny_model
+from planish.testing import randomize, save_weights, tiny_model
 
 
 def load(directory):
@@ -206,3 +216,40 @@ def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, p
     assert found.keys() == tensors.keys()
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
     assert "skipped 1 tensors" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text_type", "saved_as"), [("mistral", MistralConfig), ("ministral3", Ministral3Config)]
+)
+def test_the_text_model_of_mistral3_gives_the_logits_of_transformers(tmp_path, text_type, saved_as):
+    """transformers writes the checkpoint, with a vision tower."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "head_dim": 16,
+    }
+    text = saved_as(
+        vocab_size=80,
+        num_key_value_heads=1,
+        sliding_window=None,
+        max_position_embeddings=512,
+        tie_word_embeddings=False,
+        eos_token_id=2,
+        **sizes,
+    )
+    vision = PixtralVisionConfig(image_size=28, patch_size=14, **sizes)
+    outer = Mistral3Config(vision_config=vision, text_config=text, tie_word_embeddings=False)
+    outer.architectures = ["Mistral3ForConditionalGeneration"]
+    model: Any = Mistral3ForConditionalGeneration(outer)
+    randomize(model, 0)
+    model.save_pretrained(tmp_path)
+    decoder = Decoder.load(tmp_path, torch.float32, torch.device("cpu"))
+    tokens = torch.randint(0, 80, (50,), generator=torch.Generator().manual_seed(0))
+    (packed,) = pack([tokens.numpy()], 100)
+    attend = decoder.backend.tree_attention(packed)
+    hidden = decoder.forward(tokens, torch.arange(50), attend, None)
+    assert decoder.config.family == text_type
+    theirs = model(input_ids=tokens[None]).logits[0]
+    assert (hidden @ decoder.head.weight.t() - theirs).abs().max() < 1e-4
