@@ -22,6 +22,12 @@ def logits_of(seed: int, rows: int, scale: float = 4.0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * scale
 
 
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """Pack bool [..., V] into words (see `Adjustment.allowed`)."""
+    padded = np.pad(allowed, [*[(0, 0)] * (allowed.ndim - 1), (0, -VOCAB % 32)])
+    return np.packbits(padded, axis=-1, bitorder="little").view(np.uint32)
+
+
 def penalized(
     logits: torch.Tensor, params: SamplingParams, prompt: list[int], tokens: list[int]
 ) -> torch.Tensor:
@@ -80,7 +86,7 @@ def test_a_masked_row_is_sampled_as_if_other_tokens_did_not_exist(
     allowed[:, seed % VOCAB] = True
     logits, uniforms = logits_of(seed, 8, scale), rng.random(8).tolist()
     before = logits.clone()
-    adjustments = {i: Adjustment(allowed[i], NONE, [1, 2]) for i in range(8)}
+    adjustments = {i: Adjustment(packed(allowed[i]), NONE, [1, 2]) for i in range(8)}
     sampled = sample_batch(backend, logits, [params] * 8, uniforms, range(8), adjustments)
     assert torch.equal(logits, before)
     for row in range(8):
@@ -118,7 +124,7 @@ def test_adjusted_rows_do_not_change_the_bits_of_others(by_torch: bool, filtered
     alone = sample_tokens(backend, logits, params, uniforms, list(range(16)))
     allowed = np.zeros(VOCAB, bool)
     allowed[7] = True
-    adjustments = {i: Adjustment(allowed, NONE, []) for i in (0, 5, 6)}
+    adjustments = {i: Adjustment(packed(allowed), NONE, []) for i in (0, 5, 6)}
     mixed = sample_batch(backend, logits, params, uniforms, range(16), adjustments)
     others = [i for i in range(16) if i not in adjustments]
     assert torch.equal(mixed.tokens[others], alone.tokens[others])
@@ -132,7 +138,7 @@ def test_adjusted_rows_do_not_change_the_bits_of_others(by_torch: bool, filtered
 def test_a_row_with_logits_that_are_not_finite_has_no_finite_normalizer():
     logits = logits_of(0, 2)
     logits[0, 5] = torch.nan
-    adjustments = {i: Adjustment(np.ones(VOCAB, bool), NONE, []) for i in range(2)}
+    adjustments = {i: Adjustment(packed(np.ones(VOCAB, bool)), NONE, []) for i in range(2)}
     sampled = sample_batch(OWN, logits, [SamplingParams()] * 2, [0.5, 0.5], range(2), adjustments)
     assert not sampled.log_normalizer[0].isfinite()
     assert sampled.log_normalizer[1].isfinite()

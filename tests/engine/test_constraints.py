@@ -12,13 +12,17 @@ import numpy as np
 import pytest
 import regex
 import torch
+from backends import with_tiling
 
 import planish
 from planish.engine.sampling import grammars as grammars_module
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
+from planish.engine.sampling.model_runner import EagerRunner, Rows
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import UserError
 from planish.model.decoder import Decoder
+from planish.model.kernels.reference.row_tiling import FIXED
+from planish.model.kernels.reference.token_sampling import unpacked
 from planish.model.sources import DEFAULT_MODEL
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model
@@ -44,8 +48,8 @@ SCHEMA: dict[str, Any] = {
     "additionalProperties": False,
 }
 JSON = Constraint("json_schema", json.dumps(SCHEMA))
-EXPLOSIVE = Constraint("regex", "((a{1000}){1000}){1000}")
-"""llguidance's limits end it at its first or second token."""
+EXPLOSIVE = Constraint("regex", "[xy]((a{1000}){1000}){1000}")
+"""llguidance's limits end it after its first or second token."""
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -117,6 +121,25 @@ def ready(state: GrammarState) -> GrammarState:
     return state
 
 
+def allowed_after(state: GrammarState) -> tuple[np.ndarray, bool]:
+    """The tokens that may come next, bool [V], and whether the text is complete."""
+    forced, mask = ready(state).forced, state.mask
+    if forced:
+        return np.arange(VOCAB_SIZE) == forced[0], False
+    assert mask is not None
+    bits = unpacked(torch.from_numpy(mask.bits.view(np.int32))[None], VOCAB_SIZE)[0].numpy()
+    assert mask.is_empty == (not bits.any())
+    return bits, mask.is_complete
+
+
+def take(cache: GrammarCache, state: GrammarState, token: int) -> None:
+    """Continue the text with a token, as the sampler does."""
+    if state.forced:
+        assert state.forced.pop(0) == token
+    else:
+        cache.advance([(state, token)])
+
+
 @pytest.mark.parametrize(
     ("constraint", "pattern"),
     [
@@ -134,7 +157,7 @@ def test_masks_equal_brute_force_over_the_vocabulary(cache, constraint, pattern)
     for _ in range(20):
         state, written = cache.start(constraint, ""), b""
         for _ in range(12):
-            allowed, is_complete = cache.allowed(ready(state))
+            allowed, is_complete = allowed_after(state)
             expected = [
                 bool(raw.fullmatch(written + bytes([byte]), partial=True)) for byte in range(256)
             ]
@@ -145,14 +168,14 @@ def test_masks_equal_brute_force_over_the_vocabulary(cache, constraint, pattern)
                 break
             token = int(rng.choice(np.flatnonzero(allowed)))
             written += bytes([token])
-            cache.advance([(state, token)])
+            take(cache, state, token)
 
 
 def test_control_tokens_are_allowed_only_where_a_grammar_names_them(cache):
     free = cache.start(Constraint("lark", "start: /(.|\\n)*/"), "")
-    assert not cache.allowed(ready(free))[0][256:].any()
+    assert not allowed_after(free)[0][256:].any()
     named = cache.start(Constraint("lark", 'start: <|im_start|> "a"'), "")
-    assert np.flatnonzero(cache.allowed(ready(named))[0]).tolist() == [257]
+    assert np.flatnonzero(allowed_after(named)[0]).tolist() == [257]
 
 
 @pytest.mark.parametrize(
@@ -166,6 +189,7 @@ def test_control_tokens_are_allowed_only_where_a_grammar_names_them(cache):
         (Constraint("lark", "start: x"), "unknown name"),
         (Constraint("lark", 'start: "a" <|nosuch|>'), "unknown special token"),
         (Constraint("regex", "(" * 5000 + ")" * 5000), "invalid regex"),
+        (Constraint("regex", "((a{1000}){1000}){1000}"), "too many expressions"),
     ],
 )
 def test_an_invalid_grammar_is_an_error_of_the_request(sampler, constraint, reason):
@@ -210,6 +234,53 @@ def test_a_batch_changes_no_bits(sampler):
     together = run(sampler, *ops)
     for op, response in zip(ops, together, strict=True):
         assert bits(run(sampler, op)[0]) == bits(response)
+
+
+def test_forced_tokens_change_no_bits_however_many_fit_into_a_step(decoder, cache):
+    """A step decodes several of them if its batch has room, else one."""
+    decoder = with_tiling(decoder, FIXED)
+    long = {"type": "object", "properties": {"a_long_property": {"enum": ["first", "last"]}}}
+    fixed = Constraint("json_schema", json.dumps({**long, "required": ["a_long_property"]}))
+    ops = [
+        request(tokens(70), 2, constraint=JSON),
+        request(tokens(33, 1), 1, constraint=fixed),
+        request(tokens(33, 1), 1, constraint=fixed, max_tokens=9, seed=4),
+        request(tokens(33, 1), 1, constraint=fixed, stop=["_prop"], seed=5),
+        request(tokens(33, 1), 1, constraint=fixed, stop=[], repetition_penalty=1.4),
+        request(tokens(33, 1), 1),
+    ]
+    found, steps = [], []
+    for max_batch in (7, 9, 256):
+        sampler = Sampler(decoder, SamplerSettings(max_batch=max_batch), text_of, cache)
+        found.append([bits(response) for response in run(sampler, *ops)])
+        sampler = Sampler(decoder, SamplerSettings(max_batch=max_batch), text_of, cache)
+        start(sampler, ops[1])
+        steps.append(0)
+        while sampler.busy:
+            sampler.step()
+            steps[-1] += 1
+    assert found[0] == found[1] == found[2]
+    ((written, _),) = found[0][1]
+    assert text_of(written) in ('{"a_long_property":"first"}', '{"a_long_property":"last"}')
+    assert len(found[0][2][0][0]) == 9
+    assert text_of(found[0][3][0][0]).endswith("_prop")
+    assert steps[2] < len(written) / 2
+
+
+def test_a_step_has_no_more_rows_than_the_batch(decoder, cache, monkeypatch):
+    rows = []
+    decode = EagerRunner.decode
+
+    def counted(self: Any, given: Rows, *rest: Any) -> Any:
+        rows.append(len(given.tokens))
+        return decode(self, given, *rest)
+
+    monkeypatch.setattr(EagerRunner, "decode", counted)
+    sampler = Sampler(decoder, SamplerSettings(max_batch=10), text_of, cache)
+    words = Constraint("regex", "a{50}[bc]d{50}")
+    run(sampler, request(tokens(9), 8, constraint=words, max_tokens=200))
+    assert max(rows) == 10
+    assert sum(rows) >= 8 * 100
 
 
 def test_logprobs_are_those_of_the_unconstrained_distribution(sampler):
@@ -346,7 +417,7 @@ def test_owners_share_no_grammars_and_each_has_a_limit(model_dir):
         cache.check(Constraint("regex", f"a{number}"), "second")
     assert len(cache) == grammars_module.MAX_GRAMMARS_PER_OWNER + 1
     # A grammar that was evicted after the check is compiled again.
-    assert cache.allowed(ready(cache.start(Constraint("regex", "a0"), "second")))[0].sum() == 1
+    assert allowed_after(cache.start(Constraint("regex", "a0"), "second"))[0].sum() == 1
 
 
 @pytest.mark.parametrize("option", ["constraint", "min_tokens", "frequency_penalty"])
@@ -384,12 +455,12 @@ def test_a_sentencepiece_tokenizer_writes_the_text_of_the_grammar(tmp_path):
     cache = GrammarCache(lambda: fast, 272)
     state, seen = cache.start(Constraint("regex", "a ab日"), ""), []
     for token in tokenizer.encode("a ab日").ids:
-        allowed, is_complete = cache.allowed(ready(state))
+        allowed, is_complete = allowed_after(state)
         assert allowed[token]
         assert not is_complete
         seen.append(token)
-        cache.advance([(state, token)])
-    allowed, is_complete = cache.allowed(ready(state))
+        take(cache, state, token)
+    allowed, is_complete = allowed_after(state)
     assert is_complete
     assert not allowed.any()
     assert seen == [260, 264, *(3 + byte for byte in "日".encode())]
@@ -406,7 +477,7 @@ def test_the_byte_tokenizer_has_no_end_of_text_token(tmp_path):
     tokenizer = load_tokenizer(save_byte_tokenizer(tmp_path))
     before = len(tokenizer)
     cache = GrammarCache(lambda: tokenizer, VOCAB_SIZE)
-    allowed, is_complete = cache.allowed(ready(cache.start(Constraint("regex", "a?"), "")))
+    allowed, is_complete = allowed_after(cache.start(Constraint("regex", "a?"), ""))
     assert np.flatnonzero(allowed).tolist() == [ord("a")]
     assert is_complete
     assert len(tokenizer) == before

@@ -14,6 +14,9 @@ from hypothesis import strategies as st
 from test_native_attention import Prompt, Sample
 from torch import Tensor
 
+from planish.model.kernels.backend import Attend
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.attention import CppDecodeAttention
 from planish.model.kernels.reference.sampling_attention import (
     DecodeAttention,
     PrefillAttention,
@@ -209,6 +212,53 @@ def test_attention_tables_are_reused_step_after_step():
     assert any(pool.reallocations > pools.get(id(pool), 0) for pool in running.samples.in_use())
     running.check(tables, padding=2)
     assert where == [tensor.data_ptr() for tensor in tables._tables.on_device.values()]
+
+
+@pytest.mark.parametrize("kernel", ["native", "reference", "triton"])
+@pytest.mark.parametrize("window", [None, 20])
+def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
+    if kernel == "native" and ops.loaded() is None:
+        pytest.skip("this machine has no AVX2 or no C++ compiler")
+    if kernel == "triton" and window:
+        pytest.skip("the GPU kernels have no windows")
+    running = batch(heads=2, group=2)
+    running.begin(70, [1, 3, 5])
+    running.begin(20, [0, 9])
+    tables = running.tables(16)
+    windows = (window, window)
+
+    def attention(rows: dict[SlotOwner, int], counts: dict[SlotOwner, int] | None) -> Attend:
+        given = (rows, running.prompts, running.samples)
+        if kernel == "triton":
+            tables.fill(*given, counts)
+            return tables
+        if kernel == "native":
+            return CppDecodeAttention(*given, windows, counts)
+        return DecodeAttention(*given, 1, DEVICE, windows, counts)
+
+    counts: dict[SlotOwner, int] = dict(zip(running.running, (4, 1, 2, 1, 5), strict=True))
+    rows: dict[SlotOwner, int] = {}
+    row = 1
+    for sample in running.running[::-1]:
+        rows[sample] = row
+        row += counts[sample]
+    q, k, v = running.random(row, 4, 16), running.random(row, 2, 16), running.random(row, 2, 16)
+    before = {sample: sample.stored for sample in running.running}
+    running.redraw()
+    if kernel != "reference":  # which multiplies the values of unseen keys by 0
+        running.spoil()
+    together = attention(rows, counts)(1, q, k, v)
+    assert not together[0].any()
+    for number in range(5):
+        chosen = {sample: rows[sample] + min(number, counts[sample] - 1) for sample in rows}
+        for sample in running.running:
+            sample.stored = before[sample] + chosen[sample] - rows[sample]
+        alone = attention(chosen, None)(1, q, k, v)
+        some = list(chosen.values())
+        if kernel == "triton":
+            torch.testing.assert_close(together[some], alone[some], rtol=1e-5, atol=1e-5)
+        else:
+            assert torch.equal(together[some], alone[some])
 
 
 def test_attention_accepts_gaps_between_slots():

@@ -21,7 +21,7 @@ OUTPUTS = {
     "attend": ("attention", (3, 4)),
     "attend_backward": ("attention", (8, 9, 10)),
     "invert": ("sampling", (2,)),
-    "draw": ("sampling", (4, 5)),
+    "draw": ("sampling", (6, 7)),
     "likeliest": ("sampling", (3, 4, 5)),
     "single_logits": ("sampling", (3,)),
     "head_low": ("lora", (4,)),

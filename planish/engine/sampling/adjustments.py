@@ -16,15 +16,9 @@ from torch import Tensor
 
 from planish.engine.sampling.token_sampling import SampledTokens, sample_tokens
 from planish.model.kernels.backend import Backend
-from planish.model.kernels.reference.token_sampling import is_filtered
+from planish.model.kernels.reference.token_sampling import is_filtered, unpacked
 from planish.model.transfer import on_device
 from planish.types import SamplingParams
-
-_MIN_WEIGHT = 1e-20
-"""The weights of a row are relative to the likeliest token of the whole vocabulary. If the weights
-of all allowed tokens are below this limit, they may underflow. So they are computed again, relative
-to the likeliest allowed token.
-"""
 
 
 def is_adjusted(params: SamplingParams) -> bool:
@@ -45,13 +39,17 @@ class Adjustment:
     """How one row's logits are adjusted before a token is sampled."""
 
     allowed: np.ndarray | None
-    """bool [V], with at least one True; None = all tokens are allowed."""
+    """The allowed tokens, at least one: uint32 [(V + 31) // 32], one bit per token, with bit 0 of
+    word 0 first. None: all tokens are allowed.
+    """
     prompt: np.ndarray
     """The distinct tokens of the prompt, for the repetition penalty. If that penalty is 1, the array
     may be empty.
     """
     tokens: Sequence[int]
     """The tokens sampled so far, for all penalties."""
+    forced: int | None = None
+    """The token to take, whatever the logits are."""
 
 
 def sample_batch(
@@ -67,31 +65,29 @@ def sample_batch(
     `adjustments` maps indices of `rows` to the adjustments of these rows. `logits` is not changed.
     """
     plain = [i for i in range(len(rows)) if i not in adjustments]
-    adjusted = list(adjustments)
-    parts = [
-        _sample_adjusted(
-            backend,
-            logits,
-            [params[i] for i in adjusted],
-            [uniforms[i] for i in adjusted],
-            [rows[i] for i in adjusted],
-            [adjustments[i] for i in adjusted],
-        )
-    ]
-    if plain:
-        others = sample_tokens(
-            backend,
-            logits,
-            [params[i] for i in plain],
-            [uniforms[i] for i in plain],
-            [rows[i] for i in plain],
-        )
-        parts.append(others)
+    adjusted = sorted(adjustments)
+    sampled = _sample_adjusted(
+        backend,
+        logits,
+        [params[i] for i in adjusted],
+        [uniforms[i] for i in adjusted],
+        [rows[i] for i in adjusted],
+        [adjustments[i] for i in adjusted],
+    )
+    if not plain:
+        return sampled
+    others = sample_tokens(
+        backend,
+        logits,
+        [params[i] for i in plain],
+        [uniforms[i] for i in plain],
+        [rows[i] for i in plain],
+    )
     place = {i: place for place, i in enumerate([*adjusted, *plain])}
     order = on_device([place[i] for i in range(len(rows))], torch.int64, logits.device)
     return SampledTokens(
-        torch.cat([part.tokens for part in parts])[order],
-        torch.cat([part.log_normalizer for part in parts])[order],
+        torch.cat([sampled.tokens, others.tokens])[order],
+        torch.cat([sampled.log_normalizer, others.log_normalizer])[order],
     )
 
 
@@ -121,47 +117,44 @@ def _sample_adjusted(
     device = logits.device
     at = on_device(rows, torch.int64, device)
     temperatures = on_device([p.temperature or 1.0 for p in params], torch.float32, device)
-    weights = logits[at]
-    normalizer = backend.log_sum_exp(weights, temperatures, weights=weights)
-    masks = _masks(adjustments, logits.shape[1])
-    if masks is not None and backend.uses_main_memory:
-        # NumPy applies the masks here. In torch, multiplying by a bool tensor and `masked_fill_`
-        # both take ten times as long.
-        np.multiply(weights.numpy(), masks, out=weights.numpy())
-    elif masks is not None:
-        weights.mul_(torch.from_numpy(masks).to(device))
-    is_rare = (weights.amax(1) < _MIN_WEIGHT).tolist()
+    numbers = on_device(uniforms, torch.float64, device)
+    masks = _masks(adjustments, logits.shape[1], device)
+    tokens, normalizer = backend.sample(logits, at, temperatures, numbers, masks)
     slow = [
         row
-        for row, p in enumerate(params)
-        if is_rare[row] or is_filtered(p) or p.temperature == 0 or _is_penalized(p)
+        for row, (p, token) in enumerate(zip(params, tokens.tolist(), strict=True))
+        if adjustments[row].forced is None
+        and (token < 0 or is_filtered(p) or p.temperature == 0 or _is_penalized(p))
     ]
-    greedy: dict[int, Tensor] = {}
     if slow:
         chosen = on_device(slow, torch.int64, device)
         some = logits[at[chosen]]
         for row, adjusted in zip(slow, some, strict=True):
             penalize_(adjusted, params[row], adjustments[row])
         if masks is not None:
-            some.masked_fill_(torch.from_numpy(~masks[slow]).to(device), -torch.inf)
+            some.masked_fill_(~unpacked(masks[chosen], logits.shape[1]), -torch.inf)
         best = some.argmax(1)
-        greedy = {row: best[i] for i, row in enumerate(slow) if params[row].temperature == 0}
         backend.log_sum_exp(some, temperatures[chosen], weights=some)
         backend.filter_(some, [params[row] for row in slow])
-        weights[chosen] = some
-    numbers = on_device(uniforms, torch.float64, device)
-    tokens = backend.invert(weights, numbers.unsqueeze(1)).squeeze(1)
-    for row, token in greedy.items():
-        tokens[row] = token
+        tokens[chosen] = backend.invert(some, numbers[chosen].unsqueeze(1)).squeeze(1)
+        for row, likeliest in zip(slow, best, strict=True):
+            if params[row].temperature == 0:
+                tokens[row] = likeliest
+    forced = {row: a.forced for row, a in enumerate(adjustments) if a.forced is not None}
+    if forced:
+        taken = on_device(list(forced.values()), torch.int64, device)
+        tokens[on_device(list(forced), torch.int64, device)] = taken
     return SampledTokens(tokens, normalizer)
 
 
-def _masks(adjustments: Sequence[Adjustment], vocab: int) -> np.ndarray | None:
-    """Return the masks of all rows: bool [N, V], or None if all tokens of all rows are allowed."""
+def _masks(
+    adjustments: Sequence[Adjustment], vocab_size: int, device: torch.device
+) -> Tensor | None:
+    """Return the masks of all rows: int32 [N, (V + 31) // 32], or None if no row has a mask."""
     if all(adjustment.allowed is None for adjustment in adjustments):
         return None
-    masks = np.ones((len(adjustments), vocab), bool)
+    masks = np.full((len(adjustments), -(-vocab_size // 32)), -1, np.int32)
     for row, adjustment in zip(masks, adjustments, strict=True):
         if adjustment.allowed is not None:
-            row[:] = adjustment.allowed
-    return masks
+            row[:] = adjustment.allowed.view(np.int32)
+    return torch.from_numpy(masks).to(device)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import threading
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -112,7 +112,12 @@ class CudaGraphRunner:
         return self._decoder.forward(tokens, positions, attention, given)
 
     def decode(
-        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: Rows,
+        row_of: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step.
 
@@ -124,7 +129,7 @@ class CudaGraphRunner:
         self._places[:, :count] = on_device(
             [rows.tokens, rows.positions], torch.int64, self._places.device
         )
-        self._attention.fill(row_of, prompts, samples)
+        self._attention.fill(row_of, prompts, samples, row_counts)
         self._adapters.fill(adapters)
         kind = (
             size,

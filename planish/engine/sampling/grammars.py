@@ -5,8 +5,12 @@ threads, which release the interpreter lock: a mask is computed while the decode
 step. llguidance's own limits (`_LIMITS`) end each of these computations after some tenths of a
 second, however malicious the grammar is.
 
-A mask has one bit per token of the vocabulary, and one bit for an end token. Only llguidance knows
-the end token; the model never sees it. The end token's bit says whether the text is complete.
+Where only one text can follow, such as a property name, llguidance names its tokens. These *forced
+tokens* are not sampled. The sampler feeds them to the decoder together, in one step.
+
+llguidance's masks have one bit per token of the vocabulary, and one bit for an end token. Only
+llguidance knows the end token; the model never sees it. The end token's bit says whether the text
+is complete.
 """
 
 from __future__ import annotations
@@ -57,21 +61,55 @@ were allowed, a model could write nothing else up to `max_tokens`.
 _END = "<|planish: end of the text|>"
 
 
+@dataclass(frozen=True)
+class MaskLayout:
+    """Where a mask of llguidance has the bits of the model's tokens and of the end token."""
+
+    vocab_size: int
+    end: int
+
+    def read(self, matcher: LLMatcher) -> Mask:
+        """Compute the mask of a matcher's next token."""
+        words = np.frombuffer(matcher.compute_bitmask(), np.uint32)
+        is_complete = bool(words[self.end // 32] >> np.uint32(self.end % 32) & 1)
+        bits = words[: -(-self.vocab_size // 32)].copy()
+        if self.end // 32 < len(bits):
+            bits[self.end // 32] &= ~np.uint32(1 << self.end % 32)
+        if self.vocab_size % 32:
+            bits[-1] &= np.uint32((1 << self.vocab_size % 32) - 1)
+        return Mask(bits, is_complete, not bits.any())
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The tokens that may come next."""
+
+    bits: np.ndarray
+    """uint32 [(V + 31) // 32], one bit per token, with bit 0 of word 0 first. Read-only."""
+    is_complete: bool
+    """Whether the text may end here."""
+    is_empty: bool
+    """Whether no token may come next."""
+
+
 @dataclass(frozen=True, eq=False)
 class Grammar:
     """A compiled grammar."""
 
     matcher: LLMatcher
-    """The matcher before the first token. It is copied for each sample and never changed."""
-    mask: np.ndarray
-    """The mask of the first token."""
+    """The matcher after the first forced tokens. It is copied for each sample, never changed."""
+    layout: MaskLayout
+    forced: Sequence[int]
+    """The tokens that every text begins with."""
+    mask: Mask
+    """The mask of the token after `forced`."""
 
 
 class GrammarState:
     """The position of one sample in its grammar.
 
-    The future `done` completes when the next mask is computed. Until then `matcher`, `mask` and
-    `error` must not be read. Only the sampler sets `is_late`.
+    The future `done` completes when the next mask is computed. Until then the other attributes must
+    not be read, except `is_late`. Only the sampler sets `is_late`, and takes tokens from `forced`.
     """
 
     def __init__(self, owner: str) -> None:
@@ -79,8 +117,11 @@ class GrammarState:
         self.owner = owner
         self.done: Future[None] = Future()
         self.matcher: LLMatcher | None = None
-        self.mask: np.ndarray | None = None
-        """uint32 words, one bit per token: the tokens that may come next."""
+        self.layout: MaskLayout | None = None
+        self.forced: list[int] = []
+        """The tokens that must come next, in this order."""
+        self.mask: Mask | None = None
+        """The mask of the token after `forced`."""
         self.error: Exception | None = None
         """Why no further token can be sampled."""
         self.is_late = False
@@ -152,18 +193,6 @@ class GrammarCache:
             for state, _ in group:
                 state.done = done
 
-    def allowed(self, state: GrammarState) -> tuple[np.ndarray, bool]:
-        """Return the mask of a sample's next token, and whether the text is complete.
-
-        The mask is bool [vocab_size]. All of its entries are False if the text is complete and
-        cannot be continued.
-        """
-        assert state.mask is not None
-        bits = np.unpackbits(state.mask.view(np.uint8), bitorder="little").view(bool)
-        end = self._tokenizer.eos_token
-        is_complete, bits[end] = bool(bits[end]), False
-        return bits[: self._vocab_size], is_complete
-
     def _grammar(self, constraint: Constraint, owner: str) -> Future[Grammar]:
         """Return the compiled grammar, or the one that is being compiled."""
         key = (owner, constraint)
@@ -190,10 +219,13 @@ class GrammarCache:
             tokenizer, _grammar_text(constraint), log_level=0, limits=LLParserLimits(**_LIMITS)
         )
         if not matcher.is_error():
+            layout = MaskLayout(self._vocab_size, tokenizer.eos_token)
+            forced = _take_forced(matcher)
+            # The state of a matcher changes while it computes a mask.
             first = matcher.deep_copy()
-            mask = _mask(first)
+            mask = layout.read(first)
             if not first.is_error():
-                return Grammar(matcher, mask)
+                return Grammar(matcher, layout, forced, mask)
             matcher = first
         raise UserError(
             f"SamplingParams.constraint of kind {constraint.kind} cannot be used: "
@@ -234,7 +266,8 @@ def wait_for_masks(states: Sequence[GrammarState], seconds: float, for_all: bool
 def _begin(state: GrammarState, grammar: Future[Grammar]) -> None:
     try:
         compiled = grammar.result()
-        state.matcher, state.mask = compiled.matcher.deep_copy(), compiled.mask
+        state.matcher, state.layout = compiled.matcher.deep_copy(), compiled.layout
+        state.forced, state.mask = list(compiled.forced), compiled.mask
     except Exception as error:
         state.error = error
     state.done.set_result(None)
@@ -244,9 +277,11 @@ def _advance(taken: Sequence[tuple[GrammarState, int]]) -> None:
     for state, token in taken:
         try:
             assert state.matcher is not None
+            assert state.layout is not None
             state.mask = None
             if state.matcher.consume_token(token):
-                state.mask = _mask(state.matcher)
+                state.forced = _take_forced(state.matcher)
+                state.mask = state.layout.read(state.matcher)
             if state.matcher.is_error():
                 state.error = UserError(
                     "SamplingParams.constraint became too complex at one of the sampled tokens: "
@@ -256,8 +291,12 @@ def _advance(taken: Sequence[tuple[GrammarState, int]]) -> None:
             state.error = error
 
 
-def _mask(matcher: LLMatcher) -> np.ndarray:
-    return np.frombuffer(matcher.compute_bitmask(), np.uint32)
+def _take_forced(matcher: LLMatcher) -> list[int]:
+    """Consume and return the tokens that must come next."""
+    forced = matcher.compute_ff_tokens()
+    if forced:
+        matcher.consume_tokens(forced)
+    return forced
 
 
 def _reason(matcher: LLMatcher) -> str:

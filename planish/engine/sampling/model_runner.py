@@ -6,7 +6,7 @@ with CUDA graphs, for GPUs on which planish's Triton kernels support the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,11 +56,17 @@ class ModelRunner(Protocol):
         ...
 
     def decode(
-        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: Rows,
+        row_of: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states and logits of a decoding step.
 
-        The step has one row for each sample in `samples`. `row_of` maps a sample to its row.
+        `row_of` maps each sample in `samples` to its first row. `row_counts` has the number of
+        consecutive rows of each sample; samples that it does not contain have one row.
         """
         ...
 
@@ -94,7 +100,12 @@ class EagerRunner:
         return self._decoder.forward(*self._places(rows), attention, adapters)
 
     def decode(
-        self, rows: Rows, row_of: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: Rows,
+        row_of: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Return the hidden states [T, D] and float32 logits [T, V] of a decoding step."""
         adapters = rows.layout.adapters
@@ -103,7 +114,7 @@ class EagerRunner:
             given = self._stacks.of(adapters, self._backend.can_stack)
         else:
             self._stacks.forget()
-        attention = self._backend.decode_attention(row_of, prompts, samples)
+        attention = self._backend.decode_attention(row_of, prompts, samples, row_counts)
         batch = self._backend.adapter_batch(given)
         hidden = self._decode_pass(*self._places(rows), attention, batch)
         return hidden, self._head.logits(hidden, adapters)

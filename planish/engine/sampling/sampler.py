@@ -65,6 +65,11 @@ _MASK_SECONDS = 0.02
 """The maximum time that a step waits for the grammar masks of constrained samples. A sample whose
 mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
+_FORCED_SECONDS, _FORCED_SAMPLES = 0.001, 16
+"""The maximum time that a decoding step waits, before it begins, for the grammars of at most so many
+samples. If a grammar names forced tokens in time, this step decodes them too. More samples would
+keep the grammar's worker busy for longer than the step may wait.
+"""
 _NO_TOKENS = np.zeros(0, np.int64)
 
 
@@ -412,14 +417,19 @@ class Sampler:
         for prompt in prompts:
             hidden[row_of[prompt]] = self._last_hidden[prompt][0]
         logits = self._head.logits(hidden, layout.adapters)
-        self._sample_tokens(
-            samples, [row_of[sample.prompt] for sample in samples], hidden, logits, layout.adapters
-        )
+        rows = [row_of[sample.prompt] for sample in samples]
+        self._sample_tokens(samples, rows, hidden, logits, layout.adapters)
 
     def _decode(self, samples: list[RunningSample]) -> None:
-        """Run each sample's last token through the decoder and sample its next token."""
+        """Run each sample's last token through the decoder and sample its next token.
+
+        The forced tokens of a sample's grammar go through the decoder in the same step.
+        """
+        self._count_rows(samples)
         self._ensure_slots(samples)
-        rows_of = Counter(sample.prompt.weights for sample in samples)
+        rows_of: Counter[LoraWeights | None] = Counter()
+        for sample in samples:
+            rows_of[sample.prompt.weights] += sample.num_rows
         multiple = self._runner.multiple(len(rows_of))
 
         def place(sample: RunningSample) -> tuple[Any, ...]:
@@ -435,19 +445,46 @@ class Sampler:
         # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
         # the order of their slots. Attention can then read adjacent slots without copying them.
         samples = sorted(samples, key=place)
-        layout = RowLayout([(sample.prompt.weights, 1) for sample in samples], multiple)
+        layout = RowLayout(
+            [(sample.prompt.weights, sample.num_rows) for sample in samples], multiple
+        )
         tokens, positions = [0] * layout.total, [0] * layout.total
+        row_counts: dict[SlotOwner, int] = {}
         for sample, row in zip(samples, layout.starts, strict=True):
             tokens[row] = sample.tokens[-1]
             positions[row] = sample.position
+            if sample.num_rows > 1:
+                stop = row + sample.num_rows
+                tokens[row + 1 : stop] = sample.forced[: sample.num_rows - 1]
+                positions[row + 1 : stop] = range(
+                    sample.position + 1, sample.position + sample.num_rows
+                )
+                row_counts[sample] = sample.num_rows
         rows: dict[SlotOwner, int] = dict(zip(samples, layout.starts, strict=True))
         hidden, logits = self._runner.decode(
-            Rows(tokens, positions, layout), rows, self._prompts, self._samples
+            Rows(tokens, positions, layout), rows, self._prompts, self._samples, row_counts
         )
         self._sample_tokens(samples, layout.starts, hidden, logits, layout.adapters)
 
+    def _count_rows(self, samples: Sequence[RunningSample]) -> None:
+        """Set the number of rows of each sample in the next decoding step.
+
+        A step has at most `max_batch` rows, like a step without forced tokens.
+        """
+        constrained = [sample for sample in samples if sample.grammar is not None]
+        pending = [s.grammar for s in constrained if s.grammar and not s.grammar.is_ready]
+        if 0 < len(pending) <= _FORCED_SAMPLES:
+            wait_for_masks(pending, _FORCED_SECONDS, for_all=True)
+        for sample in samples:
+            sample.num_rows = 1
+        spare = self.settings.max_batch - len(samples)
+        for sample in constrained:
+            left = sample.request.max_tokens - len(sample.tokens) - 1
+            more = min(len(sample.forced), left, spare)
+            sample.num_rows, spare = 1 + more, spare - more
+
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
-        """Ensure that each sample has a slot with space for its last token's keys and values.
+        """Ensure that each sample has a slot with space for the keys and values of its rows.
 
         A sample's first slot also receives a copy of the keys and values of the prompt's last
         `length % SPAN` positions. Samples share only whole spans of SPAN prompt positions.
@@ -490,7 +527,7 @@ class Sampler:
             )
 
     def _needed_capacity(self, sample: RunningSample) -> int:
-        """Return the capacity of the slot that the sample needs for its next position.
+        """Return the capacity of the slot that the sample needs for its next rows.
 
         On a CPU a slot grows with its sample, because memory costs nothing until it is touched.
         On a GPU the sample gets its final slot at once. A move would take more kernel launches
@@ -498,7 +535,7 @@ class Sampler:
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._backend.uses_main_memory:
-            return grown_capacity(sample.stored + 1, limit)
+            return grown_capacity(sample.stored + sample.num_rows, limit)
         return limit
 
     def _sample_tokens(
@@ -511,16 +548,45 @@ class Sampler:
     ) -> None:
         """Sample one token for each of `samples`, append it, and finish samples that stop.
 
-        Sample i takes row rows[i] of `hidden` and `logits`. A logprob that is not finite fails
-        its request.
+        Sample i has the rows rows[i] .. rows[i] + num_rows - 1 of `hidden` and `logits`. All but
+        the last row give the logprobs of forced tokens, which are appended too. A logprob that is
+        not finite fails its request.
         """
         adjustments: dict[int, Adjustment] = {}
+        exhausted: list[RunningSample] = []
+        places = [len(sample.tokens) for sample in samples]
         if any(sample.request.is_adjusted for sample in samples):
-            samples, rows, adjustments = self._adjustments(samples, rows)
-            if not samples:
-                return
+            samples, rows, places, adjustments, exhausted = self._adjustments(samples, rows)
+        if samples:
+            ended = self._append_tokens(
+                samples, rows, places, adjustments, hidden, logits, adapters
+            )
+        else:
+            ended = []
+        for sample in exhausted:
+            if sample.stop_reason is None:
+                sample.stop_reason = "stop"
+                ended.append(sample)
+        self._remove_samples(ended)
+        for sample in ended:
+            self._finish(sample)
+
+    def _append_tokens(
+        self,
+        samples: list[RunningSample],
+        rows: list[int],
+        places: list[int],
+        adjustments: dict[int, Adjustment],
+        hidden: Tensor,
+        logits: Tensor,
+        adapters: list[AdapterRows],
+    ) -> list[RunningSample]:
+        """Sample token i, number places[i] of samples[i], from row rows[i], and append it.
+
+        Return the samples that have stopped.
+        """
         params = [sample.request.op.sampling_params for sample in samples]
-        uniforms = [sample.stream.at(len(sample.tokens)) for sample in samples]
+        uniforms = [sample.stream.at(place) for sample, place in zip(samples, places, strict=True)]
         if adjustments:
             sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
         else:
@@ -540,6 +606,8 @@ class Sampler:
         for i, (sample, token, logprob) in enumerate(
             zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
         ):
+            if sample.stop_reason is not None:
+                continue  # It stopped at one of its forced tokens.
             if not math.isfinite(logprob):
                 # Only this request fails: the rows of a batch are independent, so the NaN or inf
                 # cannot have reached the other rows.
@@ -564,25 +632,24 @@ class Sampler:
             if sample.stop_reason is not None:
                 done.append(sample)
             elif sample.grammar is not None:
-                constrained.append((sample.grammar, token))
+                if adjustments[i].forced is None:
+                    constrained.append((sample.grammar, token))
+                else:
+                    del sample.grammar.forced[0]
         if constrained and self._grammars is not None:
             self._grammars.advance(constrained)
-        self._finish_all(done)
-
-    def _finish_all(self, done: Sequence[RunningSample]) -> None:
-        """Remove samples that have stopped, and build their sequences."""
-        self._remove_samples(done)
-        for sample in done:
-            self._finish(sample)
+        return done
 
     def _adjustments(
         self, samples: list[RunningSample], rows: list[int]
-    ) -> tuple[list[RunningSample], list[int], dict[int, Adjustment]]:
-        """Return the samples whose next token can be sampled, their rows, and the adjustments.
+    ) -> tuple[
+        list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
+    ]:
+        """Return what to sample: the sample, row and place of each token, and the adjustments.
 
-        The keys of the adjustments are indices of the returned samples. The returned list leaves
-        out samples whose mask is missing, and samples whose grammar failed. It also leaves out
-        samples whose text is complete and cannot be continued. This method finishes such samples.
+        The keys of the adjustments are indices of the tokens. A sample with forced tokens is in the
+        list once per token. Samples whose mask is missing, and samples whose grammar failed, are
+        left out. The last result has the samples whose text is complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
@@ -590,51 +657,57 @@ class Sampler:
             wait_for_masks(on_time, _MASK_SECONDS, for_all=True)
         able: list[RunningSample] = []
         able_rows: list[int] = []
+        places: list[int] = []
         adjustments: dict[int, Adjustment] = {}
-        complete: list[RunningSample] = []
+        exhausted: list[RunningSample] = []
         for sample, row in zip(samples, rows, strict=True):
+            place = len(sample.tokens)
             if sample.request.is_adjusted:
                 if sample.grammar is not None and not _has_mask(sample, sample.grammar):
                     continue
-                allowed = self._allowed(sample)
-                if allowed is not None and not allowed.any():
-                    sample.stop_reason = "stop"
-                    complete.append(sample)
+                # A mask that was missing when the step began may have brought forced tokens. Then
+                # the first of them is taken now, and the next step decodes the others.
+                forced = sample.forced[: sample.num_rows]
+                for number, token in enumerate(forced):
+                    adjustments[len(able)] = Adjustment(None, _NO_TOKENS, (), token)
+                    able.append(sample)
+                    able_rows.append(row + number)
+                    places.append(place + number)
+                if len(forced) == sample.num_rows:
+                    continue
+                row, place = row + len(forced), place + len(forced)
+                allowed = self._allowed(sample, place)
+                if allowed is None and sample.grammar is not None:
+                    exhausted.append(sample)
                     continue
                 penalty = sample.request.op.sampling_params.repetition_penalty
                 prompt = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
-                adjustments[len(able)] = Adjustment(allowed, prompt, sample.tokens)
+                tokens = [*sample.tokens, *forced] if forced else sample.tokens
+                adjustments[len(able)] = Adjustment(allowed, prompt, tokens)
             able.append(sample)
             able_rows.append(row)
-        self._finish_all(complete)
-        return able, able_rows, adjustments
+            places.append(place)
+        return able, able_rows, places, adjustments, exhausted
 
-    def _allowed(self, sample: RunningSample) -> np.ndarray | None:
-        """Return the tokens that may be sampled next: bool [V], or None for all.
+    def _allowed(self, sample: RunningSample, place: int) -> np.ndarray | None:
+        """Return the tokens that may become token number `place` (see `Adjustment.allowed`).
 
-        All entries are False if the sample's constraint is met, no text can follow, and the request
-        has no stop tokens.
+        None: all tokens may, if the sample has no constraint. If it has one, its text is complete,
+        no text can follow, and the request has no stop tokens.
         """
-        stop_tokens = list(sample.request.stop.token_ids)
-        may_stop = len(sample.tokens) >= sample.request.op.sampling_params.min_tokens
-        if sample.grammar is None or self._grammars is None:
-            if may_stop:
-                return None
-            allowed = np.ones(self._decoder.config.vocab_size, bool)
-            allowed[stop_tokens] = False
-            return allowed
-        allowed, is_complete = self._grammars.allowed(sample.grammar)
-        if may_stop:
-            if is_complete:
-                allowed[stop_tokens] = True
-            return allowed
-        others = allowed.copy()
-        others[stop_tokens] = False
-        if others.any():
-            return others
-        if is_complete:
-            allowed[stop_tokens] = True
-        return allowed
+        stop_tokens = sample.request.stop_bits(self._decoder.config.vocab_size)
+        may_stop = place >= sample.request.op.sampling_params.min_tokens
+        if sample.grammar is None:
+            return None if may_stop else ~stop_tokens
+        mask = sample.grammar.mask
+        assert mask is not None
+        if not may_stop:
+            others = mask.bits & ~stop_tokens
+            if others.any():
+                return others
+        if mask.is_complete and sample.request.stop.token_ids:
+            return mask.bits | stop_tokens
+        return None if mask.is_empty else mask.bits
 
     def _wait_for_a_mask(self) -> None:
         """Wait a moment for the masks of samples that cannot run without them."""

@@ -11,7 +11,7 @@ Requests with the same prompt and the same weights share one active prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -69,6 +69,16 @@ class Request:
     """The finished samples by their index."""
     is_answered: bool = False
     """Whether the request was answered, or its cancellation was noticed."""
+
+    _stop_bits: np.ndarray | None = None
+
+    def stop_bits(self, vocab_size: int) -> np.ndarray:
+        """Return the stop tokens as bits (see `Adjustment.allowed`)."""
+        if self._stop_bits is None:
+            self._stop_bits = np.zeros(-(-vocab_size // 32), np.uint32)
+            for token in self.stop.token_ids:
+                self._stop_bits[token // 32] |= np.uint32(1 << token % 32)
+        return self._stop_bits
 
     @property
     def num_samples(self) -> int:
@@ -154,6 +164,10 @@ class RunningSample:
     """The sample's position in the grammar of its constraint; None without a constraint."""
     slot: int = -1
     capacity: int = 0
+    num_rows: int = 1
+    """The number of batch rows in the current decoding step: the last token, and forced tokens of
+    the grammar that follow it.
+    """
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
@@ -164,6 +178,14 @@ class RunningSample:
     def stored(self) -> int:
         """The number of positions in the slot before the last token goes through the decoder."""
         return self.prompt.length % SPAN + len(self.tokens) - 1
+
+    @property
+    def forced(self) -> Sequence[int]:
+        """The known tokens that must come next, because no other text matches the constraint."""
+        grammar = self.grammar
+        if grammar is None or not grammar.is_ready or grammar.error is not None:
+            return ()
+        return grammar.forced
 
     @property
     def awaits_mask(self) -> bool:

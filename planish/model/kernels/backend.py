@@ -16,7 +16,7 @@ Letters in shapes:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -49,6 +49,10 @@ Exact = tuple[Tensor, Tensor]
 They replace the rounded logits of the same tokens.
 """
 
+MIN_WEIGHT = 1e-20
+"""See `Backend.sample`. A token that is rarer than this by comparison with the likeliest token of
+the whole vocabulary may have a float32 weight of 0.
+"""
 LORA_COLUMNS = 16
 """The LoRA hidden states of the head are stored with a multiple of this many columns."""
 
@@ -456,12 +460,20 @@ class Backend(Protocol):
     # Sampling
 
     def sample(
-        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sample one token from each row, or from each row in `rows` [N].
 
-        `logits`: float32 [R, V]. `temperatures`: [N]. `uniforms`: float64 [N]. Return the tokens,
-        int64 [N], and the log-sum-exp of each row / temperature [N].
+        `logits`: float32 [R, V]. `temperatures`: [N]. `uniforms`: float64 [N]. `allowed`: the
+        tokens that may be sampled, int32 [N, (V + 31) // 32], one bit per token, with bit 0 of word
+        0 first. Return the tokens, int64 [N], and the log-sum-exp of each whole row / temperature
+        [N]. The token is -1 if each allowed token is less likely than the row's likeliest token by
+        a factor of MIN_WEIGHT, because its float32 weight may then be 0.
         """
         ...
 
@@ -501,10 +513,15 @@ class Backend(Protocol):
         ...
 
     def decode_attention(
-        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
-        """Return the attention of a decoding step with one new row for each running sample.
+        """Return the attention of a decoding step with new rows for each running sample.
 
-        `rows`: the batch row of each sample. Every sample in `samples` has one.
+        `rows`: the first batch row of each sample. Every sample in `samples` has one. `row_counts`:
+        the number of consecutive rows of each sample; 1 for samples that it does not contain.
         """
         ...

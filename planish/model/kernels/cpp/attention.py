@@ -13,7 +13,7 @@ kernels/reference.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import cast
 
@@ -166,7 +166,7 @@ class CppPrefillAttention:
 
 
 class CppDecodeAttention(StoringAttention):
-    """The attention of a decoding step, with one new row for each running sample."""
+    """The attention of a decoding step, with new rows for each running sample."""
 
     def __init__(
         self,
@@ -174,21 +174,25 @@ class CppDecodeAttention(StoringAttention):
         prompts: KVPools,
         samples: KVPools,
         windows: Sequence[int | None] = (),
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
-        """`rows`: the batch row of each sample. Every sample in `samples` has one.
+        """`rows`, `row_counts`: see `Backend.decode_attention`.
 
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
+        # The kernel stores the keys and values of all rows before a row attends. So the rows of one
+        # sample are separate entries, and each attends to one position more than the one before.
         found = [
-            (sample, pool)
+            (sample, pool, number)
             for pool in samples.in_use()
             for sample in cast("list[SampleSlot]", pool.owners)
+            for number in range(row_counts.get(sample, 1) if row_counts else 1)
         ]
         # Samples of one prompt are neighbours.
-        found.sort(key=lambda item: (id(item[0].prompt), rows[item[0]]))
+        found.sort(key=lambda item: (id(item[0].prompt), rows[item[0]], item[2]))
         pool_of = {owner: pool for pool in prompts.in_use() for owner in pool.owners}
         blocks, shared, visible = [], [], []
-        for entry, (sample, _) in enumerate(found):
+        for entry, (sample, _, _) in enumerate(found):
             prompt = sample.prompt
             seen = prompt.length // SPAN * SPAN
             if blocks and blocks[-1][1] < _LANE and found[entry - 1][0].prompt is prompt:
@@ -200,9 +204,11 @@ class CppDecodeAttention(StoringAttention):
         plan = AttentionPlan(
             blocks=np.array([tuple(block) for block in blocks], ops.Block),
             ranges=_ranges(shared),
-            rows=np.array([rows[sample] for sample, _ in found], np.int64),
+            rows=np.array([rows[sample] + number for sample, _, number in found], np.int64),
             visible=np.array(visible, np.int64),
-            own=_ranges([(pool, sample.slot, sample.stored + 1) for sample, pool in found]),
+            own=_ranges(
+                [(pool, sample.slot, sample.stored + 1 + number) for sample, pool, number in found]
+            ),
             windows=windows,
         )
         super().__init__(plan)

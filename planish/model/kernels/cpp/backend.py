@@ -7,7 +7,7 @@ size is not a multiple of 16, and families of kernels that failed their self-tes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -278,23 +278,32 @@ class CppBackend(TorchBackend):
         return CppPrefillAttention(spans, self.config.windows)
 
     def decode_attention(
-        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
-        """Return the attention of a decoding step with one new row per sample."""
+        """Return the attention of a decoding step with new rows for each sample."""
         if not self.has_attention:
-            return super().decode_attention(rows, prompts, samples)
-        return CppDecodeAttention(rows, prompts, samples, self.config.windows)
+            return super().decode_attention(rows, prompts, samples, row_counts)
+        return CppDecodeAttention(rows, prompts, samples, self.config.windows, row_counts)
 
     # Sampling
 
     def sample(
-        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
         if "sampling" not in self.families or not logits.is_contiguous():
-            return super().sample(logits, rows, temperatures, uniforms)
+            return super().sample(logits, rows, temperatures, uniforms, allowed)
         rows = torch.arange(len(logits)) if rows is None else rows
-        return head_ops.sample(logits, rows, temperatures, uniforms)
+        return head_ops.sample(logits, rows, temperatures, uniforms, allowed)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
         """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""

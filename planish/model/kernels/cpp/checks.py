@@ -298,6 +298,20 @@ def _sampling() -> None:
         )
         _equal("the sampled tokens", sampled, tokens[:, column])
         _close("the sampler's log-sum-exp", normalizer, scaled.logsumexp(1), 2e-5)
+    kept = torch.rand(rows, vocab) < 0.1
+    kept[:2] = False
+    kept[1, 5] = True
+    logits[1, 5] = -100  # the weight of the only token is too small
+    scaled = logits.double() / temperatures.double()[:, None]
+    words = np.packbits(F.pad(kept, (0, -vocab % 32)).numpy(), axis=1, bitorder="little")
+    ends = torch.where(kept, scaled, -torch.inf)[2:].softmax(1).cumsum(1)
+    middle = F.pad(torch.full((rows - 2,), 0.37).double(), (2, 0))
+    sampled, normalizer = head_ops.sample(
+        logits, at, temperatures, middle, torch.from_numpy(words.view(np.int32))
+    )
+    expected = torch.searchsorted(ends, middle[2:, None], right=True)[:, 0]
+    _equal("the allowed tokens", sampled, torch.cat((torch.tensor([-1, -1]), expected)))
+    _close("their log-sum-exp", normalizer, scaled.logsumexp(1), 2e-5)
     weights = (scaled - scaled.amax(1, keepdim=True)).exp().float()
     _equal("the tokens of weights", head_ops.invert(weights, uniforms), tokens)
     hidden, weight = torch.randn(rows, 100).bfloat16(), torch.randn(vocab, 100).bfloat16()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from planish.model.kernels.backend import padded_lora_columns
+from planish.model.kernels.backend import MIN_WEIGHT, padded_lora_columns
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import PanelModule
 
@@ -157,16 +157,35 @@ class SingleLogits:
 
 
 def sample(
-    logits: Tensor, rows: Tensor, temperatures: Tensor, uniforms: Tensor
+    logits: Tensor,
+    rows: Tensor,
+    temperatures: Tensor,
+    uniforms: Tensor,
+    allowed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Sample one token from each row in `rows` [N] of `logits`, float32 [R, V].
 
-    `uniforms`: float64 [N]. Return the tokens, int64 [N], and the log-sum-exp of each row's scaled
+    `uniforms`: float64 [N]. `allowed`: the tokens that may be sampled, int32 [N, (V + 31) // 32]
+    (see `Backend.sample`). Return the tokens, int64 [N], and the log-sum-exp of each row's scaled
     logits, float32 [N]. The scaled logits are the logits divided by the row's temperature.
     """
     tokens, normalizer = torch.empty(len(rows), dtype=torch.int64), torch.empty(len(rows))
-    given = (rows, temperatures, uniforms, tokens, normalizer)
-    ops.call("draw", logits.dtype, logits, *given, len(rows), logits.shape[1])
+    if allowed is not None:
+        allowed = allowed.contiguous()
+    ops.call(
+        "draw",
+        logits.dtype,
+        logits,
+        rows,
+        temperatures,
+        uniforms,
+        allowed,
+        MIN_WEIGHT,
+        tokens,
+        normalizer,
+        len(rows),
+        logits.shape[1],
+    )
     return tokens, normalizer
 
 

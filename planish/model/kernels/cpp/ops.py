@@ -49,7 +49,7 @@ _SIGNATURES = {
     "attend": "pnpppi",
     "attend_backward": "ppnpppppppppni",
     "invert": "pppnnni",
-    "draw": "ppppppnni",
+    "draw": "pppppfppnni",
     "likeliest": "ppnpppnni",
     "single_logits": "ppppni",
     "head_low": "pnpnpnni",

@@ -8,7 +8,7 @@ Shapes: see `planish.model.kernels.backend`.
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import (
+    MIN_WEIGHT,
     AdapterBatch,
     Attend,
     Exact,
@@ -50,6 +51,7 @@ from planish.model.kernels.reference.token_sampling import (
     filter_,
     filter_sorted_,
     invert,
+    keep_allowed_,
 )
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
@@ -434,21 +436,36 @@ class TorchBackend:
         return PrefillAttention(spans, self.config.windows)
 
     def decode_attention(
-        self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools
+        self,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> Attend:
         """Return torch's attention of a decoding step with one new row per sample."""
         query_rows = self.tiling.query_rows if self.tiling is not None else 1
-        return DecodeAttention(rows, prompts, samples, query_rows, self.device, self.config.windows)
+        return DecodeAttention(
+            rows, prompts, samples, query_rows, self.device, self.config.windows, row_counts
+        )
 
     # Sampling
 
     def sample(
-        self, logits: Tensor, rows: Tensor | None, temperatures: Tensor, uniforms: Tensor
+        self,
+        logits: Tensor,
+        rows: Tensor | None,
+        temperatures: Tensor,
+        uniforms: Tensor,
+        allowed: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """Sample one token from each row: tokens, int64 [N], and log-sum-exp [N]."""
         weights = logits.clone() if rows is None else logits[rows]
         normalizer = self.log_sum_exp(weights, temperatures, weights=weights)
-        return self.invert(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
+        if allowed is None:
+            return self.invert(weights, uniforms.unsqueeze(1)).squeeze(1), normalizer
+        keep_allowed_(weights, allowed)
+        tokens = self.invert(weights, uniforms.unsqueeze(1)).squeeze(1)
+        return tokens.masked_fill_(weights.amax(1) < MIN_WEIGHT, -1), normalizer
 
     def filter_(self, weights: Tensor, params: Sequence[SamplingParams]) -> None:
         """Zero the weights [N, V] that top_k, then top_p, then min_p exclude."""

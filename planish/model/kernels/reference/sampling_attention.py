@@ -7,7 +7,7 @@ ordered_attention.py defines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, cast
 
@@ -123,7 +123,7 @@ class PrefillAttention:
 
 
 class DecodeAttention:
-    """The attention of a decoding step, with one new row for each running sample."""
+    """The attention of a decoding step, with new rows for each running sample."""
 
     def __init__(
         self,
@@ -133,16 +133,25 @@ class DecodeAttention:
         query_rows: int,
         device: torch.device,
         windows: Sequence[int | None] = (),
+        row_counts: Mapping[SlotOwner, int] | None = None,
     ) -> None:
-        """`rows` maps each sample in `samples` to its batch row.
+        """`rows`, `row_counts`: see `Backend.decode_attention`.
 
         `query_rows` is the minimum number of rows of a matmul; fewer rows are padded. `windows`:
         the attention window of each layer (see `ModelConfig.windows`).
         """
         self._query_rows, self._windows = query_rows, windows
-        self._own = [_own_part(pool, rows, device) for pool in samples.in_use()]
+        all_rows = {
+            sample: range(row, row + (row_counts.get(sample, 1) if row_counts else 1))
+            for sample, row in rows.items()
+        }
+        self._own = [
+            part for pool in samples.in_use() for part in _own_parts(pool, all_rows, device)
+        ]
         shared = [
-            part for pool in prompts.in_use() for part in _prompt_parts(pool, samples, rows, device)
+            part
+            for pool in prompts.in_use()
+            for part in _prompt_parts(pool, samples, all_rows, device)
         ]
         self._parts = [*shared, *self._own]
 
@@ -255,34 +264,46 @@ class _Part:
 
     def store(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store the rows' new keys and values at the last visible position of their slots."""
-        slots, last = torch.arange(len(self.rows), device=k.device), self.visible.flatten() - 1
+        slots, last = self.slots, self.visible.flatten() - 1
+        if slots is None:
+            slots = torch.arange(len(self.rows), device=k.device)
         rows = self.rows if self.span is None else self.span
         self.pool.keys[layer][slots, :, last] = k[rows].to(self.pool.spec.dtype)
         self.pool.values[layer][slots, :, last] = v[rows].to(self.pool.spec.dtype)
 
 
-def _own_part(pool: KVPool, rows: dict[SlotOwner, int], device: torch.device) -> _Part:
-    """Return the part in which each sample of `pool` attends to its own slot."""
+def _own_parts(pool: KVPool, rows: dict[SlotOwner, range], device: torch.device) -> list[_Part]:
+    """Return the parts in which the samples of `pool` attend to their own slots.
+
+    The first part has the first row of every sample. The next one has the second row of the samples
+    that have one, and so on.
+    """
     samples = cast("list[SampleSlot]", pool.owners)
-    visible = [sample.stored + 1 for sample in samples]
-    numbers = [rows[sample] for sample in samples]
-    in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
-    batch_rows = torch.tensor(numbers, device=device)
-    return _Part(
-        pool=pool,
-        slots=None,
-        table=batch_rows.unsqueeze(1),
-        taken_places=None,
-        rows=batch_rows,
-        visible=torch.tensor(visible, device=device)[:, None, None],
-        ends=torch.tensor(visible, device=device)[:, None],
-        width=whole_spans(max(visible)),
-        span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
-    )
+    parts = []
+    for number in range(max(len(rows[sample]) for sample in samples)):
+        slots = [slot for slot, sample in enumerate(samples) if len(rows[sample]) > number]
+        numbers = [rows[samples[slot]][number] for slot in slots]
+        visible = [samples[slot].stored + 1 + number for slot in slots]
+        in_order = numbers == list(range(numbers[0], numbers[0] + len(numbers)))
+        batch_rows = torch.tensor(numbers, device=device)
+        parts.append(
+            _Part(
+                pool=pool,
+                slots=torch.tensor(slots, device=device) if len(slots) < len(samples) else None,
+                table=batch_rows.unsqueeze(1),
+                taken_places=None,
+                rows=batch_rows,
+                visible=torch.tensor(visible, device=device)[:, None, None],
+                ends=torch.tensor(visible, device=device)[:, None],
+                width=whole_spans(max(visible)),
+                span=slice(numbers[0], numbers[0] + len(numbers)) if in_order else None,
+            )
+        )
+    return parts
 
 
 def _prompt_parts(
-    pool: KVPool, samples: KVPools, rows: dict[SlotOwner, int], device: torch.device
+    pool: KVPool, samples: KVPools, rows: dict[SlotOwner, range], device: torch.device
 ) -> list[_Part]:
     """Return the parts in which samples attend to their prompts in `pool`.
 
@@ -297,7 +318,9 @@ def _prompt_parts(
     ):
         slot = sample.prompt.slot
         if slot < len(prompts) and prompts[slot] is sample.prompt and sample.prompt.length >= SPAN:
-            members[slot].append((rows[sample], sample.stored + 1))
+            members[slot] += [
+                (row, sample.stored + 1 + number) for number, row in enumerate(rows[sample])
+            ]
     parts = []
     for first in range(0, max(map(len, members)), _LANE):
         slots = [slot for slot, of_slot in enumerate(members) if len(of_slot) > first]

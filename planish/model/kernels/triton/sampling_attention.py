@@ -15,7 +15,7 @@ Shapes: T rows, Hq query heads, H key heads, E head_dim.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, cast
@@ -176,12 +176,19 @@ class DecodeTables:
             stats=torch.empty(parts, q_heads, 2, device=device),
         )
 
-    def fill(self, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools) -> None:
+    def fill(
+        self,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        row_counts: Mapping[SlotOwner, int] | None = None,
+    ) -> None:
         """Set the samples of the next calls. Do not call this during the capture of a graph.
 
-        `rows`: the batch row of each sample. Every sample in `samples` has one.
+        `rows`, `row_counts`: see `Backend.decode_attention`.
         """
-        step, count = _Step.of(rows, prompts, samples, self._bases), len(rows)
+        step = _Step.of(rows, prompts, samples, self._bases, row_counts or {})
+        count = len(step.row)
         leads = np.flatnonzero(step.rank % self._heads.lane == 0)
         lanes = step.shared.at(leads)
         chunk = self._chunk(int(lanes.count.sum() + step.own.count.sum()))
@@ -274,28 +281,39 @@ class _Slots:
 
 @dataclass(frozen=True)
 class _Step:
-    """The running samples of a step, ordered by prompt, as arrays with one entry per sample."""
+    """The rows of a step, ordered by prompt, as arrays with one entry per row of a sample."""
 
     row: np.ndarray
     rank: np.ndarray
-    """The index of each sample among the samples of its prompt."""
+    """The index of each row among the rows of its prompt."""
     shared: _Slots
-    """The slot of each sample's prompt. `count` covers only the prompt's whole spans (see SPAN)."""
+    """The slot of each row's prompt. `count` covers only the prompt's whole spans (see SPAN)."""
     own: _Slots
-    """The slot of each sample."""
+    """The slot of each row's sample. `count` ends with the row's own position."""
 
     @classmethod
     def of(
-        cls, rows: dict[SlotOwner, int], prompts: KVPools, samples: KVPools, bases: PoolBases
+        cls,
+        rows: dict[SlotOwner, int],
+        prompts: KVPools,
+        samples: KVPools,
+        bases: PoolBases,
+        row_counts: Mapping[SlotOwner, int],
     ) -> _Step:
-        """Return the samples in `samples`. `rows`: the batch row of each sample."""
+        """Return the rows of the samples in `samples` (see `Backend.decode_attention`)."""
         read, kept = prompts.in_use(), samples.in_use()
         known = [prompt for pool in read for prompt in cast("list[PromptSlot]", pool.owners)]
         running = [sample for pool in kept for sample in cast("list[SampleSlot]", pool.owners)]
         places = {prompt: place for place, prompt in enumerate(known)}
         prompt = np.array([places[sample.prompt] for sample in running], np.int64)
         row = np.array([rows[sample] for sample in running], np.int64)
+        counts = np.array([row_counts.get(sample, 1) for sample in running], np.int64)
+        sample_of = np.repeat(np.arange(len(running)), counts)
+        number = np.arange(len(sample_of)) - np.repeat(np.cumsum(counts) - counts, counts)
+        prompt, row = prompt[sample_of], row[sample_of] + number
         order = np.lexsort((row, prompt))
+        own = _Slots.of(kept, bases, [sample.stored + 1 for sample in running]).at(sample_of)
+        own.count[:] += number
         prompt = prompt[order]
         return cls(
             row=row[order],
@@ -303,7 +321,7 @@ class _Step:
             shared=_Slots.of(read, bases, [prompt.length // SPAN * SPAN for prompt in known]).at(
                 prompt
             ),
-            own=_Slots.of(kept, bases, [sample.stored + 1 for sample in running]).at(order),
+            own=own.at(order),
         )
 
 

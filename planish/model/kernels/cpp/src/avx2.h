@@ -84,6 +84,16 @@ inline V only(Tail m, V x, V otherwise) {
                 _mm256_blendv_ps(otherwise.high, x.high, _mm256_castsi256_ps(high)));
 }
 inline V only(Tail m, V x) { return only(m, x, zero()); }
+// The lanes whose bits are set, lane 0 first; 0 in the others.
+inline V only_bits(uint16_t bits, V x) {
+    const __m256i given = _mm256_set1_epi32(bits);
+    const __m256i low = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128),
+                  high = _mm256_slli_epi32(low, HALF_LANES);
+    auto kept = [=](__m256i lanes) {
+        return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(given, lanes), lanes));
+    };
+    return EACH(_mm256_and_ps(kept(low), x.low), _mm256_and_ps(kept(high), x.high));
+}
 inline __m256 low_half(V x) { return x.low; }
 inline __m256 high_half(V x) { return x.high; }
 

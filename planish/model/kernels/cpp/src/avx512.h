@@ -43,6 +43,8 @@ inline V unless_below(V x, V bar, V y) {
 }
 inline V only(Tail m, V x) { return _mm512_maskz_mov_ps(m, x); }
 inline V only(Tail m, V x, V otherwise) { return _mm512_mask_mov_ps(otherwise, m, x); }
+// The lanes whose bits are set, lane 0 first; 0 in the others.
+inline V only_bits(uint16_t bits, V x) { return _mm512_maskz_mov_ps(bits, x); }
 inline __m256 low_half(V x) { return _mm512_castps512_ps256(x); }
 inline __m256 high_half(V x) { return _mm512_extractf32x8_ps(x, 1); }
 

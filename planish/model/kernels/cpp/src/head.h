@@ -106,11 +106,27 @@ void invert(const float* weights, const double* uniforms, int64_t* tokens, int64
     });
 }
 
+// Zeroes the weights [v] whose bits in `allowed` are 0, bit 0 of word 0 first. Returns the largest
+// weight that is left.
+inline float keep_allowed(float* weights, const uint32_t* allowed, int64_t v) {
+    V top = zero();
+    for (int64_t i = 0; i < v; i += LANES) {
+        Tail m = tail(v - i);
+        V x = only_bits((uint16_t)(allowed[i / 32] >> (i % 32)), load(weights + i, m));
+        store(weights + i, x, m);
+        top = larger(x, top);
+    }
+    return largest_lane(top);
+}
+
 // For each i a token by logits [*, v] of row rows[i] / temperature[i], and their log-sum-exp: the
-// same as `normalizers` with weights, and `invert`.
+// same as `normalizers` with weights, and `invert`. `allowed` [n, (v + 31) / 32], if given: the
+// bits of the tokens that may be drawn. The token is -1 where all of them have weights below
+// `least`, and may have become 0; the caller draws these tokens from the logits. The log-sum-exp is
+// that of the whole row.
 void draw(const float* logits, const int64_t* rows, const float* temperature,
-          const double* uniforms, int64_t* tokens, float* normalizer, int64_t n, int64_t v,
-          int threads) {
+          const double* uniforms, const uint32_t* allowed, float least, int64_t* tokens,
+          float* normalizer, int64_t n, int64_t v, int threads) {
     parallel(n, n * v, threads, [=](int64_t a, int64_t b) {
         std::vector<float> row(v);
         std::vector<double> ends((v + RUN - 1) / RUN);
@@ -118,6 +134,10 @@ void draw(const float* logits, const int64_t* rows, const float* temperature,
             scaled_row<float>(logits + rows[i] * v, nullptr, nullptr, 0, temperature[i], row.data(),
                               v);
             normalizer[i] = log_sum(row.data(), v);
+            if (allowed && keep_allowed(row.data(), allowed + i * ((v + 31) / 32), v) < least) {
+                tokens[i] = -1;
+                continue;
+            }
             run_ends(row.data(), v, ends.data());
             tokens[i] = inverted(row.data(), v, uniforms[i], ends.data());
         }

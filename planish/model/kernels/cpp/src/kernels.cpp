@@ -191,10 +191,12 @@ EXPORT Told invert_f(const float* weights, const double* uniforms, int64_t* toke
     return told([&] { invert(weights, uniforms, tokens, rows, v, k, threads); });
 }
 EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temperature,
-                   const double* uniforms, int64_t* tokens, float* normalizer, int64_t n, int64_t v,
-                   int threads) {
-    return told(
-        [&] { draw(logits, rows, temperature, uniforms, tokens, normalizer, n, v, threads); });
+                   const double* uniforms, const uint32_t* allowed, float least, int64_t* tokens,
+                   float* normalizer, int64_t n, int64_t v, int threads) {
+    return told([&] {
+        draw(logits, rows, temperature, uniforms, allowed, least, tokens, normalizer, n, v,
+             threads);
+    });
 }
 EXPORT Told likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k,
                         int64_t* tokens, float* values, float* wide, int64_t rows, int64_t v,
