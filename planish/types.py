@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 MAX_STOP_STRINGS = 32
 MAX_STOP_BYTES = 128
 MAX_STOP_TOKENS = 1024
-"""Limits of SamplingParams.stop. The engine searches the last tokens of every sequence for every
-stop string after each token, so an unlimited `stop` would delay all tenants.
+"""Limits of SamplingParams.stop. The engine matches the stop strings after each token of
+every sequence, so an unlimited `stop` would delay all tenants.
 """
 
 MAX_CONSTRAINT_BYTES = 1 << 16

@@ -87,6 +87,7 @@ class BaseModel:
             self._texts.decode,
             grammars,
             shares_prefixes=settings.share_prefix_cache,
+            vocabulary=self._texts.written,
         )
         self.sampler.record()
 
@@ -158,6 +159,11 @@ class _Texts:
         )
         assert isinstance(text, str)
         return text
+
+    def written(self, token: int) -> str | None:
+        """Return a token as the vocabulary writes it; None if there is none with this id."""
+        text = self.tokenizer.convert_ids_to_tokens(token)
+        return text if isinstance(text, str) else None
 
 
 def _join_freed_memory() -> None:

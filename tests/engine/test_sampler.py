@@ -723,7 +723,7 @@ def test_an_error_while_handling_one_request_fails_only_that_request(decoder, mo
 
     sampler = sampler_of(decoder)
     if fault == "text":
-        monkeypatch.setattr(sampler, "_decode_text", broken)
+        monkeypatch.setattr(sampler._texts, "decode", broken)
         op = request(tokens(30), 2, stop="x")
     else:
         monkeypatch.setattr(PromptScores, "add", broken)

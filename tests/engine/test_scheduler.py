@@ -9,7 +9,7 @@ import pytest
 
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import StopCondition
+from planish.engine.sampling.stopping import StopCondition, TokenTexts
 from planish.model.positions import CHUNK
 from planish.service import Sample
 from planish.types import ModelInput, SamplingParams
@@ -27,7 +27,16 @@ def request(
         None if max_tokens else SimpleNamespace(begins=0 if alternatives else len(tokens) // 2)
     )
     return Request(
-        op, number, tokens, max_tokens, None, "base", StopCondition(), 0, scores, Future()
+        op,
+        number,
+        tokens,
+        max_tokens,
+        None,
+        "base",
+        StopCondition(TokenTexts(str)),
+        0,
+        scores,
+        Future(),
     )
 
 

@@ -2,10 +2,14 @@
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from planish.engine.sampling.stopping import StopCondition
+from planish.engine.sampling.stopping import StopCondition, StopMatcher, TokenTexts
+from planish.testing import tiny_model
+from planish.tokenizer import load_tokenizer
 from planish.types import SamplingParams
 
 
@@ -14,9 +18,26 @@ def decode(tokens: Sequence[int]) -> str:
     return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
 
-def end_of(tokens: Sequence[int], stop: StopCondition) -> int | None:
+def as_written(token: int) -> str | None:
+    """Return byte tokens as SentencePiece vocabularies write them."""
+    return f"<0x{token:02X}>" if token < 256 else None
+
+
+TEXTS = TokenTexts(decode, as_written)
+
+
+def condition_of(
+    stop: Any = None, eos: Sequence[int] = (), texts: TokenTexts = TEXTS, min_tokens: int = 0
+) -> StopCondition:
+    return StopCondition.from_params(
+        SamplingParams(stop=stop, min_tokens=min_tokens), eos_token_ids=eos, texts=texts
+    )
+
+
+def end_of(tokens: Sequence[int], condition: StopCondition) -> int | None:
     """Return the number of tokens up to the one that meets the stop condition."""
-    return next((n for n in range(1, len(tokens) + 1) if stop.is_met(tokens[:n], decode)), None)
+    matcher = StopMatcher(condition)
+    return next((n for n in range(1, len(tokens) + 1) if matcher.is_met(tokens[:n])), None)
 
 
 @pytest.mark.parametrize(
@@ -34,24 +55,18 @@ def end_of(tokens: Sequence[int], stop: StopCondition) -> int | None:
 )
 def test_stops(stop, expected):
     tokens = [97, 98, 301, 99, 100, 300, 101]
-    assert (
-        end_of(tokens, StopCondition.from_params(SamplingParams(stop=stop), eos_token_ids=[301]))
-        == expected
-    )
+    assert end_of(tokens, condition_of(stop, [301])) == expected
 
 
 def test_a_stop_string_is_found_across_token_borders():
     text = b"Human: hi\n\nUser: what"
-    assert end_of(
-        list(text), StopCondition.from_params(SamplingParams(stop="\n\nUser:"), ())
-    ) == text.index(b"\n\nUser:") + len("\n\nUser:")
+    stop = b"\n\nUser:"
+    assert end_of(list(text), condition_of(stop.decode())) == text.index(stop) + len(stop)
 
 
 def test_a_multibyte_stop_string_is_found_at_its_last_byte():
     text = "x" * 50 + "日本€" + "y"
-    assert end_of(
-        list(text.encode()), StopCondition.from_params(SamplingParams(stop="本€"), ())
-    ) == len(("x" * 50 + "日本€").encode())
+    assert end_of(list(text.encode()), condition_of("本€")) == len(text.encode()) - 1
 
 
 def sentencepiece(tokens: Sequence[int]) -> str:
@@ -65,21 +80,21 @@ def sentencepiece(tokens: Sequence[int]) -> str:
     return text.removeprefix(" ")
 
 
+@pytest.mark.parametrize("vocabulary", [as_written, lambda _: None])
 @pytest.mark.parametrize(
     ("text", "stop"), [("What?  User:", " User:"), ("😀€", "€"), ("éé€", "€"), ("€€😀", "😀")]
 )
-def test_a_stop_string_is_found_with_a_sentencepiece_tokenizer(text: str, stop: str):
+def test_a_stop_string_is_found_with_a_sentencepiece_tokenizer(
+    text: str, stop: str, vocabulary: Callable[[int], str | None]
+):
     tokens = list(text.encode())
-    condition = StopCondition.from_params(SamplingParams(stop=stop), ())
-    met = [condition.is_met(tokens[:n], sentencepiece) for n in range(1, len(tokens) + 1)]
+    matcher = StopMatcher(condition_of(stop, texts=TokenTexts(sentencepiece, vocabulary)))
+    met = [matcher.is_met(tokens[:n]) for n in range(1, len(tokens) + 1)]
     assert met == [False] * (len(tokens) - 1) + [True]
 
 
 def test_an_explicit_stop_replaces_the_end_of_sequence_tokens():
-    assert (
-        end_of([301, 97], StopCondition.from_params(SamplingParams(stop="a"), eos_token_ids=[301]))
-        == 2
-    )
+    assert end_of([301, 97], condition_of("a", [301])) == 2
 
 
 def words(tokens: Sequence[int]) -> str:
@@ -87,11 +102,15 @@ def words(tokens: Sequence[int]) -> str:
     return " ".join(["abc", "de", "f", "g", "hi", "a"][token % 6] for token in tokens)
 
 
+@pytest.mark.parametrize("vocabulary", [as_written, lambda _: None])
 @pytest.mark.parametrize("decoder", [decode, sentencepiece, words])
-def test_the_fast_test_never_misses_a_stop_string(decoder: Callable[[Sequence[int]], str]):
+def test_matching_bytes_never_misses_a_stop_string(
+    decoder: Callable[[Sequence[int]], str], vocabulary: Callable[[int], str | None]
+):
     """The reference decodes the whole window after every token."""
     source = random.Random(1)
     alphabet = list("ab é€😀".encode())
+    texts = TokenTexts(decoder, vocabulary)
     met = 0
     for _ in range(400):
         tokens = [source.choice(alphabet) for _ in range(40)]
@@ -101,26 +120,75 @@ def test_the_fast_test_never_misses_a_stop_string(decoder: Callable[[Sequence[in
             for start in (source.randrange(len(text)) for _ in range(source.randint(1, 4)))
         ]
         stop = [string for string in strings if "\ufffd" not in string] or ["b"]
-        least = source.choice((0, 0, 5))
-        fast = StopCondition.from_params(SamplingParams(stop=stop), ())
+        condition = condition_of(stop, texts=texts, min_tokens=source.choice((0, 0, 5)))
+        matcher = StopMatcher(condition)
         for end in range(1, len(tokens) + 1):
-            recent = tokens[max(least, end - fast._window) : end]
-            reference = end > least and fast._search(recent, decoder)
-            assert fast.is_met(tokens[:end], decoder, least) == reference, (stop, tokens[:end])
+            reference = end > condition.min_tokens and condition.is_found(tokens[:end])
+            assert matcher.is_met(tokens[:end]) == reference, (stop, tokens[:end])
             met += reference
             if reference:
                 break
     assert met > 200
 
 
-def test_most_tokens_need_no_text():
+@pytest.mark.parametrize(
+    ("decoder", "vocabulary", "expected"),
+    [
+        (decode, as_written, b"\xc3"),
+        (decode, lambda token: {0xC3: "Ã", 0x20: "Ġ"}.get(token), b"\xc3"),
+        (decode, lambda _: None, None),
+        (decode, lambda _: "日", None),
+    ],
+)
+def test_the_bytes_of_a_part_of_a_character_are_in_the_vocabulary(
+    decoder: Callable[[Sequence[int]], str], vocabulary: Any, expected: bytes | None
+):
+    texts = TokenTexts(decoder, vocabulary)
+    assert texts.bytes_of(0xC3) == expected
+    assert texts.bytes_of(0x61) == b"a"
+    assert texts.bytes_of(300) == b""
+
+
+def test_a_space_that_only_the_start_of_a_text_loses_belongs_to_the_token():
+    assert TokenTexts(words).bytes_of(0) == b" abc"
+    assert TokenTexts(sentencepiece).bytes_of(0x20) == b" "
+
+
+def test_tokens_without_text_do_not_hide_a_stop_string():
+    tokens = [97, 300, 301, 302, 303, 304, 98]
+    assert end_of(tokens, condition_of("ab")) == len(tokens)
+
+
+def test_the_text_is_decoded_only_where_a_stop_string_ends():
+    """The adversarial text almost matches at every token."""
     calls: list[int] = []
 
     def counted(tokens: Sequence[int]) -> str:
         calls.append(len(tokens))
         return decode(tokens)
 
-    condition = StopCondition.from_params(SamplingParams(stop=["\n\nUser:", "x" * 100]), ())
-    text = b"The cat sat on the mat: " * 20
-    assert not any(condition.is_met(text[:end], counted) for end in range(1, len(text) + 1))
-    assert sum(calls) < len(text)
+    near = [f"{index:02}" + "é" * 63 for index in range(32)]
+    for stop, text in [
+        (["\n\nUser:", "x" * 100], b"The cat sat on the mat: " * 20),
+        (near, "é".encode() * 300),
+    ]:
+        matcher = StopMatcher(condition_of(stop, texts=TokenTexts(counted, as_written)))
+        assert not any(matcher.is_met(text[:end]) for end in range(1, len(text) + 1))
+        assert sum(calls) <= 3 * len(set(text))
+        calls.clear()
+
+
+def test_a_real_tokenizer_has_the_bytes_of_every_token(tmp_path: Path):
+    tokenizer = load_tokenizer(tiny_model(tmp_path))
+    texts = TokenTexts(
+        lambda tokens: str(
+            tokenizer.decode(
+                list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            )
+        ),
+        lambda token: str(tokenizer.convert_ids_to_tokens(token)),
+    )
+    for text in ("a é日€😀\n\n", "".join(map(chr, range(32, 400)))):
+        tokens = tokenizer.encode(text)
+        found = [texts.bytes_of(token) for token in tokens]
+        assert b"".join(part or b"?" for part in found) == text.encode()

@@ -38,7 +38,7 @@ from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, wants_scores
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
-from planish.engine.sampling.stopping import StopCondition
+from planish.engine.sampling.stopping import StopCondition, TokenTexts
 from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
@@ -124,17 +124,18 @@ class Sampler:
         decode_text: Callable[[Sequence[int]], str],
         grammars: GrammarCache | None = None,
         shares_prefixes: bool = False,
+        vocabulary: Callable[[int], str | None] = lambda _: None,
     ) -> None:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
-        `decode_text` turns tokens into text, to look for stop strings. Requests with a constraint
-        need `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`)
+        `decode_text` turns tokens into text, to look for stop strings. `vocabulary` returns a token
+        as the vocabulary writes it (see `TokenTexts`). Requests with a constraint need `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`)
         use each other's cached prefixes.
         """
         self._shares_prefixes = shares_prefixes
         self._grammars = grammars
         self._decoder = decoder
-        self._decode_text = decode_text
+        self._texts = TokenTexts(decode_text, vocabulary)
         self._backend = decoder.backend
         self._head = SamplingHead(decoder)
         self._kv_spec = KVSpec.from_backend(decoder.backend)
@@ -227,7 +228,7 @@ class Sampler:
             max_tokens=max_tokens_of(op, self._decoder.config),
             weights=weights,
             version=(version, "" if self._shares_prefixes else op.cache_owner),
-            stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids),
+            stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids, self._texts),
             seed=seed,
             scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
             new_grammar=new_grammar,
@@ -621,8 +622,7 @@ class Sampler:
             if sample.request.op.on_token is not None:
                 _call_on_token(sample, sample.request.op.on_token)
             try:
-                least = sample.request.op.sampling_params.min_tokens
-                if sample.request.stop.is_met(sample.tokens, self._decode_text, least):
+                if sample.stop.is_met(sample.tokens):
                     sample.stop_reason = "stop"
                 elif len(sample.tokens) == sample.request.max_tokens:
                     sample.stop_reason = "length"

@@ -21,7 +21,7 @@ import numpy as np
 
 from planish.engine.sampling.prefix_cache import PrefixCache
 from planish.engine.sampling.randomness import UniformStream
-from planish.engine.sampling.stopping import StopCondition
+from planish.engine.sampling.stopping import StopCondition, StopMatcher
 from planish.model.positions import CHUNK, SPAN, capacity_for, sample_capacity
 from planish.service import Sample
 from planish.types import SampledSequence, SampleResponse, StopReason
@@ -173,6 +173,10 @@ class RunningSample:
     top: list[tuple[list[int], list[float]]] = field(default_factory=list)
     stop_reason: StopReason | None = None
     """Why the sample ended; None while it runs."""
+    stop: StopMatcher = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop = StopMatcher(self.request.stop)
 
     @property
     def stored(self) -> int:

@@ -1,10 +1,14 @@
 """Stop conditions: the tokens and strings at which a sample ends before `max_tokens`.
 
-A stop string may span several tokens.
+A stop string may span several tokens, and tokens may be parts of characters. So the strings are
+matched as bytes. After each token, a matcher knows the longest end of the text that begins a stop
+string. The next token's bytes extend or shorten it, so its cost does not depend on the length of
+the text.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,11 +16,67 @@ from functools import cached_property
 
 from planish.types import SamplingParams
 
-_MAX_KNOWN = 4096, 512
-"""The maximum sizes of the caches `_texts` and `_windows`. A full cache is cleared. Repetitive text
-needs few entries. Without the caches, text that nearly matches long stop strings would take as long
-as several decoding steps of a small model.
+_MAX_KNOWN = 4096
+"""The maximum size of the cache of a condition. A full cache is cleared. The strings of a condition
+have at most 4,096 bytes, so text that follows them needs about as many entries.
 """
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_REPLACEMENT = "\ufffd"
+"""What decoding shows for bytes that are no character."""
+
+
+class TokenTexts:
+    """The text of single tokens of one tokenizer, as bytes."""
+
+    def __init__(
+        self,
+        decode: Callable[[Sequence[int]], str],
+        vocabulary: Callable[[int], str | None] = lambda _: None,
+    ) -> None:
+        """`decode` turns tokens into text. `vocabulary` returns a token as the vocabulary writes
+        it, so that the bytes of a token that is part of a character can be found. Without it, a
+        text with such tokens is decoded again after every token.
+        """
+        self.decode = decode
+        self._vocabulary = vocabulary
+        self._known: dict[int, bytes | None] = {}
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """Return what a token adds to a text that has tokens before it; None if unknown."""
+        try:
+            return self._known[token]
+        except KeyError:
+            found = self._known[token] = self._bytes_of(token)
+            return found
+
+    def _bytes_of(self, token: int) -> bytes | None:
+        # Some tokenizers drop the space at the start of a text, so look at the second token.
+        first, both = self.decode([token]), self.decode([token, token])
+        text = both[len(first) :]
+        if not both.startswith(first) or (first and not text):
+            return None
+        if _REPLACEMENT not in text:
+            return text.encode("utf-8", "surrogatepass")
+        written = self._vocabulary(token)
+        if written is None:
+            return None
+        if byte := _BYTE_TOKEN.fullmatch(written):
+            return bytes([int(byte[1], 16)])
+        if all(character in _BYTE_OF for character in written):
+            return bytes(_BYTE_OF[character] for character in written)
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return the byte of each character with which byte-level BPE writes bytes (as GPT-2 does)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _byte_alphabet()
 
 
 @dataclass(frozen=True)
@@ -26,24 +86,21 @@ class StopCondition:
     If both are empty, samples run to `max_tokens`.
     """
 
+    texts: TokenTexts = field(repr=False, compare=False)
     token_ids: frozenset[int] = frozenset()
     strings: tuple[str, ...] = ()
-    _texts: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
-    """The cached results of `_ends`, keyed by its one or two tokens."""
-    _windows: dict[tuple[int, ...], bool] = field(default_factory=dict, repr=False, compare=False)
-    """The cached results of `_search`, keyed by the searched tokens."""
-
-    @cached_property
-    def _reversed(self) -> list[str]:
-        return sorted(string[::-1] for string in self.strings)
-
-    @cached_property
-    def _window(self) -> int:
-        return max(len(string.encode()) for string in self.strings) + 3
+    min_tokens: int = 0
+    """Stop strings are searched only in the text after the first `min_tokens` tokens."""
+    _known: dict[tuple[bytes, int], tuple[bytes, bool] | None] = field(
+        default_factory=dict, repr=False, compare=False
+    )
+    """The cached results of `_advance`."""
 
     @classmethod
-    def from_params(cls, params: SamplingParams, eos_token_ids: Sequence[int]) -> StopCondition:
-        """Return the stop condition for `stop` and `stop_token_ids` of `params`.
+    def from_params(
+        cls, params: SamplingParams, eos_token_ids: Sequence[int], texts: TokenTexts
+    ) -> StopCondition:
+        """Return the stop condition for `stop`, `stop_token_ids` and `min_tokens` of `params`.
 
         If `stop` is None, it means the model's end-of-sequence tokens.
         """
@@ -51,106 +108,110 @@ class StopCondition:
         items: Sequence[str | int] = (stop,) if isinstance(stop, str) else stop
         ids = [item for item in items if not isinstance(item, str)]
         return cls(
+            texts,
             token_ids=frozenset([*ids, *params.stop_token_ids]),
             strings=tuple(item for item in items if isinstance(item, str)),
+            min_tokens=params.min_tokens,
         )
 
-    def is_met(
-        self,
-        tokens: Sequence[int],
-        decode: Callable[[Sequence[int]], str],
-        min_tokens: int = 0,
-    ) -> bool:
-        """Return whether the last of `tokens` completes a stop token or stop string.
+    @cached_property
+    def _sorted(self) -> list[bytes]:
+        return sorted(string.encode("utf-8", "surrogatepass") for string in self.strings)
 
-        Stop strings are searched only in the text after the first `min_tokens` tokens.
+    @cached_property
+    def _ends(self) -> dict[int, tuple[bytes, ...]]:
+        """The stop strings by their last byte."""
+        return {
+            last: tuple(string for string in self._sorted if string[-1] == last)
+            for last in {string[-1] for string in self._sorted}
+        }
 
-        The caller must call this method after every token. Only the text of the last tokens is
-        searched for a stop string. Every token with text adds at least one byte. So a string of n
-        bytes that ends in the last token starts at most n tokens before it. The window has three
-        more tokens, because some tokenizers change the start of the text that they decode. They
-        drop a leading space, or they replace a whole run of byte tokens that starts in the middle
-        of a character.
-
-        Tokens without text also count towards the window. Control tokens that the tokenizer hides
-        are an example. A stop string may be missed if several such tokens interrupt it.
+    @cached_property
+    def window(self) -> int:
+        """The number of tokens that are decoded to confirm a match. Every token with text adds at
+        least one byte. So a string of n bytes starts at most n tokens before its end. The window
+        has three more tokens, because some tokenizers change the start of the text that they
+        decode. They drop a leading space, or they replace a whole run of byte tokens that starts in
+        the middle of a character.
         """
-        if tokens[-1] in self.token_ids:
-            return True
-        if not self.strings or len(tokens) <= min_tokens or not self._may_end(tokens, decode):
-            return False
-        return self._is_found(tokens, decode, min_tokens)
+        return max(len(string) for string in self._sorted) + 3
 
-    def _may_end(self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Return False if certainly no stop string ends in the last token.
-
-        This check decodes at most the last two tokens, and nothing if its result is cached. So it
-        is much faster than decoding the whole window.
+    def advance(self, begun: bytes, token: int) -> tuple[bytes, bool] | None:
+        """Add a token to a text whose end `begun` begins a stop string. Return the longest end of
+        the new text that begins a stop string, and whether a stop string ends in the token. Return
+        None if the token's text is unknown.
         """
-        may_end = self._ends((tokens[-1],), decode)
-        if may_end and len(tokens) > 1:
-            may_end = self._ends((tokens[-2], tokens[-1]), decode)
-        return may_end
+        key = (begun, token)
+        try:
+            return self._known[key]
+        except KeyError:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            found = self._known[key] = self._advance(begun, token)
+            return found
 
-    def _ends(self, tokens: tuple[int, ...], decode: Callable[[Sequence[int]], str]) -> bool:
-        """Return whether a stop string may end in the last of `tokens`, which are one or two.
+    def _advance(self, begun: bytes, token: int) -> tuple[bytes, bool] | None:
+        added = self.texts.bytes_of(token)
+        if added is None:
+            return None
+        text, strings = begun + added, self._sorted
+        ends = any(
+            text.endswith(self._ends.get(byte, ()), 0, at)
+            for at, byte in enumerate(added, len(begun) + 1)
+        )
+        # Each start that is passed makes the result shorter by a byte, and each token makes it
+        # longer by at most its bytes. So the loop runs about once for each byte of a long text.
+        for start in range(len(text)):
+            end = text[start:]
+            at = bisect_left(strings, end)
+            if at < len(strings) and strings[at].startswith(end):
+                return end, ends
+        return b"", ends
 
-        Only the text of `tokens` is known here. The result is True if earlier tokens or an
-        incomplete character leave the question open.
-        """
-        known = self._texts.get(tokens)
-        if known is None:
-            text, before = decode(tokens), decode(tokens[:-1]) if tokens[:-1] else ""
-            # `_can_end` gets the text with a leading space, because the tokenizer may have dropped
-            # one.
-            is_known = text.startswith(before) and len(text) > len(before)
-            known = (
-                not is_known
-                or "\ufffd" in text
-                or self._can_end(f" {text}", len(before) + bool(before))
-            )
-            if len(self._texts) >= _MAX_KNOWN[0]:
-                self._texts.clear()
-            self._texts[tokens] = known
-        return known
-
-    def _can_end(self, text: str, start: int) -> bool:
-        """Return whether a stop string may end within text[start:].
-
-        Up to that end, either `text` ends with the whole stop string, or the stop string ends with
-        `text`. In the second case the stop string starts in earlier tokens. The first character of
-        `text` is a space that `_ends` adds. It does not have to be part of the stop string.
-        """
-        for end in range(start + 1, len(text) + 1):
-            if text[:end].endswith(self.strings):
-                return True
-            tail = (text[1:end] or text[:end])[::-1]
-            at = bisect_left(self._reversed, tail)
-            if at < len(self.strings) and self._reversed[at].startswith(tail):
-                return True
-        return False
-
-    def _is_found(
-        self, tokens: Sequence[int], decode: Callable[[Sequence[int]], str], min_tokens: int
-    ) -> bool:
-        """Return whether the window of the last tokens contains a stop string."""
-        recent = tokens[max(min_tokens, len(tokens) - self._window) :]
-        key = tuple(recent)
-        found = self._windows.get(key)
-        if found is None:
-            found = self._search(recent, decode)
-            if len(self._windows) >= _MAX_KNOWN[1]:
-                self._windows.clear()
-            self._windows[key] = found
-        return found
-
-    def _search(self, recent: Sequence[int], decode: Callable[[Sequence[int]], str]) -> bool:
+    def is_found(self, tokens: Sequence[int]) -> bool:
+        """Return whether the text of the last tokens contains a stop string."""
+        recent: list[int] = []
+        for token in reversed(tokens[self.min_tokens :]):
+            if self.texts.bytes_of(token) != b"":
+                recent.append(token)
+                if len(recent) == self.window:
+                    break
+        recent.reverse()
         # The window may start in the middle of a UTF-8 character, whose remaining bytes are at most
         # three tokens. So skip tokens until the text starts with a whole character.
         for skipped in range(4):
-            text = decode(recent[skipped:])
+            text = self.texts.decode(recent[skipped:])
             if any(string in text for string in self.strings):
                 return True
-            if not text.startswith("\ufffd"):
+            if not text.startswith(_REPLACEMENT):
                 break
         return False
+
+
+class StopMatcher:
+    """Tells when one sample meets its stop condition."""
+
+    def __init__(self, condition: StopCondition) -> None:
+        """Start before the first token of a sample."""
+        self._condition = condition
+        self._begun = b""
+        self._unknown_until = 0
+        """Up to this number of tokens, the text is decoded after every token."""
+
+    def is_met(self, tokens: Sequence[int]) -> bool:
+        """Return whether the last of `tokens` completes a stop token or stop string.
+
+        The caller must call this method after every token. A match of the bytes is confirmed in the
+        decoded text, because some tokenizers decode the start of a text in another way.
+        """
+        condition, token = self._condition, tokens[-1]
+        if token in condition.token_ids:
+            return True
+        if not condition.strings or len(tokens) <= condition.min_tokens:
+            return False
+        advanced = condition.advance(self._begun, token)
+        if advanced is None:
+            self._begun, self._unknown_until = b"", len(tokens) + condition.window
+            return condition.is_found(tokens)
+        self._begun, ends = advanced
+        return (ends or len(tokens) <= self._unknown_until) and condition.is_found(tokens)
