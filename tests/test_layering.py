@@ -93,9 +93,9 @@ def arrows_of(
     source: str, node: ast.AST, in_function: bool = False, for_types: bool = False
 ) -> Iterator[Arrow]:
     for child in ast.iter_child_nodes(node):
-        inner = in_function or isinstance(
-            child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
-        )
+        if isinstance(child, ast.expr):  # An expression contains no import.
+            continue
+        inner = in_function or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
         types_only = for_types or (
             isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test)
         )

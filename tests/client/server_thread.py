@@ -4,16 +4,13 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import uvicorn
+from http_thread import serving_app
 from starlette.responses import Response
 
 from planish.engine.engine import Engine
@@ -106,18 +103,8 @@ def serving(
     settings = HttpSettings(tokenizer_directories=models, keys=keys)
     app = create_app(server, settings, more=routes_sampling.PLANISH_ROUTES)
     network = Network(app)
-    http_server = uvicorn.Server(
-        uvicorn.Config(network, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
-    )
-    with socket.create_server(("127.0.0.1", port), backlog=2048) as listener:
-        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not http_server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
+    with serving_app(network, port, lifespan="on") as url:
         try:
-            yield ServerThread(f"http://127.0.0.1:{listener.getsockname()[1]}", network, server)
+            yield ServerThread(url, network, server)
         finally:
             app.state.http.stopping.set()
-            http_server.should_exit = True
-            thread.join(30)

@@ -72,6 +72,7 @@ def test_the_gpu_sampler_samples_the_same_tokens_as_the_eager_one(decoder, with_
             assert [token for token, _ in ours] == [token for token, _ in theirs]
 
 
+@pytest.mark.slow
 def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
     decoder = with_kernels("triton")
     sampler = sampler_of(decoder, max_batch=2)
@@ -81,6 +82,7 @@ def test_an_idle_gpu_sampler_references_no_adapter(decoder, with_kernels):
     assert not sampler._runner._prefill_adapters._slots
 
 
+@pytest.mark.slow
 def test_steps_of_all_batch_sizes_write_logits_to_one_buffer(decoder, with_kernels, monkeypatch):
     decoder = with_kernels("triton")
     sampler, found = sampler_of(decoder, max_batch=2), []
@@ -275,6 +277,7 @@ def recorded_sizes(decoder, patch, record) -> CudaGraphRunner:
     return passes
 
 
+@pytest.mark.slow
 def test_all_graph_sizes_are_captured_in_advance(decoder, with_kernels, monkeypatch):
     decoder = with_kernels("triton")
     rows = []

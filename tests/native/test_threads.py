@@ -125,12 +125,14 @@ def environment_after(program: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_openmp_threads_spin_briefly_unless_configured():
     assert environment_after("import planish") == threads.SPINS
     assert environment_after("import planish", GOMP_SPINCOUNT="7") == "7"
     assert environment_after("import planish", OMP_WAIT_POLICY="active") == "None"
 
 
+@pytest.mark.slow
 def test_the_environment_is_unchanged_if_torch_was_imported_first():
     assert environment_after("import torch, planish") == "None"
 

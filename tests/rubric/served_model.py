@@ -1,13 +1,10 @@
 """planish's own OpenAI-compatible endpoint on a real socket, in a thread of this process."""
 
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import uvicorn
+from http_thread import serving_app
 
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
@@ -26,18 +23,8 @@ def serving(data: Path, name: str, model: str) -> Iterator[str]:
     server = Server(engine, data, list(models))
     more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
     app = create_app(server, HttpSettings(tokenizer_directories=models), more)
-    http_server = uvicorn.Server(
-        uvicorn.Config(app, lifespan="on", log_level="critical", timeout_graceful_shutdown=5)
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not http_server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
+    with serving_app(app, lifespan="on") as url:
         try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            yield url
         finally:
             app.state.http.stopping.set()
-            http_server.should_exit = True
-            thread.join(30)

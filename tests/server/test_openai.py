@@ -19,7 +19,7 @@ import openai
 import orjson
 import pytest
 import server_client
-import uvicorn
+from http_thread import serving_app
 from server_client import TENANT, Client, run, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
@@ -112,24 +112,9 @@ def served(model_dir, tmp_path_factory) -> Iterator[Served]:
     server = Server(engine, data, list(models))
     more = [*routes_sampling.PLANISH_ROUTES, *routes.routes(server, models)]
     app = create_app(server, HttpSettings(tokenizer_directories=models, keys=KEYS), more)
-    http_server = uvicorn.Server(
-        uvicorn.Config(app, lifespan="on", log_level="warning", timeout_graceful_shutdown=5)
-    )
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=http_server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not http_server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield Served(
-            f"http://127.0.0.1:{listener.getsockname()[1]}",
-            server,
-            engine,
-            load_tokenizer(model_dir),
-        )
+    with serving_app(app, lifespan="on", log_level="warning") as url:
+        yield Served(url, server, engine, load_tokenizer(model_dir))
         app.state.http.stopping.set()
-        http_server.should_exit = True
-        thread.join(30)
 
 
 @pytest.fixture(scope="module")
@@ -929,13 +914,14 @@ def test_requests_that_cannot_be_sampled_are_rejected(client, options, param):
 
 
 @pytest.mark.parametrize("message", [{"content": "x" * (8 << 20)}, {"content": ""}])
-def test_messages_with_more_text_than_the_context_are_rejected_before_tokenizing(client, message):
+def test_messages_with_more_text_than_the_context_are_rejected_before_tokenizing(http, message):
     copies = 1 if message["content"] else 30_000
-    with pytest.raises(
-        openai.BadRequestError, match="the limit for this model's context is"
-    ) as error:
-        client.chat.completions.create(model=BASE, messages=copies * [{"role": "user", **message}])
-    assert error.value.param == "messages"
+    messages = copies * [{"role": "user", **message}]
+    answer = http.post("/v1/chat/completions", json={"model": BASE, "messages": messages})
+    error = answer.json()["error"]
+    assert answer.status_code == 400
+    assert "the limit for this model's context is" in error["message"]
+    assert error["param"] == "messages"
 
 
 def test_an_invalid_body_is_rejected(client):

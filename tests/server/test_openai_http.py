@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
-import uvicorn
+from http_thread import serving_app
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
@@ -25,16 +23,8 @@ async def _hello(request: object) -> PlainTextResponse:
 def port() -> Iterator[int]:
     protocol = protocol_of(ConnectionTable(ConnectionLimits()))
     app = Starlette(routes=[Route("/", _hello)])
-    server = uvicorn.Server(uvicorn.Config(app, http=protocol, log_level="critical"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
-        thread.start()
-        while not server.started:
-            assert thread.is_alive()
-            time.sleep(0.01)
-        yield listener.getsockname()[1]
-        server.should_exit = True
-        thread.join(30)
+    with serving_app(app, http=protocol) as url:
+        yield int(url.rpartition(":")[2])
 
 
 @pytest.mark.parametrize(
