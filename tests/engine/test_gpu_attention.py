@@ -217,7 +217,7 @@ def test_attention_tables_are_reused_step_after_step():
 @pytest.mark.parametrize("kernel", ["native", "reference", "triton"])
 @pytest.mark.parametrize("window", [None, 20])
 def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
-    if kernel == "native" and ops.loaded() is None:
+    if kernel == "native" and ops.load_library() is None:
         pytest.skip("this machine has no AVX2 or no C++ compiler")
     if kernel == "triton" and window:
         pytest.skip("the GPU kernels have no windows")
