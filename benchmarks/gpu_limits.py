@@ -46,7 +46,7 @@ from limits import (
 )
 
 from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import distinct_fused_modules, linear_shape
 
 NUMBER_BYTES = 2
 """Bytes of a weight, a key or a value in bf16."""
@@ -128,4 +128,4 @@ def decode_bytes(config: ModelConfig, work: Mapping[str, Any], sampled: float) -
 
 def _linears(config: ModelConfig) -> list[tuple[int, int]]:
     """Return (out, in) of the linear modules of one layer."""
-    return [linear_shape(config, name) for site in fused_modules(config) for name in site]
+    return [linear_shape(config, name) for site in distinct_fused_modules(config) for name in site]

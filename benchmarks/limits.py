@@ -35,7 +35,7 @@ from peers.serving import Peer, quickest_dtype, serve
 from torch import Tensor
 
 from planish.model.config import ModelConfig
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import distinct_fused_modules, linear_shape
 
 REPEATS = 3
 RANK = 32
@@ -97,7 +97,7 @@ class Limit:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self._parts = [
-            [linear_shape(config, name) for name in site] for site in fused_modules(config)
+            [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
         ]
         """(out, in) of the linears of each site; those of one site are one product."""
         shapes = [(sum(out for out, _ in parts), parts[0][1]) for parts in self._parts]

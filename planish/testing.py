@@ -10,7 +10,7 @@ default model instead.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
     SmolLM3Config,
 )
 
@@ -46,6 +47,7 @@ CONFIGS = {
     "phi3": partial(Phi3Config, sliding_window=None),
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
+    "qwen3_moe": partial(Qwen3MoeConfig, norm_topk_prob=True),
     "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -150,6 +152,10 @@ def tiny_model(
     local_theta: float = 500.0,
     query_scalar: int = 24,
     window: int | None = None,
+    experts: int = 6,
+    experts_per_token: int = 2,
+    expert_size: int = 32,
+    dense_layers: Sequence[int] = (),
 ) -> Path:
     """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
     its path.
@@ -158,7 +164,9 @@ def tiny_model(
     "factor": 2.0}; `window` is the attention window of the layers that have one; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
     many files with an index. Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a
     window, and only gemma3 has `query_scalar`. By default attention scores do not have the usual scale, so that a test
-    notices a missing factor.
+    notices a missing factor. Only qwen3_moe has `experts`, of which the router chooses
+    `experts_per_token`, each of hidden size `expert_size`, and `dense_layers` without experts. As on
+    the hub, each expert has tensors of its own.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
@@ -183,6 +191,13 @@ def tiny_model(
         options["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
     if family == "gemma3":
         options["query_pre_attn_scalar"] = query_scalar
+    if family == "qwen3_moe":
+        options |= {
+            "num_experts": experts,
+            "num_experts_per_tok": experts_per_token,
+            "moe_intermediate_size": expert_size,
+            "mlp_only_layers": list(dense_layers),
+        }
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
@@ -206,11 +221,29 @@ def tiny_model(
     config.architectures = [type(model).__name__]
     config.save_pretrained(directory)
     GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(directory)
-    tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
+    tensors = {
+        part: tensor.contiguous()
+        for name, whole in model.state_dict().items()
+        for part, tensor in _hub_tensors(name, whole)
+    }
     if tied:
         tensors.pop("lm_head.weight")
     save_weights(directory, tensors, shards)
     return save_byte_tokenizer(directory)
+
+
+def _hub_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor of transformers under the names of files on the hub, where each expert has
+    tensors of its own.
+    """
+    layer, separator, part = name.rpartition(".experts.")
+    if not separator:
+        yield name, tensor
+        return
+    for expert, own in enumerate(tensor):
+        names = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        for linear, weight in zip(names, own.chunk(len(names)), strict=True):
+            yield f"{layer}.experts.{expert}.{linear}.weight", weight
 
 
 def randomize(model: torch.nn.Module, seed: int) -> None:

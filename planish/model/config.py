@@ -27,7 +27,16 @@ from planish.model.rope_config import (
 )
 
 Family = Literal[
-    "llama", "mistral", "ministral3", "qwen2", "qwen3", "smollm3", "gemma3", "olmo3", "phi3"
+    "llama",
+    "mistral",
+    "ministral3",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+    "gemma3",
+    "olmo3",
+    "phi3",
 ]
 
 FAMILIES: dict[str, Family] = {
@@ -36,6 +45,7 @@ FAMILIES: dict[str, Family] = {
     "Ministral3ForCausalLM": "ministral3",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo3ForCausalLM": "olmo3",
@@ -174,6 +184,20 @@ class ModelConfig:
     """
     query_scale_interval: int = 1
     """The number of positions with the same scale of queries."""
+    num_experts: int = 0
+    """The number of experts of each mixture-of-experts layer; 0: every layer has a dense MLP."""
+    experts_per_token: int = 0
+    """The number of experts that the router chooses for each token."""
+    expert_size: int = 0
+    """The hidden size of each expert's MLP; `intermediate_size` is that of a dense MLP."""
+    normalizes_expert_weights: bool = False
+    """Whether the router's probabilities of the chosen experts are divided by their sum."""
+    dense_layers: tuple[int, ...] = ()
+    """The layers with a dense MLP in a model with experts."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the MLP of a layer is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -198,6 +222,10 @@ class ModelConfig:
         if self.head_dim % 2:
             raise UnsupportedError(
                 f"head_dim {self.head_dim} is odd; rotary embedding needs an even one"
+            )
+        if not 0 <= self.experts_per_token <= self.num_experts:
+            raise UnsupportedError(
+                f"num_experts_per_tok {self.experts_per_token} is more than num_experts {self.num_experts}"
             )
         outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
         if outside:
@@ -333,14 +361,14 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         )
     if fields.get("rope_interleaved"):
         raise UnsupportedError("rope_interleaved is true; the decoder rotates halves")
-    experts = [
+    experts = family != "qwen3_moe" and [
         key
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
         if (fields.get(key) or 0) > 1
     ]
     if experts:
         raise UnsupportedError(
-            f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are not supported"
+            f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are supported only for Qwen3"
         )
     share = rope_parameters(fields).get(
         "partial_rotary_factor", fields.get("partial_rotary_factor")
@@ -377,9 +405,9 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
         kinds = kinds or _alternating(layers, pattern)
     elif family == "olmo3":
         kinds = kinds or _alternating(layers, 4)
-    elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3"):
+    elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3", "qwen3_moe"):
         kinds = None
-    elif family in ("qwen2", "qwen3"):
+    elif family in ("qwen2", "qwen3", "qwen3_moe"):
         first = min(layers, fields.get("max_window_layers", 28))
         kinds = kinds or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
     elif fields.get("use_sliding_window") and (family == "llama" or not kinds):
@@ -447,7 +475,7 @@ def _from_fields(
         rope=rope,
         max_context=context,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family in ("qwen3", "gemma3", "olmo3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
         windows=windows,
@@ -455,6 +483,26 @@ def _from_fields(
         rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE else None,
         **_family_fields(fields, family),
     )
+
+
+def _expert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `ModelConfig` that describe the experts of Qwen3's mixtures."""
+    layers = positive(fields, "num_hidden_layers")
+    # transformers 5 writes num_local_experts, older versions num_experts.
+    count = {"num_experts": fields.get("num_local_experts", 128), **fields}
+    step = positive({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step")
+    dense = fields.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
+        raise TypeError(f"mlp_only_layers is {dense!r}, not a list of layers")
+    return {
+        "num_experts": positive(count, "num_experts"),
+        "experts_per_token": positive({"num_experts_per_tok": 8, **fields}, "num_experts_per_tok"),
+        "expert_size": positive({"moe_intermediate_size": 768, **fields}, "moe_intermediate_size"),
+        "normalizes_expert_weights": bool(fields.get("norm_topk_prob", False)),
+        "dense_layers": tuple(
+            layer for layer in range(layers) if layer in dense or (layer + 1) % step
+        ),
+    }
 
 
 def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
@@ -487,6 +535,8 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {"output_norms": True, "input_norms": False, "joint_qk_norm": True}
     if family == "phi3":
         return {"fused_projections": True}
+    if family == "qwen3_moe":
+        return _expert_fields(fields)
     if family == "ministral3" and rope_parameters(fields).get("llama_4_scaling_beta"):
         parameters = rope_parameters(fields)
         return {

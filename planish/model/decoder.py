@@ -1,6 +1,7 @@
-"""The decoder of the families in config.py: Llama 3.x, Mistral, Qwen3 (dense), Gemma 3 and others.
+"""The decoder of the families in config.py: Llama 3.x, Mistral, Qwen3, Gemma 3 and others.
 
-These models share RMSNorm, RoPE, grouped-query attention and a gated MLP.
+These models share RMSNorm, RoPE, grouped-query attention and a gated MLP, or several of them in a
+mixture of experts.
 
 The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
 sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
+from planish.model.experts import Experts, mixture_of_experts
 from planish.model.kernels.backend import AdapterBatch, Attend, Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.linear import PackedLinear
@@ -33,6 +35,14 @@ from planish.model.lora import LoraWeights
 from planish.model.operations import adapted_linear, add_rms_norm, gated, reorder, rope
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weights import load_weights
+
+
+@dataclass(frozen=True)
+class DenseMLP:
+    """The frozen weights of a layer's MLP without experts."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
 
 
 @dataclass(frozen=True)
@@ -46,8 +56,7 @@ class Layer:
     o: PackedLinear
     attn_output_norm: Tensor | None
     mlp_norm: Tensor | None
-    gate_up: PackedLinear
-    down: PackedLinear
+    mlp: DenseMLP | Experts
     mlp_output_norm: Tensor | None
     rope: RotaryEmbedding
     """The RoPE table of this layer. Layers with the same RoPE settings share one table."""
@@ -73,9 +82,7 @@ class Decoder:
             )
             for rope in dict.fromkeys(ropes)
         }
-        self.layers = [
-            loader.layer(f"model.layers.{i}.", tables[rope]) for i, rope in enumerate(ropes)
-        ]
+        self.layers = [loader.layer(i, tables[rope]) for i, rope in enumerate(ropes)]
         self.head_order: Tensor | None = None
         """The order of each head's dimensions in queries and keys: int64 [E] (see
         `paired_halves`). None: the checkpoint's order.
@@ -187,9 +194,15 @@ class _Forward:
         attended = self.attend(index, q, k, v).flatten(-2)
         out = self.linear(attended, layer.o, index, "attn_out")
         x, h = self.add_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
-        gate_up = self.linear(h, layer.gate_up, index, "mlp_in")
-        out = self.linear(gated(self.backend, gate_up), layer.down, index, "mlp_out")
+        out = self.mlp(h, layer.mlp, index)
         return x, self.output_norm(out, layer.mlp_output_norm)
+
+    def mlp(self, x: Tensor, mlp: DenseMLP | Experts, layer: int) -> Tensor:
+        """Return the output [T, D] of a layer's MLP. `x`: [T, D]."""
+        if isinstance(mlp, Experts):
+            return mixture_of_experts(self.backend, x, mlp, self.adapters, layer)
+        gate_up = self.linear(x, mlp.gate_up, layer, "mlp_in")
+        return self.linear(gated(self.backend, gate_up), mlp.down, layer, "mlp_out")
 
     def output_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
@@ -287,9 +300,9 @@ class _Loader:
         # Do not copy a weight that is used as it is.
         return weight if offset == 0.0 and factor == 1.0 else (weight + offset) * factor
 
-    def layer(self, prefix: str, rope: RotaryEmbedding) -> Layer:
-        """Return the decoder layer whose weight names start with `prefix`, with its RoPE table."""
-        config = self.backend.config
+    def layer(self, index: int, rope: RotaryEmbedding) -> Layer:
+        """Return a decoder layer with its RoPE table."""
+        config, prefix = self.backend.config, f"model.layers.{index}."
 
         def linear(*names: str) -> PackedLinear:
             biased = f"{prefix}{names[0]}.bias" in self.weights
@@ -312,7 +325,19 @@ class _Loader:
         before_mlp = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
         )
-        attn_in, attn_out, mlp_in, mlp_out = fused_modules(config)
+        attn_in, attn_out, mlp_in, mlp_out = fused_modules(config, index)
+
+        def mlp() -> DenseMLP | Experts:
+            if not config.has_experts(index):
+                return DenseMLP(linear(*mlp_in), linear(*mlp_out))
+            router = self.weights[f"{prefix}mlp.gate.weight"]
+            names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+            return Experts(
+                self.backend.pack([router.to(device=self.backend.device, dtype=torch.float32)]),
+                tuple(linear(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
+                tuple(linear(f"{name}.down_proj") for name in names),
+            )
+
         return Layer(
             input_norm=input_norm("input_layernorm"),
             qkv=linear(*attn_in),
@@ -321,8 +346,7 @@ class _Loader:
             o=linear(*attn_out),
             attn_output_norm=output_norm("post_attention_layernorm"),
             mlp_norm=input_norm(before_mlp),
-            gate_up=linear(*mlp_in),
-            down=linear(*mlp_out),
+            mlp=mlp(),
             mlp_output_norm=output_norm("post_feedforward_layernorm"),
             rope=rope,
         )

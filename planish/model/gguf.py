@@ -200,7 +200,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
     # GGUF files of Mistral models name llama as their architecture and use llama's row order, so
     # they are converted as llama. The row order in files of SmolLM3 has not been verified.
-    unknown = ("mistral", "smollm3")
+    unknown = ("mistral", "qwen3_moe", "smollm3")
     architectures = {family: name for name, family in FAMILIES.items() if family not in unknown}
     if source.architecture not in architectures:
         raise UnsupportedError(

@@ -17,17 +17,45 @@ _JOINED_MODULES = (
     ("mlp.gate_up_proj",),
     ("mlp.down_proj",),
 )
+_EXPERT_MODULES = (
+    *FUSED_MODULES[:2],
+    ("mlp.experts.gate_up_proj",),
+    ("mlp.experts.down_proj",),
+)
+"""The linears of a layer with a mixture of experts. Each name of an expert's linear stands for the
+linears of all experts. Gate and up share one A, as in PEFT.
+"""
 
 
-def fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
+def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     """Return the linears of a decoder layer by the names in the checkpoint, grouped by the input
     that they read, in the field order of `LayerLora`.
     """
+    if model.has_experts(layer):
+        return _EXPERT_MODULES
     return _JOINED_MODULES if model.fused_projections else FUSED_MODULES
 
 
+def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
+    """Return the different groups of linears of all layers (see `fused_modules`)."""
+    layers = range(model.num_layers)
+    return tuple(dict.fromkeys(names for layer in layers for names in fused_modules(model, layer)))
+
+
+def num_experts_of(model: ModelConfig, names: tuple[str, ...]) -> int:
+    """Return the number of experts that a group of linears stands for; 0 for single linears."""
+    return model.num_experts if names[0].startswith("mlp.experts.") else 0
+
+
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
-    """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj"."""
+    """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj".
+
+    For "mlp.experts.gate_up_proj" and "mlp.experts.down_proj" it is the shape of each expert's.
+    """
+    if name.startswith("mlp.experts."):
+        is_down = name.endswith("down_proj")
+        shape = (model.hidden_size, model.expert_size)
+        return shape if is_down else (2 * model.expert_size, model.hidden_size)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
     return {
         "q_proj": (queries, model.hidden_size),

@@ -22,8 +22,16 @@ from torch import Tensor
 
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import fused_modules, linear_shape, num_experts_of
 from planish.types import LoraConfig
+
+_EXPERT_FILE_NAMES = {
+    "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
+    "mlp.experts.down_proj": "mlp.experts",
+}
+"""PEFT's names of the experts' linears. PEFT wraps the experts of a layer twice: its inner wrapper
+has the adapter of gate_up_proj, its outer one the adapter of down_proj.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,15 +42,46 @@ class Entry:
     """Target module and matrix: "model.layers.0.self_attn.q_proj.lora_A"."""
     target: str
     """Name of the linear that the matrix adapts: "model.layers.0.self_attn.q_proj"."""
-    shape: tuple[int, int]
-    """(rank, in) for A, (out, rank) for B."""
+    shape: tuple[int, ...]
+    """(rank, in) for A, (out, rank) for B. A third dimension in front is that of the experts."""
     offset: int
     """Index of the matrix's first number in the flat vector."""
 
     @property
     def size(self) -> int:
         """The number of elements of the matrix."""
-        return self.shape[0] * self.shape[1]
+        return math.prod(self.shape)
+
+    @property
+    def file_name(self) -> str:
+        """The name of the matrix in PEFT's files, without prefix and suffix."""
+        part = self.name.removeprefix(self.target)
+        for ours, theirs in _EXPERT_FILE_NAMES.items():
+            if self.target.endswith(f".{ours}"):
+                return self.target.removesuffix(ours) + theirs + part
+        return self.name
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of the matrix in PEFT's files, which have no third dimension."""
+        if len(self.shape) == 2:
+            return self.shape
+        experts, rows, columns = self.shape
+        return (rows, columns * experts) if self.is_b else (experts * rows, columns)
+
+    def to_file(self, matrix: Tensor) -> Tensor:
+        """Return the matrix in the layout of PEFT's files, contiguous."""
+        # In PEFT's files, the columns of B are ordered by rank first and by expert second.
+        if len(self.shape) == 3 and self.is_b:
+            matrix = matrix.permute(1, 2, 0)
+        return matrix.reshape(self.file_shape).contiguous()
+
+    def from_file(self, matrix: Tensor) -> Tensor:
+        """Return a matrix of PEFT's files in the shape of this entry."""
+        if len(self.shape) == 3 and self.is_b:
+            experts, rows, columns = self.shape
+            return matrix.reshape(rows, columns, experts).permute(2, 0, 1)
+        return matrix.reshape(self.shape)
 
     @property
     def is_b(self) -> bool:
@@ -89,7 +128,7 @@ class LoraLayout:
         first (at most four per layer), then the head.
         """
         for layer in range(model.num_layers):
-            for site in fused_modules(model):
+            for site in fused_modules(model, layer):
                 if (lora.train_attn and site[0].startswith("self_attn")) or (
                     lora.train_mlp and site[0].startswith("mlp")
                 ):
@@ -97,16 +136,21 @@ class LoraLayout:
                         [
                             (f"model.layers.{layer}.{name}", *linear_shape(model, name))
                             for name in site
-                        ]
+                        ],
+                        num_experts_of(model, site),
                     )
         if lora.train_unembed:
             self._add_site([("lm_head", model.vocab_size, model.hidden_size)])
         self.size = sum(entry.size for entry in self.entries)
 
-    def _add_site(self, linears: list[tuple[str, int, int]]) -> None:
-        rank = self.lora.rank
-        parts = [(f"{target}.lora_A", target, (rank, fan_in)) for target, _, fan_in in linears]
-        parts += [(f"{target}.lora_B", target, (fan_out, rank)) for target, fan_out, _ in linears]
+    def _add_site(self, linears: list[tuple[str, int, int]], experts: int = 0) -> None:
+        rank, front = self.lora.rank, (experts,) if experts else ()
+        parts = [
+            (f"{target}.lora_A", target, (*front, rank, fan_in)) for target, _, fan_in in linears
+        ]
+        parts += [
+            (f"{target}.lora_B", target, (*front, fan_out, rank)) for target, fan_out, _ in linears
+        ]
         site = []
         for name, target, shape in parts:
             offset = self.entries[-1].offset + self.entries[-1].size if self.entries else 0
@@ -128,7 +172,7 @@ class LoraLayout:
         flat = torch.zeros(self.size)
         for entry in self.entries:
             if not entry.is_b:
-                bound = 1 / math.sqrt(entry.shape[1])
+                bound = 1 / math.sqrt(entry.shape[-1])
                 flat[entry.offset : entry.offset + entry.size].uniform_(
                     -bound, bound, generator=generator
                 )
@@ -162,8 +206,11 @@ class LoraWeights:
             for entries in layout.sites
         }
         layers = range(layout.model.num_layers)
-        modules = fused_modules(layout.model)
-        targets = [f"model.layers.{layer}.{names[0]}" for layer in layers for names in modules]
+        targets = [
+            f"model.layers.{layer}.{names[0]}"
+            for layer in layers
+            for names in fused_modules(layout.model, layer)
+        ]
         matrices = [found.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
         """The packed matrices of all layers, ordered by layer; None if torch computes them."""
@@ -171,7 +218,7 @@ class LoraWeights:
         head = [found.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        n = len(modules)
+        n = len(FUSED_MODULE_NAMES)
         self.layers = [
             LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
         ]
@@ -181,17 +228,18 @@ class LoraWeights:
     ) -> LoraMatrices:
         """Return the joint A and the Bs of one target module as leaves."""
         a_entries = [e for e in entries if not e.is_b]
-        rows = sum(e.shape[0] for e in a_entries)
-        a = self._leaf(
-            flat, a_entries[0].offset, (rows, a_entries[0].shape[1]), False, requires_grad
-        )
+        # The As of the linears are adjacent in the flat vector, so one leaf holds all of them.
+        rows = sum(e.shape[-2] for e in a_entries)
+        *front, _, fan_in = a_entries[0].shape
+        shape = (*front, rows, fan_in)
+        a = self._leaf(flat, a_entries[0].offset, shape, False, requires_grad)
         bs = (self._leaf(flat, e.offset, e.shape, True, requires_grad) for e in entries if e.is_b)
         return LoraMatrices(a, tuple(bs))
 
     def _leaf(
-        self, flat: Tensor, offset: int, shape: tuple[int, int], is_b: bool, requires_grad: bool
+        self, flat: Tensor, offset: int, shape: tuple[int, ...], is_b: bool, requires_grad: bool
     ) -> Tensor:
-        size = shape[0] * shape[1]
+        size = math.prod(shape)
         leaf = flat[offset : offset + size].view(shape)
         if is_b:
             leaf.mul_(self.layout.scaling)

@@ -148,13 +148,21 @@ def gated(backend: Backend, gate_up: Tensor) -> Tensor:
     """
     if torch.is_grad_enabled():
         return _Gated.apply(backend, gate_up)  # type: ignore[no-any-return]
-    return _activated(backend, gate_up)
+    return activated(backend, gate_up)
 
 
-def _activated(backend: Backend, gate_up: Tensor) -> Tensor:
+def activated(backend: Backend, gate_up: Tensor) -> Tensor:
+    """Return activation(gate) * up: [T, I], without gradients. `gate_up`: [T, 2 * I]."""
     if backend.config.activation == "gelu_tanh":
         return backend.geglu(gate_up)
     return backend.swiglu(gate_up)
+
+
+def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:
+    """Return the gradient of `gate_up`: [T, 2 * I], given that of activation(gate) * up: [T, I]."""
+    if backend.config.activation == "gelu_tanh":
+        return backend.geglu_backward(grad, gate_up)
+    return backend.swiglu_backward(grad, gate_up)
 
 
 class _Gated(torch.autograd.Function):
@@ -164,11 +172,9 @@ class _Gated(torch.autograd.Function):
     def forward(ctx, backend: Backend, gate_up: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up)
         ctx.backend = backend
-        return _activated(backend, gate_up)
+        return activated(backend, gate_up)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
-        if ctx.backend.config.activation == "gelu_tanh":
-            return None, ctx.backend.geglu_backward(grad, gate_up)
-        return None, ctx.backend.swiglu_backward(grad, gate_up)
+        return None, activated_backward(ctx.backend, grad, gate_up)

@@ -14,7 +14,7 @@ import hashlib
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import fused_modules, linear_shape, num_experts_of
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
     import torch
@@ -69,18 +69,20 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
-        shapes |= {f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config)}
+        shapes |= {
+            f"model.layers.{layer}.{name}": shape for name, shape in _layer_shapes(config, layer)
+        }
     shapes["model.norm.weight"] = (hidden,)
     if not config.tied_head:
         shapes["lm_head.weight"] = (config.vocab_size, hidden)
     return shapes
 
 
-def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for site in fused_modules(config):
-        for name in site:
+    for site in fused_modules(config, layer):
+        for name in () if num_experts_of(config, site) else site:
             shape = linear_shape(config, name)
             yield f"{name}.weight", shape
             if config.qkv_bias and site[0] == "self_attn.q_proj":
@@ -98,6 +100,13 @@ def _layer_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     yield "post_attention_layernorm.weight", (hidden,)
     if config.output_norms:
         yield "post_feedforward_layernorm.weight", (hidden,)
+    if config.has_experts(layer):
+        inner = config.expert_size
+        yield "mlp.gate.weight", (config.num_experts, hidden)
+        for expert in range(config.num_experts):
+            yield f"mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
+            yield f"mlp.experts.{expert}.up_proj.weight", (inner, hidden)
+            yield f"mlp.experts.{expert}.down_proj.weight", (hidden, inner)
 
 
 def weight_files(directory: str | Path) -> list[str]:
@@ -167,20 +176,58 @@ def _open(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor of an open safetensors file."""
+    """A tensor of an open safetensors file, or one expert's part of it."""
 
     handle: Any
     name: str
     """The tensor's name in the file."""
+    expert: int | None = None
+    """The index of the expert in a tensor with the weights of all experts."""
+    rows: tuple[int, int] | None = None
+    """The first row of the expert's part, and the row after its last one; None for all rows."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, memory-mapped."""
         found: torch.Tensor = self.handle.get_tensor(self.name)
-        return found
+        if self.expert is not None:
+            found = found[self.expert]
+        return found if self.rows is None else found[slice(*self.rows)]
 
-    def slice(self) -> Any:
-        """Return safetensors' view of the tensor, which has its shape and dtype."""
-        return self.handle.get_slice(self.name)
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        found = list(self.handle.get_slice(self.name).get_shape())
+        if self.expert is not None:
+            found = found[1:]
+        if self.rows is not None:
+            found[0] = self.rows[1] - self.rows[0]
+        return tuple(found)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype in which the tensor is stored, as safetensors names it."""
+        return str(self.handle.get_slice(self.name).get_dtype())
+
+
+def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
+    """Yield a tensor under the names of `expected_shapes`.
+
+    transformers 5 keeps the weights of all experts of a layer in two tensors: gate_up_proj
+    [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]. They are split here, as on
+    the hub each expert has its own tensors.
+    """
+    layer, separator, part = name.rpartition(".experts.")
+    if not separator or part not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
+        yield name, stored
+        return
+    experts, rows, _ = stored.shape
+    for expert in range(experts):
+        prefix = f"{layer}.experts.{expert}."
+        if part == "down_proj":
+            yield f"{prefix}down_proj.weight", replace(stored, expert=expert)
+            continue
+        for own, bounds in (("gate", (0, rows // 2)), ("up", (rows // 2, rows))):
+            yield f"{prefix}{own}_proj.weight", replace(stored, expert=expert, rows=bounds)
 
 
 def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _Stored]:
@@ -196,12 +243,12 @@ def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _
             if stored.startswith(_SKIPPED_PREFIXES):
                 skipped.append(stored)
                 continue
-            name = text_name(stored)
-            if name in files:
-                raise DamagedFileError(
-                    f"{directory / file} repeats {name} of another shard; get the model again"
-                )
-            files[name] = _Stored(handle, stored)
+            for name, tensor in _by_expert(text_name(stored), _Stored(handle, stored)):
+                if name in files:
+                    raise DamagedFileError(
+                        f"{directory / file} repeats {name} of another shard; get the model again"
+                    )
+                files[name] = tensor
     if skipped:
         _log.info(
             "%s: skipped %d tensors that the text model does not need (%s and others)",
@@ -227,11 +274,11 @@ def _check(directory: Path, config: ModelConfig, files: Mapping[str, _Stored]) -
         ignored.add("lm_head.weight")
     missing = [name for name in expected if name not in files]
     unexpected = [name for name in files if name not in expected and name not in ignored]
-    slices = {name: files[name].slice() for name in expected if name in files}
+    found = {name: files[name] for name in expected if name in files}
     wrong_shape = [
-        f"{name} is {tuple(found.get_shape())}, not {expected[name]}"
-        for name, found in slices.items()
-        if tuple(found.get_shape()) != expected[name]
+        f"{name} is {stored.shape}, not {expected[name]}"
+        for name, stored in found.items()
+        if stored.shape != expected[name]
     ]
     problems = [
         f"{kind}: {', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
@@ -247,10 +294,10 @@ def _check(directory: Path, config: ModelConfig, files: Mapping[str, _Stored]) -
             f"the weights in {directory} do not fit its config.json ({config.family}); {'; '.join(problems)}. "
             "Get weights and config.json of the same model"
         )
-    for name, found in slices.items():
-        if found.get_dtype() not in FLOAT_DTYPES:
+    for name, stored in found.items():
+        if stored.dtype not in FLOAT_DTYPES:
             raise UnsupportedError(
-                f"{name} in {directory} is stored as {found.get_dtype()}; planish loads {', '.join(FLOAT_DTYPES)}: "
+                f"{name} in {directory} is stored as {stored.dtype}; planish loads {', '.join(FLOAT_DTYPES)}: "
                 "use the unquantized checkpoint"
             )
 

@@ -118,7 +118,9 @@ def _kernels(request, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "olmo3", "ministral3", "phi3"])
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "qwen3_moe", "gemma3", "olmo3", "ministral3", "phi3"]
+)
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
     """With planish's kernels, the logprobs are bitwise equal."""
@@ -135,6 +137,7 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
         pytest.param("llama", {"layers": 6, "vocab_size": 320}, marks=pytest.mark.slow),
         ("qwen2", {"rope_scaling": YARN_SCALING}),
         ("qwen3", {"kv_heads": 4}),
+        ("qwen3_moe", {"dense_layers": [1], "layers": 3}),
         ("smollm3", {}),
         ("gemma3", {"vocab_size": 320}),
         ("mistral", {"window": 48}),

@@ -326,8 +326,8 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
         (QWEN3_06B, {"attention_bias": True}, "attention_bias"),
         (
             QWEN3_06B,
-            {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
-            "Qwen3MoeForCausalLM",
+            {"architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe"},
+            "Qwen2MoeForCausalLM",
         ),
         (
             QWEN3_06B,

@@ -113,7 +113,10 @@ def write_tensors(
     from safetensors.torch import save_file
 
     views = layout.views(state["master"].cpu())
-    matrices = {f"{_PEFT_PREFIX}{name}.weight": view.contiguous() for name, view in views.items()}
+    matrices = {
+        f"{_PEFT_PREFIX}{entry.file_name}.weight": entry.to_file(views[entry.name])
+        for entry in layout.entries
+    }
     tensors = {ADAPTER: matrices}
     if with_optimizer:
         tensors[OPTIMIZER] = {name: state[name].cpu() for name in (*_MOMENTS, "step")}
@@ -185,7 +188,7 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
         "base_model_name_or_path": base_model,
         "r": layout.lora.rank,
         "lora_alpha": layout.ALPHA,
-        "target_modules": sorted({entry.target.rsplit(".", 1)[-1] for entry in layout.entries}),
+        **_targets(layout),
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -196,10 +199,31 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
     }
 
 
+def _targets(layout: LoraLayout) -> dict[str, list[str]]:
+    """Return the fields of adapter_config.json that name the adapted linears.
+
+    PEFT adapts the experts of a layer as 3-D parameters. In such a model it takes the names of MLP
+    linears in target_modules for those of experts, so the linears of dense layers are parameters
+    too.
+    """
+    targets = {entry.target for entry in layout.entries}
+    if not layout.model.num_experts:
+        return {"target_modules": sorted({target.rsplit(".", 1)[-1] for target in targets})}
+    mlp = {target.split(".", 3)[-1] for target in targets if ".mlp." in target}
+    return {
+        "target_modules": sorted(
+            {target.rsplit(".", 1)[-1] for target in targets if ".mlp." not in target}
+        ),
+        "target_parameters": sorted(
+            name if ".experts." in name else f"{name}.weight" for name in mlp
+        ),
+    }
+
+
 def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
-    expected = {f"{_PEFT_PREFIX}{entry.name}.weight": entry for entry in layout.entries}
+    expected = {f"{_PEFT_PREFIX}{entry.file_name}.weight": entry for entry in layout.entries}
     if expected.keys() != tensors.keys() or any(
-        tensors[name].shape != e.shape for name, e in expected.items()
+        tensors[name].shape != e.file_shape for name, e in expected.items()
     ):
         raise CheckpointError(
             "the checkpoint's adapter has other matrices than this model; use the base model it was made for"
@@ -208,7 +232,8 @@ def _flat(tensors: Mapping[str, Tensor], layout: LoraLayout) -> Tensor:
 
     flat = torch.empty(layout.size)
     for name, entry in expected.items():
-        flat[entry.offset : entry.offset + entry.size] = tensors[name].reshape(-1)
+        matrix = entry.from_file(tensors[name])
+        flat[entry.offset : entry.offset + entry.size] = matrix.reshape(-1)
     return flat
 
 

@@ -102,7 +102,12 @@ class SamplerSettings:
         # sampled from, and the logits of the prompts' last positions.
         logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + 3 * config.intermediate_size
+        inner = 3 * config.intermediate_size
+        if config.num_experts:
+            # The inputs and outputs of the experts have a row for each of a token's experts.
+            pair = 3 * config.expert_size + 3 * config.hidden_size
+            inner = max(inner if config.dense_layers else 0, config.experts_per_token * pair)
+        narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + inner
         return (
             logits_bytes
             + backend.workspace_bytes

@@ -82,13 +82,12 @@ class TrainerSettings:
         # have the dtype of the matmuls: the outputs of both norms, q and k after RoPE, v, the
         # attention output, the MLP's gate, up and SwiGLU outputs, and the LoRA hidden states.
         wide = 4 * (2 * config.hidden_size + config.num_heads)
-        low = sum(padded_lora_columns(len(site) * rank) for site in fused_modules(config))
-        narrow = (
-            2 * config.hidden_size + 2 * queries + 2 * keys + 3 * config.intermediate_size + low
-        )
+        narrow = 2 * config.hidden_size + 2 * queries + 2 * keys
         if config.qk_norm:
             narrow += queries + keys
-        layer = wide + itemsize * narrow
+        attention = wide + itemsize * narrow
+        layers = range(config.num_layers)
+        layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
         if self.recomputes(tokens):
             # The backward pass needs the activations of at most two layers at a time, and the
             # logits of one chunk of rows with their gradient.
@@ -100,6 +99,18 @@ class TrainerSettings:
                 + logits
             )
         return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
+
+    def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
+        """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
+        config, itemsize = backend.config, backend.dtype.itemsize
+        low = [padded_lora_columns(len(names) * rank) for names in fused_modules(config, layer)]
+        if not config.has_experts(layer):
+            return itemsize * (3 * config.intermediate_size + sum(low))
+        # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
+        # stores its float32 input, its logits and its probabilities.
+        pair = 2 * config.expert_size + sum(low[2:])
+        router = 4 * (config.hidden_size + 3 * config.num_experts)
+        return itemsize * (sum(low[:2]) + config.experts_per_token * pair) + router
 
     def reserved_bytes(self, backend: Backend) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.

@@ -28,6 +28,7 @@ from planish.model.kernels.linear import PackedLinear
 if TYPE_CHECKING:
     from planish.model.config import ModelConfig
     from planish.model.decoder import Decoder
+    from planish.model.experts import ExpertRows
     from planish.model.kernels.reference.row_tiling import RowTiling
     from planish.model.kernels.reference.sampling_attention import PrefillSpan
     from planish.model.kv_cache import KVPools, SlotOwner
@@ -98,6 +99,10 @@ class PackedMatrices(Protocol):
         """
         ...
 
+    def expert(self, index: int) -> PackedMatrices:
+        """Return the matrices of one expert, if these are the matrices of a layer's experts."""
+        ...
+
 
 class PackedAdapter(Protocol):
     """All LoRA matrices of one version of an adapter, packed for a compiled kernel."""
@@ -115,8 +120,8 @@ class PackedAdapter(Protocol):
 class LoraMatrices:
     """The LoRA matrices of n linears that read the same input (one target module).
 
-    `a`: the joint A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters have one more
-    dimension in front.
+    `a`: the joint A [n * r, in]. `bs`: one B [out, r] per linear. Stacks of adapters and the
+    matrices of all experts of a layer have one more dimension in front.
     """
 
     a: Tensor
@@ -129,6 +134,11 @@ class LoraMatrices:
         """The rank r."""
         return self.a.shape[-2] // len(self.bs)
 
+    def expert(self, index: int) -> LoraMatrices:
+        """Return the matrices of one expert, if these are the matrices of a layer's experts."""
+        packed = None if self.packed is None else self.packed.expert(index)
+        return LoraMatrices(self.a[index], tuple(b[index] for b in self.bs), packed)
+
 
 class AdapterBatch(Protocol):
     """The adapters of the rows of one batch, for passes without gradients."""
@@ -137,6 +147,16 @@ class AdapterBatch(Protocol):
         """Add the LoRA outputs of one target module to `out`, in place.
 
         `x`: input [T, in]. `out`: [T, sum(sizes)]. `module`: a field of LayerLora ("attn_in").
+        """
+        ...
+
+    def add_expert_(
+        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+    ) -> None:
+        """Add the LoRA outputs of a layer's experts to `out`, in place.
+
+        `x`, `out`: input [P, in] and output [P, out] of the pairs of `rows`, sorted by expert.
+        `module`: "mlp_in" or "mlp_out".
         """
         ...
 

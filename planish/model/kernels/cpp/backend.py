@@ -33,6 +33,7 @@ from planish.model.kernels.cpp.attention import (
 from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
 from planish.model.kernels.cpp.head import HeadTable, SingleLogits
 from planish.model.kernels.cpp.matmul import (
+    Matrices,
     PanelAdapter,
     PanelAdapterRows,
     PanelModule,
@@ -50,7 +51,12 @@ from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapt
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import (
+    distinct_fused_modules,
+    fused_modules,
+    linear_shape,
+    num_experts_of,
+)
 from planish.model.lora import (
     FUSED_MODULE_NAMES,
     AdapterRows,
@@ -61,7 +67,7 @@ from planish.model.lora import (
 from planish.model.prefix_tree import Packed
 
 if TYPE_CHECKING:
-    from planish.model.decoder import Decoder, Layer
+    from planish.model.decoder import Decoder, DenseMLP, Layer
 
 
 class CppBackend(TorchBackend):
@@ -78,8 +84,11 @@ class CppBackend(TorchBackend):
         self.use_kernels(ops, families)
         if "swiglu" in self.families:
             self.geglu, self.geglu_backward = ops.geglu, ops.geglu_backward
-        self._arena = WeightArena()
-        linears = [linear_shape(config, name) for names in fused_modules(config) for name in names]
+        # The routers of experts are float32 in a model of any dtype.
+        self._arenas = {kind: WeightArena() for kind in {dtype, torch.float32}}
+        linears = [
+            linear_shape(config, name) for names in distinct_fused_modules(config) for name in names
+        ]
         self.packs_layer_adapters = supports_lora(linears, dtype)
         self.packs_head_adapters = supports_lora_forward(
             [(config.vocab_size, config.hidden_size)], dtype
@@ -120,10 +129,11 @@ class CppBackend(TorchBackend):
         return supports_matmul(fan_out, fan_in, self.dtype)
 
     def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
-        fan_out, fan_in = sum(map(len, weights)), weights[0].shape[1]
-        if not (self.packs(fan_in, fan_out) if transposed else self.packs(fan_out, fan_in)):
+        fan_out, fan_in, dtype = sum(map(len, weights)), weights[0].shape[1], weights[0].dtype
+        shape = (fan_in, fan_out) if transposed else (fan_out, fan_in)
+        if not supports_matmul(*shape, dtype):
             return super()._packed(weights, transposed)
-        return PanelWeight(joint(weights), self._arena, transposed=transposed)
+        return PanelWeight(joint(weights), self._arenas[dtype], transposed=transposed)
 
     # LoRA
 
@@ -134,23 +144,48 @@ class CppBackend(TorchBackend):
         # Use the kernel for all target modules of all adapters or for none. Otherwise the kernel
         # of one adapter would depend on the other adapters in the batch, and results would not be
         # batch-invariant.
-        matrices = [None if own is None else (own.a, own.bs) for own in targets]
-        return PanelAdapter(matrices, serves=is_head or self.packs_layer_adapters)
+        serves = is_head or self.packs_layer_adapters
+        if is_head or not self.config.num_experts:
+            matrices = [None if own is None else (own.a, own.bs) for own in targets]
+            return PanelAdapter(matrices, serves=serves)
+        # Each expert of a layer is a target module of its own for the kernel.
+        matrices, firsts = list[Matrices | None](), list[int]()
+        for own, experts in zip(targets, self._experts_of_targets, strict=True):
+            firsts.append(len(matrices))
+            if own is None:
+                matrices += [None] * max(experts, 1)
+            elif experts:
+                a, bs = own.a.detach(), [b.detach() for b in own.bs]
+                matrices += [(a[i], [b[i] for b in bs]) for i in range(experts)]
+            else:
+                matrices.append((own.a, own.bs))
+        return PanelAdapter(matrices, serves=serves, firsts=firsts)
+
+    @property
+    def _experts_of_targets(self) -> list[int]:
+        """The number of experts of each target module of all layers; 0 for a single linear."""
+        return [
+            num_experts_of(self.config, names)
+            for layer in range(self.config.num_layers)
+            for names in fused_modules(self.config, layer)
+        ]
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
         """Return the elements of an adapter's panels, with padding: (forward, backward)."""
         forward = backward = 0
         for entries in layout.sites:
-            fan_in = entries[0].shape[1]
-            bs = [entry.shape for entry in entries if entry.is_b]
-            rows = sum(entry.shape[0] for entry in entries if not entry.is_b)
+            *front, _, fan_in = entries[0].shape
+            experts = front[0] if front else 1
+            bs = [entry.shape[-2:] for entry in entries if entry.is_b]
+            rows = sum(entry.shape[-2] for entry in entries if not entry.is_b)
             shapes = [(fan_out, fan_in) for fan_out, _ in bs]
             is_head = entries[0].target == "lm_head"
             if (is_head or self.packs_layer_adapters) and supports_lora_forward(shapes, self.dtype):
-                forward += panel_size(rows, fan_in) + sum(panel_size(*shape) for shape in bs)
+                forward += experts * panel_size(rows, fan_in)
+                forward += experts * sum(panel_size(*shape) for shape in bs)
                 if supports_lora(shapes, self.dtype):
-                    backward += panel_size(fan_in, rows)
-                    backward += sum(panel_size(rank, fan_out) for fan_out, rank in bs)
+                    backward += experts * panel_size(fan_in, rows)
+                    backward += experts * sum(panel_size(rank, fan_out) for fan_out, rank in bs)
         return forward, backward
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
@@ -187,6 +222,8 @@ class CppBackend(TorchBackend):
             return None
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):
             return None
+        if self.config.num_experts:
+            return None  # The native pass has no experts.
         layers = [
             _panel_layer(layer, self.config.window(index))
             for index, layer in enumerate(decoder.layers)
@@ -345,8 +382,9 @@ class _CppHeadAdapters(TorchHeadAdapters):
 
 def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
     """Return the layer for the native forward pass, or None unless all its weights are packed."""
+    mlp = cast("DenseMLP", layer.mlp)
     given: list[PanelWeight | Tensor | None] = []
-    for linear in (layer.qkv, layer.o, layer.gate_up, layer.down):
+    for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down):
         if not isinstance(linear.packed, PanelWeight) or linear.packed.address is None:
             return None
         given += [linear.packed, linear.bias]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,6 +20,9 @@ from torch import Tensor
 
 from planish.model.kernels.backend import LORA_COLUMNS, padded_lora_columns
 from planish.model.kernels.cpp import ops
+
+if TYPE_CHECKING:
+    from planish.model.experts import ExpertRows
 
 _PANEL = 64
 _VECTOR = LORA_COLUMNS
@@ -157,11 +161,20 @@ class PanelAdapter:
     The matrices for the backward pass are packed separately, because a sampler does not need them.
     """
 
-    def __init__(self, sites: Sequence[Matrices | None], *, serves: bool = True) -> None:
+    def __init__(
+        self,
+        sites: Sequence[Matrices | None],
+        *,
+        serves: bool = True,
+        firsts: Sequence[int] | None = None,
+    ) -> None:
         """`sites`: the matrices of each target module, or None if the adapter does not train it.
 
-        `serves`: whether the kernel may be used at all.
+        `serves`: whether the kernel may be used at all. `firsts`: for each target module, the index
+        of its first entry in `sites`. A layer's experts share a target module, and have one entry
+        each. None: each target module has one entry.
         """
+        self.firsts = range(len(sites)) if firsts is None else firsts
         self._sites = [
             None if site is None else (site[0].detach(), [b.detach() for b in site[1]])
             for site in sites
@@ -184,17 +197,18 @@ class PanelAdapter:
 
         Return None if the adapter does not train the module or the kernel does not support it.
         """
-        return PanelModule(self, index, self._served_back[index]) if self._served[index] else None
+        first = self.firsts[index]
+        return PanelModule(self, first, self._served_back[first]) if self._served[first] else None
 
     def matrices(self, index: int) -> Matrices:
-        """Return the unpacked matrices of target module `index`, which the adapter must train."""
+        """Return the unpacked matrices of entry `index`, which the adapter must train."""
         found = self._sites[index]
         assert found is not None
         return found
 
     @property
     def forward(self) -> np.ndarray:
-        """The packed matrices of each target module: [sites] of _LoraRows.
+        """The packed matrices of each entry: [sites] of _LoraRows.
 
         The fields `first` and `count` are 0, because no rows are assigned yet. All fields are 0 if
         the kernel does not support the module.
@@ -247,6 +261,10 @@ class PanelModule:
         self.has_backward = has_backward
         """Whether the kernel supports `backward_` too."""
         self._columns = len(panels.matrices(index)[0])
+
+    def expert(self, index: int) -> PanelModule:
+        """Return the matrices of one expert, if this is the target module of a layer's experts."""
+        return PanelModule(self._panels, self._index + index, self.has_backward)
 
     @property
     def _record(self) -> np.ndarray:
@@ -326,17 +344,34 @@ class PanelAdapterRows:
         `sites`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
         self.table = np.stack([panels.forward for _, _, panels in members], 1)
-        """[layers * sites, members] of _LoraRows."""
+        """[entries, members] of _LoraRows, the entries of all target modules of all layers."""
         starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
         self.table["first"] = starts
         self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)
         # The table contains addresses of the members' panels, so it must keep them alive.
         self._members = members
+        self._firsts = members[0][2].firsts
         self._sites = {name: index for index, name in enumerate(sites)}
 
     def add_(self, x: Tensor, out: Tensor, sizes: Sequence[int], layer: int, module: str) -> None:
         """Do the same as `AdapterBatch.add_`."""
-        _add(self.table[layer * len(self._sites) + self._sites[module]], x, out, sizes, None)
+        _add(self.table[self._first(layer, module)], x, out, sizes, None)
+
+    def add_expert_(
+        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+    ) -> None:
+        """Do the same as `AdapterBatch.add_expert_`, with one kernel call for all experts."""
+        bounds = [rows.bounds(start, stop) for start, stop, _ in self._members]
+        begin, count = (np.stack(ends, 1) for ends in zip(*bounds, strict=True))
+        first = self._first(layer, module)
+        table = self.table[first : first + len(begin)].copy()
+        table["first"], table["count"] = begin, count
+        used = table[(table["a"] != 0) & (count > 0)]
+        if len(used):
+            _add(used, x, out, [out.shape[1]], None)
+
+    def _first(self, layer: int, module: str) -> int:
+        return self._firsts[layer * len(self._sites) + self._sites[module]]
 
 
 def _packed(

@@ -60,6 +60,7 @@ from planish.types import SamplingParams
 
 if TYPE_CHECKING:
     from planish.model.decoder import Decoder
+    from planish.model.experts import ExpertRows
 
 # Number of vocabulary entries that `_run_sums` sums in float32 before it changes to float64.
 _RUN = 128
@@ -155,7 +156,7 @@ class TorchBackend:
         )
 
     def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
-        if not self._packs:
+        if not self._packs or weights[0].dtype != self.dtype:
             return None
         whole = joint(weights)
         return BlockedWeight(whole.t() if transposed else whole)
@@ -187,6 +188,8 @@ class TorchBackend:
 
     def can_stack(self, rank: int) -> bool:
         """Return whether stacking adapters of this rank keeps the required batch invariance."""
+        if self.config.num_experts:
+            return False  # Adapters of experts are applied expert by expert.
         return self.tiling is None or self.tiling.stacks(rank)
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
@@ -495,6 +498,20 @@ class _TorchAdapters:
                 add_lora_stack_(x[part], out[part], sizes, lora)
             else:
                 self._backend.add_lora_(x[part], out[part], sizes, lora, training=False)
+
+    def add_expert_(
+        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+    ) -> None:
+        for member in self._members:
+            if member.weights is None:
+                continue
+            lora = member.weights.layers[layer].target(module)
+            if lora is None:
+                continue
+            assert not isinstance(member.weights, LoraStack)  # can_stack returns False
+            for expert, part in rows.parts_of(member.start, member.stop):
+                own = lora.expert(expert)
+                self._backend.add_lora_(x[part], out[part], [out.shape[1]], own, training=False)
 
 
 class TorchHeadAdapters:

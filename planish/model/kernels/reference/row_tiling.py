@@ -37,7 +37,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.backend import LORA_COLUMNS, Backend, LoraMatrices
 from planish.model.kernels.reference.lora import add_lora_stack_, add_outputs_
 from planish.model.kernels.reference.ordered_attention import QUERY_ROWS
-from planish.model.linears import fused_modules, linear_shape
+from planish.model.linears import distinct_fused_modules, linear_shape
 from planish.model.positions import SPAN
 
 _MULTIPLES = (1, 4, 16)
@@ -166,6 +166,9 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     config, dtype, device = backend.config, backend.dtype, backend.device
     shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
     base = _prober(dtype, device).agreeing(shapes, backend)
+    if config.num_experts:  # The router is float32, whatever the dtype of the model.
+        router = (config.num_experts, config.hidden_size)
+        base &= _prober(torch.float32, device).agreeing([router], backend)
     sites = _torch_sites(backend)
     by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
     for multiple in _MULTIPLES:
@@ -281,7 +284,7 @@ class _TorchSite:
 def _torch_sites(backend: Backend) -> tuple[_TorchSite, ...]:
     config, found = backend.config, set()
     if not backend.packs_layer_adapters:
-        for names in fused_modules(config):
+        for names in distinct_fused_modules(config):
             shapes = [linear_shape(config, name) for name in names]
             found.add(_TorchSite(tuple(fan_out for fan_out, _ in shapes), shapes[0][1]))
     if not backend.packs_head_adapters:
@@ -430,7 +433,9 @@ def _probe_query_rows(config: ModelConfig, device: torch.device) -> int:
 
 def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     """Return (out, in) of each matmul with base weights; linears with the same input share one."""
-    sites = ([linear_shape(config, name) for name in site] for site in fused_modules(config))
+    sites = (
+        [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
+    )
     return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {
         _head_shape(config)
     }

@@ -1,7 +1,7 @@
 """The Triton backend: kernels for GPUs, which are compiled at first use.
 
 torch computes the matmuls with frozen weights. It also computes what the kernels do not support:
-unusual head sizes, attention windows, GeGLU, and families that failed their self-test. In
+unusual head sizes, attention windows, GeGLU, experts, and families that failed their self-test. In
 deterministic mode torch computes attention and LoRA too, because the order of additions of these
 kernels depends on the batch.
 """
@@ -41,6 +41,10 @@ class TritonBackend(TorchBackend):
         kernels: Any = import_module("planish.model.kernels.triton.elementwise_kernels")
         if config.head_dim % 16 or config.head_dim > 256 or any(config.windows):
             families = set(families).difference(_OF_HEADS)
+        if config.num_experts:
+            # The number of rows of each expert is known only when the layer runs, so that a CUDA
+            # graph cannot contain experts.
+            families = set(families).difference(("lora", "graphs"))
         super().__init__(config, dtype, device)
         self.use_kernels(kernels, families)
         self._module = kernels

@@ -1,0 +1,285 @@
+"""A mixture of experts: the MLP of a layer in which each token uses a few of many small MLPs.
+
+The router gives each expert a probability, in float32. The experts with the largest probabilities
+compute the token, and their outputs are added, weighted by the probabilities. The router is frozen,
+but gradients pass through its probabilities to the layer's input.
+
+Rows are sorted by expert, so that each expert multiplies all of its rows at once. Sampler and
+trainer choose experts with the same code. A row's result does not depend on the other rows of the
+batch: the matmuls are batch-invariant if the backend is, and the outputs of a token's experts are
+added in the order of their probabilities.
+
+Shapes: T rows of a batch, D hidden, N experts, k experts per token, P = T * k pairs of a row and
+an expert, I hidden size of an expert, r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.model.kernels.backend import AdapterBatch, Backend, LoraMatrices, padded_lora_columns
+from planish.model.kernels.linear import PackedLinear
+from planish.model.lora import LoraWeights
+from planish.model.operations import activated, activated_backward, adapted_linear
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The frozen weights of one mixture of experts."""
+
+    router: PackedLinear
+    """[N, D] in float32."""
+    gate_up: tuple[PackedLinear, ...]
+    """For each expert, the linears [I, D] of gate and up."""
+    down: tuple[PackedLinear, ...]
+    """For each expert, the linear [D, I]."""
+
+
+class ExpertRows:
+    """The pairs of a row and one of its experts, sorted by expert, then by row."""
+
+    def __init__(self, chosen: Tensor, num_experts: int) -> None:
+        """`chosen`: int64 [T, k], the distinct experts of each row."""
+        self.num_rows, self.per_row = chosen.shape
+        flat = chosen.flatten()
+        sorted_experts, self.order = flat.sort(stable=True)
+        """`order`: int64 [P]. Pair i of the sorted pairs is pair order[i] of `chosen`, flattened."""
+        self.rows = self.order // self.per_row
+        """int64 [P]: the row of each sorted pair."""
+        self._experts = sorted_experts
+        self._num_experts = num_experts
+
+    @cached_property
+    def _keys(self) -> np.ndarray:
+        """Ascending numbers of the sorted pairs: expert * T + row."""
+        keys: np.ndarray = (self._experts * self.num_rows + self.rows).cpu().numpy()
+        return keys
+
+    @cached_property
+    def parts(self) -> list[tuple[int, slice]]:
+        """The experts that any row has chosen, each with the slice of its sorted pairs."""
+        return self.parts_of(0, self.num_rows)
+
+    def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return where each expert's pairs of the rows start .. stop - 1 begin and how many there
+        are: two int64 arrays [N].
+        """
+        first = np.arange(self._num_experts) * self.num_rows
+        begin = np.searchsorted(self._keys, first + start)
+        return begin, np.searchsorted(self._keys, first + stop) - begin
+
+    def parts_of(self, start: int, stop: int) -> list[tuple[int, slice]]:
+        """Return the experts of the rows start .. stop - 1, each with the slice of its pairs."""
+        first, count = (ends.tolist() for ends in self.bounds(start, stop))
+        return [
+            (expert, slice(first[expert], first[expert] + size))
+            for expert, size in enumerate(count)
+            if size
+        ]
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Return values [P, ...] of the sorted pairs as [T, k, ...], in the order of `chosen`."""
+        out = torch.empty_like(values)
+        out[self.order] = values
+        return out.unflatten(0, (self.num_rows, self.per_row))
+
+
+def mixture_of_experts(
+    backend: Backend,
+    x: Tensor,
+    experts: Experts,
+    adapters: LoraWeights | AdapterBatch | None,
+    layer: int,
+) -> Tensor:
+    """Return the output [T, D] of a mixture of experts, in the model's dtype.
+
+    `x`: [T, D]. `adapters`: one adapter (or None) for all rows, with gradients, or a batch of
+    several adapters, without gradients. `layer`: the index of the decoder layer.
+    """
+    batch = None if adapters is None or isinstance(adapters, LoraWeights) else adapters
+    weights, rows = route(backend, x, experts.router, training=batch is None)
+    if batch is None:
+        lora_in = lora_out = None
+        if isinstance(adapters, LoraWeights):
+            own = adapters.layers[layer]
+            lora_in, lora_out = own.mlp_in, own.mlp_out
+        matrices = [
+            matrix
+            for lora in (lora_in, lora_out)
+            for matrix in (() if lora is None else (lora.a, *lora.bs))
+        ]
+        run = _Run(backend, experts, rows, lora_in, lora_out)
+        return _Experts.apply(run, x, weights, *matrices)  # type: ignore[no-any-return]
+    gathered = x[rows.rows]
+    gate_up = _matmuls(backend, gathered, experts.gate_up, rows)
+    batch.add_expert_(gathered, gate_up, rows, layer, "mlp_in")
+    hidden = activated(backend, gate_up)
+    out = _matmuls(backend, hidden, experts.down, rows)
+    batch.add_expert_(hidden, out, rows, layer, "mlp_out")
+    return _added(out, rows, weights)
+
+
+def route(
+    backend: Backend, x: Tensor, router: PackedLinear, *, training: bool
+) -> tuple[Tensor, ExpertRows]:
+    """Return the weights of each row's experts, float32 [T, k], and the rows by expert.
+
+    `x`: [T, D]. `training`: the rows are a micro-batch of the trainer, with gradients.
+    """
+    config = backend.config
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if training:
+        logits = adapted_linear(backend, wide, router, None)
+    else:
+        logits = backend.matmul(wide, router)
+    probabilities = logits.softmax(-1)
+    # A stable sort defines which of two equal probabilities comes first; topk does not.
+    order = probabilities.detach().sort(dim=-1, descending=True, stable=True).indices
+    chosen = order[:, : config.experts_per_token].contiguous()
+    weights = probabilities.gather(1, chosen)
+    if config.normalizes_expert_weights:
+        # torch's sum over the last dimension may add in another order for another number of rows.
+        total = weights[:, :1]
+        for column in weights[:, 1:].split(1, 1):
+            total = total + column
+        weights = weights / total
+    return weights, ExpertRows(chosen, config.num_experts)
+
+
+@dataclass(frozen=True)
+class _Run:
+    """The constants of one call of `_Experts`."""
+
+    backend: Backend
+    experts: Experts
+    rows: ExpertRows
+    lora_in: LoraMatrices | None
+    lora_out: LoraMatrices | None
+
+
+class _Experts(torch.autograd.Function):
+    """The experts with one adapter or none, and their gradients.
+
+    Only the input, the output of gate and up, and the LoRA hidden states are stored. The backward
+    pass recomputes the activations. It does not need the outputs of the experts: the gradient of a
+    pair's weight, the dot product of the output with its gradient, equals the dot product of the
+    activations with theirs, because the output is linear in the activations.
+    """
+
+    @staticmethod
+    def forward(ctx, run: _Run, x: Tensor, weights: Tensor, *matrices: Tensor) -> Tensor:
+        backend, rows = run.backend, run.rows
+        gathered = x[rows.rows]
+        gate_up = _matmuls(backend, gathered, run.experts.gate_up, rows, training=True)
+        low_in = _add_lora_(backend, gathered, gate_up, rows, run.lora_in)
+        hidden = activated(backend, gate_up)
+        out = _matmuls(backend, hidden, run.experts.down, rows, training=True)
+        low_out = _add_lora_(backend, hidden, out, rows, run.lora_out)
+        ctx.run = run
+        ctx.save_for_backward(x, weights, gate_up, low_in, low_out)
+        return _added(out, rows, weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weights, gate_up, low_in, low_out = ctx.saved_tensors
+        run: _Run = ctx.run
+        backend, rows = run.backend, run.rows
+        hidden = activated(backend, gate_up)
+        of_pair = weights.flatten()[rows.order].unsqueeze(1)
+        # The LoRA gradients get the pair's weight through their other factors, so that `of_hidden`
+        # stays without it until the gradient of the weight is computed.
+        narrow = of_pair.to(hidden.dtype)
+        given = (hidden * narrow, None if low_out is None else low_out * narrow)
+        of_hidden, grads_out = _backward(
+            run, grad[rows.rows], *given, run.experts.down, run.lora_out
+        )
+        of_weights = (of_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
+        of_hidden = (of_hidden * of_pair).to(hidden.dtype)
+        of_gate_up = activated_backward(backend, of_hidden, gate_up)
+        of_gathered, grads_in = _backward(
+            run, of_gate_up, x[rows.rows], low_in, run.experts.gate_up, run.lora_in
+        )
+        return None, _added(of_gathered, rows), rows.by_row(of_weights), *grads_in, *grads_out
+
+
+def _matmuls(
+    backend: Backend,
+    x: Tensor,
+    linears: Sequence[PackedLinear],
+    rows: ExpertRows,
+    *,
+    training: bool = False,
+) -> Tensor:
+    """Return the outputs [P, out] of the experts' linears for the sorted pairs `x` [P, in]."""
+    out = x.new_empty(len(x), sum(linears[0].sizes))
+    for expert, part in rows.parts:
+        out[part] = backend.matmul(x[part], linears[expert], training=training)
+    return out
+
+
+def _add_lora_(
+    backend: Backend, x: Tensor, out: Tensor, rows: ExpertRows, lora: LoraMatrices | None
+) -> Tensor | None:
+    """Add the LoRA outputs of the experts to `out` [P, out]; return the LoRA hidden states.
+
+    They are [P, r], padded to a multiple of LORA_COLUMNS columns.
+    """
+    if lora is None:
+        return None
+    low = x.new_zeros(len(x), padded_lora_columns(lora.rank))
+    for expert, part in rows.parts:
+        own = lora.expert(expert)
+        low[part, : lora.rank] = backend.add_lora_(x[part], out[part], [out.shape[1]], own)
+    return low
+
+
+def _backward(
+    run: _Run,
+    grad: Tensor,
+    x: Tensor,
+    low: Tensor | None,
+    linears: Sequence[PackedLinear],
+    lora: LoraMatrices | None,
+) -> tuple[Tensor, list[Tensor]]:
+    """Return the gradient of the experts' inputs [P, in], and those of the LoRA matrices, if any.
+
+    `grad`: gradient of the outputs [P, out]. `x`, `low`: the inputs [P, in] and the LoRA hidden
+    states from which the gradients of the LoRA matrices are computed.
+    """
+    of_x = grad.new_empty(x.shape)
+    grads: list[Tensor] = []
+    if lora is not None:
+        grads = [
+            torch.zeros(matrix.shape, dtype=torch.float32, device=matrix.device)
+            for matrix in (lora.a, *lora.bs)
+        ]
+    for expert, part in run.rows.parts:
+        of_x[part] = run.backend.matmul_backward(grad[part], linears[expert])
+        if lora is not None and low is not None:
+            given = (grad[part], x[part], low[part, : lora.rank], of_x[part])
+            of_a, of_bs = run.backend.lora_backward_(*given, [grad.shape[1]], lora.expert(expert))
+            for whole, own in zip(grads, (of_a, *of_bs), strict=True):
+                whole[expert] = own
+    return of_x, grads
+
+
+def _added(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
+    """Return the weighted sum over each row's experts, [T, D], in the dtype of `values` [P, D].
+
+    `weights`: [T, k]; None stands for 1. The sum is float32, in the order of the columns.
+    """
+    by_row = rows.by_row(values)
+    total: Tensor | None = None
+    for column in range(rows.per_row):
+        term = by_row[:, column].to(torch.promote_types(values.dtype, torch.float32))
+        if weights is not None:
+            term = term * weights[:, column, None]
+        total = term if total is None else total + term
+    assert total is not None
+    return total.to(values.dtype)

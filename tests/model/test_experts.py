@@ -1,0 +1,299 @@
+"""Mixtures of experts: weights, routing and gradients, against transformers, PEFT and autograd."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_decoder import CPU, logits_of, peft_twin, random_tokens
+from transformers import AutoModelForCausalLM
+
+from planish.errors import DamagedFileError, UnsupportedError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.experts import ExpertRows, Experts, mixture_of_experts, route
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.reference.backend import TorchBackend
+from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.weights import load_weights
+from planish.testing import save_weights, tiny_model
+from planish.types import LoraConfig
+
+OPTIONS = {"layers": 3, "dense_layers": [1]}
+
+
+@pytest.fixture(params=["native", "torch"])
+def _kernels(request, monkeypatch):
+    """Run the test with planish's CPU kernels, if there are any, and without."""
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "load_library", lambda: None)
+
+
+def trained(decoder: Decoder, seed: int = 0, scale: float = 0.05, **options) -> LoraWeights:
+    layout = LoraLayout(decoder.config, LoraConfig(**{"rank": 4, **options}))
+    noise = torch.randn(layout.size, generator=torch.Generator().manual_seed(seed))
+    return LoraWeights(
+        layout, layout.init(seed) + scale * noise, decoder.backend, requires_grad=True
+    )
+
+
+def test_rows_are_sorted_by_expert_then_by_row():
+    rows = ExpertRows(torch.tensor([[3, 0], [0, 1], [3, 1]]), 5)
+    assert rows.rows.tolist() == [0, 1, 1, 2, 0, 2]
+    assert rows.parts == [(0, slice(0, 2)), (1, slice(2, 4)), (3, slice(4, 6))]
+    assert rows.parts_of(1, 2) == [(0, slice(1, 2)), (1, slice(2, 3))]
+    assert rows.by_row(torch.arange(6)).tolist() == [[4, 0], [1, 2], [5, 3]]
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_the_router_equals_transformers(tmp_path, normalizes):
+    tiny_model(tmp_path, "qwen3_moe", experts_per_token=3)
+    change_config(tmp_path, norm_topk_prob=normalizes)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    experts = decoder.layers[0].mlp
+    assert isinstance(experts, Experts)
+    x = torch.randn(50, 64)
+    weights, rows = route(decoder.backend, x, experts.router, training=True)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    _, theirs, chosen = model.model.layers[0].mlp.gate(x)
+    torch.testing.assert_close(weights, theirs)
+    expected = [sorted(row) for row in chosen.tolist()]
+    found = [[] for _ in range(50)]
+    for expert, part in rows.parts:
+        for row in rows.rows[part].tolist():
+            found[row].append(expert)
+    assert found == expected
+
+
+def change_config(directory, **fields):
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("normalizes", [True, False])
+def test_gradients_equal_those_of_peft(tmp_path, normalizes):
+    tiny_model(tmp_path, "qwen3_moe", tied=False, experts_per_token=3, **OPTIONS)
+    change_config(tmp_path, norm_topk_prob=normalizes)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    weights = trained(decoder)
+    layout, tokens = weights.layout, random_tokens(decoder, 50)
+    twin = peft_twin(tmp_path, layout, master_of(weights))
+    loss = F.cross_entropy(twin(tokens[None]).logits[0, :-1], tokens[1:])
+    loss.backward()
+    ours = F.cross_entropy(logits_of(decoder, tokens, weights)[:-1], tokens[1:])
+    ours.backward()
+    assert ours.item() == pytest.approx(loss.item(), rel=1e-5)
+    parameters = dict(twin.named_parameters())
+    found = layout.views(weights.collect_grad())
+    for entry in layout.entries:
+        expected = parameters[f"base_model.model.{entry.file_name}.default.weight"].grad
+        assert expected is not None
+        scale = expected.abs().max()
+        assert scale > 0
+        assert (entry.to_file(found[entry.name]) - expected).abs().max() < 1e-4 * scale, entry.name
+
+
+def master_of(weights: LoraWeights) -> torch.Tensor:
+    """Return the master vector of float32 compute weights."""
+    parts = []
+    for leaf, (_, _, is_b) in zip(weights.leaves, weights._spans, strict=True):
+        parts.append(leaf.detach().flatten() / (weights.layout.scaling if is_b else 1.0))
+    return torch.cat(parts)
+
+
+@pytest.mark.usefixtures("_kernels")
+def test_bf16_gradients_are_close_to_float32(tmp_path):
+    tiny_model(tmp_path, "qwen3_moe", dtype="bfloat16", intermediate=128, **OPTIONS)
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        decoder = Decoder.load(tmp_path, dtype, CPU)
+        weights = trained(decoder, scale=0.01)
+        # The router is float32 in both, so the same rounded input gives the same experts.
+        x = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
+        x = x.to(torch.bfloat16).to(dtype).requires_grad_()
+        out = mixture(decoder, x, weights)
+        (out.float() * torch.linspace(-1, 1, 64)).sum().backward()
+        assert x.grad is not None
+        found.append((out.float(), x.grad.float(), weights.collect_grad()))
+    for exact, rounded in zip(*found, strict=True):
+        assert (rounded - exact).norm() < 0.02 * exact.norm()
+
+
+def mixture(decoder: Decoder, x: torch.Tensor, weights) -> torch.Tensor:
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    return mixture_of_experts(decoder.backend, x, mlp, weights, 0)
+
+
+def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path):
+    """Rounding changes the choice of experts in some rows, so the median of the rows counts."""
+    tiny_model(tmp_path, "qwen3_moe", layers=4, dtype="bfloat16")
+    exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
+    tokens = random_tokens(decoder, 200)
+    exact.load_state_dict({name: weight.float() for name, weight in theirs.state_dict().items()})
+    reference = exact(tokens[None]).logits[0]
+
+    @torch.no_grad()
+    def error(logits: torch.Tensor) -> torch.Tensor:
+        return ((logits.float() - reference).norm(dim=1) / reference.norm(dim=1)).median()
+
+    our_error = error(logits_of(decoder, tokens))
+    assert our_error < 1.1 * error(theirs(tokens[None]).logits[0])
+    assert our_error < 0.03
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype):
+    tiny_model(tmp_path, "qwen3_moe", intermediate=128, **OPTIONS)
+    decoder = Decoder.load(tmp_path, dtype, CPU)
+    weights: list[LoraWeights | None] = [None]
+    for seed, rank in enumerate((4, 32, 7)):
+        weights.append(trained(decoder, seed, rank=rank, train_mlp=rank != 7))
+    tokens = random_tokens(decoder, 40)
+
+    def itself(layer, q, k, v):
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
+
+    def run(rows, adapters):
+        batch = decoder.backend.adapter_batch(adapters)
+        return decoder.forward(tokens[rows], torch.arange(40)[rows], itself, batch)
+
+    with torch.inference_mode():
+        together = run(
+            slice(0, 40), [AdapterRows(10 * i, 10 * i + 10, w) for i, w in enumerate(weights)]
+        )
+        for i, own in enumerate(weights):
+            rows = slice(10 * i, 10 * i + 10)
+            alone = run(rows, [AdapterRows(0, 10, own)])
+            trainer = decoder.forward(tokens[rows], torch.arange(40)[rows], itself, own)
+            if decoder.backend.is_compiled:
+                assert torch.equal(together[rows], alone)
+                assert torch.equal(together[rows], trainer)
+            else:
+                gap = 1e-5 if dtype == torch.float32 else 0.05
+                torch.testing.assert_close(together[rows], alone, atol=gap, rtol=gap)
+                torch.testing.assert_close(together[rows], trainer, atol=gap, rtol=gap)
+
+
+def test_kernels_equal_torch(tmp_path):
+    """The compiled backend and torch compute the same outputs and gradients in float32."""
+    tiny_model(tmp_path, "qwen3_moe", intermediate=128, **OPTIONS)
+    config = ModelConfig.from_directory(tmp_path)
+    found = []
+    for backend in (None, TorchBackend(config, torch.float32, CPU)):
+        decoder = Decoder.load(tmp_path, torch.float32, CPU)
+        if backend is not None:
+            decoder = Decoder(load_weights(tmp_path, config), backend)
+        weights = trained(decoder)
+        logits = logits_of(decoder, random_tokens(decoder, 60), weights)
+        logits.logsumexp(-1).sum().backward()
+        found.append((logits, weights.collect_grad()))
+    for ours, reference in zip(*found, strict=True):
+        torch.testing.assert_close(ours, reference, atol=1e-3, rtol=1e-3)
+
+
+def test_recomputing_layers_gives_the_same_gradient(tmp_path):
+    tiny_model(tmp_path, "qwen3_moe", **OPTIONS)
+    decoder = Decoder.load(tmp_path, torch.float32, CPU)
+    gradients = []
+    for recompute in (False, True):
+        weights = trained(decoder)
+        logits = logits_of(decoder, random_tokens(decoder, 30), weights, recompute=recompute)
+        logits.logsumexp(-1).sum().backward()
+        gradients.append(weights.collect_grad())
+    assert torch.equal(*gradients)
+
+
+def test_files_of_transformers_hold_the_same_weights(tmp_path):
+    """transformers 5 can store the weights of all experts of a layer in two tensors."""
+    tiny_model(tmp_path / "hub", "qwen3_moe", tied=False, **OPTIONS)
+    config = ModelConfig.from_directory(tmp_path / "hub")
+    weights = load_weights(tmp_path / "hub", config)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hub", dtype=torch.float32)
+    tiny_model(tmp_path / "fused", "qwen3_moe", tied=False, **OPTIONS)
+    save_weights(tmp_path / "fused", dict(model.state_dict()))
+    fused = load_weights(tmp_path / "fused", config)
+    assert weights.keys() == fused.keys()
+    assert all(torch.equal(weights[name], fused[name]) for name in weights)
+    tensors = dict(model.state_dict())
+    name = "model.layers.0.mlp.experts.down_proj"
+    save_weights(tmp_path / "fused", tensors | {name: tensors[name][:-1].contiguous()})
+    with pytest.raises(DamagedFileError, match=r"missing: model.layers.0.mlp.experts.5.down_proj"):
+        load_weights(tmp_path / "fused", config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "dense"),
+    [
+        ({}, ()),
+        ({"mlp_only_layers": [0, 2]}, (0, 2)),
+        ({"decoder_sparse_step": 2}, (0, 2)),
+        ({"decoder_sparse_step": 2, "mlp_only_layers": [3]}, (0, 2, 3)),
+    ],
+)
+def test_config_names_the_dense_layers(tmp_path, fields, dense):
+    tiny_model(tmp_path, "qwen3_moe", layers=4)
+    change_config(tmp_path, **fields)
+    config = ModelConfig.from_directory(tmp_path)
+    assert config.dense_layers == dense
+    assert (config.num_experts, config.experts_per_token, config.expert_size) == (6, 2, 32)
+    model = AutoModelForCausalLM.from_config(AutoModelForCausalLM.from_pretrained(tmp_path).config)
+    layers = model.model.layers
+    assert [hasattr(layer.mlp, "experts") for layer in layers] == [
+        config.has_experts(layer) for layer in range(4)
+    ]
+
+
+def test_config_reads_the_hubs_name_of_the_number_of_experts(tmp_path):
+    tiny_model(tmp_path, "qwen3_moe")
+    fields = json.loads((tmp_path / "config.json").read_text())
+    fields["num_experts"] = fields.pop("num_local_experts", None) or fields["num_experts"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert ModelConfig.from_directory(tmp_path).num_experts == 6
+
+
+def test_more_chosen_experts_than_experts_are_an_error(tmp_path):
+    tiny_model(tmp_path, "qwen3_moe")
+    change_config(tmp_path, num_experts_per_tok=9)
+    with pytest.raises(UnsupportedError, match="num_experts_per_tok 9 is more than num_experts 6"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_experts_of_another_family_are_an_error(tmp_path):
+    tiny_model(tmp_path, "qwen3")
+    change_config(tmp_path, num_experts=8)
+    with pytest.raises(UnsupportedError, match="supported only for Qwen3"):
+        ModelConfig.from_directory(tmp_path)
+
+
+def test_adapters_have_matrices_for_experts_and_not_for_the_router(tmp_path):
+    tiny_model(tmp_path, "qwen3_moe", **OPTIONS)
+    config = ModelConfig.from_directory(tmp_path)
+    layout = LoraLayout(config, LoraConfig(rank=2, train_attn=False, train_unembed=False))
+    found = {entry.name: entry.shape for entry in layout.entries}
+    assert found == {
+        "model.layers.0.mlp.experts.gate_up_proj.lora_A": (6, 2, 64),
+        "model.layers.0.mlp.experts.gate_up_proj.lora_B": (6, 64, 2),
+        "model.layers.0.mlp.experts.down_proj.lora_A": (6, 2, 32),
+        "model.layers.0.mlp.experts.down_proj.lora_B": (6, 64, 2),
+        "model.layers.1.mlp.gate_proj.lora_A": (2, 64),
+        "model.layers.1.mlp.up_proj.lora_A": (2, 64),
+        "model.layers.1.mlp.gate_proj.lora_B": (96, 2),
+        "model.layers.1.mlp.up_proj.lora_B": (96, 2),
+        "model.layers.1.mlp.down_proj.lora_A": (2, 96),
+        "model.layers.1.mlp.down_proj.lora_B": (64, 2),
+    } | {
+        name.replace("layers.0.", "layers.2."): shape
+        for name, shape in found.items()
+        if ".layers.0." in name
+    }
+    views = layout.views(torch.arange(float(layout.size)))
+    for entry in layout.entries:
+        matrix = views[entry.name]
+        assert entry.to_file(matrix).shape == entry.file_shape
+        assert torch.equal(entry.from_file(entry.to_file(matrix)), matrix)
