@@ -134,6 +134,7 @@ def test_batched_adapters_equal_one_adapter_at_a_time(dtype: torch.dtype):
         assert_like_the_loop(own, adapters, dtype)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_odd_matrix_sizes_give_the_same_result():
     dtype = torch.bfloat16

@@ -169,6 +169,7 @@ def batch(
     return Batch(KVSpec(2, heads, head_dim, dtype, DEVICE), heads * group)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "group", "head_dim", "dtype"),
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 16, torch.bfloat16)],
@@ -181,6 +182,7 @@ def test_a_new_row_attends_to_its_prompt_then_its_own_slot(heads, group, head_di
     running.check(running.tables(16), padding=2)
 
 
+@pytest.mark.slow
 def test_many_samples_of_one_prompt_use_several_blocks():
     running = batch(group=4)
     running.begin(130, [1] * 20)
@@ -261,6 +263,7 @@ def test_several_rows_of_a_sample_equal_one_row_per_step(kernel, window):
             assert torch.equal(together[some], alone[some])
 
 
+@pytest.mark.slow
 def test_attention_accepts_gaps_between_slots():
     running = Batch(KVSpec(2, 1, 16, torch.float32, DEVICE), 2, kind=GappedKVPool)
     running.begin(70, [0, 3, 1, 2])
@@ -275,6 +278,7 @@ def test_attention_accepts_gaps_between_slots():
     running.check(tables, padding=2)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter warns about the NaN row
 def test_non_finite_values_stay_in_their_own_row():
     running = batch()
@@ -303,6 +307,7 @@ lengths = st.one_of(st.integers(1, 300), st.integers(1, 131_072))
 drawn = st.lists(st.one_of(st.integers(0, 200), st.integers(0, 131_000)), min_size=1, max_size=40)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=60)
 @given(
     groups=st.lists(st.tuples(lengths, drawn), max_size=8),
@@ -353,6 +358,7 @@ def test_pieces_cover_all_positions_exactly_once(groups, heads, group):
         assert sum(stop - first for _, first, stop in found) == shared + own
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "group", "head_dim", "dtype"),
     [(2, 1, 16, torch.float32), (1, 3, 48, torch.float32), (1, 4, 32, torch.bfloat16)],
@@ -404,6 +410,7 @@ def test_pool_addresses_follow_reallocation():
     assert bases.numbers([*pools, KVPool(shape, 64)]) == [1, 0]
 
 
+@pytest.mark.slow
 def test_the_address_table_has_room_for_all_pools_of_a_long_context():
     shape = KVSpec(2, 1, 16, torch.float32, DEVICE)
     bases, pools = PoolBases(shape, 40_960), [KVPool(shape, 64 * n) for n in range(1, 1281)]

@@ -95,6 +95,7 @@ def test_gpu_prefix_tree_attention_equals_dense_masked_attention(name: str):
     assert_near(gradients(GpuForest(whole, DEVICE), inputs), expected, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "dtype"),
     [
@@ -119,6 +120,7 @@ def test_every_group_head_size_and_dtype_equals_dense_attention(
     )
 
 
+@pytest.mark.slow
 def test_a_query_group_larger_than_a_tile_gets_a_larger_tile():
     whole = packed(np.arange(5), [0, 1, 7])
     inputs = tensors(len(whole), 33, 1, 16)
@@ -139,6 +141,7 @@ def test_split_sums_are_added_deterministically(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.slow
 def test_strided_rows_give_the_same_result():
     """v is a slice of a joint matmul's output, so its rows are strided."""
     whole = nested(2, 10)
@@ -151,6 +154,7 @@ def test_strided_rows_give_the_same_result():
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.slow
 def test_other_trees_in_the_batch_change_only_rounding():
     own = np.arange(40)
     alone, among = packed(own), packed(own, [*range(15), *range(100, 110)], np.arange(200, 217))
@@ -172,6 +176,7 @@ def test_non_finite_values_stay_in_their_own_rows():
     assert torch.equal(found[others], clean[others])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     sequences=st.lists(

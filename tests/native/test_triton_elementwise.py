@@ -67,6 +67,7 @@ def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
     return F.rms_norm(x, x.shape[-1:], weight, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("more_dtype", [None, *DTYPES])
 @pytest.mark.parametrize("shape", [(1, 16), (5, 67), (7, 3, 64), (2, 576), (3, 2100)])
@@ -124,6 +125,7 @@ def test_the_rotation_equals_torch(rows, heads, size, back, dtype, normal):
     close(out, torch.cat([turned.real, turned.imag], -1).to(dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normed", [True, False])
 @pytest.mark.parametrize(("heads", "size"), [((4, 2), 16), ((9, 3), 64), ((16, 8), 96)])
@@ -145,6 +147,7 @@ def test_the_fused_head_kernel_equals_separate_kernels(heads, size, normed, dtyp
 # SwiGLU
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), [(1, 16), (6, 33), (3, 1536)])
 def test_swiglu_and_its_gradient_equal_torch(rows, width, dtype, normal):
@@ -173,6 +176,7 @@ def test_bf16_is_rounded_to_nearest_even_and_non_finite_values_stay(normal):
 # The head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 272, 4097, 12_400])
 def test_normalizers_equal_torch(vocab, dtype, normal, device):
@@ -193,6 +197,7 @@ def test_normalizers_equal_torch(vocab, dtype, normal, device):
         assert torch.equal(logits, weights)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_a_non_finite_row_has_a_non_finite_normalizer(bad, normal):
     logits, temperature = normal(4, 9000) * 200, normal(4).square() + 0.5
@@ -204,6 +209,7 @@ def test_a_non_finite_row_has_a_non_finite_normalizer(bad, normal):
     assert found[0] == expected[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab", [7, 272, 4097, 9000])
 def test_the_gradient_of_logprobs_equals_torch(vocab, dtype, normal):
@@ -295,6 +301,7 @@ def outcome(function, leaves: list[Tensor], upstream: Tensor) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, fresh, upstream)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_through_the_model_functions_equal_torch(dtype, normal, both):
     weight, angles = normal(67), (normal(5, 1, 10).cos(), normal(5, 1, 10).sin())

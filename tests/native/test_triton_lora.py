@@ -91,6 +91,7 @@ def assert_near(found: Tensor, right: Tensor, dtype: torch.dtype) -> None:
     torch.testing.assert_close(found, right, rtol=near, atol=near)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [[40], [130, 24, 24], [72, 136]])
 def test_each_tile_uses_its_own_adapter(device: torch.device, dtype: torch.dtype, sizes: list[int]):
@@ -148,6 +149,7 @@ def test_logits_accumulate_in_float32(device: torch.device, dtype: torch.dtype):
     assert (found - right).abs().max() < (1e-4 if dtype == torch.float32 else 5e-2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_parallel_partial_sums_are_bitwise_reproducible(device: torch.device, dtype: torch.dtype):
     """The rows are long enough for several parts, of which the last is short."""
@@ -163,6 +165,7 @@ def test_parallel_partial_sums_are_bitwise_reproducible(device: torch.device, dt
     assert_near(spread, expected(x, out, sizes, batch), dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_adapter_rows_are_batch_invariant(device: torch.device, dtype: torch.dtype):
     inner, sizes = 600, [48, 24]
