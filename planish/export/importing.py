@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.model.config import ModelConfig, read_json
-from planish.model.lora import LoraLayout
+from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
 from planish.model.sources import resolve_model
 from planish.model.weights import load_weights, text_name, weights_fingerprint
 from planish.types import CheckpointPath, LoraConfig
@@ -47,7 +47,6 @@ _REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modules_to_save": (([], None), "whole modules are not part of an adapter here"),
     "fan_in_fan_out": ((False, None), "the weights of planish's models are not transposed"),
     "trainable_token_indices": (([], {}, None), "embeddings are not trained here"),
-    "target_parameters": (([], None), "only linears have adapters here"),
     "layer_replication": (([], None), "the base model would have other layers"),
     "alora_invocation_tokens": (([], None), "the adapter would act on a part of the tokens only"),
     "arrow_config": ((None,), "several adapters would be mixed"),
@@ -105,8 +104,8 @@ def import_adapter(
     weights = resolve_model(base_model, models)
     model = ModelConfig.from_directory(weights)
     linears = {
-        linear: _Linear(a, b, _factor(config, linear, a.shape[0]))
-        for linear, (a, b) in _matrices(directory, weights, model).items()
+        linear: _Linear(a, b, _factor(config, linear, a.shape[-2]))
+        for linear, a, b in _by_target(_matrices(directory, weights, model), model)
     }
     layout = LoraLayout(model, _shape(linears, directory))
     master = _master(layout, linears, base_model, directory)
@@ -195,6 +194,30 @@ def _matrices(directory: Path, base: Path, model: ModelConfig) -> dict[str, tupl
     return {linear: (parts[0], parts[1]) for linear, parts in found.items()}
 
 
+def _by_target(
+    matrices: Mapping[str, tuple[Tensor, Tensor]], model: ModelConfig
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Yield the name of each linear in a `LoraLayout`, with A and B.
+
+    The matrices of a layer's experts get a dimension for the expert in front.
+    """
+    for linear, (a, b) in matrices.items():
+        for ours, theirs in EXPERT_FILE_NAMES.items():
+            # Without matrices of the other linear, the name does not tell which of both it is.
+            both = {linear, linear.removesuffix(".base_layer"), f"{linear}.base_layer"}
+            if (
+                linear.endswith(f".{theirs}")
+                and model.num_experts
+                and a.shape[0] % model.num_experts == 0
+                and len(both & matrices.keys()) == 2
+            ):
+                prefix = linear.removesuffix(theirs)
+                yield f"{prefix}{ours}", *expert_matrices(a, b, model.num_experts)
+                break
+        else:
+            yield linear, a, b
+
+
 def _is_copy_of_base(name: str, tensor: Tensor, base: Path, model: ModelConfig) -> bool:
     """Return whether a tensor is a weight of the base model that PEFT saved too.
 
@@ -236,7 +259,7 @@ def _of_pattern(pattern: Mapping[str, float] | None, linear: str, default: float
 
 
 def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
-    rank = max(linear.a.shape[0] for linear in linears.values())
+    rank = max(linear.a.shape[-2] for linear in linears.values())
     if rank > MAX_RANK:
         raise UnsupportedError(
             f"{directory}: rank {rank} is above {MAX_RANK}, the most that planish has"
@@ -262,10 +285,14 @@ def _master(
                 f"linears of attention and MLP and lm_head of {base_model}"
             )
         other = next(e for e in layout.entries if e.target == name and not e.is_b)
-        if (linear.b.shape[0], linear.a.shape[1]) != (entry.shape[0], other.shape[1]):
+        found, expected = (
+            (*linear.b.shape[:-1], linear.a.shape[-1]),
+            (*entry.shape[:-1], other.shape[-1]),
+        )
+        if found != expected:
             raise CheckpointError(
-                f"{directory / ADAPTER}: {name} is of shape {(linear.b.shape[0], linear.a.shape[1])}, and that of "
-                f"{base_model} is {(entry.shape[0], other.shape[1])}; name the base model that it was trained on"
+                f"{directory / ADAPTER}: {name} is of shape {found}, and that of "
+                f"{base_model} is {expected}; name the base model that it was trained on"
             )
     master = torch.zeros(layout.size)
     views = layout.views(master)
@@ -273,11 +300,11 @@ def _master(
         linear = linears.get(entry.target)
         if linear is None:
             continue
-        rank, view = linear.a.shape[0], views[entry.name]
+        rank, view = linear.a.shape[-2], views[entry.name]
         if entry.is_b:
-            view[:, :rank] = linear.b * (linear.factor / layout.scaling)
+            view[..., :rank] = linear.b * (linear.factor / layout.scaling)
         else:
-            view[:rank] = linear.a
+            view[..., :rank, :] = linear.a
     return master
 
 
@@ -290,7 +317,7 @@ def _notes(
         notes.append(
             f"{len(targets - linears.keys())} linears that the adapter leaves alone stay so in training"
         )
-    ranks = sorted({linear.a.shape[0] for linear in linears.values()})
+    ranks = sorted({linear.a.shape[-2] for linear in linears.values()})
     if len(ranks) > 1:
         notes.append(
             f"ranks {', '.join(map(str, ranks))} are kept; the matrices are filled up with zeros"

@@ -27,6 +27,7 @@ from planish.engine.checkpoints.files import (
 )
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig, read_json
+from planish.model.lora import EXPERT_FILE_NAMES, expert_matrices
 from planish.model.weights import expected_shapes
 
 HEAD = "lm_head"
@@ -43,7 +44,6 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "alpha_pattern": ({}, None),
     "modules_to_save": ([], None),
     "trainable_token_indices": ([], {}, None),
-    "target_parameters": ([], None),
 }
 """Fields of adapter_config.json with their values for a plain LoRA adapter; any other is
 rejected.
@@ -65,7 +65,10 @@ class LoraUpdate:
     config: Mapping[str, Any]
     """The content of adapter_config.json."""
     linears: Mapping[str, Matrices]
-    """The matrices by the layer's name, such as "model.layers.0.self_attn.q_proj" or "lm_head"."""
+    """The matrices by the layer's name in the file, such as "model.layers.0.self_attn.q_proj" or
+    "lm_head". The experts of a layer have one pair of matrices for gate and up, named
+    "model.layers.0.mlp.experts.base_layer", and one for down, named "model.layers.0.mlp.experts".
+    """
     manifest: Manifest | None
     """The content of planish.json; None for an adapter that planish did not save."""
 
@@ -94,6 +97,26 @@ class LoraUpdate:
         )
 
     @property
+    def by_weight(self) -> Mapping[str, Matrices]:
+        """The matrices by the name of a weight of the base model without ".weight": `linears`, with
+        separate matrices for each expert.
+        """
+        found: dict[str, Matrices] = {}
+        for linear, matrices in self.linears.items():
+            name = _expert_linear(linear)
+            if name is None:
+                found[linear] = matrices
+                continue
+            experts = matrices.a.shape[0] // self.rank
+            stacked = expert_matrices(matrices.a, matrices.b, experts)
+            for expert, (a, b) in enumerate(zip(*stacked, strict=True)):
+                parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+                prefix = f"{linear.removesuffix('.base_layer')}.{expert}"
+                for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
+                    found[f"{prefix}.{part}"] = Matrices(a, rows)
+        return found
+
+    @property
     def trains_head(self) -> bool:
         """Whether the adapter changes the output head."""
         return HEAD in self.linears
@@ -103,7 +126,7 @@ class LoraUpdate:
         shape.
         """
         shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
-        for linear, matrices in self.linears.items():
+        for linear, matrices in self.by_weight.items():
             found = (matrices.b.shape[0], matrices.a.shape[1])
             if shapes.get(f"{linear}.weight") != found:
                 raise CheckpointError(
@@ -183,7 +206,8 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
             or b is None
             or a.dim() != 2
             or b.dim() != 2
-            or (a.shape[0], b.shape[1]) != (rank, rank)
+            or a.shape[0] != b.shape[1]
+            or (a.shape[0] % rank if _expert_linear(linear) else a.shape[0] != rank)
         ):
             raise DamagedFileError(
                 f"{directory / ADAPTER}: {linear} has not both matrices of rank {rank}; get the adapter again"
@@ -191,4 +215,24 @@ def _linears(tensors: Mapping[str, Tensor], rank: int, directory: Path) -> dict[
         linears[linear] = Matrices(a, b)
     if not linears:
         raise DamagedFileError(f"{directory / ADAPTER} holds no matrices; get the adapter again")
+    for linear in linears:
+        # PEFT's name of a single adapted parameter does not tell which parameter it is.
+        other = (
+            linear.removesuffix(".base_layer")
+            if linear.endswith(".base_layer")
+            else f"{linear}.base_layer"
+        )
+        if _expert_linear(linear) and other not in linears:
+            raise UnsupportedError(
+                f"{directory / ADAPTER} has matrices of {linear} and not of {other}; adapt both gate_up_proj and "
+                "down_proj of the experts"
+            )
     return linears
+
+
+def _expert_linear(linear: str) -> str | None:
+    """Return gate_up_proj or down_proj for PEFT's name of the experts' matrices, else None."""
+    for ours, theirs in EXPERT_FILE_NAMES.items():
+        if linear.endswith(f".{theirs}"):
+            return ours.rsplit(".", 1)[1]
+    return None

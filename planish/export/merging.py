@@ -80,10 +80,9 @@ def write_merged(
     weights = load_weights(base, config)
     if config.tied_head and update.trains_head:
         weights[_HEAD_WEIGHT] = weights[_EMBEDDING]
+    matrices = update.by_weight
     sources = [
-        Source(
-            name, weight, update.linears.get(name.removesuffix(".weight")), dtype or weight.dtype
-        )
+        Source(name, weight, matrices.get(name.removesuffix(".weight")), dtype or weight.dtype)
         for name, weight in weights.items()
     ]
     rounding = Rounding()

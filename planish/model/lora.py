@@ -25,13 +25,22 @@ from planish.model.kernels.backend import Backend, LoraMatrices, PackedAdapter
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 from planish.types import LoraConfig
 
-_EXPERT_FILE_NAMES = {
+EXPERT_FILE_NAMES = {
     "mlp.experts.gate_up_proj": "mlp.experts.base_layer",
     "mlp.experts.down_proj": "mlp.experts",
 }
 """PEFT's names of the experts' linears. PEFT wraps the experts of a layer twice: its inner wrapper
 has the adapter of gate_up_proj, its outer one the adapter of down_proj.
 """
+
+
+def expert_matrices(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Return A [experts, rank, in] and B [experts, out, rank] of PEFT's matrices of all experts.
+
+    `a`: [experts * rank, in]. `b`: [out, rank * experts].
+    """
+    # The columns of B are ordered by rank first and by expert second.
+    return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Entry:
     def file_name(self) -> str:
         """The name of the matrix in PEFT's files, without prefix and suffix."""
         part = self.name.removeprefix(self.target)
-        for ours, theirs in _EXPERT_FILE_NAMES.items():
+        for ours, theirs in EXPERT_FILE_NAMES.items():
             if self.target.endswith(f".{ours}"):
                 return self.target.removesuffix(ours) + theirs + part
         return self.name

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import peft
 import pytest
@@ -15,6 +16,7 @@ from planish.commands.cli import main
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
 from planish.export.importing import import_adapter
+from planish.export.lora_update import read_update
 from planish.testing import tiny_model
 from planish.types import CheckpointPath
 
@@ -65,9 +67,44 @@ def service(base: Path, data: Path) -> ServiceClient:
     return ServiceClient(models={str(base): str(base)}, data_dir=data, dtype="float32")
 
 
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+EXPERT_VARIANTS = {
+    "experts and attention": {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "target_parameters": EXPERTS,
+    },
+    # PEFT adapts the experts for these names, with twice the rank for gate and up together.
+    "names of linears": {"r": 2, "lora_alpha": 6, "target_modules": ALL},
+}
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_imported_logprobs_equal_peft_and_training_continues(base, tmp_path, variant):
-    expected = saved(base, tmp_path / "adapter", **VARIANTS[variant])
+    check_import(base, tmp_path, VARIANTS[variant])
+
+
+# PEFT looks for its own patterns among modules, and experts are parameters.
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
+@pytest.mark.parametrize("variant", EXPERT_VARIANTS)
+def test_adapters_of_experts_are_imported(tmp_path, variant):
+    base = tiny_model(tmp_path / "base", "qwen3_moe", tied=False)
+    check_import(base, tmp_path, EXPERT_VARIANTS[variant])
+
+
+def test_an_adapter_of_one_linear_of_the_experts_is_rejected(tmp_path):
+    """PEFT names the matrices of a single parameter the same, whichever parameter it is."""
+    base = tiny_model(tmp_path / "base", "qwen3_moe", tied=False)
+    saved(base, tmp_path / "adapter", r=4, target_parameters=EXPERTS[:1])
+    with pytest.raises(UnsupportedError, match=r"experts, which has no adapter in planish"):
+        import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
+    with pytest.raises(UnsupportedError, match="adapt both gate_up_proj and down_proj"):
+        read_update(tmp_path / "adapter")
+
+
+def check_import(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    expected = saved(base, tmp_path / "adapter", **options)
     store = CheckpointStore(tmp_path / "data")
     found = import_adapter(tmp_path / "adapter", store)
     assert str(found.path) == "tinker://imported-adapter/weights/imported"
