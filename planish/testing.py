@@ -28,6 +28,7 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -48,6 +49,14 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": partial(Qwen3MoeConfig, norm_topk_prob=True),
+    "qwen3_5": partial(
+        Qwen3_5TextConfig,
+        full_attention_interval=2,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
     "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -184,6 +193,8 @@ def tiny_model(
         # A short interval, so that a test notices a missing scale of the queries.
         scaled = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 32}
         rope = scaled | rope
+    if family == "qwen3_5":
+        rope = {"partial_rotary_factor": 0.25, **rope}
     if family in ("gemma3", "olmo3"):
         local = {"rope_type": "default", "rope_theta": local_theta}
         rope = {"full_attention": rope, "sliding_attention": local}
@@ -255,8 +266,9 @@ def randomize(model: torch.nn.Module, seed: int) -> None:
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=generator) * WEIGHT_STD
             is_scale = name.endswith(("norm.weight", "layernorm.weight"))
-            # Gemma 3 adds 1 to the stored weights of norms.
-            is_scale = is_scale and "Gemma3" not in type(model).__name__
+            # Gemma 3 and Qwen3.5 add 1 to the stored weights of norms, except in gated delta nets.
+            adds_one = type(model).__name__.startswith(("Gemma3", "Qwen3_5"))
+            is_scale = is_scale and (not adds_one or "linear_attn" in name)
             parameter.copy_(noise + 1.0 if is_scale else noise)
 
 

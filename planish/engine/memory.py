@@ -27,6 +27,7 @@ from planish.engine.settings import EngineSettings, choose_device, choose_dtype
 from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
+from planish.model.delta_net import state_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
@@ -43,6 +44,8 @@ kernels that oneDNN caches.
 
 _MIN_POSITIONS = 4096
 """Minimum default size of the KV cache, in tokens."""
+_MIN_STATES = 8
+"""Minimum default number of recurrent states beside the KV cache, for models with such states."""
 _GPU_STEPS = ((512, 8192), (256, 4096), (128, 2048), (64, 1024), (32, 512))
 """Candidates on a GPU for (max samples, max prompt tokens) per sampler step.
 
@@ -283,7 +286,8 @@ class _ModelNeeds:
             wanted = self._limited(
                 sampler.kv_cache_bytes, max_reservable_bytes(left - sampling - kept - training)
             )
-            running = max(wanted, _MIN_POSITIONS * self._per_position)
+            states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
+            running = max(wanted, _MIN_POSITIONS * self._per_position + states)
         return ModelMemory(
             weights=self.backend.weight_copies * self.weights,
             adapters=self.adapters,

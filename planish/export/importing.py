@@ -266,7 +266,9 @@ def _shape(linears: Mapping[str, _Linear], directory: Path) -> LoraConfig:
         )
     return LoraConfig(
         rank=rank,
-        train_attn=any(".self_attn." in name for name in linears),
+        train_attn=any(
+            part in name for name in linears for part in (".self_attn.", ".linear_attn.")
+        ),
         train_mlp=any(".mlp." in name for name in linears),
         train_unembed="lm_head" in linears,
     )

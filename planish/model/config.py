@@ -33,6 +33,7 @@ Family = Literal[
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "qwen3_5",
     "smollm3",
     "gemma3",
     "olmo3",
@@ -46,6 +47,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
+    "Qwen3_5ForCausalLM": "qwen3_5",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo3ForCausalLM": "olmo3",
@@ -59,15 +61,16 @@ MULTIMODAL = {
         "mistral3",
         ("MistralForCausalLM", "Ministral3ForCausalLM"),
     ),
+    "Qwen3_5ForConditionalGeneration": ("qwen3_5", ("Qwen3_5ForCausalLM",)),
 }
 """The supported multimodal architectures: the model_type, and the possible text models. The first
 text model is the default.
 """
 
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text"}
+MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3_5ForCausalLM": "qwen3_5_text"}
 """The model_type in config.json where it differs from the family's name."""
 
-PARTIAL_ROPE: tuple[Family, ...] = ("phi3",)
+PARTIAL_ROPE: tuple[Family, ...] = ("phi3", "qwen3_5")
 """The families whose RoPE may rotate only a part of each head."""
 
 _DEFAULTS: dict[Family, dict[str, Any]] = {
@@ -89,6 +92,18 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
     "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
     "olmo3": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5},
+    "qwen3_5": {
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "partial_rotary_factor": 0.25,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "full_attention_interval": 4,
+    },
 }
 """The defaults of `transformers` that differ from those of the other families. Published configs of
 Gemma 3 omit even dimensions that have these values.
@@ -116,6 +131,30 @@ _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
     ),
 }
 """The RoPE of layers without a window, and of layers with one, in families where they differ."""
+
+
+@dataclass(frozen=True)
+class DeltaNetConfig:
+    """The sizes of gated delta-net layers (Yang et al. 2024), which have a recurrent state instead
+    of keys and values.
+    """
+
+    layers: tuple[int, ...]
+    """The indices of the decoder layers that are gated delta-net layers, ascending."""
+    num_key_heads: int
+    """Queries and keys have this many heads; each serves equally many value heads."""
+    num_value_heads: int
+    key_dim: int
+    """The size of a query or key head."""
+    value_dim: int
+    """The size of a value head."""
+    conv_width: int
+    """The positions that the causal convolution sums, including a row's own."""
+
+    @property
+    def channels(self) -> int:
+        """The channels of the convolution: all heads of queries, keys and values."""
+        return 2 * self.num_key_heads * self.key_dim + self.num_value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -198,6 +237,17 @@ class ModelConfig:
     def has_experts(self, layer: int) -> bool:
         """Return whether the MLP of a layer is a mixture of experts."""
         return self.num_experts > 0 and layer not in self.dense_layers
+
+    output_gate: bool = False
+    """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
+    delta_net: DeltaNetConfig | None = None
+    """The gated delta-net layers (Qwen3.5). None: every layer has attention."""
+
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The indices of the layers with attention, ascending."""
+        recurrent = self.delta_net.layers if self.delta_net is not None else ()
+        return tuple(layer for layer in range(self.num_layers) if layer not in recurrent)
 
     def window(self, layer: int) -> int | None:
         """Return the attention window of a layer in positions, or None if it has no window."""
@@ -339,6 +389,9 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         )
     kept = ("quantization_config", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
     outer = {key: fields[key] for key in kept if key in fields}
+    if fields["model_type"] == "qwen3_5":
+        # In transformers, only the outer config decides whether the head of this model is tied.
+        text = {**text, "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False))}
     return {**outer, **text, "model_type": model_type, "architectures": [types[model_type]]}
 
 
@@ -398,6 +451,8 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
     """Return the attention window of each layer (see `ModelConfig.windows`)."""
     layers = positive(fields, "num_hidden_layers")
     kinds = fields.get("layer_types")
+    if family == "qwen3_5":
+        return ()  # Its layer types are read in `_delta_net`.
     if family in ("mistral", "ministral3", "phi3"):
         kinds = ["sliding_attention"] * layers
     elif family == "gemma3":
@@ -475,7 +530,7 @@ def _from_fields(
         rope=rope,
         max_context=context,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_5", "gemma3", "olmo3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
         windows=windows,
@@ -533,6 +588,8 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         }
     if family == "olmo3":
         return {"output_norms": True, "input_norms": False, "joint_qk_norm": True}
+    if family == "qwen3_5":
+        return {"norm_offset": 1.0, "output_gate": True, "delta_net": _delta_net(fields)}
     if family == "phi3":
         return {"fused_projections": True}
     if family == "qwen3_moe":
@@ -544,6 +601,44 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
             "query_scale_interval": positive(parameters, "original_max_position_embeddings"),
         }
     return {}
+
+
+def _delta_net(fields: Mapping[str, Any]) -> DeltaNetConfig | None:
+    """Return the gated delta-net layers of Qwen3.5, or None if all layers have attention."""
+    layers = positive(fields, "num_hidden_layers")
+    interval = positive(fields, "full_attention_interval")
+    kinds = fields.get("layer_types") or [
+        "linear_attention" if (layer + 1) % interval else "full_attention"
+        for layer in range(layers)
+    ]
+    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
+        raise TypeError(
+            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
+            f"of linear_attention and full_attention for each of {layers} layers"
+        )
+    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    if len(recurrent) == layers:
+        raise UnsupportedError("layer_types has no full_attention; the decoder needs one at least")
+    keys, values = (positive(fields, f"linear_num_{part}_heads") for part in ("key", "value"))
+    if values % keys:
+        raise UnsupportedError(
+            f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
+        )
+    width = positive(fields, "linear_conv_kernel_dim")
+    if width < 2:
+        raise UnsupportedError("linear_conv_kernel_dim is 1; the decoder needs at least 2")
+    if fields.get("attn_output_gate", True) is not True:
+        raise UnsupportedError("attn_output_gate is false; the decoder needs the gate of Qwen3.5")
+    if not recurrent:
+        return None
+    return DeltaNetConfig(
+        layers=recurrent,
+        num_key_heads=keys,
+        num_value_heads=values,
+        key_dim=positive(fields, "linear_key_head_dim"),
+        value_dim=positive(fields, "linear_value_head_dim"),
+        conv_width=width,
+    )
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:

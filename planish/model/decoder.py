@@ -5,8 +5,9 @@ mixture of experts.
 
 The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
 sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
-to one another and where keys and values are stored. So trainer and sampler run the same arithmetic
-over the same weights.
+to one another and where keys and values are stored. A `recurrence` does the same for the states of
+gated delta-net layers (delta_net.py), which Qwen3.5 has in three of four layers. So trainer and
+sampler run the same arithmetic over the same weights.
 
 The base weights are frozen and shared. Matmuls run in the model's dtype. The residual stream, norms
 and RoPE are float32. That costs little and keeps the bf16 logprobs of sampler and trainer close
@@ -26,13 +27,21 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
+from planish.model.delta_net import DeltaNetInputs, DeltaNetWeights, Recurrence
 from planish.model.experts import Experts, mixture_of_experts
 from planish.model.kernels.backend import AdapterBatch, Attend, Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.linear import PackedLinear
 from planish.model.linears import fused_modules
 from planish.model.lora import LoraWeights
-from planish.model.operations import adapted_linear, add_rms_norm, gated, reorder, rope
+from planish.model.operations import (
+    adapted_linear,
+    add_rms_norm,
+    gated,
+    gated_output,
+    reorder,
+    rope,
+)
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weights import load_weights
 
@@ -60,6 +69,11 @@ class Layer:
     mlp_output_norm: Tensor | None
     rope: RotaryEmbedding
     """The RoPE table of this layer. Layers with the same RoPE settings share one table."""
+    delta_net: DeltaNetWeights | None = None
+    """The weights of a gated delta net; None in a layer with attention. In a gated delta-net layer,
+    `qkv` is the projection to the inputs of the convolution and to the output gate, `o` is the
+    output projection, and `rope` is not used.
+    """
 
 
 class Decoder:
@@ -83,6 +97,10 @@ class Decoder:
             for rope in dict.fromkeys(ropes)
         }
         self.layers = [loader.layer(i, tables[rope]) for i, rope in enumerate(ropes)]
+        recurrent = config.delta_net.layers if config.delta_net is not None else ()
+        kinds = (config.attention_layers, recurrent)
+        self._numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
+        """The number of each layer among the layers with attention, or among the others."""
         self.head_order: Tensor | None = None
         """The order of each head's dimensions in queries and keys: int64 [E] (see
         `paired_halves`). None: the checkpoint's order.
@@ -133,12 +151,14 @@ class Decoder:
         adapters: LoraWeights | AdapterBatch | None,
         *,
         recompute: bool = False,
+        recurrence: Recurrence | None = None,
     ) -> Tensor:
         """Return the last hidden states after the final norm: [T, D] in the model's dtype.
 
         `tokens`, `positions`: int64 [T]. `adapters`: one adapter (or None) for all rows, with
         gradients, or a batch of several adapters, without gradients. `recompute`: use activation
-        checkpointing, which stores only each layer's input for the backward pass.
+        checkpointing, which stores only each layer's input for the backward pass. `recurrence`:
+        required for models with gated delta-net layers.
         """
         x = self.embedding[tokens]
         if self.embedding_scale != 1.0:
@@ -147,7 +167,16 @@ class Decoder:
         tables = dict.fromkeys(layer.rope for layer in self.layers)
         rotations = {table: table(positions) for table in tables}
         scales = None if self.query_scales is None else self.query_scales[positions].view(-1, 1, 1)
-        run = _Forward(self.backend, rotations, attend, adapters, scales, self.head_order)
+        run = _Forward(
+            self.backend,
+            rotations,
+            attend,
+            adapters,
+            self._numbers,
+            recurrence,
+            scales,
+            self.head_order,
+        )
         residual: Tensor | None = None
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
@@ -174,6 +203,9 @@ class _Forward:
     """The cos and sin of the rows' positions, for each RoPE table of the model."""
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
+    numbers: Mapping[int, int]
+    """The number of each layer among the layers with attention, or among those without."""
+    recurrence: Recurrence | None = None
     query_scales: Tensor | None = None
     """The factor of each row's queries: float32 [T, 1, 1]."""
     head_order: Tensor | None = None
@@ -190,9 +222,12 @@ class _Forward:
         two arguments for the next layer.
         """
         x, h = self.add_norm(x, residual, layer.input_norm)
-        q, k, v = self.qkv(self.linear(h, layer.qkv, index, "attn_in"), layer)
-        attended = self.attend(index, q, k, v).flatten(-2)
-        out = self.linear(attended, layer.o, index, "attn_out")
+        projected = self.linear(h, layer.qkv, index, "attn_in")
+        if layer.delta_net is None:
+            mixed = self.attention(projected, layer, index)
+        else:
+            mixed = self.delta_net(h, projected, layer.delta_net, index)
+        out = self.linear(mixed, layer.o, index, "attn_out")
         x, h = self.add_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
         out = self.mlp(h, layer.mlp, index)
         return x, self.output_norm(out, layer.mlp_output_norm)
@@ -203,6 +238,40 @@ class _Forward:
             return mixture_of_experts(self.backend, x, mlp, self.adapters, layer)
         gate_up = self.linear(x, mlp.gate_up, layer, "mlp_in")
         return self.linear(gated(self.backend, gate_up), mlp.down, layer, "mlp_out")
+
+    def attention(self, projected: Tensor, layer: Layer, index: int) -> Tensor:
+        """Return the attention output [T, Hq * E] of projected queries, keys and values."""
+        config, gate = self.backend.config, None
+        if config.output_gate:
+            # q_proj has the query and the gate of each head side by side.
+            queries = 2 * config.num_heads * config.head_dim
+            both, rest = projected.split([queries, projected.shape[1] - queries], 1)
+            q, gate = both.unflatten(1, (config.num_heads, 2, -1)).unbind(2)
+            projected, gate = torch.cat([q.flatten(1), rest], 1), gate.flatten(1)
+        q, k, v = self.qkv(projected, layer)
+        attended = self.attend(self.numbers[index], q, k, v).flatten(-2)
+        return attended if gate is None else gated_output(attended, gate)
+
+    def delta_net(
+        self, h: Tensor, projected: Tensor, weights: DeltaNetWeights, index: int
+    ) -> Tensor:
+        """Return the gated outputs [T, Hv * Dv] of a gated delta net before the output projection.
+
+        `h`: the layer's normed input [T, D]. `projected`: [T, C + Hv * Dv].
+        """
+        config = self.backend.config.delta_net
+        assert config is not None
+        assert self.recurrence is not None, "a model with gated delta nets needs a recurrence"
+        qkv, z = projected.split([config.channels, projected.shape[1] - config.channels], 1)
+        # in_proj_b and in_proj_a have no adapter.
+        if torch.is_grad_enabled():
+            beta_decay = adapted_linear(self.backend, h, weights.beta_decay, None)
+        else:
+            beta_decay = self.backend.matmul(h, weights.beta_decay)
+        inputs = DeltaNetInputs(qkv, beta_decay, weights)
+        out = self.recurrence(self.numbers[index], inputs)
+        normed = self.add_norm(out, None, weights.norm)[1].flatten(1)
+        return gated(self.backend, torch.cat([z, normed], 1))
 
     def output_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
@@ -301,8 +370,10 @@ class _Loader:
         return weight if offset == 0.0 and factor == 1.0 else (weight + offset) * factor
 
     def layer(self, index: int, rope: RotaryEmbedding) -> Layer:
-        """Return a decoder layer with its RoPE table."""
+        """Return the decoder layer `index`, with its RoPE table."""
         config, prefix = self.backend.config, f"model.layers.{index}."
+        is_recurrent = config.delta_net is not None and index in config.delta_net.layers
+        has_qk_norm = config.qk_norm and not is_recurrent
 
         def linear(*names: str) -> PackedLinear:
             biased = f"{prefix}{names[0]}.bias" in self.weights
@@ -341,12 +412,29 @@ class _Loader:
         return Layer(
             input_norm=input_norm("input_layernorm"),
             qkv=linear(*attn_in),
-            q_norm=norm("self_attn.q_norm", scale) if config.qk_norm else None,
-            k_norm=norm("self_attn.k_norm") if config.qk_norm else None,
+            q_norm=norm("self_attn.q_norm", scale) if has_qk_norm else None,
+            k_norm=norm("self_attn.k_norm") if has_qk_norm else None,
             o=linear(*attn_out),
             attn_output_norm=output_norm("post_attention_layernorm"),
             mlp_norm=input_norm(before_mlp),
             mlp=mlp(),
             mlp_output_norm=output_norm("post_feedforward_layernorm"),
             rope=rope,
+            delta_net=self.delta_net(f"{prefix}linear_attn.") if is_recurrent else None,
+        )
+
+    def delta_net(self, prefix: str) -> DeltaNetWeights:
+        """Return the weights of the gated delta net whose weight names start with `prefix`."""
+
+        def wide(name: str) -> Tensor:
+            # These weights are not rounded to the model's dtype, because they are not in a matmul.
+            return self.weights[prefix + name].to(self.backend.device, torch.float32)
+
+        projections = self.several([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
+        return DeltaNetWeights(
+            beta_decay=self.backend.pack(projections, (None, None), keeps=False),
+            conv=wide("conv1d.weight").squeeze(1),
+            decay_rate=-wide("A_log").exp(),
+            decay_bias=wide("dt_bias"),
+            norm=wide("norm.weight"),
         )

@@ -47,6 +47,7 @@ class KVSpec:
     """The shape, dtype and device of the keys and values of one position."""
 
     layers: int
+    """The number of layers with attention."""
     heads: int
     head_dim: int
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class KVSpec:
         """Return the KV layout of the backend's model."""
         config = backend.config
         heads = (config.num_kv_heads, config.head_dim)
-        return cls(config.num_layers, *heads, backend.kv_dtype, backend.device)
+        return cls(len(config.attention_layers), *heads, backend.kv_dtype, backend.device)
 
     @property
     def bytes_per_position(self) -> int:

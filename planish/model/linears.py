@@ -9,7 +9,7 @@ FUSED_MODULES = (
     ("mlp.down_proj",),
 )
 """The linears of a decoder layer, grouped by the input that they read, in the field order of
-`LayerLora`. `fused_modules` returns those of a model.
+`LayerLora`. `fused_modules` returns those of a layer of a model.
 """
 _JOINED_MODULES = (
     ("self_attn.qkv_proj",),
@@ -25,12 +25,20 @@ _EXPERT_MODULES = (
 """The linears of a layer with a mixture of experts. Each name of an expert's linear stands for the
 linears of all experts. Gate and up share one A, as in PEFT.
 """
+_DELTA_NET_MODULES = (
+    ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
+    ("linear_attn.out_proj",),
+    *FUSED_MODULES[2:],
+)
+"""The linears of a gated delta-net layer. As in Tinker, in_proj_a and in_proj_b have no adapter."""
 
 
 def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     """Return the linears of a decoder layer by the names in the checkpoint, grouped by the input
     that they read, in the field order of `LayerLora`.
     """
+    if model.delta_net is not None and layer in model.delta_net.layers:
+        return _DELTA_NET_MODULES
     if model.has_experts(layer):
         return _EXPERT_MODULES
     return _JOINED_MODULES if model.fused_projections else FUSED_MODULES
@@ -57,8 +65,15 @@ def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
         shape = (model.hidden_size, model.expert_size)
         return shape if is_down else (2 * model.expert_size, model.hidden_size)
     queries, keys = model.num_heads * model.head_dim, model.num_kv_heads * model.head_dim
+    if model.delta_net is not None and name.startswith("linear_attn."):
+        values = model.delta_net.num_value_heads * model.delta_net.value_dim
+        return {
+            "in_proj_qkv": (model.delta_net.channels, model.hidden_size),
+            "in_proj_z": (values, model.hidden_size),
+            "out_proj": (model.hidden_size, values),
+        }[name.split(".")[1]]
     return {
-        "q_proj": (queries, model.hidden_size),
+        "q_proj": (queries * (2 if model.output_gate else 1), model.hidden_size),
         "k_proj": (keys, model.hidden_size),
         "v_proj": (keys, model.hidden_size),
         "qkv_proj": (queries + 2 * keys, model.hidden_size),

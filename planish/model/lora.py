@@ -138,9 +138,7 @@ class LoraLayout:
         """
         for layer in range(model.num_layers):
             for site in fused_modules(model, layer):
-                if (lora.train_attn and site[0].startswith("self_attn")) or (
-                    lora.train_mlp and site[0].startswith("mlp")
-                ):
+                if lora.train_mlp if site[0].startswith("mlp") else lora.train_attn:
                     self._add_site(
                         [
                             (f"model.layers.{layer}.{name}", *linear_shape(model, name))

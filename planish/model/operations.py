@@ -13,6 +13,7 @@ from torch import Tensor
 
 from planish.model.kernels.backend import Backend, LoraMatrices
 from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.delta_net import sigmoid
 
 
 def adapted_linear(
@@ -178,3 +179,24 @@ class _Gated(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[None, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
         return None, activated_backward(ctx.backend, grad, gate_up)
+
+
+def gated_output(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate) in the dtype of `x`. `x`, `gate`: [T, H * E] each."""
+    return _GatedOutput.apply(x, gate)  # type: ignore[no-any-return]
+
+
+class _GatedOutput(torch.autograd.Function):
+    """A gate of the attention output, computed in float32. Backward computes it again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        return (x.float() * sigmoid(gate)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, gate = ctx.saved_tensors
+        share, grad = sigmoid(gate), grad.float()
+        of_gate = grad * x.float() * share * (1 - share)
+        return (grad * share).to(x.dtype), of_gate.to(gate.dtype)

@@ -9,6 +9,13 @@ SPAN = 64
 CHUNK = 32
 """The positions of one prefix cache entry."""
 
+STATE_CHUNK = 256
+"""The positions of one prefix cache entry of a model with recurrent states.
+
+Each entry contains the state after its last position. A state is as large as the keys and values of
+hundreds to thousands of positions, so entries of CHUNK positions would waste memory.
+"""
+
 
 def whole_spans(positions: int) -> int:
     """Return `positions` rounded up to a multiple of SPAN."""

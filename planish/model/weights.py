@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from planish.errors import DamagedFileError, UnknownModelError, UnsupportedError
-from planish.model.config import ModelConfig, read_json
+from planish.model.config import DeltaNetConfig, ModelConfig, read_json
 from planish.model.linears import fused_modules, linear_shape, num_experts_of
 
 if TYPE_CHECKING:  # importing torch takes seconds, and commands that list models do not need it
@@ -36,7 +36,7 @@ _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 _SKIPPED_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
-    for part in ("vision_tower", "multi_modal_projector")
+    for part in ("vision_tower", "multi_modal_projector", "visual", "mtp")
 )
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
@@ -87,7 +87,9 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"{name}.weight", shape
             if config.qkv_bias and site[0] == "self_attn.q_proj":
                 yield f"{name}.bias", shape[:1]
-    if config.qk_norm:
+    if config.delta_net is not None and layer in config.delta_net.layers:
+        yield from _delta_net_shapes(config.delta_net, hidden)
+    elif config.qk_norm:
         is_joint = config.joint_qk_norm
         yield "self_attn.q_norm.weight", (queries if is_joint else config.head_dim,)
         yield "self_attn.k_norm.weight", (keys if is_joint else config.head_dim,)
@@ -107,6 +109,19 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
             yield f"mlp.experts.{expert}.up_proj.weight", (inner, hidden)
             yield f"mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+
+
+def _delta_net_shapes(
+    delta_net: DeltaNetConfig, hidden: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield the weights of a gated delta net that `fused_modules` does not name."""
+    heads = delta_net.num_value_heads
+    yield "linear_attn.in_proj_b.weight", (heads, hidden)
+    yield "linear_attn.in_proj_a.weight", (heads, hidden)
+    yield "linear_attn.conv1d.weight", (delta_net.channels, 1, delta_net.conv_width)
+    yield "linear_attn.dt_bias", (heads,)
+    yield "linear_attn.A_log", (heads,)
+    yield "linear_attn.norm.weight", (delta_net.value_dim,)
 
 
 def weight_files(directory: str | Path) -> list[str]:

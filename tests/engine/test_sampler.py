@@ -92,6 +92,8 @@ def assert_nothing_left(sampler: Sampler) -> None:
     assert not sampler._samples.in_use()
     assert not sampler._last_hidden
     assert not sampler._hidden
+    assert not sampler._states
+    assert not sampler._chunk_states
     assert not sampler._requests
 
 

@@ -219,7 +219,14 @@ def plain_loss(name: str):
 
 @pytest.mark.parametrize(
     ("family", "rope_scaling"),
-    [("llama", None), ("mistral", None), ("qwen2", None), ("qwen3", None), ("qwen2", YARN_SCALING)],
+    [
+        ("llama", None),
+        ("mistral", None),
+        ("qwen2", None),
+        ("qwen3", None),
+        ("qwen3_5", None),
+        ("qwen2", YARN_SCALING),
+    ],
 )
 @pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
 def test_gradients_equal_transformers_and_peft(tmp_path, family: str, rope_scaling, loss_fn: str):

@@ -17,6 +17,7 @@ from planish.model.decoder import Decoder
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.prefix_tree import pack
 from planish.model.rope import RotaryEmbedding
 from planish.model.weights import load_weights
 from planish.testing import CONFIGS, tiny_model
@@ -59,6 +60,8 @@ VARIANTS = [
     ("qwen3_moe", {}),
     ("qwen3_moe", {"layers": 3, "dense_layers": [1], "tied": False, "experts_per_token": 3}),
     ("smollm3", {"layers": 4}),
+    ("qwen3_5", {"layers": 4}),
+    ("qwen3_5", {"tied": False, "head_dim": 32}),
     ("smollm3", {"layers": 4, "rope_scaling": YARN_SCALING}),
     ("olmo3", {"layers": 4}),
     ("olmo3", {"layers": 4, "tied": False, "kv_heads": 4, "rope_scaling": YARN_SCALING}),
@@ -104,6 +107,7 @@ def logits_of(
         torch.arange(len(tokens)),
         in_dtype,
         weights,
+        recurrence=decoder.backend.tree_recurrence(pack([tokens.numpy()], len(tokens))[0]),
         **options,
     )
     logits = hidden.float() @ decoder.head.weight.float().t()
@@ -212,7 +216,8 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     our_error = (logits_of(decoder, tokens) - reference).norm() / reference.norm()
     their_error = (theirs(tokens[None]).logits[0].float() - reference).norm() / reference.norm()
     assert our_error <= 1.1 * their_error
-    assert our_error < 0.02
+    # The random gates of the delta nets amplify rounding, for transformers too.
+    assert our_error < (0.04 if family == "qwen3_5" else 0.02)
 
 
 def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
@@ -247,6 +252,7 @@ def peft_twin(path, layout: LoraLayout, master: torch.Tensor):
         ("qwen3_moe", LoraConfig(rank=3, train_attn=False, train_unembed=False)),
         ("smollm3", LoraConfig(rank=6, train_mlp=False)),
         ("gemma3", LoraConfig(rank=4)),
+        ("qwen3_5", LoraConfig(rank=4)),
         ("ministral3", LoraConfig(rank=4)),
         ("olmo3", LoraConfig(rank=7)),
         ("phi3", LoraConfig(rank=5)),

@@ -255,7 +255,7 @@ def test_yarn_added_to_a_qwen_config_extends_the_context(tmp_path):
     )
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "qwen3_5"])
 def test_configs_written_by_transformers_are_read(tmp_path, family):
     config = ModelConfig.from_directory(
         tiny_model(tmp_path, family, head_dim=24, layers=3, kv_heads=1)

@@ -254,8 +254,13 @@ class GrammarCache:
         )
 
 
-def wait_for_masks(states: Sequence[GrammarState], seconds: float, for_all: bool = False) -> None:
-    """Wait until one state (or with `for_all` every state) is ready, but at most `seconds`."""
+def wait_for_masks(
+    states: Sequence[GrammarState], seconds: float | None, for_all: bool = False
+) -> None:
+    """Wait until one state (or with `for_all` every state) is ready, but at most `seconds`.
+
+    `seconds` None: wait without a limit.
+    """
     wait(
         [state.done for state in states],
         seconds,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.model.decoder import Decoder
+from planish.model.delta_net import Recurrence
 from planish.model.kernels.reference.adapter_stacks import ROWS, AdapterStacks
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
 from planish.model.kv_cache import KVPools, SlotOwner
@@ -32,6 +33,8 @@ class Rows:
     tokens: list[int]
     positions: list[int]
     layout: RowLayout
+    recurrence: Recurrence | None = None
+    """The recurrence of the rows; None if the model has no gated delta-net layers."""
 
 
 class ModelRunner(Protocol):
@@ -97,7 +100,8 @@ class EagerRunner:
         """Return the hidden states [T, D] of prompt rows, and store their keys and values."""
         attention = self._backend.prefill_attention(spans)
         adapters = self._backend.adapter_batch(rows.layout.adapters)
-        return self._decoder.forward(*self._places(rows), attention, adapters)
+        places = self._places(rows)
+        return self._decoder.forward(*places, attention, adapters, recurrence=rows.recurrence)
 
     def decode(
         self,
@@ -116,7 +120,11 @@ class EagerRunner:
             self._stacks.forget()
         attention = self._backend.decode_attention(row_of, prompts, samples, row_counts)
         batch = self._backend.adapter_batch(given)
-        hidden = self._decode_pass(*self._places(rows), attention, batch)
+        places = self._places(rows)
+        if rows.recurrence is not None:
+            hidden = self._decoder.forward(*places, attention, batch, recurrence=rows.recurrence)
+        else:
+            hidden = self._decode_pass(*places, attention, batch)
         return hidden, self._head.logits(hidden, adapters)
 
     def release_adapters(self) -> None:

@@ -43,6 +43,7 @@ from planish.engine.sampling.token_sampling import sample_tokens, top_logprobs
 from planish.engine.sampling.validation import check_sample, max_tokens_of
 from planish.errors import NonFiniteError, UserError
 from planish.model.decoder import Decoder
+from planish.model.delta_net import RecurrentState, StateRun, sampling_bytes, state_bytes
 from planish.model.kernels.backend import Backend
 from planish.model.kernels.reference.adapter_stacks import shape_of
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -56,7 +57,7 @@ from planish.model.kv_cache import (
     max_pool_bytes,
 )
 from planish.model.lora import AdapterRows, LoraWeights
-from planish.model.positions import CHUNK, SPAN, grown_capacity, sample_capacity
+from planish.model.positions import CHUNK, SPAN, STATE_CHUNK, grown_capacity, sample_capacity
 from planish.model.transfer import on_device
 from planish.service import Sample, SampledToken
 from planish.types import SampledSequence, SampleResponse, TopkLogprobs
@@ -71,6 +72,21 @@ samples. If a grammar names forced tokens in time, this step decodes them too. M
 keep the grammar's worker busy for longer than the step may wait.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class _CachedChunk:
+    """One chunk of a cached prefix."""
+
+    keys: Tensor
+    """[layers, heads, chunk, head_dim], as are `values`."""
+    values: Tensor
+    hidden: Tensor
+    """The final hidden states [chunk, D]. They give the logprobs of a cached prefix without another
+    prefill.
+    """
+    state: RecurrentState | None
+    """The recurrent state after the chunk; None if the model has none."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +129,9 @@ class SamplerSettings:
             + backend.workspace_bytes
             + self.max_prefill_tokens_per_step
             * (8 * config.hidden_size + backend.dtype.itemsize * narrow)
+            + sampling_bytes(
+                config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
+            )
         )
 
 
@@ -151,20 +170,23 @@ class Sampler:
             )
         else:
             self._runner = EagerRunner(decoder, self._head)
-        per_position = self._kv_spec.bytes_per_position
-        self._scheduler = Scheduler(
-            settings.max_batch,
-            settings.kv_cache_bytes // per_position,
-            settings.max_prefill_tokens_per_step,
-        )
         self.settings = settings
+        self._state_bytes = state_bytes(decoder.config, decoder.dtype)
+        self._chunk = self._cache_chunk()
+        self._scheduler = self._make_scheduler()
         self._make_pools()
         hidden_bytes = decoder.config.hidden_size * decoder.dtype.itemsize
-        self._cache: PrefixCache[tuple[Tensor, Tensor, Tensor]] = PrefixCache(
-            CHUNK, settings.prefix_cache_bytes // ((per_position + hidden_bytes) * CHUNK)
+        chunk_bytes = (self._kv_spec.bytes_per_position + hidden_bytes) * self._chunk
+        self._cache: PrefixCache[_CachedChunk] = PrefixCache(
+            self._chunk, settings.prefix_cache_bytes // (chunk_bytes + self._state_bytes)
         )
-        """Each chunk's keys, values and final hidden states [CHUNK, D]. The hidden states give the
-        logprobs of a cached prefix without another prefill.
+        self._states: dict[Prompt | RunningSample, RecurrentState] = {}
+        """The recurrent states of active prompts and of samples after their first token. The states
+        of prompts are never changed in place.
+        """
+        self._chunk_states: dict[Prompt, list[RecurrentState]] = {}
+        """The recurrent states after the whole chunks computed so far. An entry is removed when its
+        prompt is ready.
         """
         self._hidden: dict[Prompt, list[Tensor]] = {}
         """The hidden states of the whole chunks computed so far. An entry is removed when its
@@ -174,6 +196,24 @@ class Sampler:
         """The hidden state [1, D] of each ready prompt's last token."""
         self._requests: list[Request] = []
         self._count = 0
+
+    def _cache_chunk(self) -> int:
+        """Return the positions of one prefix cache entry."""
+        if not self._state_bytes:
+            return CHUNK
+        # A step must be able to prefill a whole chunk.
+        most = self.settings.max_prefill_tokens_per_step // CHUNK * CHUNK
+        return min(STATE_CHUNK, max(CHUNK, most))
+
+    def _make_scheduler(self) -> Scheduler:
+        per_position = self._kv_spec.bytes_per_position
+        return Scheduler(
+            self.settings.max_batch,
+            self.settings.kv_cache_bytes // per_position,
+            self.settings.max_prefill_tokens_per_step,
+            self._chunk,
+            -(-self._state_bytes // per_position),
+        )
 
     def record(self) -> None:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
@@ -282,13 +322,10 @@ class Sampler:
         leave the scheduler or the pools inconsistent.
         """
         requests, self._requests = self._requests, []
-        old = self._scheduler
-        self._scheduler = Scheduler(
-            old.max_batch, old.max_positions, old.max_prefill_tokens_per_step
-        )
+        self._scheduler = self._make_scheduler()
         self._make_pools()
-        self._last_hidden.clear()
-        self._hidden.clear()
+        for kept in (self._last_hidden, self._hidden, self._states, self._chunk_states):
+            kept.clear()
         for request in requests:
             request.fail(error)
 
@@ -314,34 +351,74 @@ class Sampler:
         first = (
             len(known)
             if request is None or request.scores is None
-            else request.scores.first_position // CHUNK
+            else request.scores.first_position // self._chunk
         )
         # Cached positions that need scores are all scored in this step, while other requests wait.
         # So their number is limited to `max_prefill_tokens_per_step`. The rest of the cache hit is
         # discarded, and later steps prefill those positions again.
-        known = known[: first + self.settings.max_prefill_tokens_per_step // CHUNK]
+        known = known[: first + self.settings.max_prefill_tokens_per_step // self._chunk]
         if known:
-            keys, values = (torch.cat([chunk[part] for chunk in known], 2) for part in (0, 1))
-            pool.write(prompt.slot, 0, (keys, values))
-        hidden = self._hidden[prompt] = [chunk[2] for chunk in known]
+            pool.write(
+                prompt.slot,
+                0,
+                (
+                    torch.cat([chunk.keys for chunk in known], 2),
+                    torch.cat([chunk.values for chunk in known], 2),
+                ),
+            )
+        hidden = self._hidden[prompt] = [chunk.hidden for chunk in known]
+        if self._state_bytes:
+            states = [chunk.state for chunk in known if chunk.state is not None]
+            self._chunk_states[prompt] = states
+            self._states[prompt] = states[-1] if states else self._new_state()
         if request is not None and hidden[first:]:
-            self._score(request, first * CHUNK, torch.cat(hidden[first:]))
-        prompt.computed = prompt.cached = len(known) * CHUNK
+            self._score(request, first * self._chunk, torch.cat(hidden[first:]))
+        prompt.computed = prompt.cached = len(known) * self._chunk
+
+    def _new_state(self) -> RecurrentState:
+        """Return the recurrent state before position 0."""
+        config = self._decoder.config.delta_net
+        assert config is not None
+        return RecurrentState(config, self._decoder.dtype, self._decoder.device)
+
+    def _state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
+        """Return the runs of the next `count` positions of a prompt, which start at batch row `row`.
+
+        Each run ends at the end of a chunk, or at the last of these positions. The prompt gets the
+        state after the last run, and `_chunk_states` those after whole chunks that fit into the
+        prefix cache.
+        """
+        if not self._state_bytes:
+            return []
+        start, stop = prompt.computed, prompt.computed + count
+        first_border = (start // self._chunk + 1) * self._chunk
+        ends = [*range(first_border, stop, self._chunk), stop]
+        runs, known = [], self._chunk_states[prompt]
+        for end in ends:
+            after = self._new_state()
+            runs.append(StateRun(row, row + end - start, self._states[prompt], after))
+            self._states[prompt] = after
+            if end % self._chunk == 0 and end // self._chunk <= self._cache.capacity:
+                known.append(after)
+            row, start = row + end - start, end
+        return runs
 
     def _prefill(self, batch: list[tuple[Prompt, int]]) -> None:
         """Compute the next `count` tokens of each (prompt, count) in one decoder pass."""
         batch = sorted(batch, key=lambda item: id(item[0].weights))
         layout = RowLayout([(prompt.weights, count) for prompt, count in batch])
         tokens, positions = [0] * layout.total, [0] * layout.total
-        spans = []
+        spans, runs = [], []
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             start = prompt.computed
+            runs += self._state_runs(prompt, row, count)
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
             spans.append(
                 PrefillSpan(self._prompts.pool_for(prompt.capacity), prompt.slot, row, start, count)
             )
-        hidden = self._runner.prefill(Rows(tokens, positions, layout), spans)
+        recurrence = self._backend.sequence_recurrence(runs, layout.total)
+        hidden = self._runner.prefill(Rows(tokens, positions, layout, recurrence), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
             self._computed(prompt, hidden[row : row + count])
 
@@ -354,16 +431,27 @@ class Sampler:
         if request is not None:
             self._score(request, prompt.computed, hidden)
         known = self._hidden[prompt]
-        known += [chunk.clone() for chunk in hidden.split(CHUNK) if len(chunk) == CHUNK]
+        size = self._chunk
+        known += [chunk.clone() for chunk in hidden.split(size) if len(chunk) == size]
         prompt.computed += hidden.shape[0]
         if not prompt.ready:
             return
         del self._hidden[prompt]
         self._last_hidden[prompt] = hidden[-1:].clone()
-        missing = self._cache.missing(prompt.version, prompt.tokens)
+        tokens, states = prompt.tokens, self._chunk_states.pop(prompt, [])
+        if self._state_bytes:  # only these chunks have their states
+            tokens = tokens[: len(states) * size]
+        missing = self._cache.missing(prompt.version, tokens)
         pool = self._prompts.pool_for(prompt.capacity)
-        chunks = [(*pool.read(prompt.slot, i * CHUNK, (i + 1) * CHUNK), known[i]) for i in missing]
-        self._cache.add(prompt.version, prompt.tokens, chunks)
+        chunks = [
+            _CachedChunk(
+                *pool.read(prompt.slot, i * size, (i + 1) * size),
+                known[i],
+                states[i] if states else None,
+            )
+            for i in missing
+        ]
+        self._cache.add(prompt.version, tokens, chunks)
         if request is not None and not request.num_samples:
             prompt.waiting -= 1
             self._deliver(request)
@@ -402,6 +490,8 @@ class Sampler:
             self._scheduler.release(prompt)
             self._last_hidden.pop(prompt, None)
             self._hidden.pop(prompt, None)
+            self._states.pop(prompt, None)
+            self._chunk_states.pop(prompt, None)
 
     # Samples
 
@@ -467,8 +557,15 @@ class Sampler:
                 )
                 row_counts[sample] = sample.num_rows
         rows: dict[SlotOwner, int] = dict(zip(samples, layout.starts, strict=True))
+        recurrence = self._backend.sequence_recurrence(
+            self._sample_runs(samples, layout.starts), layout.total
+        )
         hidden, logits = self._runner.decode(
-            Rows(tokens, positions, layout), rows, self._prompts, self._samples, row_counts
+            Rows(tokens, positions, layout, recurrence),
+            rows,
+            self._prompts,
+            self._samples,
+            row_counts,
         )
         self._sample_tokens(samples, layout.starts, hidden, logits, layout.adapters)
 
@@ -488,6 +585,21 @@ class Sampler:
             left = sample.request.max_tokens - len(sample.tokens) - 1
             more = min(len(sample.forced), left, spare)
             sample.num_rows, spare = 1 + more, spare - more
+
+    def _sample_runs(self, samples: Sequence[RunningSample], rows: Sequence[int]) -> list[StateRun]:
+        """Return the runs of a decoding step, one per sample; they change its state in place.
+
+        `rows`: the first row of each sample.
+        """
+        if not self._state_bytes:
+            return []
+        for sample in samples:
+            if sample not in self._states:
+                self._states[sample] = self._states[sample.prompt].copy()
+        return [
+            StateRun(row, row + sample.num_rows, self._states[sample], self._states[sample])
+            for sample, row in zip(samples, rows, strict=True)
+        ]
 
     def _ensure_slots(self, samples: list[RunningSample]) -> None:
         """Ensure that each sample has a slot with space for the keys and values of its rows.
@@ -659,7 +771,8 @@ class Sampler:
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
             on_time = [state for state in missing if not state.is_late]
-            wait_for_masks(on_time, _MASK_SECONDS, for_all=True)
+            # A late sample is decoded again, which would advance its recurrent state twice.
+            wait_for_masks(on_time, None if self._state_bytes else _MASK_SECONDS, for_all=True)
         able: list[RunningSample] = []
         able_rows: list[int] = []
         places: list[int] = []
@@ -746,6 +859,7 @@ class Sampler:
         _remove(self._samples, [sample for sample in samples if sample.capacity])
         for sample in samples:
             self._scheduler.finish(sample)
+            self._states.pop(sample, None)
         self._release_unused([sample.prompt for sample in samples])
 
     def _deliver(self, request: Request) -> None:

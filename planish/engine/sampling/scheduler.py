@@ -214,13 +214,21 @@ class Scheduler:
     """Admission of requests under a limit of running samples and a budget of KV cache positions."""
 
     def __init__(
-        self, max_batch: int, max_positions: int, max_prefill_tokens_per_step: int
+        self,
+        max_batch: int,
+        max_positions: int,
+        max_prefill_tokens_per_step: int,
+        chunk: int = CHUNK,
+        state_positions: int = 0,
     ) -> None:
         """Create a scheduler without requests.
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
-        `max_prefill_tokens_per_step` the prompt tokens of one step.
+        `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk`: the positions of one
+        prefix cache entry. `state_positions`: the positions that each prompt and each sample
+        reserves for its recurrent state, which has the size of their keys and values.
         """
+        self.chunk, self.state_positions = chunk, state_positions
         self.max_batch = max_batch
         self.max_positions = max_positions
         self.max_prefill_tokens_per_step = max_prefill_tokens_per_step
@@ -236,9 +244,17 @@ class Scheduler:
 
     def positions_needed(self, prompt_tokens: int, max_tokens: int) -> int:
         """Return the KV cache positions that a request with one sample reserves."""
-        return capacity_for(prompt_tokens) + (
-            sample_capacity(prompt_tokens, max_tokens) if max_tokens else 0
+        return self._prompt_positions(prompt_tokens) + (
+            self._sample_positions(prompt_tokens, max_tokens) if max_tokens else 0
         )
+
+    def _prompt_positions(self, prompt_tokens: int) -> int:
+        """Return the positions that a prompt reserves for its keys, values and state."""
+        return capacity_for(prompt_tokens) + self.state_positions
+
+    def _sample_positions(self, prompt_tokens: int, max_tokens: int) -> int:
+        """Return the positions that a sample reserves for its keys, values and state."""
+        return sample_capacity(prompt_tokens, max_tokens) + self.state_positions
 
     def admit(self, cache: PrefixCache[Any]) -> list[Prompt]:
         """Start the requests that fit, in order, and return the prompts that became active.
@@ -264,7 +280,7 @@ class Scheduler:
     def prefill_batch(self) -> list[tuple[Prompt, int]]:
         """Return the prompts to prefill in this step, each with its number of tokens.
 
-        The numbers are multiples of CHUNK, except at the end of a prompt. The batch has at most
+        The numbers are multiples of `chunk`, except at the end of a prompt. The batch has at most
         `max_batch` adapters. Alternative tokens have a separate limit (`_MAX_ALTERNATIVES`), so a
         prompt with many alternative tokens does not delay other prompts.
         """
@@ -279,10 +295,10 @@ class Scheduler:
             if prompt.num_alternatives:
                 # The batch's first prompt with alternatives gets at least one chunk. Otherwise a
                 # prompt with very many alternatives would never be prefilled.
-                least = CHUNK if alternatives_left == _MAX_ALTERNATIVES else 0
+                least = self.chunk if alternatives_left == _MAX_ALTERNATIVES else 0
                 count = min(count, max(alternatives_left // prompt.num_alternatives, least))
             if count < remaining:
-                count -= count % CHUNK
+                count -= count % self.chunk
             if count > 0:
                 batch.append((prompt, count))
                 adapters.add(prompt.weights)
@@ -293,13 +309,13 @@ class Scheduler:
     def finish(self, sample: RunningSample) -> None:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
-        self._reserved -= sample_capacity(sample.prompt.length, sample.request.max_tokens)
+        self._reserved -= self._sample_positions(sample.prompt.length, sample.request.max_tokens)
         sample.prompt.waiting -= 1
 
     def release(self, prompt: Prompt) -> None:
         """Remove a prompt that no sample or response needs and end its reservation."""
         self.prompts.remove(prompt)
-        self._reserved -= prompt.capacity
+        self._reserved -= self._prompt_positions(prompt.length)
 
     def withdraw(self, request: Request) -> list[RunningSample]:
         """Withdraw a request that was cancelled or failed, and return its running samples.
@@ -335,7 +351,7 @@ class Scheduler:
                 request.weights,
                 request if request.scores else None,
             )
-            self._reserved += shared.capacity
+            self._reserved += self._prompt_positions(shared.length)
             self.prompts.append(shared)
             active.append(shared)
         shared.waiting += request.num_samples or 1
@@ -346,7 +362,7 @@ class Scheduler:
         """Start as many of the request's samples as fit."""
         assert request.prompt is not None
         while request.started < request.num_samples and len(self.running) < self.max_batch:
-            need = sample_capacity(request.prompt.length, request.max_tokens)
+            need = self._sample_positions(request.prompt.length, request.max_tokens)
             if self._reserved + need > self.max_positions:
                 return
             self._reserved += need
@@ -369,7 +385,7 @@ class Scheduler:
         in_prefill = [p for p in self.prompts if not p.ready and p.version == request.version]
         if not in_prefill or any(self._can_share(p, request) for p in in_prefill):
             return False
-        longer = (len(cache.find(request.version, request.tokens)) + 1) * CHUNK
+        longer = (len(cache.find(request.version, request.tokens)) + 1) * self.chunk
         if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
             return False
         return any(

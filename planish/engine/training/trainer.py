@@ -33,6 +33,7 @@ from planish.engine.training.datums import Example, read_examples
 from planish.engine.training.losses import Loss, find_loss
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
+from planish.model.delta_net import backward_bytes, stored_bytes
 from planish.model.head import scored_logprobs
 from planish.model.kernels.backend import Backend, padded_lora_columns
 from planish.model.kernels.device import Device
@@ -88,6 +89,9 @@ class TrainerSettings:
         attention = wide + itemsize * narrow
         layers = range(config.num_layers)
         layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
+        if config.delta_net is not None:
+            # The rest of a gated delta-net layer is like that of a layer with attention.
+            layer += stored_bytes(config.delta_net, backend.dtype)
         if self.recomputes(tokens):
             # The backward pass needs the activations of at most two layers at a time, and the
             # logits of one chunk of rows with their gradient.
@@ -97,8 +101,11 @@ class TrainerSettings:
             return (
                 tokens * (config.num_layers * (4 + itemsize) * config.hidden_size + 2 * layer)
                 + logits
+                + backward_bytes(config, tokens)
             )
-        return tokens * (config.num_layers * layer + logit_itemsize * config.vocab_size)
+        return tokens * (
+            config.num_layers * layer + logit_itemsize * config.vocab_size
+        ) + backward_bytes(config, tokens)
 
     def _mlp_bytes(self, backend: Backend, rank: int, layer: int) -> int:
         """Return the bytes per token that a layer stores for its MLP and all LoRA hidden states."""
@@ -295,6 +302,7 @@ class Trainer:
             self._decoder.backend.tree_attention(packed),
             call.weights,
             recompute=recompute,
+            recurrence=self._decoder.backend.tree_recurrence(packed),
         )
         scored, at = torch.unique_consecutive(pairs.rows, return_inverse=True)
         if len(scored) < len(packed):

@@ -28,6 +28,7 @@ from planish.model.kernels.linear import PackedLinear
 if TYPE_CHECKING:
     from planish.model.config import ModelConfig
     from planish.model.decoder import Decoder
+    from planish.model.delta_net import Recurrence, StateRun
     from planish.model.experts import ExpertRows
     from planish.model.kernels.reference.row_tiling import RowTiling
     from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -530,6 +531,21 @@ class Backend(Protocol):
 
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return the causal attention of prompt rows, which stores their keys and values."""
+        ...
+
+    def tree_recurrence(self, packed: Packed) -> Recurrence | None:
+        """Return the recurrence of a micro-batch of the trainer, with gradients.
+
+        Return None if the model has no gated delta-net layers.
+        """
+        ...
+
+    def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
+        """Return the recurrence of batch rows that continue stored states, without gradients.
+
+        `runs`: all rows of the batch except padding. `rows`: the rows of the batch. Return None if
+        the model has no gated delta-net layers.
+        """
         ...
 
     def decode_attention(

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import torch
 
+from planish.errors import UnsupportedError
 from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.backend import CppBackend
@@ -36,8 +37,14 @@ def choose_backend(
 
     `deterministic`: whether results are batch-invariant. None: only on a CPU, and only if padding
     suffices, because padding costs almost nothing there. `gpu_families`: the families of Triton
-    kernels that passed their self-test for this model on this GPU.
+    kernels that passed their self-test for this model on this GPU. Raises UnsupportedError for a
+    model with gated delta-net layers on a GPU.
     """
+    if config.delta_net is not None and Device(device).is_gpu:
+        raise UnsupportedError(
+            f"the gated delta-net layers of {config.family} models run only on a CPU so far, not on "
+            f"{device}; give device='cpu'"
+        )
     backend = _fastest(config, dtype, device, gpu_families)
     backend.make_batch_invariant(_row_tiling(backend, deterministic))
     return backend
@@ -48,7 +55,7 @@ def _fastest(
 ) -> TorchBackend:
     wanted = ops.kernels_setting()
     if dtype in (torch.float32, torch.bfloat16):
-        if wanted == "triton":
+        if wanted == "triton" and config.delta_net is None:
             return TritonBackend(config, dtype, device, FAMILIES)
         if Device(device).is_gpu:
             if gpu_families and wanted != "torch":

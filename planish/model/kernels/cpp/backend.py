@@ -218,6 +218,8 @@ class CppBackend(TorchBackend):
             or not config.input_norms
             or config.rotary_dims is not None
             or config.query_scale_beta is not None
+            or config.output_gate
+            or config.delta_net is not None
         ):
             return None
         if not (self.packs_layer_adapters and self.has_attention and "decode" in self.families):

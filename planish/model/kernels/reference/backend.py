@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from planish.model.config import ModelConfig
+from planish.model.delta_net import Recurrence, StateRun
 from planish.model.kernels.backend import (
     MIN_WEIGHT,
     AdapterBatch,
@@ -38,6 +39,7 @@ from planish.model.kernels.linear import (
     onednn_packs_bfloat16,
 )
 from planish.model.kernels.reference.attention import ForestAttention
+from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.kernels.reference.lora import add_lora_, add_lora_stack_, lora_backward_
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import (
@@ -437,6 +439,16 @@ class TorchBackend:
     def prefill_attention(self, spans: Sequence[PrefillSpan]) -> Attend:
         """Return torch's causal attention of prompt rows, which stores their keys and values."""
         return PrefillAttention(spans, self.config.windows)
+
+    def tree_recurrence(self, packed: Packed) -> Recurrence | None:
+        """Return torch's recurrence of a micro-batch of the trainer, with gradients."""
+        config = self.config.delta_net
+        return None if config is None else TreeRecurrence(packed, config, self.device)
+
+    def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
+        """Return torch's recurrence of rows that continue stored states, without gradients."""
+        config = self.config.delta_net
+        return None if config is None else SequenceRecurrence(runs, rows, config, self.device)
 
     def decode_attention(
         self,

@@ -436,9 +436,10 @@ def _base_shapes(config: ModelConfig) -> set[tuple[int, int]]:
     sites = (
         [linear_shape(config, name) for name in site] for site in distinct_fused_modules(config)
     )
-    return {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites} | {
-        _head_shape(config)
-    }
+    shapes = {(sum(fan_out for fan_out, _ in site), site[0][1]) for site in sites}
+    if config.delta_net is not None:  # in_proj_b and in_proj_a
+        shapes.add((2 * config.delta_net.num_value_heads, config.hidden_size))
+    return shapes | {_head_shape(config)}
 
 
 def _head_shape(config: ModelConfig) -> tuple[int, int]:

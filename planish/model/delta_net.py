@@ -1,0 +1,152 @@
+"""Gated delta-net layers (Yang et al. 2024): their weights, and the states of running sequences.
+
+Such a layer has no keys and values. Each sequence has a state of fixed size instead: one matrix per
+head, and the last inputs of a short causal convolution. At each position, the matrix decays and is
+corrected towards the position's value:
+
+    S = decay * S;  S = S + k (beta * (v - S^T k))^T;  output = S^T q
+
+Sampler and trainer compute this recurrence position by position, in the same order of operations.
+So neither the batch nor the position at which a computation starts changes a bit.
+
+Shapes: T rows, C channels of the convolution, W its width, Hk key heads, Hv value heads, Dk and Dv
+the sizes of a key and a value head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from planish.model.config import DeltaNetConfig, ModelConfig
+from planish.model.kernels.linear import PackedLinear
+from planish.model.positions import STATE_CHUNK
+
+BLOCK = 32
+"""The positions whose states the backward pass keeps at a time."""
+BLOCK_ENTRIES = 1 << 26
+"""The maximum entries of these states. Heads are computed in groups if all of them exceed it."""
+
+
+@dataclass(frozen=True)
+class DeltaNetWeights:
+    """The frozen weights of one gated delta-net layer, besides the linears that adapters train."""
+
+    beta_decay: PackedLinear
+    """The inputs of beta and of the decay: [T, 2 * Hv]."""
+    conv: Tensor
+    """float32 [C, W]; the last column belongs to a row's own position."""
+    decay_rate: Tensor
+    """-exp(A_log): float32 [Hv]."""
+    decay_bias: Tensor
+    """dt_bias: float32 [Hv]."""
+    norm: Tensor
+    """The weight of the norm of each head's output: float32 [Dv]."""
+
+
+class RecurrentState:
+    """The state of one sequence after some position, in all gated delta-net layers."""
+
+    def __init__(self, config: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> None:
+        """Create the state before position 0, which is 0. `dtype`: the dtype of the model."""
+        layers = len(config.layers)
+        self.conv = torch.zeros(
+            layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
+        )
+        """[layers, W - 1, C]: the inputs of the convolution at the last W - 1 positions."""
+        self.matrices = torch.zeros(
+            layers, config.num_value_heads, config.key_dim, config.value_dim, device=device
+        )
+        """float32 [layers, Hv, Dk, Dv]."""
+
+    def copy(self) -> RecurrentState:
+        """Return a copy, which can be changed independently."""
+        found = RecurrentState.__new__(RecurrentState)
+        found.conv, found.matrices = self.conv.clone(), self.matrices.clone()
+        return found
+
+
+def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
+    """Return the bytes of the recurrent state of one sequence; 0 if the model has none."""
+    delta_net = config.delta_net
+    if delta_net is None:
+        return 0
+    conv = dtype.itemsize * (delta_net.conv_width - 1) * delta_net.channels
+    matrices = 4 * delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    return len(delta_net.layers) * (conv + matrices)
+
+
+def sampling_bytes(config: ModelConfig, dtype: torch.dtype, samples: int, rows: int) -> int:
+    """Return the estimated workspace of a sampler step for gated delta-net layers.
+
+    `samples`: the most samples of a decoding step. `rows`: the most rows of a prefill. The
+    workspace has the float32 inputs of one layer, three matrices per head of each sequence, and the
+    states at the borders of the prefill's chunks.
+    """
+    delta_net = config.delta_net
+    if delta_net is None:
+        return 0
+    matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    inputs = 4 * 6 * rows * (delta_net.channels + delta_net.num_value_heads * delta_net.key_dim)
+    return 4 * 3 * samples * matrix + inputs + rows // STATE_CHUNK * state_bytes(config, dtype)
+
+
+def stored_bytes(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
+    """Return the estimated bytes that a layer stores for the backward pass, per row.
+
+    They are the inputs and outputs of the recurrence in float32, and the inputs of the convolution,
+    of the output gate and of the output projection in the model's `dtype`.
+    """
+    keys = delta_net.num_value_heads * delta_net.key_dim
+    values = delta_net.num_value_heads * delta_net.value_dim
+    wide = delta_net.channels + 2 * keys + values
+    return 4 * wide + dtype.itemsize * (delta_net.channels + 4 * values)
+
+
+def backward_bytes(config: ModelConfig, rows: int) -> int:
+    """Return the estimated bytes of the states that the backward pass of one layer computes again.
+
+    `rows`: the rows of the micro-batch. 0 for a model without gated delta-net layers.
+    """
+    delta_net = config.delta_net
+    if delta_net is None:
+        return 0
+    matrix = delta_net.num_value_heads * delta_net.key_dim * delta_net.value_dim
+    return 4 * (min(rows * matrix, BLOCK_ENTRIES) + rows // BLOCK * matrix)
+
+
+@dataclass(frozen=True)
+class StateRun:
+    """Rows start .. stop - 1 of a batch, which are consecutive positions of one sequence.
+
+    The run continues `before`, and `after` receives the state after its last row. `after` may be
+    the same object. If `before` is the `after` of an earlier run, the two runs are computed in
+    their order.
+    """
+
+    start: int
+    stop: int
+    before: RecurrentState
+    after: RecurrentState
+
+
+@dataclass(frozen=True)
+class DeltaNetInputs:
+    """The inputs of the recurrence of one layer, after the projections."""
+
+    qkv: Tensor
+    """[T, C] in the model's dtype, before the convolution."""
+    beta_decay: Tensor
+    """[T, 2 * Hv] in the model's dtype."""
+    weights: DeltaNetWeights
+
+
+Recurrence = Callable[[int, DeltaNetInputs], Tensor]
+"""The recurrence of one forward pass: (number of the gated delta-net layer, inputs) -> outputs,
+float32 [T, Hv, Dv].
+
+It knows which rows are consecutive positions, and where states are stored.
+"""

@@ -1,0 +1,218 @@
+"""Gated delta-net layers equal transformers; the recurrence has the same bits in every batch."""
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    causal_conv1d_fn,
+    torch_recurrent_gated_delta_rule,
+)
+
+from planish.errors import UnsupportedError
+from planish.model.config import DeltaNetConfig, ModelConfig
+from planish.model.delta_net import (
+    DeltaNetInputs,
+    DeltaNetWeights,
+    RecurrentState,
+    StateRun,
+    state_bytes,
+)
+from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.linear import PackedLinear
+from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
+from planish.model.prefix_tree import Packed, pack
+from planish.model.weights import load_weights
+from planish.testing import save_weights, tiny_model
+
+CPU = torch.device("cpu")
+CONFIG = DeltaNetConfig((0,), 2, 4, 16, 24, 4)
+
+
+def noise(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def inputs_of(rows: int, dtype: torch.dtype = torch.float32) -> DeltaNetInputs:
+    heads, channels = CONFIG.num_value_heads, CONFIG.channels
+    weights = DeltaNetWeights(
+        beta_decay=PackedLinear([torch.zeros(2 * heads, 8)], packer=lambda *_: None),
+        conv=noise(channels, CONFIG.conv_width, seed=1),
+        decay_rate=-noise(heads, seed=2).abs(),
+        decay_bias=noise(heads, seed=3),
+        norm=torch.ones(CONFIG.value_dim),
+    )
+    qkv, gates = noise(rows, channels, seed=4), noise(rows, 2 * heads, seed=5)
+    return DeltaNetInputs(qkv.to(dtype), gates.to(dtype), weights)
+
+
+def rows_of(inputs: DeltaNetInputs, rows: Sequence[int]) -> DeltaNetInputs:
+    return DeltaNetInputs(inputs.qkv[rows], inputs.beta_decay[rows], inputs.weights)
+
+
+def theirs(inputs: DeltaNetInputs) -> torch.Tensor:
+    """Return the outputs of transformers for one sequence."""
+    weights = inputs.weights
+    mixed = causal_conv1d_fn(inputs.qkv.t()[None], weights.conv, activation="silu")[0].t()
+    keys = CONFIG.num_key_heads * CONFIG.key_dim
+    q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
+    b, a = inputs.beta_decay.chunk(2, 1)
+    out, _ = torch_recurrent_gated_delta_rule(
+        q.unflatten(1, (-1, CONFIG.key_dim))[None],
+        k.unflatten(1, (-1, CONFIG.key_dim))[None],
+        v.unflatten(1, (-1, CONFIG.value_dim))[None],
+        g=(weights.decay_rate * torch.nn.functional.softplus(a + weights.decay_bias))[None],
+        beta=b.sigmoid()[None],
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out[0]
+
+
+def forest(seed: int = 0) -> tuple[list[np.ndarray], Packed]:
+    """Return sequences with shared prefixes of several depths, and their forest."""
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, 9, 40)
+    sequences = [common[:2], rng.integers(10, 19, 70), rng.integers(20, 29, 1)]
+    for prefix in (common, np.append(common, rng.integers(0, 9, 33))):
+        sequences += [np.append(prefix, rng.integers(30, 99, n)) for n in (1, 2, 5, 37, 37)]
+    (packed,) = pack(sequences, 10_000)
+    return sequences, packed
+
+
+def test_the_recurrence_equals_transformers():
+    inputs = inputs_of(70)
+    (packed,) = pack([np.arange(70)], 100)
+    ours = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    torch.testing.assert_close(ours, theirs(inputs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("few_entries", [False, True])
+def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(monkeypatch, few_entries):
+    """With few entries in memory, the backward pass computes one head at a time."""
+    if few_entries:
+        name = "planish.model.kernels.reference.delta_net.BLOCK_ENTRIES"
+        monkeypatch.setattr(name, 1)
+    _, packed = forest()
+    inputs = inputs_of(len(packed))
+    leaves = (inputs.qkv.requires_grad_(), inputs.beta_decay.requires_grad_())
+    probe = noise(len(packed), CONFIG.num_value_heads, CONFIG.value_dim, seed=9)
+    outputs = [(theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum() for rows in packed.rows]
+    expected = torch.autograd.grad(torch.stack(outputs).sum(), leaves)
+    found = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in packed.rows]).sum()
+    for own, their in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
+        assert their.norm() > 1
+        assert (own - their).norm() < 1e-5 * their.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_row_has_the_same_bits_in_every_batch(dtype):
+    """A forest, sequences alone, chunks from stored states, and single steps agree bit for bit."""
+    sequences, packed = forest()
+    inputs = inputs_of(len(packed), dtype)
+    together = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    paths = dict(zip(packed.datums, packed.rows, strict=True))
+    for index in range(len(sequences)):
+        rows = paths[index]
+        own = rows_of(inputs, rows.tolist())
+        (alone,) = pack([sequences[index]], 1000)
+        assert torch.equal(TreeRecurrence(alone, CONFIG, CPU)(0, own), together[rows])
+    # One prefill of all sequences, in which each second run continues another one of the batch.
+    runs, rows, row = [], [], 0
+    finals = []
+    for path in packed.rows:
+        cut = max(1, len(path) // 2)
+        states = [RecurrentState(CONFIG, dtype, CPU) for _ in range(3)]
+        parts = ((row, row + cut), (row + cut, row + len(path)))
+        for number, (start, stop) in enumerate(parts):
+            if start < stop:
+                runs.append(StateRun(start, stop, states[number], states[number + 1]))
+        rows += path.tolist()
+        finals.append(runs[-1].after)
+        row += len(path)
+    with torch.inference_mode():
+        found = SequenceRecurrence(runs, row + 3, CONFIG, CPU)(
+            0, rows_of(inputs, [*rows, *rows[:3]])
+        )
+    assert torch.equal(found[:row], together[rows])
+    assert not found[row:].any()
+    # Decoding steps reach the same outputs and the same states.
+    stepping = [RecurrentState(CONFIG, dtype, CPU) for _ in packed.rows]
+    for step in range(max(map(len, packed.rows))):
+        at = [
+            (path[step], state)
+            for path, state in zip(packed.rows, stepping, strict=True)
+            if step < len(path)
+        ]
+        runs = [StateRun(row, row + 1, state, state) for row, (_, state) in enumerate(at)]
+        some = [int(row) for row, _ in at]
+        with torch.inference_mode():
+            found = SequenceRecurrence(runs, len(at), CONFIG, CPU)(0, rows_of(inputs, some))
+        assert torch.equal(found, together[some])
+    for one, other in zip(stepping, finals, strict=True):
+        assert torch.equal(one.matrices, other.matrices)
+        assert torch.equal(one.conv, other.conv)
+
+
+def test_a_state_has_the_bytes_that_memory_planning_counts(tmp_path):
+    config = ModelConfig.from_directory(tiny_model(tmp_path, "qwen3_5", layers=4))
+    assert config.delta_net is not None
+    assert config.delta_net.layers == (0, 2)
+    state = RecurrentState(config.delta_net, torch.bfloat16, CPU)
+    assert state_bytes(config, torch.bfloat16) == state.conv.nbytes + state.matrices.nbytes
+
+
+def test_a_gpu_is_refused(tmp_path):
+    config = ModelConfig.from_directory(tiny_model(tmp_path, "qwen3_5"))
+    with pytest.raises(UnsupportedError, match=r"gated delta-net .* give device='cpu'"):
+        choose_backend(config, torch.bfloat16, torch.device("cuda:0"), deterministic=False)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layer_types": ["linear_attention"] * 2}, "layer_types has no full_attention"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads 5"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
+        ({"attn_output_gate": False}, "attn_output_gate"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary"),
+    ],
+)
+def test_unsupported_options_are_named(tmp_path, changes, named):
+    path = tiny_model(tmp_path, "qwen3_5") / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UnsupportedError, match=named):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_text_model_of_a_multimodal_checkpoint_is_loaded(tmp_path, caplog, tied):
+    plain = tiny_model(tmp_path / "text", "qwen3_5", tied=tied)
+    tensors = load_file(plain / "model.safetensors")
+    text = json.loads((plain / "config.json").read_text())
+    both = tmp_path / "both"
+    both.mkdir()
+    config = {
+        "architectures": ["Qwen3_5ForConditionalGeneration"],
+        "model_type": "qwen3_5",
+        "eos_token_id": text["eos_token_id"],
+        "tie_word_embeddings": tied,
+        "text_config": {key: text[key] for key in text if key != "tie_word_embeddings"},
+        "vision_config": {"hidden_size": 8},
+    }
+    (both / "config.json").write_text(json.dumps(config))
+    stored = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in tensors.items()
+    }
+    for name in ("model.visual.blocks.0.norm1.weight", "mtp.norm.weight"):
+        stored[name] = torch.zeros(8)
+    save_weights(both, stored)
+    assert ModelConfig.from_directory(both) == ModelConfig.from_directory(plain)
+    with caplog.at_level("INFO"):
+        found = load_weights(both, ModelConfig.from_directory(both))
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in tensors)
+    assert "skipped 2 tensors" in caplog.text
