@@ -14,6 +14,7 @@ from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
 
+from planish.engine.checkpoints.files import peft_config
 from planish.engine.training.adapters import Adapter
 from planish.engine.training.trainer import Trainer, TrainerSettings
 from planish.errors import NonFiniteError, UnsupportedError, UserError
@@ -155,19 +156,22 @@ def peft_gradient(
     """
     layout = adapter.layout
     base = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    targets = sorted({entry.target for entry in layout.entries})
-    twin = get_peft_model(
-        base,
-        PeftConfig(r=layout.lora.rank, lora_alpha=32, target_modules=targets, lora_dropout=0.0),
+    fields = peft_config(layout, "")
+    config = PeftConfig(
+        r=layout.lora.rank,
+        lora_alpha=32,
+        target_modules=fields["target_modules"],
+        target_parameters=fields.get("target_parameters"),
+        lora_dropout=0.0,
     )
-    parameters = dict(twin.named_parameters())
-
-    def parameter(name: str) -> torch.nn.Parameter:
-        target, part = name.rsplit(".", 1)
-        return parameters[f"base_model.model.{target}.{part}.default.weight"]
-
-    for name, value in layout.views(adapter.master).items():
-        parameter(name).data.copy_(value)
+    twin = get_peft_model(base, config)
+    named = dict(twin.named_parameters())
+    parameters = [
+        named[f"base_model.model.{entry.file_name}.default.weight"] for entry in layout.entries
+    ]
+    views = layout.views(adapter.master)
+    for entry, parameter in zip(layout.entries, parameters, strict=True):
+        parameter.data.copy_(entry.to_file(views[entry.name]))
     total = 0.0
     for datum in data:
         inputs = {name: value.to_torch() for name, value in datum.loss_fn_inputs.items()}
@@ -180,10 +184,9 @@ def peft_gradient(
         value.backward()
         total += value.item()
     grads = []
-    for entry in layout.entries:
-        grad = parameter(entry.name).grad
-        assert grad is not None
-        grads.append(grad.reshape(-1).float())
+    for entry, parameter in zip(layout.entries, parameters, strict=True):
+        assert parameter.grad is not None
+        grads.append(entry.from_file(parameter.grad).reshape(-1).float())
     return total, torch.cat(grads)
 
 
@@ -225,6 +228,7 @@ def plain_loss(name: str):
         ("qwen2", None),
         ("qwen3", None),
         ("qwen3_5", None),
+        ("qwen3_moe", None),
         ("qwen2", YARN_SCALING),
     ],
 )
