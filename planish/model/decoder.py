@@ -42,6 +42,7 @@ from planish.model.operations import (
     reorder,
     rope,
 )
+from planish.model.quantization import check_quantizable
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weights import load_weights
 
@@ -79,10 +80,15 @@ class Layer:
 class Decoder:
     """The frozen base model: embedding, decoder layers and output head."""
 
-    def __init__(self, weights: Mapping[str, Tensor], backend: Backend) -> None:
-        """`weights`: all weights of `backend.config` by name, on the CPU in any dtype."""
+    def __init__(
+        self, weights: Mapping[str, Tensor], backend: Backend, quantize: str | None = None
+    ) -> None:
+        """`weights`: all weights of `backend.config` by name, on the CPU in any dtype.
+
+        `quantize`: the scheme of the layers' linears (model/quantization.py), or None.
+        """
         self.config, self.backend = backend.config, backend
-        config, loader = backend.config, _Loader(weights, backend)
+        config, loader = backend.config, _Loader(weights, backend, quantize)
         self.embedding = loader.one("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""
         self.head = backend.pack(
@@ -124,14 +130,17 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device,
         deterministic: bool | None = False,
+        quantize: str | None = None,
     ) -> Decoder:
         """Load the model in `directory` (config and weight files) in `dtype` onto `device`.
 
-        `deterministic`: whether results are batch-invariant (see `choose_backend`).
+        `deterministic`: whether results are batch-invariant (see `choose_backend`). `quantize`: the
+        quantization scheme of the layers' linears, or None.
         """
         config = ModelConfig.from_directory(directory)
+        check_quantizable(config, quantize)
         backend = choose_backend(config, dtype, device, deterministic)
-        return cls(load_weights(directory, config), backend)
+        return cls(load_weights(directory, config), backend, quantize)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -337,6 +346,7 @@ class _Loader:
 
     weights: Mapping[str, Tensor]
     backend: Backend
+    quantize: str | None = None
 
     def one(self, name: str) -> Tensor:
         """Return one weight."""
@@ -379,6 +389,8 @@ class _Loader:
             biased = f"{prefix}{names[0]}.bias" in self.weights
             biases = [self.one(f"{prefix}{name}.bias") if biased else None for name in names]
             weights = self.several([f"{prefix}{name}.weight" for name in names])
+            if self.quantize is not None:
+                return self.backend.pack_quantized(weights, biases, self.quantize)
             return self.backend.pack(weights, biases, keeps=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:

@@ -277,6 +277,15 @@ class Backend(Protocol):
         """
         ...
 
+    def pack_quantized(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
+    ) -> PackedLinear:
+        """Quantize linears that read the same input, and return them as one packed linear.
+
+        `weights`, `biases`: as in `pack`. `scheme`: a name in weight_sizes.SCHEMES.
+        """
+        ...
+
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out], without gradients.
 

@@ -23,6 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from planish.model.quantization import QuantizedWeight, dequantized
+
 before_each_matmul: ContextVar[Callable[[], None]] = ContextVar("before_each_matmul")
 """A callback of the computing thread, called before each matmul with base weights, forward and
 backward.
@@ -111,6 +113,47 @@ class PackedLinear:
         )
 
 
+class QuantizedLinear(PackedLinear):
+    """Frozen linears that read the same input, with quantized weights.
+
+    Each matmul has the same bits as a matmul with the dequantized weights. A kernel dequantizes
+    small tiles. torch, the reference implementation, dequantizes all weights for each matmul and
+    frees them.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[QuantizedWeight],
+        biases: Sequence[Tensor | None],
+        dtype: torch.dtype,
+        packed: PackedQuantizedWeight | None,
+    ) -> None:
+        """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `dtype`: that of matmuls.
+
+        `packed`: the weights packed for a kernel, or None if torch computes the matmuls.
+        """
+        self.sizes = [weight.shape[0] for weight in weights]
+        given = [bias for bias in biases if bias is not None]
+        self.bias = torch.cat(given) if given else None
+        self.packed = self._packed = packed
+        self._quantized = () if packed is not None else tuple(weights)
+        self._dtype = dtype
+
+    def matmul(self, x: Tensor) -> Tensor:
+        """Return x @ weights.T plus the bias: [T, out], without gradients. `x`: [T, in]."""
+        call_before_matmul()
+        if self._packed is not None:
+            return self._packed.product(x, self.bias)
+        return F.linear(x, dequantized(self._quantized, self._dtype), self.bias)
+
+    def matmul_backward(self, grad: Tensor) -> Tensor:
+        """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
+        call_before_matmul()
+        if self._packed is not None:
+            return self._packed.product_backward(grad)
+        return grad @ dequantized(self._quantized, self._dtype)
+
+
 class PackedWeight(Protocol):
     """The joint weights [out, in] of one or more linears in the layout of one matmul kernel."""
 
@@ -127,6 +170,14 @@ class PackedWeight(Protocol):
 
         None if callers must keep the unpacked weights.
         """
+        ...
+
+
+class PackedQuantizedWeight(PackedWeight, Protocol):
+    """Quantized weights [out, in] in the layout of a kernel, for the forward and backward pass."""
+
+    def product_backward(self, grad: Tensor) -> Tensor:
+        """Return grad @ weight: [T, in]. `grad`: [T, out]."""
         ...
 
 

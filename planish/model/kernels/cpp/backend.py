@@ -45,8 +45,14 @@ from planish.model.kernels.cpp.matmul import (
     supports_matmul,
 )
 from planish.model.kernels.cpp.ops import StoringAttention
+from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels, supports_quantized
 from planish.model.kernels.cpp.self_test import FAMILIES
-from planish.model.kernels.linear import PackedLinear, PackedWeight, joint
+from planish.model.kernels.linear import (
+    PackedLinear,
+    PackedQuantizedWeight,
+    PackedWeight,
+    joint,
+)
 from planish.model.kernels.reference.backend import TorchBackend, TorchHeadAdapters
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.kernels.reference.sampling_attention import PrefillSpan
@@ -65,6 +71,7 @@ from planish.model.lora import (
     StackRows,
 )
 from planish.model.prefix_tree import Packed
+from planish.model.quantization import QuantizedWeight
 
 if TYPE_CHECKING:
     from planish.model.decoder import Decoder, DenseMLP, Layer
@@ -86,6 +93,7 @@ class CppBackend(TorchBackend):
             self.geglu, self.geglu_backward = ops.geglu, ops.geglu_backward
         # The routers of experts are float32 in a model of any dtype.
         self._arenas = {kind: WeightArena() for kind in {dtype, torch.float32}}
+        self._codes_arena = WeightArena()
         linears = [
             linear_shape(config, name) for names in distinct_fused_modules(config) for name in names
         ]
@@ -134,6 +142,11 @@ class CppBackend(TorchBackend):
         if not supports_matmul(*shape, dtype):
             return super()._packed(weights, transposed)
         return PanelWeight(joint(weights), self._arenas[dtype], transposed=transposed)
+
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
+        if not supports_quantized(weights, self.dtype):
+            return super()._packed_codes(weights)
+        return QuantizedPanels(weights, self._codes_arena)
 
     # LoRA
 
@@ -385,11 +398,15 @@ class _CppHeadAdapters(TorchHeadAdapters):
 def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
     """Return the layer for the native forward pass, or None unless all its weights are packed."""
     mlp = cast("DenseMLP", layer.mlp)
-    given: list[PanelWeight | Tensor | None] = []
+    given: list[PanelWeight | QuantizedPanels | Tensor | None] = []
     for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down):
-        if not isinstance(linear.packed, PanelWeight) or linear.packed.address is None:
+        packed = linear.packed
+        if not isinstance(packed, PanelWeight | QuantizedPanels) or packed.address is None:
             return None
-        given += [linear.packed, linear.bias]
+        given += [packed, linear.bias]
+    # The pass needs all weights in one form. Only some of them are quantized if their sizes differ.
+    if len({type(given[i]) for i in range(0, len(given), 2)}) > 1:
+        return None
     norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)
     outputs = (layer.attn_output_norm, layer.mlp_output_norm)
     rope = (layer.rope.cos, layer.rope.sin)

@@ -30,7 +30,10 @@ from planish.model.kernels.cpp.matmul import (
     WeightArena,
     supports_bf16_matmul,
 )
+from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels
 from planish.model.kernels.verdicts import Verdict
+from planish.model.quantization import dequantized, quantize
+from planish.model.weight_sizes import SCHEMES
 
 _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
 """The maximum error compared with torch in float64, relative to the largest value."""
@@ -134,6 +137,22 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
             grad = torch.randn(rows, fan_out).to(dtype)
             back = PanelWeight(weight, WeightArena(0), transposed=True).product(grad, None)
             _close("the gradient", back, grad.double() @ weight.double(), tolerance)
+    _quantized_matmul(dtype)
+
+
+def _quantized_matmul(dtype: torch.dtype) -> None:
+    """Compare with the matmul kernel of the dequantized weights, which `_matmul` has tested."""
+    for rows, sizes, fan_in in ((1, (16,), 64), (5, (144, 32), 128), (37, (320,), 192)):
+        given = [torch.randn(size, fan_in).to(dtype) for size in sizes]
+        x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
+        for scheme in SCHEMES:
+            weights = [quantize(weight, scheme) for weight in given]
+            whole = dequantized(weights, dtype)
+            panels = QuantizedPanels(weights, WeightArena(0))
+            expected = PanelWeight(whole, WeightArena(0)).product(x, None)
+            _equal(f"the products with {scheme}", panels.product(x, None), expected)
+            expected = PanelWeight(whole, WeightArena(0), transposed=True).product(grad, None)
+            _equal(f"the gradients with {scheme}", panels.product_backward(grad), expected)
 
 
 def _lora(dtype: torch.dtype, tolerance: float) -> None:

@@ -21,6 +21,10 @@ from torch import Tensor
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import PanelAdapterRows, PanelWeight
 from planish.model.kernels.cpp.ops import AttentionPlan
+from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels
+
+LinearPanels = PanelWeight | QuantizedPanels
+"""The packed weights of a linear. In a pass, either all or none of them are quantized."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +45,13 @@ class PanelLayer:
     sin: Tensor
     window: int
     """The number of positions that a row attends to; 0 for all."""
-    qkv: PanelWeight
+    qkv: LinearPanels
     qkv_bias: Tensor | None
-    o: PanelWeight
+    o: LinearPanels
     o_bias: Tensor | None
-    gate_up: PanelWeight
+    gate_up: LinearPanels
     gate_up_bias: Tensor | None
-    down: PanelWeight
+    down: LinearPanels
     down_bias: Tensor | None
 
 
@@ -56,7 +60,10 @@ _Layer = np.dtype([(field.name, np.int64) for field in fields(PanelLayer)])
 
 class _Pass(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("layers", "rows", "hidden", "inner", "gelu")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("layers", "rows", "hidden", "inner", "gelu", "quantized")
+        ),
         *((name, ctypes.c_float) for name in ("eps", "embedding_scale")),
         *(
             (name, ctypes.c_void_p)
@@ -106,6 +113,7 @@ class DecodePass:
             hidden=out.shape[1],
             inner=self.inner,
             gelu=self.uses_gelu,
+            quantized=isinstance(self.layers[0].qkv, QuantizedPanels),
             eps=self.eps,
             embedding_scale=self.embedding_scale,
             layer=self._table.ctypes.data,
@@ -132,10 +140,10 @@ class DecodePass:
         return table
 
 
-def _address(x: Tensor | PanelWeight | int | None) -> int:
+def _address(x: Tensor | LinearPanels | int | None) -> int:
     if isinstance(x, int):
         return x
-    if isinstance(x, PanelWeight):
+    if isinstance(x, LinearPanels):
         assert x.address is not None
         return x.address
     return 0 if x is None else x.data_ptr()

@@ -24,7 +24,7 @@ from planish.model.kernels.cpp import ops
 if TYPE_CHECKING:
     from planish.model.experts import ExpertRows
 
-_PANEL = 64
+PANEL = 64
 _VECTOR = LORA_COLUMNS
 """The number of elements of one SIMD vector. Output columns are padded to a multiple of it."""
 _MIN_ARENA_ELEMENTS = 1 << 25
@@ -113,7 +113,7 @@ class PanelWeight:
         return self._unpacked if self.dtype == torch.float32 else None
 
     def _unpacked(self) -> Tensor:
-        panels = self._panels.split(_PANEL * self._fan_in)
+        panels = self._panels.split(PANEL * self._fan_in)
         return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
     def product(self, x: Tensor, bias: Tensor | None) -> Tensor:

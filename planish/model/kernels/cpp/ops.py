@@ -56,6 +56,7 @@ _SIGNATURES = {
     "add_head": "pnpnpni",
     "pack_panels": "pnni",
     "product": "ppppnnni",
+    "product_of_codes": "pnpppni",
     "add_lora": "pnpnppnpi",
     "lora_backward": "pnppnppni",
     "lora_gradients": "pnpppnpnppni",

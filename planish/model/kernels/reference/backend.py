@@ -34,7 +34,9 @@ from planish.model.kernels.device import Device
 from planish.model.kernels.linear import (
     BlockedWeight,
     PackedLinear,
+    PackedQuantizedWeight,
     PackedWeight,
+    QuantizedLinear,
     joint,
     onednn_packs_bfloat16,
 )
@@ -58,6 +60,7 @@ from planish.model.kernels.reference.token_sampling import (
 from planish.model.kv_cache import KVPools, SlotOwner
 from planish.model.lora import AdapterRows, LoraLayout, LoraStack, StackRows
 from planish.model.prefix_tree import Packed
+from planish.model.quantization import QuantizedWeight, quantize
 from planish.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -162,6 +165,17 @@ class TorchBackend:
             return None
         whole = joint(weights)
         return BlockedWeight(whole.t() if transposed else whole)
+
+    def pack_quantized(
+        self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
+    ) -> PackedLinear:
+        """Quantize linears that read the same input, and return them as one."""
+        quantized = [quantize(weight, scheme) for weight in weights]
+        return QuantizedLinear(quantized, biases, self.dtype, self._packed_codes(quantized))
+
+    def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
+        """Return None, because torch computes the matmuls."""
+        return None
 
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out]; rows are padded for batch invariance."""

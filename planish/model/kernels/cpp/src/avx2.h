@@ -188,6 +188,36 @@ inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) 
     return joined(load_narrow(even, m), load_narrow(odd, n));
 }
 
+inline I joined_fast(V even, V odd) { return joined(narrowed(even), narrowed(odd)); }
+inline void load_pairs(const int8_t* p, V& even, V& odd) {
+    auto half = [](const int8_t* from, __m256& even, __m256& odd) {
+        const __m256i words = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)from));
+        even = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 24), 24));
+        odd = _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 8));
+    };
+    half(p, even.low, odd.low), half(p + LANES, even.high, odd.high);
+}
+class Table {
+    V numbers;
+
+    // The permutation looks only at the lowest three bits of a word; the fourth chooses the half.
+    __m256 found(__m256i words) const {
+        return _mm256_blendv_ps(_mm256_permutevar8x32_ps(numbers.low, words),
+                                _mm256_permutevar8x32_ps(numbers.high, words),
+                                _mm256_castsi256_ps(_mm256_slli_epi32(words, 28)));
+    }
+
+  public:
+    explicit Table(const float* from) : numbers(load(from)) {}
+    void load_pairs(const uint8_t* p, V& even, V& odd) const {
+        const __m256i low = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p)),
+                      high =
+                          _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(p + HALF_LANES)));
+        even = EACH(found(low), found(high));
+        odd = EACH(found(_mm256_srli_epi32(low, 4)), found(_mm256_srli_epi32(high, 4)));
+    }
+};
+
 template <int C>
 inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
     for (int i = 0; i < C; i++, c += LANES)

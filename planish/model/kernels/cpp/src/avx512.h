@@ -91,6 +91,33 @@ inline I load_joined(const uint16_t* even, Tail m, const uint16_t* odd, Tail n) 
     return joined(_mm256_maskz_loadu_epi16(m, even), _mm256_maskz_loadu_epi16(n, odd));
 }
 
+// Rounds as `narrowed_fast` does; the odd numbers come beside the even ones.
+ALWAYS_INLINE I joined_fast(V even, V odd) {
+    const __m512i order =
+        _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6,
+                         21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_permutexvar_epi16(order, (__m512i)_mm512_cvtne2ps_pbh(odd, even));
+}
+// 16 pairs of bytes.
+ALWAYS_INLINE void load_pairs(const int8_t* p, V& even, V& odd) {
+    const __m512i words = _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24), 24));
+    odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 8));
+}
+// 16 numbers, and the pairs of them that the halves of 16 bytes stand for, the lower half first.
+class Table {
+    V numbers;
+
+  public:
+    explicit Table(const float* from) : numbers(load(from)) {}
+    ALWAYS_INLINE void load_pairs(const uint8_t* p, V& even, V& odd) const {
+        // The permutation looks only at the lowest four bits of a word.
+        const __m512i words = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+        even = _mm512_permutexvar_ps(words, numbers);
+        odd = _mm512_permutexvar_ps(_mm512_srli_epi32(words, 4), numbers);
+    }
+};
+
 // Two rows, joined, for C * 16 columns from `c` on.
 template <int C>
 inline void two_rows(const uint16_t* first, const uint16_t* second, int64_t c, I* to) {
@@ -174,6 +201,11 @@ class Operand<uint16_t> {
 
   public:
     Operand(const uint16_t* x, int64_t row_stride, int64_t, int64_t) : x(x), stride(row_stride) {}
+
+    // Where a row's pair of columns from `column` on is.
+    ALWAYS_INLINE const uint16_t* pair(int64_t row, int64_t column) const {
+        return x + row * stride + column;
+    }
 
     // Adds the products of rows `row` .. and columns first .. last - 1; the next pair's weights are
     // `step` numbers on.

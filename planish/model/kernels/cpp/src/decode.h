@@ -20,7 +20,14 @@ struct Layer {
     const float *input_norm, *mlp_norm, *q_norm, *k_norm, *attn_output_norm, *mlp_output_norm, *cos,
         *sin;
     int64_t window;
-    const X *qkv, *qkv_bias, *o, *o_bias, *gate_up, *gate_up_bias, *down, *down_bias;
+    const void* qkv;  // panels, or Codes if the pass is quantized; so are the other matrices
+    const X* qkv_bias;
+    const void* o;
+    const X* o_bias;
+    const void* gate_up;
+    const X* gate_up_bias;
+    const void* down;
+    const X* down_bias;
 };
 
 // New rows of running samples through all layers. Attention and adapters [layers, SITES,
@@ -28,7 +35,7 @@ struct Layer {
 // `layer_ranges` and `entries` further. gelu: whether the MLP's activation is GELU instead of SiLU.
 template <class X>
 struct Pass {
-    int64_t layers, rows, hidden, inner, gelu;
+    int64_t layers, rows, hidden, inner, gelu, quantized;
     float eps, embedding_scale;
     const Layer<X>* layer;
     const float* final_norm;
@@ -114,11 +121,13 @@ void decode(const Pass<X>& p, X* out, int threads) {
     };
     if (p.entries < rows)
         std::fill(attended, attended + rows * q_size, 0);  // rows that attend to nothing
-    auto linear = [&](const X* panels, const X* bias, const X* from, int64_t in, X* to,
+    auto linear = [&](const void* weight, const X* bias, const X* from, int64_t in, X* to,
                       std::initializer_list<int64_t> sizes, int64_t site) {
         int64_t size = 0;
         for (int64_t part : sizes) size += part;
-        product(panels, from, bias, to, rows, size, in, threads);
+        const auto panels = p.quantized ? panels_of<X>(*(const Codes*)weight, false)
+                                        : Panels<X>{(const X*)weight, size, in};
+        product(panels, from, bias, to, rows, threads);
         if (p.n_adapters)
             add_lora<X>(p.adapters + site * p.n_adapters, p.n_adapters, from, in, to, sizes.begin(),
                         sizes.size(), nullptr, threads);

@@ -100,7 +100,12 @@ Told told(F f) {
     }                                                                                              \
     EXPORT Told product_##S(const X* panels, const X* x, const X* bias, X* out, int64_t rows,      \
                             int64_t n, int64_t k, int threads) {                                   \
-        return told([&] { product(panels, x, bias, out, rows, n, k, threads); });                  \
+        return told([&] { product(Panels<X>{panels, n, k}, x, bias, out, rows, threads); });       \
+    }                                                                                              \
+    EXPORT Told product_of_codes_##S(const Codes* codes, int64_t transposed, const X* x,           \
+                                     const X* bias, X* out, int64_t rows, int threads) {           \
+        return told(                                                                               \
+            [&] { product(panels_of<X>(*codes, transposed), x, bias, out, rows, threads); });      \
     }                                                                                              \
     EXPORT Told add_lora_##S(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in,       \
                              X* out, const int64_t* sizes, int64_t linears, X* low, int threads) { \
@@ -172,7 +177,8 @@ EXPORT int tiles_agree() {
                 for (int with = 0; with < 2; with++) {
                     uses_tiles = with;
                     out[with].assign(rows * n, 0);
-                    product(packing.panels, x.data(), bias.data(), out[with].data(), rows, n, k, 1);
+                    product(Panels<uint16_t>{packing.panels, n, k}, x.data(), bias.data(),
+                            out[with].data(), rows, 1);
                 }
                 agree = agree && out[0] == out[1];
             }

@@ -4,6 +4,7 @@
 
 #include <vector>
 
+#include "quantized.h"
 #include "tiles.h"
 #include "vectors.h"
 
@@ -151,10 +152,26 @@ struct Stretch {
     bool first, last;
 };
 
-// R rows by W vectors of outputs, of a panel of `width`.
-template <int R, int W, class X>
-void product_tile(const X* weight, int64_t width, const Operand<X>& x, int64_t row,
-                  const Rows<X>& rows, const Stretch& stretch) {
+// The panels of a matrix [n, k]; n is a multiple of LANES here, k is even. A quantized matrix has
+// codes in place of numbers; `transposed`: it is that of the codes, transposed.
+template <class X>
+struct Panels {
+    const X* numbers;
+    int64_t n, k;
+    const Codes* codes = nullptr;
+    bool transposed = false;
+};
+
+template <class X>
+Panels<X> panels_of(const Codes& codes, bool transposed) {
+    return {nullptr, transposed ? codes.k : codes.n, transposed ? codes.n : codes.k, &codes,
+            transposed};
+}
+
+// R rows by W vectors of outputs. multiply(first, last, sums) adds the products of these columns to
+// `sums`.
+template <int R, int W, class X, class F>
+ALWAYS_INLINE void product_tile(F multiply, const Rows<X>& rows, const Stretch& stretch) {
     V total[R][W];
     // What the next tile writes is called for: it lies on a page for each row, where the CPU
     // foresees nothing.
@@ -164,8 +181,7 @@ void product_tile(const X* weight, int64_t width, const Operand<X>& x, int64_t r
                          _MM_HINT_T0);
     for (int64_t first = 0; first < stretch.columns; first += SUMMED<X>) {
         Sums<R, W> sums;
-        x.multiply(row, weight, 2 * width, first, std::min(stretch.columns, first + SUMMED<X>),
-                   sums);
+        multiply(first, std::min(stretch.columns, first + SUMMED<X>), sums);
         sums.each([&](int r, int c, V sum) { total[r][c] = first ? add(total[r][c], sum) : sum; });
         if (first == 0 && !stretch.first)
             for (int r = 0; r < R; r++)
@@ -232,34 +248,87 @@ void product_rows(const X* weight, int64_t width, const Operand<X>& x, const Row
     by_tiles(count, [&](int64_t first, auto size) {
         constexpr int R = size, MOST = tile_vectors(R), C = W <= MOST ? W : W % MOST ? 1 : MOST;
         for (int c = 0; c < W; c += C)
-            product_tile<R, C>(weight + c * APART<X>, width, x, first,
-                               rows.from(first).at(c * LANES), stretch);
+            product_tile<R, C>(
+                [&](int64_t from, int64_t to, Sums<R, C>& sums) {
+                    x.multiply(first, weight + c * APART<X>, 2 * width, from, to, sums);
+                },
+                rows.from(first).at(c * LANES), stretch);
     });
 }
 
-// The panels of a matrix [n, k]; n is a multiple of LANES here, k is even.
+// Of a few rows, the codes are multiplied as they are read: a panel of numbers between would cost
+// as much again. The sums are the same. AVX2 widens pairs of bf16, so it has no such way.
+#ifdef __AVX512F__
+template <template <int> class Pairs, int R, int W>
+void few_rows(const Codes& codes, int64_t output, int64_t column, const Operand<uint16_t>& x,
+              const Rows<uint16_t>& rows, const Stretch& stretch) {
+    Pairs<W> pairs(codes);
+    product_tile<R, W>(
+        [&](int64_t first, int64_t last, Sums<R, W>& sums) {
+            each_pair(codes, pairs, output, column, first, last,
+                      [&](int64_t i, const uint8_t* from) {
+                          sums.add([&](int r) { return x.pair(r, i); },
+                                   [&](I* to) {
+                                       for (int c = 0; c < W; c++) {
+                                           V even, odd;
+                                           pairs.read(from, c, even, odd);
+                                           to[c] = joined_fast(even, odd);
+                                       }
+                                   });
+                      });
+        },
+        rows, stretch);
+}
+#endif
+
+// Whether these rows were multiplied by codes, `outputs` of them in one panel.
 template <class X>
-struct Panels {
-    const X* numbers;
-    int64_t n, k;
-};
+bool product_of_few(const Panels<X>& panels, int64_t output, int64_t outputs, int64_t column,
+                    const Operand<X>& x, const Rows<X>& rows, int64_t count,
+                    const Stretch& stretch) {
+#ifdef __AVX512F__
+    if constexpr (NARROW<X>) {
+        if (count > TILE_ROWS || panels.transposed || uses_tiles) return false;
+        with_size<TILE_ROWS>(count, [&](auto size) {
+            with_size<PANEL / LANES>(outputs / LANES, [&](auto vectors) {
+                constexpr int R = size, W = vectors;
+                const auto multiply = panels.codes->scheme == INT8 ? few_rows<Int8Pairs, R, W>
+                                                                   : few_rows<Nf4Pairs, R, W>;
+                multiply(*panels.codes, output, column, x, rows, stretch);
+            });
+        });
+        return true;
+    }
+#endif
+    return false;
+}
 
 // Outputs first .. last - 1 of `count` rows, whose `out` and `addend` begin with the first of them:
 // from a half of a panel on, to another or the end.
 template <class X>
 void product_part(const Panels<X>& panels, Rows<X> rows, int64_t count, int64_t first,
                   int64_t last) {
-    static thread_local Room room;
+    static thread_local Room room, tile_room;
+    X* tile = panels.codes ? tile_room.of<X>(PANEL * STRETCH) : nullptr;
     if (panels.k > STRETCH)
         rows.kept = room.of<float>(count * (last - first)), rows.kept_stride = last - first;
     for (int64_t at = 0; at < panels.k; at += STRETCH, rows.x += STRETCH) {
         const Stretch stretch{std::min(STRETCH, panels.k - at), at == 0, at + STRETCH >= panels.k};
         const Operand<X> x(rows.x, rows.x_stride, count, stretch.columns);
         for (int64_t output = first, end; output < last; output = end) {
-            const int64_t panel = output / PANEL * PANEL, width = std::min(PANEL, panels.n - panel);
+            const int64_t panel = output / PANEL * PANEL;
+            int64_t width = std::min(PANEL, panels.n - panel);
             const X* weight = panels.numbers + panel * panels.k + at * width +
                               (output - panel) / LANES * APART<X>;
             end = std::min(last, panel + width);
+            if (panels.codes) {
+                if (product_of_few(panels, output, end - output, at, x, rows.at(output - first),
+                                   count, stretch))
+                    continue;
+                weight = tile, width = end - output;
+                panel_of_codes(*panels.codes, panels.transposed, output, width, at, stretch.columns,
+                               tile);
+            }
             with_size<PANEL / LANES>((end - output) / LANES, [&](auto vectors) {
                 product_rows<vectors>(weight, width, x, rows.at(output - first), count, stretch);
             });
@@ -276,8 +345,9 @@ void product_part(const Panels<X>& panels, const Rows<X>& rows, int64_t count) {
 // the weights stream by, and halves are shared out more evenly than panels, which may be fewer than
 // threads.
 template <class X>
-void product(const X* panels, const X* x, const X* bias, X* out, int64_t rows, int64_t n, int64_t k,
+void product(const Panels<X>& panels, const X* x, const X* bias, X* out, int64_t rows,
              int threads) {
+    const int64_t n = panels.n, k = panels.k;
     const int64_t halves = (n + HALF - 1) / HALF,
                   input_bytes = rows * std::min(k, STRETCH) * (int64_t)sizeof(X);
     const int64_t for_threads = std::min((rows + 31) / 32, (4 * threads + halves - 1) / halves);
@@ -289,8 +359,8 @@ void product(const X* panels, const X* x, const X* bias, X* out, int64_t rows, i
             end = std::min(b, (part + 1) * halves);
             const int64_t first = rows * part / parts, count = rows * (part + 1) / parts - first,
                           to = std::min(n, from + (end - item) * HALF);
-            product_part(Panels<X>{panels, n, k},
-                         Rows<X>{x, k, bias, 0, out, n}.from(first).at(from), count, from, to);
+            product_part(panels, Rows<X>{x, k, bias, 0, out, n}.from(first).at(from), count, from,
+                         to);
         }
     });
 }

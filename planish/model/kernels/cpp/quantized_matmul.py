@@ -1,0 +1,144 @@
+"""Matmuls with quantized weights by the C++ kernels (src/quantized.h).
+
+The kernels read packed codes and dequantize one tile at a time. The forward and the backward pass
+use the same packed codes. The results have the same bits as those of `PanelWeight` with the
+dequantized weights.
+
+Shapes: T rows, `in` and `out` columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from planish.model.kernels.cpp import ops
+from planish.model.kernels.cpp.matmul import PANEL, WeightArena, supports_matmul
+from planish.model.quantization import (
+    NF4_VALUES,
+    Int8Weight,
+    Nf4Weight,
+    QuantizedWeight,
+    dynamic_values,
+)
+from planish.model.weight_sizes import NF4_BLOCK
+
+_GROUP = 256
+_Codes = np.dtype(
+    [
+        (name, np.int64)
+        for name in (
+            *("scheme", "n", "k", "codes", "scales", "values", "scale_codes", "scale_values"),
+            *("scale_scales", "offsets", "first_blocks"),
+        )
+    ]
+)
+"""`Codes` of src/quantized.h: numbers and addresses."""
+_SCHEMES = {Int8Weight: 1, Nf4Weight: 2}
+
+
+def supports_quantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
+    """Return whether the kernel supports linears with these weights in matmuls of this dtype."""
+    fan_out, fan_in = sum(weight.shape[0] for weight in weights), weights[0].shape[1]
+    return (
+        fan_out % 16 == 0
+        and fan_in % 32 == 0
+        and supports_matmul(fan_out, fan_in, dtype)
+        and supports_matmul(fan_in, fan_out, dtype)
+    )
+
+
+class QuantizedPanels:
+    """The quantized weights [out, in] of linears that read the same input, packed as panels."""
+
+    is_batch_invariant = True
+
+    def __init__(self, weights: Sequence[QuantizedWeight], arena: WeightArena) -> None:
+        """`arena`: the arena of the codes. All weights must have the same scheme."""
+        self._fan_out = sum(weight.shape[0] for weight in weights)
+        self._fan_in = weights[0].shape[1]
+        scheme = type(weights[0])
+        self._tensors = (
+            _int8(cast("Sequence[Int8Weight]", weights), arena)
+            if scheme is Int8Weight
+            else _nf4(cast("Sequence[Nf4Weight]", weights), arena)
+        )
+        self._record = np.zeros(1, _Codes)
+        self._record["scheme"] = _SCHEMES[scheme]
+        self._record["n"], self._record["k"] = self._fan_out, self._fan_in
+        for name, tensor in self._tensors.items():
+            self._record[name] = tensor.data_ptr()
+
+    @property
+    def unpack(self) -> Callable[[], Tensor] | None:
+        """None, because no caller needs the unpacked weights."""
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the codes and scales in bytes."""
+        return sum(tensor.nbytes for tensor in self._tensors.values())
+
+    @property
+    def address(self) -> int:
+        """The address of the record `Codes`, for kernels that run several matmuls in one call."""
+        return self._record.ctypes.data
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
+        return self._product(x, bias, self._fan_out, transposed=False)
+
+    def product_backward(self, grad: Tensor) -> Tensor:
+        """Return grad @ weight: [T, in]. `grad`: [T, out]."""
+        return self._product(grad, None, self._fan_in, transposed=True)
+
+    def _product(self, x: Tensor, bias: Tensor | None, columns: int, *, transposed: bool) -> Tensor:
+        x = x.contiguous()
+        out = x.new_empty(x.shape[0], columns)
+        given = (self.address, int(transposed), x, bias, out, len(out))
+        ops.call("product_of_codes", x.dtype, *given)
+        return out
+
+
+def _int8(weights: Sequence[Int8Weight], arena: WeightArena) -> dict[str, Tensor]:
+    codes = torch.cat([weight.codes for weight in weights])
+    return {
+        "codes": _panels(codes.view(len(codes), -1, 2), arena),
+        "scales": torch.cat([weight.scales for weight in weights]),
+    }
+
+
+def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
+    codes = torch.cat([weight.codes for weight in weights])
+    blocks = [weight.scale_codes.numel() for weight in weights]
+    # The groups of each weight begin with its first block.
+    groups = [0, *(-(-count // _GROUP) for count in blocks)]
+    starts = torch.tensor(groups).cumsum(0) * _GROUP
+    firsts = [
+        start + torch.arange(weight.shape[0]) * (weight.shape[1] // NF4_BLOCK)
+        for start, weight in zip(starts[:-1], weights, strict=True)
+    ]
+    return {
+        # In a byte of the kernel, the lower four bits are the first input.
+        "codes": _panels(((codes >> 4) | (codes << 4))[..., None], arena),
+        "values": torch.tensor(NF4_VALUES),
+        "scale_codes": _panels(torch.cat([weight.scale_codes for weight in weights])[..., None]),
+        "scale_values": dynamic_values(),
+        "scale_scales": torch.cat([weight.scale_scales for weight in weights]),
+        "offsets": torch.cat([weight.offset.expand(weight.shape[0]) for weight in weights]),
+        "first_blocks": torch.cat(firsts),
+    }
+
+
+def _panels(codes: Tensor, arena: WeightArena | None = None) -> Tensor:
+    """Return codes [out, pairs, n] as panels [out / 64, pairs, 64, n], the last one narrower."""
+    size = codes.numel()
+    flat = codes.new_empty(size) if arena is None else arena.take(size, codes.dtype)
+    parts = zip(flat.split(PANEL * codes[0].numel()), codes.split(PANEL), strict=True)
+    for panel, part in parts:
+        panel.view(codes.shape[1], len(part), codes.shape[2]).copy_(part.transpose(0, 1))
+    return flat

@@ -1,0 +1,212 @@
+"""Quantized base weights: what the schemes mean, in torch.
+
+A quantized weight has codes of 8 or 4 bits and float32 scales. Dequantizing it gives a weight of
+the model's dtype, and every matmul has the same bits as a matmul with that weight. So a quantized
+model is exactly the model of its dequantized weights. Sampler and trainer read the same codes.
+
+The linears of the decoder layers are quantized. Embeddings, head, norms, biases and routers keep
+the model's dtype.
+
+int8 (`Int8Weight`): each output channel has the scale max |w| / 127, and the code of a weight is
+the nearest integer to w / scale.
+
+nf4 (`Nf4Weight`, Dettmers et al. 2023): blocks of 64 weights of an output channel. A code is the
+index of the nearest of 16 values to w / (max |w| of its block). The maxima are quantized too, in
+groups of 256: their mean is subtracted, and a code is the index of the nearest of 256 values. Codes
+and values are those of bitsandbytes.
+
+Shapes: out, in: outputs and inputs of a linear.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from planish.errors import UserError
+from planish.model.config import ModelConfig
+from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
+
+_SMALLEST_SCALE = 2.0**-100
+"""Channels with smaller scales become zero, because kernels do not support denormal numbers."""
+_GROUP = 256
+NF4_VALUES = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+"""The values of the nf4 codes: quantiles of a normal distribution, and exactly 0."""
+
+
+class QuantizedWeight(Protocol):
+    """A quantized weight [out, in]."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        ...
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in]: value times scale in float32, rounded to `dtype`."""
+        ...
+
+
+@dataclass(frozen=True)
+class Int8Weight:
+    """A weight [out, in] with codes of 8 bits and one scale per output channel."""
+
+    codes: Tensor
+    """int8 [out, in], between -127 and 127."""
+    scales: Tensor
+    """float32 [out]."""
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Int8Weight:
+        """Quantize a weight [out, in] of any float dtype."""
+        wide = weight.float()
+        scales = wide.abs().amax(1) / 127
+        scales = scales.where(scales >= _SMALLEST_SCALE, 0.0)
+        codes = (wide / scales.where(scales > 0, 1.0)[:, None]).round_().clamp_(-127, 127)
+        return cls(codes.where(scales[:, None] > 0, 0.0).to(torch.int8), scales)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        return self.codes.shape[0], self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        return self.codes.float().mul_(self.scales[:, None]).to(dtype)
+
+
+@dataclass(frozen=True)
+class Nf4Weight:
+    """A weight [out, in] with codes of 4 bits, and quantized scales of blocks of 64 inputs."""
+
+    codes: Tensor
+    """uint8 [out, in / 2]. The higher four bits are the code of the first of two inputs."""
+    scale_codes: Tensor
+    """uint8 [out, in / 64]: indices into `dynamic_values`."""
+    scale_scales: Tensor
+    """float32 [blocks / 256, rounded up]: the scales of the scales, for all blocks in order."""
+    offset: Tensor
+    """float32, a scalar: the mean of the scales."""
+
+    @classmethod
+    def quantize(cls, weight: Tensor) -> Nf4Weight:
+        """Quantize a weight [out, in] of any float dtype. `in` must be a multiple of 64."""
+        blocks = weight.float().view(len(weight), -1, NF4_BLOCK)
+        maxima = blocks.abs().amax(2)
+        values = torch.tensor(NF4_VALUES, device=weight.device)
+        codes = _nearest(_scaled(blocks, maxima), values).view(len(weight), -1, 2)
+        # In float64, the mean does not depend on the number of threads. bitsandbytes computes it in
+        # float32, so its last bit depends on the device.
+        offset = maxima.double().mean().float()
+        flat = (maxima - offset).view(-1)
+        groups = F.pad(flat, (0, -len(flat) % _GROUP)).view(-1, _GROUP)
+        scale_scales = groups.abs().amax(1)
+        scale_codes = _nearest(_scaled(groups, scale_scales), dynamic_values().to(weight.device))
+        return cls(
+            codes[..., 0] << 4 | codes[..., 1],
+            scale_codes.view(-1)[: len(flat)].view(maxima.shape),
+            scale_scales,
+            offset,
+        )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    @property
+    def scales(self) -> Tensor:
+        """The dequantized scales of the blocks: float32 [out, in / 64]."""
+        values = dynamic_values().to(self.codes.device)[self.scale_codes.int()].view(-1)
+        groups = self.scale_scales.repeat_interleave(_GROUP)[: len(values)]
+        return values.mul_(groups).add_(self.offset).view(self.scale_codes.shape)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        codes = torch.stack((self.codes >> 4, self.codes & 15), 2).int()
+        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.view(-1)]
+        blocks = values.view(*self.scale_codes.shape, NF4_BLOCK)
+        return blocks.mul_(self.scales[..., None]).view(self.shape).to(dtype)
+
+
+_QUANTIZE: dict[str, Callable[[Tensor], QuantizedWeight]] = {
+    "int8": Int8Weight.quantize,
+    "nf4": Nf4Weight.quantize,
+}
+
+
+def quantize(weight: Tensor, scheme: str) -> QuantizedWeight:
+    """Quantize a weight [out, in]. `scheme`: a name in SCHEMES."""
+    return _QUANTIZE[scheme](weight)
+
+
+def dequantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tensor:
+    """Return the weights of linears that read the same input as one tensor [out, in]."""
+    found = [weight.dequantize(dtype) for weight in weights]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
+    """Raise UserError if the linears of this model cannot be quantized with `scheme`."""
+    if scheme != "nf4":
+        return
+    for name, (_, fan_in) in quantized_shapes(config).items():
+        if fan_in % NF4_BLOCK:
+            raise UserError(
+                f"quantize='nf4': {name} has {fan_in} inputs, which is not a multiple of {NF4_BLOCK}; "
+                "give quantize='int8'"
+            )
+
+
+@cache
+def dynamic_values() -> Tensor:
+    """Return the 256 values of the codes of nf4's scales: float32, in ascending order.
+
+    Values of seven orders of magnitude, where larger ones are closer together relative to their
+    size (Dettmers et al. 2022, as in bitsandbytes).
+    """
+    found = [0.0, 1.0]
+    for exponent in range(7):
+        borders = torch.linspace(0.1, 1, 2**exponent + 1, dtype=torch.float32)
+        means = (borders[:-1] + borders[1:]) / 2.0
+        for sign in (1, -1):
+            found += (sign * 10 ** (exponent - 6) * means).tolist()
+    return torch.tensor(sorted(found), dtype=torch.float32)
+
+
+def _scaled(rows: Tensor, maxima: Tensor) -> Tensor:
+    """Return rows [..., n] divided by their maxima [...], within -1 .. 1."""
+    # bitsandbytes multiplies by the reciprocal too. A division would round to other codes.
+    return (rows * (1.0 / maxima.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
+
+
+def _nearest(x: Tensor, values: Tensor) -> Tensor:
+    """Return the index of the nearest of the ascending `values` to each number, as uint8."""
+    borders = (values[:-1] + values[1:]) / 2
+    return torch.bucketize(x, borders, out_int32=True).to(torch.uint8)
+
+
+assert tuple(_QUANTIZE) == SCHEMES

@@ -1,0 +1,53 @@
+"""The size of base weights in memory, by formula, with and without quantization.
+
+This module does not import torch, because commands that list models do not need it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from planish.model.config import ModelConfig
+from planish.model.weights import expected_shapes
+
+SCHEMES = ("int8", "nf4")
+"""The names of the quantization schemes (model/quantization.py)."""
+NF4_BLOCK = 64
+"""The number of inputs that share a scale in nf4."""
+
+
+def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """Return the shape (out, in) of each weight that quantization changes, by its name."""
+    return {
+        name: (shape[0], shape[1])
+        for name, shape in expected_shapes(config).items()
+        if name.startswith("model.layers.") and name.endswith("_proj.weight")
+    }
+
+
+def linear_bytes(config: ModelConfig, scheme: str) -> int:
+    """Return the bytes of the quantized weights: their codes and scales.
+
+    int8: a byte for each weight and four for each output. nf4: half a byte for each weight, a byte
+    for each 64 weights, and four bytes for each 64 * 256 weights.
+    """
+    shapes = quantized_shapes(config).values()
+    if scheme == "int8":
+        return sum(fan_out * fan_in + 4 * fan_out for fan_out, fan_in in shapes)
+    blocks = [fan_out * fan_in // NF4_BLOCK for fan_out, fan_in in shapes]
+    return sum(NF4_BLOCK // 2 * count + count + 4 * -(-count // 256) for count in blocks)
+
+
+def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) -> int:
+    """Return the bytes of one copy of all weights.
+
+    `itemsize`: the bytes of a number that is not quantized. `scheme`: a name in SCHEMES, or None.
+    """
+    return kept_bytes(config, itemsize, scheme) + (linear_bytes(config, scheme) if scheme else 0)
+
+
+def kept_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
+    """Return the bytes of one copy of the weights that are not quantized."""
+    quantized = quantized_shapes(config) if scheme else {}
+    shapes = expected_shapes(config)
+    return itemsize * sum(prod(shape) for name, shape in shapes.items() if name not in quantized)
