@@ -436,7 +436,9 @@ class HostedService(Service, Protocol):
         ...
 
     def weights_fingerprint(self, base_model: str) -> str:
-        """Return a hash of the base model's weight files, without loading the base model."""
+        """Return a hash of the base model's weight files and its quantization scheme, without
+        loading the base model.
+        """
         ...
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:

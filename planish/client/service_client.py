@@ -58,6 +58,7 @@ class ServiceClient(RefusesMethods):
         prefix_cache_bytes: int | None = None,
         max_batch: int | None = None,
         substitute_losses: Mapping[str, str] | None = None,
+        quantize: str | None = None,
         service: Service | None = None,
     ) -> None:
         """Start an engine in this process, or connect to a server if there is a URL.
@@ -87,6 +88,7 @@ class ServiceClient(RefusesMethods):
             "prefix_cache_bytes": prefix_cache_bytes,
             "max_batch": max_batch,
             "substitute_losses": substitute_losses,
+            "quantize": quantize,
         }
         if isinstance(user_metadata, str):
             raise UserError(

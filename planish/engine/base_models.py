@@ -37,6 +37,7 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device, accumulate_in_float32
 from planish.model.kernels.triton.self_test import check_kernels
 from planish.model.kernels.verdicts import Verdict
+from planish.model.quantization import check_quantizable
 from planish.model.sources import checked_mapping, resolve_model
 from planish.model.weights import load_weights, weights_fingerprint
 from planish.tokenizer import load_tokenizer
@@ -59,6 +60,7 @@ class BaseModel:
         # model on another GPU would occupy memory of the first GPU too.
         Device(device).make_current()
         config = ModelConfig.from_directory(directory)
+        check_quantizable(config, settings.quantize)
         dtype = choose_dtype(settings.dtype, device)
         verdicts: Sequence[Verdict] = ()
         if Device(device).is_gpu:
@@ -72,9 +74,11 @@ class BaseModel:
         self.config = config
         self.fingerprint = weights_fingerprint(directory)
         """Fingerprint of the weights; `config.fingerprint()` is that of the architecture."""
+        self.quantize = settings.quantize
+        """The quantization scheme of the weights, or None."""
         families = [verdict.family for verdict in verdicts if verdict.passed]
         self.backend = choose_backend(config, dtype, device, settings.deterministic, families)
-        self.decoder = Decoder(load_weights(directory, config), self.backend)
+        self.decoder = Decoder(load_weights(directory, config), self.backend, self.quantize)
         self._must_be_invariant = settings.deterministic is True
         self.trainer = Trainer(self.decoder, memory.trainer)
         self._texts = _Texts(directory)
@@ -100,7 +104,7 @@ class BaseModel:
         """Return a description of the numerics: kernels, batch invariance, and how closely sampler
         and trainer agree.
         """
-        return describe(self.backend)
+        return describe(self.backend, self.quantize)
 
     def check_rank(self, rank: int) -> None:
         """Raise UserError if `deterministic=True` is impossible for adapters of this rank."""

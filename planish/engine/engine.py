@@ -222,8 +222,12 @@ class Engine:
         self._check_request(self._models.get(base_model), operation)
 
     def weights_fingerprint(self, base_model: str) -> str:
-        """Return the fingerprint of the base model's weight files, which need not be loaded."""
-        return weights_fingerprint(self._models.directory(base_model))
+        """Return the fingerprint of the base model's weight files, which need not be loaded.
+
+        The quantization scheme follows, if there is one: "FINGERPRINT int8".
+        """
+        found = weights_fingerprint(self._models.directory(base_model))
+        return f"{found} {self._settings.quantize}" if self._settings.quantize else found
 
     def adapter_bytes(self, base_model: str, lora: LoraConfig) -> AdapterBytes:
         """Return the memory that an adapter of this shape needs for training and for sampling."""
@@ -452,6 +456,12 @@ class Engine:
                     f"{path} was made on the base model {manifest.base_model!r}, whose {differs} not those of {name!r} here; "
                     "load it on its own base model (models={NAME: PATH} says where that is)"
                 )
+            if manifest.quantize != base.quantize and not any_weights:
+                raise CheckpointError(
+                    f"{path} was made on {_weights(manifest.quantize)}, and this engine has "
+                    f"{_weights(base.quantize)}; start it with quantize={manifest.quantize!r}, or "
+                    f"name base_model={name!r} to use the checkpoint on these weights"
+                )
             theirs, ours = _shape(manifest.lora), _shape(layout.lora)
             if theirs != ours:
                 raise CheckpointError(
@@ -460,6 +470,12 @@ class Engine:
 
         state, version = self._store.read(path, layout, with_optimizer, check_fits)
         return LoadedAdapter(state, with_optimizer, layout, version)
+
+
+def _weights(scheme: str | None) -> str:
+    return (
+        f"base weights quantized with {scheme}" if scheme else "base weights without quantization"
+    )
 
 
 def _shape(lora: LoraConfig) -> str:

@@ -33,7 +33,7 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
 from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
-from planish.model.weights import expected_shapes
+from planish.model.weight_sizes import kept_bytes, linear_bytes, quantized_shapes, weight_bytes
 from planish.service import AdapterBytes
 from planish.types import LoraConfig
 
@@ -183,8 +183,8 @@ class DeviceMemory:
         """Raise UserError if one copy of the weights exceeds the usable main memory."""
         if model.weights > usable:
             raise UserError(
-                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {model.backend.dtype}, and {gib(usable)} can be used; "
-                "use a smaller base model"
+                f"{directory} does not fit into main memory: its weights take {gib(model.weights)} as {self._settings.quantize or model.backend.dtype}, and {gib(usable)} can be used; "
+                "use a smaller base model, or quantize='int8' or 'nf4'"
             )
 
     def _check_minimum(self, directory: Path, model: _ModelNeeds, left: int, usable: int) -> None:
@@ -223,6 +223,8 @@ class _ModelNeeds:
     settings: EngineSettings
     weights: int
     """Size of one copy of the weights."""
+    all_weights: int
+    """Size of all copies of the weights. Quantized weights have a single copy."""
     adapters: int
     """Memory reserved for adapters."""
 
@@ -238,13 +240,21 @@ class _ModelNeeds:
         backend = choose_backend(config, dtype, device, deterministic=False)
         adapter = adapter_bytes(backend, LoraConfig(rank=32))
         adapters = adapter.training + adapter.sampling if reserves_adapters else 0
-        weights = dtype.itemsize * sum(prod(shape) for shape in expected_shapes(config).values())
-        return cls(backend, settings, weights, adapters)
+        scheme = settings.quantize
+        one_copy = weight_bytes(config, dtype.itemsize, scheme)
+        all_copies = backend.weight_copies * kept_bytes(config, dtype.itemsize, scheme)
+        if scheme is not None:
+            all_copies += linear_bytes(config, scheme)
+            if not backend.packs(config.hidden_size, config.hidden_size):
+                # torch dequantizes two linears at a time, gate and up, for one matmul.
+                largest = max(map(prod, quantized_shapes(config).values()))
+                all_copies += 2 * largest * dtype.itemsize
+        return cls(backend, settings, one_copy, all_copies, adapters)
 
     @property
     def fixed(self) -> int:
         """The memory of the weights and adapters, in bytes."""
-        return self.backend.weight_copies * self.weights + self.adapters
+        return self.all_weights + self.adapters
 
     @property
     def minimum(self) -> int:
@@ -289,7 +299,7 @@ class _ModelNeeds:
             states = _MIN_STATES * state_bytes(self.backend.config, self.backend.dtype)
             running = max(wanted, _MIN_POSITIONS * self._per_position + states)
         return ModelMemory(
-            weights=self.backend.weight_copies * self.weights,
+            weights=self.all_weights,
             adapters=self.adapters,
             sampler=replace(sampler, kv_cache_bytes=running, prefix_cache_bytes=prefixes),
             keys_values=max_pool_bytes(running) + prefixes,

@@ -38,11 +38,14 @@ class Numerics:
     """
     alarm_kl: float
     """The value of that metric above which the cause cannot be rounding alone."""
+    quantize: str | None = None
+    """The quantization scheme of the base weights, or None."""
 
     @property
     def summary(self) -> str:
         """The numerics in one line, for logs."""
         replaced = f", torch for {', '.join(self.replaced)}" if self.replaced else ""
+        weights = f" with {self.quantize} weights" if self.quantize else ""
         invariant = (
             "batch-invariant"
             if self.is_batch_invariant
@@ -51,13 +54,13 @@ class Numerics:
         )
         expected = f"up to about {self.expected_kl:g}" if self.expected_kl else "0"
         return (
-            f"{self.dtype} on {self.device}, {self.kernels}{replaced}; {invariant}; on-policy "
+            f"{self.dtype}{weights} on {self.device}, {self.kernels}{replaced}; {invariant}; on-policy "
             f"kl_sample_train_v2 is {expected}, and above {self.alarm_kl:g} something is wrong"
         )
 
 
-def describe(backend: Backend) -> Numerics:
-    """Return the numerics of the backend's model."""
+def describe(backend: Backend, quantize: str | None = None) -> Numerics:
+    """Return the numerics of the backend's model. `quantize`: the scheme of its weights."""
     replaced, tiling = backend.replaced_families, backend.tiling
     # The trainer never computes in fixed tiles. So if the sampler does, their matmuls may sum in
     # different orders.
@@ -76,4 +79,5 @@ def describe(backend: Backend) -> Numerics:
         is_batch_invariant=tiling is not None or backend.is_compiled,
         expected_kl=expected,
         alarm_kl=alarm,
+        quantize=quantize,
     )

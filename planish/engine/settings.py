@@ -19,6 +19,7 @@ from planish.model.config import ModelConfig
 from planish.model.kernels.cpp import matmul
 from planish.model.kernels.device import Device
 from planish.model.kernels.triton.families import HeadShape, wants_graphs
+from planish.model.weight_sizes import SCHEMES
 from planish.service import checked_substitutes
 
 _GPU_FILES = (
@@ -71,12 +72,23 @@ class EngineSettings:
     """
     substitute_losses: Mapping[str, str] | None = None
     """Maps losses that planish does not support to the losses that are computed instead."""
+    quantize: str | None = None
+    """The quantization of the base weights: "int8", "nf4", or None for the model's dtype.
+
+    Sampler and trainer read the same quantized weights. Embeddings, head and norms are not
+    quantized. See model/quantization.py for the schemes.
+    """
 
     def __post_init__(self) -> None:
         if self.dtype not in ("auto", *DTYPES):
             raise UserError(f"dtype={self.dtype!r}: give 'auto', {', '.join(map(repr, DTYPES))}")
         if self.deterministic not in (None, True, False):
             raise UserError(f"deterministic={self.deterministic!r}: give True, False or None")
+        if self.quantize not in (None, *SCHEMES):
+            raise UserError(
+                f"quantize={self.quantize!r}: give {', '.join(map(repr, SCHEMES))}, or None for "
+                "weights in the model's dtype"
+            )
         for name, value in self.bounds.items():
             least = 0 if name == "prefix_cache_bytes" else 1
             if value is not None and (

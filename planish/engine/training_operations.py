@@ -152,6 +152,7 @@ class TrainingOperations:
             model.base_model,
             base.config.fingerprint(),
             base.fingerprint,
+            base.quantize,
         )
         try:
             self._disk.submit(self._write, queued, label, adapter)

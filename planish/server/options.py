@@ -12,6 +12,7 @@ from typing import Any
 
 from planish.engine.settings import EngineSettings
 from planish.errors import UserError
+from planish.model.weight_sizes import SCHEMES
 from planish.server.http.access import LEVELS, LogFormat
 from planish.server.http.context import is_loopback
 from planish.server.settings import RENAMED_SETTINGS, HttpSettings, ServerSettings
@@ -129,6 +130,12 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help="cpu, cuda, cuda:N, or auto")
     parser.add_argument("--dtype", default="auto", help="bfloat16, float32, or auto")
     parser.add_argument(
+        "--quantize",
+        choices=SCHEMES,
+        help="quantize the base weights with this scheme, for sampling and training alike, to save "
+        "memory (docs/models.md)",
+    )
+    parser.add_argument(
         "--kv-cache-gib",
         type=float,
         help="memory for keys and values of running samples (4; on a GPU all that is left)",
@@ -183,6 +190,7 @@ def options_of(arguments: argparse.Namespace) -> ServeOptions:
         engine=EngineSettings(
             device=arguments.device,
             dtype=arguments.dtype,
+            quantize=arguments.quantize,
             kv_cache_bytes=_gib_bytes("--kv-cache-gib", arguments.kv_cache_gib),
             prefix_cache_bytes=_gib_bytes(
                 "--prefix-cache-gib", arguments.prefix_cache_gib, or_none=True

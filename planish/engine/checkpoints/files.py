@@ -71,10 +71,15 @@ class Manifest:
     expires_at: datetime | None = None
     user_metadata: Mapping[str, str] = field(default_factory=dict)
     files: Mapping[str, StoredFile] = field(default_factory=dict)
+    quantize: str | None = None
+    """The quantization scheme of the base weights; None if they were not quantized."""
 
     def to_json(self) -> str:
         """Return the manifest as the text of planish.json."""
         fields: dict[str, Any] = {"format": FORMAT, **asdict(self)}
+        if self.quantize is None:
+            # Earlier versions of planish reject a manifest with a field that they do not know.
+            del fields["quantize"]
         fields["time"] = self.time.isoformat()
         fields["expires_at"] = self.expires_at.isoformat() if self.expires_at else None
         return json.dumps(fields, indent=2) + "\n"

@@ -98,6 +98,8 @@ class SavedAdapter:
     """Fingerprint of the base model's architecture."""
     weights: str
     """Fingerprint of the base model's weights."""
+    quantize: str | None = None
+    """The quantization scheme of the base model's weights, or None."""
 
 
 def data_directory(data_dir: str | Path | None) -> Path:
@@ -371,6 +373,7 @@ class CheckpointStore:
             time=now,
             expires_at=label.expires_at(now),
             user_metadata=dict(label.user_metadata or {}),
+            quantize=adapter.quantize,
         )
         with_optimizer = label.path.checkpoint_type == "training"
         files = write_tensors(

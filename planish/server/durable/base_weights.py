@@ -39,7 +39,7 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
             raise UserError(
                 f"--model {name}: these are not the weights with which this data directory was last "
                 f"used, and {in_use} open models and samplers were made on those. Give the earlier "
-                "weights, or serve the new ones under another name"
+                "weights and the earlier --quantize, or serve the new ones under another name"
             )
 
 
