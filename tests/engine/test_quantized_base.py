@@ -1,0 +1,222 @@
+"""Quantized base weights: sampler and trainer agree, and checkpoints name their scheme."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_sampler_equals_trainer import gap, trained_adapter
+
+from planish.engine.checkpoints.files import MANIFEST
+from planish.engine.engine import Engine
+from planish.engine.memory import DeviceMemory
+from planish.engine.settings import EngineSettings
+from planish.engine.training.trainer import Trainer, TrainerSettings
+from planish.errors import CheckpointError, UserError
+from planish.model.config import ModelConfig
+from planish.model.decoder import Decoder
+from planish.model.kernels.cpp import ops
+from planish.model.quantization import quantize
+from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
+from planish.model.weights import load_weights
+from planish.service import (
+    CreateModel,
+    CreateSampler,
+    ForwardBackward,
+    LoadWeights,
+    OptimStep,
+    PublishSampler,
+    Sample,
+    SaveWeights,
+)
+from planish.testing import tiny_model
+from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SamplingParams
+
+CPU = torch.device("cpu")
+LORA = LoraConfig(rank=4, seed=1)
+WAIT = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3", intermediate=128)
+
+
+@pytest.fixture
+def engines(model, tmp_path):
+    """Return a function that creates engines which share a data directory."""
+    made: list[Engine] = []
+
+    def make(**settings: Any) -> Engine:
+        given = {"dtype": "float32", "device": "cpu", **settings}
+        made.append(Engine({"base": str(model)}, tmp_path / "data", EngineSettings(**given)))
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close(finish=False)
+
+
+@pytest.fixture(params=["C++", "torch"])
+def _kernels(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(ops, "load_library", lambda: None)
+
+
+def datum(weight: float = 1.0) -> Datum:
+    tokens = [i * 7 % 256 for i in range(9)]
+    return Datum(
+        ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:], "weights": [weight] * 8}
+    )
+
+
+def request(sampler_id: str, prompt: bytes = b"a prompt", n: int = 2) -> Sample:
+    params = SamplingParams(max_tokens=12, stop=[], seed=3)
+    return Sample(sampler_id, ModelInput.from_ints(list(prompt)), n, params)
+
+
+def train(engine: Engine, model_id: str, steps: int = 2) -> None:
+    for _ in range(steps):
+        engine.submit(ForwardBackward(model_id, [datum()], "cross_entropy"))
+        engine.submit(OptimStep(model_id, AdamParams(learning_rate=1e-2))).result(WAIT)
+
+
+def loss(engine: Engine, model_id: str) -> float:
+    operation = ForwardBackward(model_id, [datum()], "cross_entropy", forward_only=True)
+    return engine.submit(operation).result(WAIT).metrics["loss:sum"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sampled_and_trained_logprobs_agree(model, scheme, dtype):
+    """The prompts share prefixes, and the trainer packs them into one tree."""
+    decoder = Decoder.load(model, dtype, CPU, quantize=scheme)
+    found = np.abs(gap(decoder, 1.0))
+    if decoder.backend.is_compiled:
+        assert found.max() == 0
+    elif dtype == torch.float32:
+        assert found.max() < 3e-5
+    else:
+        assert np.mean(found**2) / 2 < 1e-3
+
+
+@pytest.mark.usefixtures("_kernels")
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_quantized_model_is_the_model_of_its_dequantized_weights(model, scheme):
+    """Logprobs and gradients have the same bits.
+
+    In float32, the backward pass of weights that are not quantized uses torch.
+    """
+    config = ModelConfig.from_directory(model)
+    quantized = Decoder.load(model, torch.bfloat16, CPU, quantize=scheme)
+    weights = load_weights(model, config)
+    for name in quantized_shapes(config):
+        weights[name] = quantize(weights[name], scheme).dequantize(torch.bfloat16)
+    dequantized = Decoder(weights, quantized.backend)
+    original = Decoder(load_weights(model, config), quantized.backend)
+    found = []
+    for decoder in (quantized, dequantized, original):
+        adapter = trained_adapter(decoder)
+        work = Trainer(decoder, TrainerSettings()).forward_backward(
+            adapter, [datum(), datum(0.5)], "cross_entropy", {}
+        )
+        outputs = None
+        while outputs is None:
+            try:
+                next(work)
+            except StopIteration as end:
+                outputs = end.value.loss_fn_outputs
+        logprobs = np.concatenate([out["logprobs"].to_numpy() for out in outputs])
+        assert adapter.grad is not None
+        found.append((logprobs, adapter.grad.clone()))
+    assert np.array_equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+    assert found[0][1].any()
+    assert not np.array_equal(found[0][0], found[2][0])
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_samples_of_several_adapters_do_not_depend_on_each_other(engines, scheme):
+    engine = engines(quantize=scheme)
+    for i, model_id in enumerate(("a", "b")):
+        engine.submit(CreateModel(model_id, "base", replace(LORA, seed=i)))
+        train(engine, model_id, 1 + i)
+        engine.submit(PublishSampler(model_id, f"s-{model_id}")).result(WAIT)
+    engine.submit(CreateSampler("s-base", "base")).result(WAIT)
+    samplers = ("s-a", "s-b", "s-base")
+    together = [engine.submit(request(sampler)) for sampler in samplers]
+    found = [future.result(WAIT).sequences for future in together]
+    alone = [engine.submit(request(sampler)).result(WAIT).sequences for sampler in samplers]
+    assert found == alone
+    assert len({tuple(sequences[0].logprobs) for sequences in found}) == 3
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_checkpoints_name_their_scheme_and_need_it(engines, tmp_path, scheme):
+    engine = engines(quantize=scheme)
+    engine.submit(CreateModel("a", "base", LORA))
+    train(engine, "a")
+    path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST).read_text())
+    assert manifest["quantize"] == scheme
+    expected = loss(engine, "a")
+    again = engines(quantize=scheme)
+    again.submit(CreateModel("b", from_path=path, with_optimizer=True)).result(WAIT)
+    assert loss(again, "b") == expected
+    for other in (None, next(name for name in SCHEMES if name != scheme)):
+        engine = engines(quantize=other)
+        with pytest.raises(CheckpointError, match=f"quantized with {scheme}.*quantize='{scheme}'"):
+            engine.submit(CreateModel("c", from_path=path))
+        with pytest.raises(CheckpointError, match="base_model='base' to use"):
+            engine.submit(CreateSampler("s", model_path=path))
+        engine.submit(CreateModel("d", "base", LORA)).result(WAIT)
+        with pytest.raises(CheckpointError, match=f"quantized with {scheme}"):
+            engine.submit(LoadWeights("d", path))
+        engine.submit(CreateModel("e", "base", from_path=path)).result(WAIT)  # asked for by name
+        assert loss(engine, "e") != expected
+
+
+def test_a_checkpoint_of_unquantized_weights_is_rejected_by_name(engines, tmp_path):
+    engine = engines()
+    engine.submit(CreateModel("a", "base", LORA))
+    path = engine.submit(SaveWeights("a", "x")).result(WAIT).path
+    manifest = json.loads((tmp_path / "data" / "a" / "weights" / "x" / MANIFEST).read_text())
+    assert "quantize" not in manifest  # earlier versions can read it
+    with pytest.raises(CheckpointError, match="without quantization.*quantize=None"):
+        engines(quantize="int8").submit(CreateModel("b", from_path=path))
+
+
+def test_invalid_schemes_are_rejected_before_anything_is_loaded(tmp_path):
+    with pytest.raises(UserError, match=r"quantize='int4': give 'int8', 'nf4', or None"):
+        EngineSettings(quantize="int4")
+    narrow = tiny_model(tmp_path / "narrow", intermediate=96)
+    engine = Engine({"base": str(narrow)}, tmp_path, EngineSettings(quantize="nf4"))
+    with pytest.raises(UserError, match="96 inputs"):
+        engine.submit(CreateModel("a", "base", LORA))
+    engine.close()
+
+
+def test_the_memory_budget_has_one_copy_of_the_quantized_weights(model):
+    config = ModelConfig.from_directory(model)
+
+    def weights(scheme: str | None) -> int:
+        settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
+        return DeviceMemory(settings).claim(model).weights
+
+    whole = sum(fan_out * fan_in for fan_out, fan_in in quantized_shapes(config).values())
+    kept = weights(None) - 3 * 2 * whole
+    for scheme in SCHEMES:
+        found = weights(scheme) - kept
+        assert found >= linear_bytes(config, scheme)
+        if ops.load_library() is not None:
+            assert found == linear_bytes(config, scheme)
+
+
+def test_the_fingerprint_of_the_weights_has_the_scheme(engines):
+    plain, quantized = engines(), engines(quantize="int8")
+    assert quantized.weights_fingerprint("base") == plain.weights_fingerprint("base") + " int8"
