@@ -388,10 +388,12 @@ class _Loader:
         def linear(*names: str) -> PackedLinear:
             biased = f"{prefix}{names[0]}.bias" in self.weights
             biases = [self.one(f"{prefix}{name}.bias") if biased else None for name in names]
-            weights = self.several([f"{prefix}{name}.weight" for name in names])
+            found = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
-                return self.backend.pack_quantized(weights, biases, self.quantize)
-            return self.backend.pack(weights, biases, keeps=False)
+                # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
+                stored = [self.weights[name].to(self.backend.device) for name in found]
+                return self.backend.pack_quantized(stored, biases, self.quantize)
+            return self.backend.pack(self.several(found), biases, keeps=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:
             return self.norm(prefix + name, factor)
