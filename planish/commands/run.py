@@ -22,6 +22,7 @@ import planish
 from planish.errors import UserError
 from planish.import_shims import COOKBOOK_DIRECTORY, SDK_DIRECTORY
 from planish.model.sources import environment_models, resolve_model
+from planish.model.weight_sizes import SCHEMES
 from planish.service import checked_substitutes
 from planish.tinker.service_client import OPTIONS_VARIABLE
 
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data-dir", metavar="DIR", help="directory of the checkpoints")
     parser.add_argument("--device", help="device: cpu, cuda, cuda:N, or auto")
     parser.add_argument("--dtype", help="dtype of weights and matmuls: bfloat16, float32, or auto")
+    parser.add_argument("--quantize", choices=SCHEMES, help="quantize the base weights")
     parser.add_argument(
         "--deterministic",
         action=argparse.BooleanOptionalAction,
@@ -116,8 +118,8 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Any]:
             _pairs("--substitute-loss", "LOSS=LOSS", arguments.substitute_loss)
         ),
     }
-    names = ("data_dir", "device", "dtype", "deterministic", *_FLAGS, "base_url", "api_key")
-    given |= {name: getattr(arguments, name) for name in names}
+    names = ("data_dir", "device", "dtype", "quantize", "deterministic", *_FLAGS)
+    given |= {name: getattr(arguments, name) for name in (*names, "base_url", "api_key")}
     return {name: value for name, value in given.items() if value not in (None, {})}
 
 

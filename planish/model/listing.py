@@ -17,6 +17,10 @@ from planish.model.sources import (
     hub_cache_directory,
     models_home,
 )
+from planish.model.weight_sizes import SCHEMES, weight_bytes
+
+_SIZES = {"bf16": None, **{scheme: scheme for scheme in SCHEMES}}
+"""The headings of the sizes, and their quantization schemes."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +60,27 @@ def list_models(models: Mapping[str, str] | None = None) -> list[ModelEntry]:
 def print_models(models: Mapping[str, str] | None = None, console: Console | None = None) -> None:
     """Print `list_models` as a table."""
     table = Table()
-    for heading in ("name", "source", "path"):
+    for heading in ("name", "source", "path", *_SIZES):
         table.add_column(heading, overflow="fold")
     for entry in list_models(models):
         location = str(entry.path) if entry.path else "downloaded and cached at first use"
         if entry.problem:
             location += f"\n{entry.problem}"
-        table.add_row(entry.name, entry.source, location)
+        table.add_row(entry.name, entry.source, location, *_sizes(entry))
     console = console or Console()
     console.print(table)
     console.print(
-        "Also: the path of any Hugging Face directory or .gguf file, and ORGANIZATION/MODEL on the hub."
+        "Sizes are those of one copy of the weights in GB; int8 and nf4 are values of quantize "
+        "(docs/models.md).\nAlso: the path of any Hugging Face directory or .gguf file, and ORGANIZATION/MODEL on the hub."
     )
+
+
+def _sizes(entry: ModelEntry) -> list[str]:
+    """Return the sizes of the weights in GB under each scheme, or nothing if they are not known."""
+    if entry.problem or entry.path is None or not entry.path.is_dir():
+        return []
+    config = ModelConfig.from_directory(entry.path)
+    return [f"{weight_bytes(config, 2, scheme) / 1e9:.2f}" for scheme in _SIZES.values()]
 
 
 def _mapped(mapping: Mapping[str, str], source: str) -> Iterator[ModelEntry]:

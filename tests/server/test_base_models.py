@@ -24,11 +24,13 @@ from planish.types import LoraConfig
 
 
 @asynccontextmanager
-async def serving(models: Mapping[str, Path], data_dir: Path) -> AsyncIterator[Server]:
+async def serving(
+    models: Mapping[str, Path], data_dir: Path, quantize: str | None = None
+) -> AsyncIterator[Server]:
     engine = Engine(
         {name: str(path) for name, path in models.items()},
         data_dir / "checkpoints",
-        EngineSettings(deterministic=True, device="cpu"),
+        EngineSettings(deterministic=True, device="cpu", quantize=quantize),
         only_these_models=True,
     )
     server = Server(engine, data_dir, list(models))
@@ -118,5 +120,19 @@ def test_other_weights_under_the_same_name_are_noticed_without_a_snapshot(
         with pytest.raises(UserError, match="--model tiny"):
             async with serving({"tiny": model_dir}, data_dir):
                 pass
+
+    run(scenario())
+
+
+def test_another_quantization_is_noticed_at_the_start(model_dir: Path, data_dir: Path):
+    async def scenario() -> None:
+        async with serving({"tiny": model_dir}, data_dir, "int8") as server:
+            client = await Client.start(server)
+            await client.sampler(base_model="tiny")
+        with pytest.raises(UserError, match="--model tiny: .*earlier --quantize"):
+            async with serving({"tiny": model_dir}, data_dir):
+                pass
+        async with serving({"tiny": model_dir}, data_dir, "int8"):
+            pass
 
     run(scenario())
