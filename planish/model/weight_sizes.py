@@ -14,6 +14,8 @@ SCHEMES = ("int8", "nf4")
 """The names of the quantization schemes (model/quantization.py)."""
 NF4_BLOCK = 64
 """The number of inputs that share a scale in nf4."""
+_QUANTIZED = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
+"""How the names of quantized weights end: the linears of decoder layers that adapters train."""
 
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
@@ -21,7 +23,7 @@ def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_shapes(config).items()
-        if name.startswith("model.layers.") and name.endswith("_proj.weight")
+        if name.startswith("model.layers.") and name.endswith(_QUANTIZED)
     }
 
 

@@ -20,7 +20,8 @@ from planish.errors import CheckpointError, UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
 from planish.model.kernels.cpp import ops
-from planish.model.quantization import quantize
+from planish.model.kernels.reference import backend as reference_backend
+from planish.model.quantization import QuantizedWeight, quantize
 from planish.model.weight_sizes import SCHEMES, linear_bytes, quantized_shapes
 from planish.model.weights import load_weights
 from planish.service import (
@@ -33,7 +34,7 @@ from planish.service import (
     Sample,
     SaveWeights,
 )
-from planish.testing import tiny_model
+from planish.testing import CONFIGS, tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
 
 CPU = torch.device("cpu")
@@ -96,7 +97,7 @@ def loss(engine: Engine, model_id: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
@@ -224,6 +225,21 @@ def test_the_memory_budget_has_one_copy_of_the_quantized_weights(model):
         assert found >= linear_bytes(config, scheme)
         if ops.load_library() is not None:
             assert found == linear_bytes(config, scheme)
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_the_named_weights_of_each_family_are_quantized(tmp_path, family, monkeypatch):
+    tiny_model(tmp_path, family)
+    quantized = []
+
+    def noted(weight: torch.Tensor, scheme: str) -> QuantizedWeight:
+        quantized.append(tuple(weight.shape))
+        return quantize(weight, scheme)
+
+    monkeypatch.setattr(reference_backend, "quantize", noted)
+    Decoder.load(tmp_path, torch.float32, CPU, quantize="int8")
+    named = quantized_shapes(ModelConfig.from_directory(tmp_path))
+    assert sorted(quantized) == sorted(named.values())
 
 
 def test_the_fingerprint_of_the_weights_has_the_scheme(engines):
