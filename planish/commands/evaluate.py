@@ -14,7 +14,7 @@ from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_ta
 from planish.evaluation.evaluate import CONCURRENCY, checked_sampling
 from planish.evaluation.files import RESULTS, SAMPLES
 from planish.files import read_rows
-from planish.processes.interruption import Terminated, sigterm_like_control_c
+from planish.processes.interruption import Terminated, sigterm_as_interrupt
 from planish.renderers import FORMATS
 from planish.runlog.console import StepDisplay
 
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
     checked_sampling(task, sampling, arguments.k, arguments.concurrency)
     out = arguments.out or Path("evaluations") / f"{task.name}-{_file_name(arguments.model)}"
     try:
-        with sigterm_like_control_c():
+        with sigterm_as_interrupt():
             results = _evaluate(arguments, task, sampling, out)
     except (KeyboardInterrupt, Terminated) as end:
         rows = read_rows(out / SAMPLES)

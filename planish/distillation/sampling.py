@@ -23,7 +23,7 @@ from typing import Any
 from planish.completers import SamplesTokens, TinkerTokenCompleter, derived_seed
 from planish.errors import DamagedFileError, UserError
 from planish.files import RowFile, read_rows, write_whole
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.console import Stage, StepDisplay
 from planish.supervised.conversations import Conversation
@@ -173,4 +173,4 @@ async def answers_to(
         stage.advance()
         return row
 
-    return await at_once(answer(index) for index in indices)
+    return await gather_or_cancel(answer(index) for index in indices)

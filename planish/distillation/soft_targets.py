@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.types import Datum, ModelInput, SamplingParams, TopkLogprobs
 
 
@@ -78,7 +78,7 @@ async def soft_targets(data_D: Sequence[Datum], teacher: Any, topk: int) -> Soft
         )
         return soft_datum(datum, response.topk_prompt_logprobs_np)
 
-    return SoftData.joined(await at_once(soft(datum) for datum in data_D))
+    return SoftData.joined(await gather_or_cancel(soft(datum) for datum in data_D))
 
 
 def soft_datum(datum: Datum, top: TopkLogprobs) -> SoftData:

@@ -219,7 +219,7 @@ def check_rope(case: Case) -> None:
             compare(f"rotated {name}", found, _rotated(x.double(), cos, -sin if back else sin))
     norms = 1 + case.random(2, e, dtype=torch.float32, scale=0.2)
     for weights in (None, (norms[0], norms[1])) if config.qk_norm else (None,):
-        ours = own.turned_heads(joint, heads, weights, config.rms_norm_eps, cos, sin)
+        ours = own.qk_norm_rope(joint, heads, weights, config.rms_norm_eps, cos, sin)
         for index, x in enumerate((q, k)):
             x = x.double()
             if weights is not None:

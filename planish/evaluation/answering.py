@@ -15,7 +15,7 @@ from planish.evaluation.types import (
     ScoredChoice,
     Verdict,
 )
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Message, Renderer, get_text_content
 from planish.types import ModelInput, SamplingParams
 
@@ -116,7 +116,9 @@ class Answerer:
                 reference=question.reference,
                 error=self._too_long(longest),
             )
-        scores = await at_once(self._score(prompt, message) for message in rendered.messages)
+        scores = await gather_or_cancel(
+            self._score(prompt, message) for message in rendered.messages
+        )
         named = zip(LETTERS, question.choices, rendered.messages, scores, strict=False)
         choices = [
             ScoredChoice(letter, text, score, len(message))

@@ -29,7 +29,7 @@ from planish.evaluation.answering import Answerer, RenderedQuestion, render_choi
 from planish.evaluation.files import Answers, EvaluationDirectory
 from planish.evaluation.metrics import check_k, metrics_of
 from planish.evaluation.types import ChoiceTask, Sampling, Task
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.checkpoints import choose_renderer
 from planish.runlog.console import Stage, StepDisplay
@@ -183,7 +183,7 @@ async def _answer_all(
         async with places:
             progress.keep(await answer(question))
 
-    await at_once(one(question) for question in rendered)
+    await gather_or_cancel(one(question) for question in rendered)
 
 
 def checked_sampling(

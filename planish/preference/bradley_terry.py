@@ -23,7 +23,7 @@ from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
 from planish.preference.datasets import pairs_of
 from planish.preference.types import Comparison, LabeledComparison, Messages
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.supervised.objective import Metrics
 from planish.supervised.types import Batch
@@ -158,6 +158,6 @@ class BradleyTerryPreferenceModel:
 
     async def _scores(self, comparison: Comparison) -> list[float]:
         prompt = comparison.prompt_conversation
-        return await at_once(
+        return await gather_or_cancel(
             self.score(prompt, each) for each in (comparison.completion_A, comparison.completion_B)
         )

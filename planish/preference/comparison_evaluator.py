@@ -30,7 +30,7 @@ from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, checked_prompts
 from planish.preference.types import Comparison, Messages
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.model_renderer import model_renderer
@@ -74,7 +74,7 @@ class Answering:
             answer = read_answer(self.renderer, sampled.tokens)
             return SampledAnswer(answer.text, answer.is_whole, len(sampled.tokens))
 
-        return await at_once(one(number, prompt) for number, prompt in enumerate(prompts))
+        return await gather_or_cancel(one(number, prompt) for number, prompt in enumerate(prompts))
 
 
 class Reference(ABC):

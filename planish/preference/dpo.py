@@ -27,7 +27,7 @@ from planish.errors import UserError
 from planish.files import write_whole
 from planish.preference.datasets import pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.runlog.checkpoints import Start
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
@@ -366,7 +366,7 @@ async def reference_logprobs(reference: Any, data: Sequence[Datum]) -> list[floa
     """Return the reference's logprob of each datum's answer, with all requests in flight
     concurrently.
     """
-    return await at_once(_reference_logprob(reference, datum) for datum in data)
+    return await gather_or_cancel(_reference_logprob(reference, datum) for datum in data)
 
 
 async def _reference_logprob(reference: Any, datum: Datum) -> float:

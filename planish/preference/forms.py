@@ -39,7 +39,7 @@ class Form(Protocol):
     """A kind of preference model in one chat format."""
 
     @property
-    def minds_order(self) -> bool:
+    def depends_on_order(self) -> bool:
         """Whether the order of the answers can influence the model.
 
         If so, a fair evaluation asks about both orders.
@@ -74,7 +74,7 @@ class ChatForm:
     """The form of preference models that read both answers and write a label."""
 
     choice: Choice
-    minds_order = True
+    depends_on_order = True
     learned = LabelCrossEntropy()
 
     def check(self, labeled: LabeledComparison) -> None:
@@ -95,7 +95,7 @@ class BradleyTerryForm:
 
     choice: Choice
     question: str = QUESTION
-    minds_order = False
+    depends_on_order = False
     learned = BradleyTerry()
 
     def check(self, labeled: LabeledComparison) -> None:

@@ -11,7 +11,7 @@ from planish.preference.preference_models import (
     preference_of,
 )
 from planish.preference.types import Comparison, Messages
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 
 ROUNDING = 1e-6
 """How far a preference may exceed 1 in absolute value by rounding."""
@@ -29,7 +29,7 @@ async def judged(
     if isinstance(preference_model, ScoringPreferenceModel):
         given = await _by_scores(preference_model, comparisons)
     else:
-        given = await at_once(
+        given = await gather_or_cancel(
             preference_of(preference_model, comparison) for comparison in comparisons
         )
     return [checked_preference(preference, preference_model) for preference in given]
@@ -44,7 +44,9 @@ async def _by_scores(
         for side in ((each, each.completion_A), (each, each.completion_B))
     ]
     distinct = {_key(each, answer): (each.prompt_conversation, answer) for each, answer in sides}
-    found = await at_once(model.score(prompt, answer) for prompt, answer in distinct.values())
+    found = await gather_or_cancel(
+        model.score(prompt, answer) for prompt, answer in distinct.values()
+    )
     scores = dict(zip(distinct, found, strict=True))
     return [
         model.preference_between(

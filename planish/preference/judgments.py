@@ -27,7 +27,7 @@ from typing import Any
 from planish import SamplingClient
 from planish.preference.preference_models import LogOddsModel, PreferenceModel, preference_of
 from planish.preference.types import Label, LabeledComparison
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.runlog.evaluators import SamplingClientEvaluator
 from planish.runlog.statistics import Mean
 
@@ -65,7 +65,9 @@ async def judge(
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     as_given = [labeled.comparison for labeled in ranked]
     swaps = [comparison.swap() for comparison in as_given] if both_orders else []
-    found = await at_once(preference_of(model, comparison) for comparison in [*as_given, *swaps])
+    found = await gather_or_cancel(
+        preference_of(model, comparison) for comparison in [*as_given, *swaps]
+    )
     given, swapped = (
         found[: len(ranked)],
         found[len(ranked) :] if both_orders else [None] * len(ranked),
@@ -85,7 +87,7 @@ async def log_odds_of_chosen(
     """
     ranked = [labeled for labeled in comparisons if labeled.ranked is not None]
     ordered = [*ranked, *(labeled.swap() for labeled in ranked)] if both_orders else ranked
-    given = await at_once(model.log_odds(labeled.comparison) for labeled in ordered)
+    given = await gather_or_cancel(model.log_odds(labeled.comparison) for labeled in ordered)
     return [SIGN[labeled.label] * each for labeled, each in zip(ordered, given, strict=True)]
 
 

@@ -113,7 +113,7 @@ async def calibrate(config: Config, service_client: ServiceClient, model_path: s
     max_length = builder.common_config.max_length
     calibration = fitting(form, splits.calibration, max_length)
     chosen = await log_odds_of_chosen(
-        form.model(sampling_client), calibration, both_orders=form.minds_order
+        form.model(sampling_client), calibration, both_orders=form.depends_on_order
     )
     temperature = fit_temperature(chosen, len(calibration))
     tested = held_out(form, splits.test, max_length, temperature)
@@ -143,7 +143,7 @@ def held_out(
         return form.model(sampling_client, temperature)
 
     return HeldOutPreferences(
-        kept, model_of, both_orders=form.minds_order, left_out=len(comparisons) - len(kept)
+        kept, model_of, both_orders=form.depends_on_order, left_out=len(comparisons) - len(kept)
     )
 
 

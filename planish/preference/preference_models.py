@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 
 from planish import ServiceClient
 from planish.preference.types import Comparison, Messages
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 
 
 class PreferenceModel(Protocol):
@@ -46,7 +46,7 @@ class BothOrders:
     model: PreferenceModel
 
     async def __call__(self, comparison: Comparison) -> float:
-        given, swapped = await at_once(
+        given, swapped = await gather_or_cancel(
             preference_of(self.model, each) for each in (comparison, comparison.swap())
         )
         return (given - swapped) / 2

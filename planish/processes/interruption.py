@@ -135,7 +135,7 @@ class StopRequest:
         """`say` is called with a message at the first signal. Later signals end the loop at once."""
         self._say = say
         self._signal: int | None = None
-        self._is_at_once = False
+        self._is_interruptible = False
         self._asked: SimpleQueue[int | None] = SimpleQueue()
         self._handlers = ExitStack()
 
@@ -164,21 +164,21 @@ class StopRequest:
             raise Interrupted
 
     @contextmanager
-    def at_once(self) -> Iterator[None]:
+    def interruptible(self) -> Iterator[None]:
         """In this block a signal raises Interrupted immediately. Use it for work that may be
         dropped.
         """
-        self._is_at_once = True
+        self._is_interruptible = True
         try:
             self.check()
             yield
         finally:
-            self._is_at_once = False
+            self._is_interruptible = False
 
     def _ask(self, number: int) -> None:
         self._signal = number
         self._asked.put(number)
-        if self._is_at_once:
+        if self._is_interruptible:
             raise Interrupted
 
     def _answer(self) -> None:
@@ -207,7 +207,7 @@ def _requests(ask: Callable[[int], None], *, heeds_sigterm: bool = True) -> Iter
 
 
 @contextmanager
-def sigterm_like_control_c() -> Iterator[None]:
+def sigterm_as_interrupt() -> Iterator[None]:
     """In this block, in the main thread, SIGTERM stops the code as Ctrl-C would, and the block
     raises `Terminated`. A second SIGTERM ends the process.
     """
@@ -363,7 +363,7 @@ def _run_in_thread(work: Coroutine[Any, Any, T], control_c: _ControlC | None) ->
 
 
 @contextmanager
-def interrupts_held_back() -> Iterator[None]:
+def blocked_interrupts() -> Iterator[None]:
     """Block SIGINT and SIGTERM in this thread. A process started in the block inherits the mask, so
     it does not get these signals until it unblocks them.
     """
@@ -378,7 +378,7 @@ def interrupts_held_back() -> Iterator[None]:
 
 
 @contextmanager
-def only_errors() -> Iterator[None]:
+def exits_as_errors() -> Iterator[None]:
     """Turn a SystemExit into RuntimeError. Turn a CancelledError into RuntimeError if this task was
     not cancelled.
 
@@ -410,7 +410,7 @@ def first_error() -> Iterator[None]:
         yield
     except BaseExceptionGroup as group:
         # Two tasks may have raised the same error object.
-        leaves = list({id(error): error for error in leaves_of(group)}.values())
+        leaves = list({id(error): error for error in flatten_errors(group)}.values())
         first = next((error for error in leaves if isinstance(error, Interrupted)), leaves[0])
         if len(leaves) > 1:
             another = next(error for error in leaves if error is not first)
@@ -420,7 +420,7 @@ def first_error() -> Iterator[None]:
         raise first from first.__cause__
 
 
-async def at_once(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather_or_cancel(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Run coroutines concurrently and return their results in order. The first error cancels the
     rest.
     """
@@ -444,7 +444,7 @@ async def run_uncancelled(work: Coroutine[Any, Any, T]) -> T:
     return task.result()
 
 
-def leaves_of(error: BaseException) -> list[BaseException]:
+def flatten_errors(error: BaseException) -> list[BaseException]:
     """Return the errors of a nested exception group, each with the notes of its groups."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
@@ -452,4 +452,4 @@ def leaves_of(error: BaseException) -> list[BaseException]:
         for note in getattr(error, "__notes__", []):
             if note not in getattr(part, "__notes__", []):
                 part.add_note(note)
-    return [leaf for part in error.exceptions for leaf in leaves_of(part)]
+    return [leaf for part in error.exceptions for leaf in flatten_errors(part)]

@@ -227,7 +227,7 @@ class StepRunner:
         )
         # Ctrl-C ends sampling at once. The lost answers were not trained on yet, and a resumed
         # run samples them again.
-        with self.stop.at_once():
+        with self.stop.interruptible():
             return sample_groups(
                 sampling_client,
                 [build(problem_prompt(problem)) for problem in problems_P],

@@ -22,7 +22,7 @@ from chz.blueprint import (
 from planish import ServiceClient
 from planish.client.local import used_together
 from planish.errors import PlanishError, UserError
-from planish.processes.interruption import Terminated, run_in_thread, sigterm_like_control_c
+from planish.processes.interruption import Terminated, run_in_thread, sigterm_as_interrupt
 from planish.runlog.model_renderer import learn_renderer
 from planish.training.run_options import instead
 
@@ -45,7 +45,7 @@ def run_command(
     the part of that message that says what the same command does next.
     """
     try:
-        with sigterm_like_control_c(), engine_log_on_console():
+        with sigterm_as_interrupt(), engine_log_on_console():
             main(read_options(config_type, presets, argv))
     except PlanishError as error:
         places = "".join(f"\n  {note}" for note in getattr(error, "__notes__", ()))

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.rl.data_processing import TrainingSequence
 from planish.rl.types import Metrics
 from planish.types import ForwardBackwardOutput, ModelInput
@@ -104,7 +104,7 @@ async def logprob_gaps(
         other_N = np.array([0.0 if score is None else score for score in scores], np.float32)
         return (sequence.logprobs_N - other_N) * sequence.mask_N
 
-    return await at_once(gap(sequence) for sequence in data_D)
+    return await gather_or_cancel(gap(sequence) for sequence in data_D)
 
 
 def mean_gap(data_D: Sequence[TrainingSequence], gaps_D: Sequence[np.ndarray]) -> float | None:

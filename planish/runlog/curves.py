@@ -94,7 +94,7 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class DrawnPanel:
+class PlottedPanel:
     """A panel with the curves of all runs."""
 
     title: str
@@ -160,15 +160,15 @@ def points_of(rows: Iterable[Row]) -> dict[str, Points]:
     return {key: dict(sorted(points.items())) for key, points in found.items()}
 
 
-def drawn_panels(
+def panels_to_draw(
     runs: Sequence[Run], metrics: Sequence[str] | None, smooth: int
-) -> list[DrawnPanel]:
+) -> list[PlottedPanel]:
     """Return the panels with their curves. `metrics` are patterns, one for each panel. With None,
     the panels are those of `PANELS` that some run has. `smooth` is a number of steps; see
     `smoothed`.
     """
     return [
-        DrawnPanel(
+        PlottedPanel(
             panel.title,
             [curve for i, run in enumerate(runs) for curve in _curves(panel, runs, run, i, smooth)],
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 from planish import SamplingClient, TrainingClient
 from planish.errors import UserError
-from planish.processes.interruption import only_errors
+from planish.processes.interruption import exits_as_errors
 
 
 class SamplingClientEvaluator(ABC):
@@ -47,7 +47,7 @@ def asking(evaluator: Evaluator, step: int) -> Iterator[None]:
     SystemExit, and a CancelledError without a cancellation of this task, become RuntimeError.
     """
     try:
-        with only_errors():
+        with exits_as_errors():
             yield
     except Exception as error:
         error.add_note(f"in the evaluator {evaluator_name(evaluator)}, before step {step}")

@@ -13,7 +13,7 @@ from typing import Any
 
 from planish.errors import UserError
 from planish.files import Row, write_whole
-from planish.runlog.curves import Curve, DrawnPanel, Run, drawn_panels, points_of, read_runs
+from planish.runlog.curves import Curve, PlottedPanel, Run, panels_to_draw, points_of, read_runs
 
 PNG = "curves.png"
 PAGE = "curves.html"
@@ -38,7 +38,7 @@ def plot_runs(
     if smooth < 1:
         raise UserError(f"smooth={smooth}: give a number of steps, at least 1")
     runs = read_runs([Path(path).expanduser() for path in paths])
-    panels = drawn_panels(runs, metrics, smooth)
+    panels = panels_to_draw(runs, metrics, smooth)
     if out is None:
         directory = runs[0].path.parent if len(runs) == 1 else Path()
     else:
@@ -104,7 +104,7 @@ def _grid(panels: int) -> tuple[int, int]:
     return -(-panels // columns), columns
 
 
-def _picture(panels: Sequence[DrawnPanel], runs: Sequence[Run]) -> bytes:
+def _picture(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> bytes:
     rows, columns = _grid(len(panels))
     figure = _figure(5.0 * columns, 3.2 * rows + 0.4)
     lines: dict[int, Any] = {}
@@ -133,7 +133,7 @@ def _draw(axes: Any, curve: Curve, color: str) -> Any:
     return line
 
 
-def _finish(axes: Any, panel: DrawnPanel) -> None:
+def _finish(axes: Any, panel: PlottedPanel) -> None:
     keys = panel.keys
     only = f": {keys[0]}" if len(keys) == 1 and keys != [panel.title] else ""
     axes.set_title(_label(panel.title + only), fontsize=9)
@@ -174,7 +174,7 @@ def _png(figure: Any) -> bytes:
     return image.getvalue()
 
 
-def _page(panels: Sequence[DrawnPanel], runs: Sequence[Run]) -> str:
+def _page(panels: Sequence[PlottedPanel], runs: Sequence[Run]) -> str:
     from plotly.subplots import make_subplots  # takes a second to import; only pages need it
 
     rows, columns = _grid(len(panels))
@@ -220,7 +220,7 @@ def _row(run: Run) -> str:
     return f"<tr><td>{html.escape(run.name)}</td><td>{steps}</td><td>{html.escape(str(run.path))}</td></tr>"
 
 
-def _page_title(panel: DrawnPanel) -> str:
+def _page_title(panel: PlottedPanel) -> str:
     marked = [
         f"{_PAGE_MARKS[index % 4]} {html.escape(key)}" for index, key in enumerate(panel.keys)
     ]

@@ -28,7 +28,7 @@ from typing import Any
 
 from planish.errors import PlanishError
 from planish.processes.background import BackgroundThread
-from planish.processes.interruption import interrupts_held_back
+from planish.processes.interruption import blocked_interrupts
 from planish.sandbox.command import ENVIRONMENT, ISOLATION, SCRATCH, START, START_SOURCE
 from planish.sandbox.errors import SandboxUnavailableError
 from planish.sandbox.limits import MIB
@@ -112,7 +112,7 @@ class WorkerProcess:
             command = _command(start, system_calls, self._program, self._arguments)
             # Ctrl-C must reach only this process, which then kills the worker. bubblewrap stays in
             # our process group, so that a signal to the whole terminal or job ends the worker too.
-            with interrupts_held_back():
+            with blocked_interrupts():
                 self._process = process = self._started(command, (start, system_calls))
         try:
             reply = self._receive(process, START_SECONDS)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UserError
-from planish.processes.interruption import only_errors
+from planish.processes.interruption import exits_as_errors
 from planish.renderers import Message, ToolCall, UnparsedToolCall
 from planish.renderers.codec import whole_characters
 from planish.rl.limits import TOOL_EXECUTIONS, ToolExecution
@@ -112,7 +112,7 @@ class Toolbox:
         try:
             arguments = read_arguments(call["function"]["arguments"])
             async with clock:
-                with only_errors():
+                with exits_as_errors():
                     return await tool.run(ToolInput(arguments, call.get("id")))
         except Exception as error:
             if clock.expired():

@@ -16,7 +16,7 @@ from backends import with_tiling
 from transformers import AutoModelForCausalLM
 
 from planish.engine.sampling import scheduler
-from planish.engine.sampling.prompt_logprobs import PromptScores
+from planish.engine.sampling.prompt_logprobs import PromptLogprobs
 from planish.engine.sampling.sampler import Sampler, SamplerSettings
 from planish.errors import NonFiniteError
 from planish.model.decoder import Decoder
@@ -728,7 +728,7 @@ def test_an_error_while_handling_one_request_fails_only_that_request(decoder, mo
         monkeypatch.setattr(sampler._texts, "decode", broken)
         op = request(tokens(30), 2, stop="x")
     else:
-        monkeypatch.setattr(PromptScores, "add", broken)
+        monkeypatch.setattr(PromptLogprobs, "add", broken)
         op = request(tokens(30), 2, prompt_logprobs=True)
     futures: list[Future[SampleResponse]] = [Future(), Future()]
     for future, asked in zip(futures, (op, request(tokens(30), 2)), strict=True):

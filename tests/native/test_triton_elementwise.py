@@ -136,7 +136,7 @@ def test_the_fused_head_kernel_equals_separate_kernels(heads, size, normed, dtyp
     cos, sin = angles.cos(), angles.sin()
     parts = qkv.unflatten(1, (-1, size)).split([*heads, heads[1]], 1)
     for found, part, which in zip(
-        own.turned_heads(qkv, heads, norms, 1e-5, cos, sin), parts, (0, 1), strict=False
+        own.qk_norm_rope(qkv, heads, norms, 1e-5, cos, sin), parts, (0, 1), strict=False
     ):
         if norms is not None:
             part = own.rms_norm(part.float().contiguous(), None, norms[which], 1e-5, dtype)[1]
@@ -527,7 +527,7 @@ def launched(width: int, head_dim: int, vocab: int) -> list[Case]:
             turn | {"count": "i32", "heads": "i32", "half": "i32"},
             {"GROUP": own._TILE // half, "BLOCK": half},
         ),
-        Case("_turned_heads", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
+        Case("_qk_norm_rope", heads, {"NORMED": True, "GROUP": own._TILE // half, "BLOCK": half}),
         Case("_swiglu", gated, {"BLOCK": own._TILE}),
         Case("_swiglu_backward", gated | {"grad": "*bf16"}, {"BLOCK": own._TILE}),
         Case("_split_sums", sums, {"BLOCK": split}, split // 512),

@@ -15,7 +15,7 @@ from planish.processes.interruption import (
     Interrupted,
     StopRequest,
     Terminated,
-    sigterm_like_control_c,
+    sigterm_as_interrupt,
 )
 
 WAIT = 60.0
@@ -55,9 +55,9 @@ def test_a_loop_is_asked_between_its_steps(number, name, kind):
 def test_work_that_may_be_dropped_is_interrupted():
     with StopRequest(lambda _: None) as stop:
         threading.Timer(0.1, send, [signal.SIGTERM]).start()
-        with pytest.raises(Interrupted), stop.at_once():
+        with pytest.raises(Interrupted), stop.interruptible():
             time.sleep(WAIT)
-        with pytest.raises(Interrupted), stop.at_once():
+        with pytest.raises(Interrupted), stop.interruptible():
             pytest.fail("asked before")
 
 
@@ -78,7 +78,7 @@ def test_sigterms_at_once_count_as_one_and_own_handlers_stay():
     assert len(came) == 1
     for own in (signal.SIG_IGN, lambda number, _: came.append(number)):
         signal.signal(signal.SIGTERM, own)
-        with StopRequest(lambda _: None) as stop, sigterm_like_control_c():
+        with StopRequest(lambda _: None) as stop, sigterm_as_interrupt():
             send(signal.SIGTERM)
             stop.check()
         assert signal.signal(signal.SIGTERM, signal.SIG_DFL) is own
@@ -128,12 +128,12 @@ def test_a_program_ends_as_by_control_c():
     ends: list[str] = []
     programs: list[Callable[[], object]] = [wait, lambda: asyncio.run(wait_async())]
     for program in programs:
-        with pytest.raises(Terminated) as end, sigterm_like_control_c():
+        with pytest.raises(Terminated) as end, sigterm_as_interrupt():
             program()
         assert end.value.code == 128 + signal.SIGTERM
     assert ends == ["cancelled"]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # as behind nohup
-    with pytest.raises(Terminated), sigterm_like_control_c():
+    with pytest.raises(Terminated), sigterm_as_interrupt():
         wait()
     signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from planish.errors import UserError
-from planish.runlog.curves import Run, drawn_panels, points_of, read_runs, smoothed
+from planish.runlog.curves import Run, panels_to_draw, points_of, read_runs, smoothed
 
 
 def run(name: str, **points: dict[float, float]) -> Run:
@@ -70,7 +70,7 @@ def test_default_panels_are_those_that_a_run_has_something_for():
     ]
     panels = {
         panel.title: [(c.run.name, c.key) for c in panel.curves]
-        for panel in drawn_panels(runs, None, 1)
+        for panel in panels_to_draw(runs, None, 1)
     }
     assert panels == {
         "reward": [("a", "env/all/reward/total"), ("b", "reward/total")],
@@ -82,13 +82,13 @@ def test_default_panels_are_those_that_a_run_has_something_for():
 def test_turns_are_drawn_where_there_are_several():
     assert [
         p.title
-        for p in drawn_panels([run("a", env__all__turns_per_episode={0: 1, 1: 2.5})], None, 1)
+        for p in panels_to_draw([run("a", env__all__turns_per_episode={0: 1, 1: 2.5})], None, 1)
     ] == ["turns an episode"]
 
 
 def test_several_evaluators_share_the_test_panel_and_differ_in_style():
     both = run("a", test__env__all__correct={0: 0.5}, hard__env__all__correct={0: 0.1})
-    [panel] = drawn_panels([run("b", test__env__all__correct={0: 0.4}), both], None, 1)
+    [panel] = panels_to_draw([run("b", test__env__all__correct={0: 0.4}), both], None, 1)
     assert [(c.run_index, c.key, c.key_index) for c in panel.curves] == [
         (0, "test/env/all/correct", 0),
         (1, "hard/env/all/correct", 1),
@@ -99,7 +99,7 @@ def test_several_evaluators_share_the_test_panel_and_differ_in_style():
 
 def test_chosen_metrics_are_a_panel_each():
     runs = [run("a", optim__lr={0: 1.0}, test__x={0: 1.0}, test__y={0: 2.0})]
-    panels = drawn_panels(runs, ["test/*", "optim/lr"], 1)
+    panels = panels_to_draw(runs, ["test/*", "optim/lr"], 1)
     assert [(panel.title, panel.keys) for panel in panels] == [
         ("test/*", ["test/x", "test/y"]),
         ("optim/lr", ["optim/lr"]),
@@ -108,17 +108,17 @@ def test_chosen_metrics_are_a_panel_each():
 
 def test_an_unknown_metric_is_rejected_with_the_list():
     with pytest.raises(UserError, match=r"metrics=rewards: no run has it; there are: optim/lr"):
-        drawn_panels([run("a", optim__lr={0: 1.0})], ["rewards"], 1)
+        panels_to_draw([run("a", optim__lr={0: 1.0})], ["rewards"], 1)
     with pytest.raises(
         UserError, match=r"none of the usual metrics is there; name some of: optim/lr"
     ):
-        drawn_panels([run("a", optim__lr={0: 1.0})], None, 1)
+        panels_to_draw([run("a", optim__lr={0: 1.0})], None, 1)
 
 
 def test_distances_over_powers_of_ten_are_logarithmic():
-    [wide] = drawn_panels([run("a", optim__kl_sample_train_v2={0: 1e-9, 1: 1e-4})], None, 1)
-    [zero] = drawn_panels([run("a", optim__kl_sample_train_v2={0: 0.0, 1: 1e-4})], None, 1)
-    [reward] = drawn_panels([run("a", reward__total={0: 1e-9, 1: 1.0})], None, 1)
+    [wide] = panels_to_draw([run("a", optim__kl_sample_train_v2={0: 1e-9, 1: 1e-4})], None, 1)
+    [zero] = panels_to_draw([run("a", optim__kl_sample_train_v2={0: 0.0, 1: 1e-4})], None, 1)
+    [reward] = panels_to_draw([run("a", reward__total={0: 1e-9, 1: 1.0})], None, 1)
     assert (wide.is_logarithmic, zero.is_logarithmic, reward.is_logarithmic) == (True, False, False)
 
 

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.testclient import TestClient
 
 from planish.server.http import access
-from planish.server.http.context import HttpState, RequestContext, answered, endpoint
+from planish.server.http.context import HttpState, RequestContext, endpoint, json_response
 from planish.server.http.metrics_page import metrics_route
 from planish.server.metrics import Counters, Disk, Metrics
 from planish.server.settings import HttpSettings
@@ -52,7 +52,7 @@ class StubServer:
 @pytest.fixture
 def client() -> TestClient:
     async def whoami(context: RequestContext) -> Response:
-        return answered({"tenant": context.tenant.name})
+        return json_response({"tenant": context.tenant.name})
 
     registry = CollectorRegistry()
     app = Starlette(routes=[endpoint("/whoami", whoami, "GET"), metrics_route(registry)])

@@ -35,7 +35,7 @@ It computes the logit of tokens[i] at row rows[i] of `hidden` with a float32 dot
 """
 
 
-def wants_scores(op: Sample) -> bool:
+def wants_prompt_logprobs(op: Sample) -> bool:
     """Return whether the request wants any prompt scores."""
     return (
         op.prompt_logprobs
@@ -46,7 +46,7 @@ def wants_scores(op: Sample) -> bool:
 
 
 @dataclass
-class PromptScores:
+class PromptLogprobs:
     """The prompt scores of one request, filled by calls of `add`.
 
     Entry i of `logprobs` and `top` belongs to prompt token i. Entry 0 stays undefined, because no

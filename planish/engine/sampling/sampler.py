@@ -35,7 +35,11 @@ from planish.engine.sampling.cuda_graph_runner import CudaGraphRunner
 from planish.engine.sampling.grammars import GrammarCache, GrammarState, wait_for_masks
 from planish.engine.sampling.model_runner import EagerRunner, ModelRunner, Rows
 from planish.engine.sampling.prefix_cache import PrefixCache
-from planish.engine.sampling.prompt_logprobs import SCORED_ROWS, PromptScores, wants_scores
+from planish.engine.sampling.prompt_logprobs import (
+    SCORED_ROWS,
+    PromptLogprobs,
+    wants_prompt_logprobs,
+)
 from planish.engine.sampling.sampling_head import RowLayout, SamplingHead
 from planish.engine.sampling.scheduler import Prompt, Request, RunningSample, Scheduler
 from planish.engine.sampling.stopping import StopCondition, TokenTexts
@@ -275,7 +279,9 @@ class Sampler:
             version=(version, "" if self._shares_prefixes else op.cache_owner),
             stop=StopCondition.from_params(params, self._decoder.config.eos_token_ids, self._texts),
             seed=seed,
-            scores=PromptScores(op, tokens, seed, self._backend) if wants_scores(op) else None,
+            scores=PromptLogprobs(op, tokens, seed, self._backend)
+            if wants_prompt_logprobs(op)
+            else None,
             new_grammar=new_grammar,
             future=future,
         )

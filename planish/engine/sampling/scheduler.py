@@ -28,7 +28,7 @@ from planish.types import SampledSequence, SampleResponse, StopReason
 
 if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes on.
     from planish.engine.sampling.grammars import GrammarState
-    from planish.engine.sampling.prompt_logprobs import PromptScores
+    from planish.engine.sampling.prompt_logprobs import PromptLogprobs
     from planish.model.lora import LoraWeights
 
 _MAX_ALTERNATIVES = 1 << 18
@@ -56,7 +56,7 @@ class Request:
     """
     stop: StopCondition
     seed: int
-    scores: PromptScores | None
+    scores: PromptLogprobs | None
     future: Future[SampleResponse]
     is_adjusted: bool = False
     """Whether its tokens are sampled from adjusted logits (see adjustments.py)."""

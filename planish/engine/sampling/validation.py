@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from planish.engine.sampling.adjustments import is_adjusted
-from planish.engine.sampling.prompt_logprobs import wants_scores
+from planish.engine.sampling.prompt_logprobs import wants_prompt_logprobs
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.service import Sample
@@ -103,7 +103,7 @@ def _check_prompt_scores(op: Sample, prompt_tokens: int, vocab_size: int) -> Non
             raise UserError(
                 "prompt_logprobs_last_n limits prompt logprobs, but none are asked for; set include_prompt_logprobs=True"
             )
-    if op.prompt_only and not wants_scores(op):
+    if op.prompt_only and not wants_prompt_logprobs(op):
         raise UserError(
             "prompt_only samples nothing, and no logprobs of the prompt are requested; ask for prompt_logprobs"
         )

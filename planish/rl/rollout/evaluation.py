@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from planish import SamplingClient
 from planish.completers import TinkerTokenCompleter, derived_seed
-from planish.processes.interruption import at_once
+from planish.processes.interruption import gather_or_cancel
 from planish.rl.rollout.metrics import environment_metrics
 from planish.rl.rollout.rollouts import GroupRollout
 from planish.rl.rollout.runner import GroupRolloutRunner
@@ -75,7 +75,9 @@ class RLTestSetEvaluator(SamplingClientEvaluator):
                 progress=progress,
             )
 
-        finished = await at_once(one(index, builder) for index, builder in enumerate(self.builders))
+        finished = await gather_or_cancel(
+            one(index, builder) for index, builder in enumerate(self.builders)
+        )
         return [group for group in finished if group is not None]
 
     def metrics(self, groups: Sequence[GroupRollout]) -> dict[str, float]:

@@ -25,7 +25,7 @@ from typing import TypeVar
 from planish import logtree
 from planish.completers import TokenCompleter, derived_seed
 from planish.errors import EngineClosedError, UserError
-from planish.processes.interruption import only_errors
+from planish.processes.interruption import exits_as_errors
 from planish.rl.rollout.single_rollout import OnTurn, do_single_rollout
 from planish.rl.rollout.strategy import RolloutStrategy
 from planish.rl.types import Env, EnvGroupBuilder, RolloutError, Trajectory
@@ -193,10 +193,10 @@ def describe(builder: EnvGroupBuilder) -> str:
 @contextmanager
 def error_context(place: str, builder: EnvGroupBuilder) -> Iterator[None]:
     """Add a note with `place` and the group to errors of the block. A SystemExit becomes a
-    RuntimeError, as does a CancelledError if this task was not cancelled (`only_errors`).
+    RuntimeError, as does a CancelledError if this task was not cancelled (`exits_as_errors`).
     """
     try:
-        with only_errors():
+        with exits_as_errors():
             yield
     except Exception as error:
         error.add_note(f"in {place} of {describe(builder)}")

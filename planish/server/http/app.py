@@ -34,7 +34,14 @@ from planish.server.http import (
     routes_sessions,
     routes_training,
 )
-from planish.server.http.context import API, HttpState, RequestContext, answered, body_of, endpoint
+from planish.server.http.context import (
+    API,
+    HttpState,
+    RequestContext,
+    body_of,
+    endpoint,
+    json_response,
+)
 from planish.server.server import Server
 from planish.server.settings import HttpSettings
 
@@ -89,18 +96,22 @@ async def healthz(request: Request) -> Response:
     needs no key. The SDK requests this path under /api/v1 too.
     """
     healthy = request.app.state.http.server.is_healthy()
-    return answered({"status": "ok"}) if healthy else answered({"status": "stopping"}, 503)
+    return (
+        json_response({"status": "ok"}) if healthy else json_response({"status": "stopping"}, 503)
+    )
 
 
 async def readyz(request: Request) -> Response:
     """Answer 200 if new work is accepted and starts at once, else 503. The request needs no key."""
     state: HttpState = request.app.state.http
     if state.stopping.is_set() or not state.server.is_healthy():
-        return answered({"status": "stopping"}, 503)
+        return json_response({"status": "stopping"}, 503)
     if await asyncio.to_thread(state.server.request_log.disk_is_full):
-        return answered({"status": "disk full"}, 503)
+        return json_response({"status": "disk full"}, 503)
     return (
-        answered({"status": "loading"}, 503) if state.is_loading else answered({"status": "ready"})
+        json_response({"status": "loading"}, 503)
+        if state.is_loading
+        else json_response({"status": "ready"})
     )
 
 
@@ -113,12 +124,12 @@ async def _no_endpoint(request: Request, error: Exception) -> Response:
     }.get(error.status_code, error.detail)
     headers = {"Allow": _allowed(request)} if error.status_code == 405 else None
     if request.url.path.startswith("/api/"):
-        return answered({"detail": detail}, error.status_code, headers)
+        return json_response({"detail": detail}, error.status_code, headers)
     if not request.url.path.startswith("/v1/"):
         detail += (
             "; the endpoints for OpenAI's clients start with /v1; their base_url must end with it"
         )
-    return answered(body_of(detail, error.status_code), error.status_code, headers)
+    return json_response(body_of(detail, error.status_code), error.status_code, headers)
 
 
 def _allowed(request: Request) -> str:
@@ -131,7 +142,7 @@ def _allowed(request: Request) -> str:
 
 async def _failed(request: Request, error: Exception) -> Response:
     _log.error("%s %s failed", request.method, request.url.path, exc_info=error)
-    return answered(
+    return json_response(
         {
             "detail": f"internal error of the server ({type(error).__name__}); its log has the details"
         },
@@ -172,7 +183,7 @@ _REFUSED = {
 
 def _refusing(method: str, path: str, sentence: str) -> Route:
     async def handler(context: RequestContext) -> Response:
-        return answered({"detail": f"not offered: {sentence}"}, 404)
+        return json_response({"detail": f"not offered: {sentence}"}, 404)
 
     return endpoint(path, handler, method)
 

@@ -322,11 +322,13 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
         try:
             return await handler(context_of(request, request.headers.get("x-api-key")))
         except PlanishError as error:
-            return refused(error)
+            return error_response(error)
         except ValueError as error:  # raised by numpy, for example, for values of the client
-            return refused(UserError(str(error)))
+            return error_response(UserError(str(error)))
         except ClientDisconnect:
-            return refused(UserError("the connection was closed before the body was complete"))
+            return error_response(
+                UserError("the connection was closed before the body was complete")
+            )
 
     return Route(API + path, answer, methods=[method])
 
@@ -360,22 +362,24 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
     return RequestContext(request, state, tenant)
 
 
-def refused(error: PlanishError) -> Response:
+def error_response(error: PlanishError) -> Response:
     """Return the response for an error: its message, and for our own client its class."""
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
-    return answered(
+    return json_response(
         {"detail": str(error), ERROR_CLASS: name_of(error)}, status, retry_headers(error)
     )
 
 
-def answered(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+def json_response(
+    content: Any, status: int = 200, headers: dict[str, str] | None = None
+) -> Response:
     """Return a JSON response."""
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 
 
-def nothing() -> Response:
+def empty_response() -> Response:
     """Return an empty response."""
     return Response(status_code=204)
 
@@ -546,6 +550,6 @@ def body_of(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: Exception) -> Response:
+def openai_error_response(error: Exception) -> Response:
     """Return the response for an error to an OpenAI client."""
-    return answered(error_body(error), status_of(error), retry_headers(error))
+    return json_response(error_body(error), status_of(error), retry_headers(error))

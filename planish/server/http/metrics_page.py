@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from planish.errors import PlanishError
 from planish.server.http.access import given_key
-from planish.server.http.context import context_of, refused
+from planish.server.http.context import context_of, error_response
 from planish.server.metrics import Counters, Disk, Metrics
 
 
@@ -37,7 +37,7 @@ def metrics_route(http: CollectorRegistry) -> Route:
         try:
             context = context_of(request, given_key(request.headers), is_metrics_page=True)
         except PlanishError as error:
-            return refused(error)
+            return error_response(error)
         measured = await context.server.metrics()
         content = generate_latest(http) + generate_latest(_Families(measured))  # type: ignore[arg-type]
         return Response(content, headers={"Content-Type": CONTENT_TYPE_LATEST})

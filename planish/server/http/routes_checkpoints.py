@@ -30,11 +30,11 @@ from planish.server.durable.checkpoints import CheckpointFiles, is_external, sho
 from planish.server.http.context import (
     API,
     RequestContext,
-    answered,
+    empty_response,
     endpoint,
-    nothing,
+    error_response,
+    json_response,
     paged,
-    refused,
 )
 from planish.server.results import (
     NoSuchBaseModel,
@@ -52,13 +52,13 @@ async def training_runs(context: RequestContext) -> Response:
     context.check_scope()
     limit, offset = context.window(20)
     page = await context.server.training_runs(context.tenant, limit, offset)
-    return answered(paged("training_runs", page, lambda run: _run(context, run)))
+    return json_response(paged("training_runs", page, lambda run: _run(context, run)))
 
 
 async def training_run(context: RequestContext) -> Response:
     """Describe one training run."""
     context.check_scope()
-    return answered(
+    return json_response(
         _run(context, await context.server.training_run(context.tenant, context.path("run_id")))
     )
 
@@ -69,26 +69,26 @@ async def run_checkpoints(context: RequestContext) -> Response:
     """
     run_id, offset = context.path("run_id"), context.query("offset", 0, 0, 2**53)
     page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
-    return answered(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
+    return json_response(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
 
 
 async def checkpoints(context: RequestContext) -> Response:
     """List the tenant's checkpoints."""
     limit, offset = context.window(100)
     page = await context.server.list_checkpoints(context.tenant, None, limit, offset)
-    return answered(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
+    return json_response(paged("checkpoints", page, lambda item: _checkpoint(context, item)))
 
 
 async def delete_checkpoint(context: RequestContext) -> Response:
     """Delete a checkpoint."""
     await context.server.checkpoints.delete(context.tenant, checkpoint_path(context))
-    return nothing()
+    return empty_response()
 
 
 async def publish(context: RequestContext) -> Response:
     """Make a checkpoint public."""
     await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), True)
-    return nothing()
+    return empty_response()
 
 
 async def unpublish(context: RequestContext) -> Response:
@@ -99,9 +99,9 @@ async def unpublish(context: RequestContext) -> Response:
     if "/" not in kind:
         path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
         await context.server.checkpoints.delete(context.tenant, path)
-        return nothing()
+        return empty_response()
     await context.server.checkpoints.set_public(context.tenant, checkpoint_path(context), False)
-    return nothing()
+    return empty_response()
 
 
 async def set_ttl(context: RequestContext) -> Response:
@@ -111,14 +111,14 @@ async def set_ttl(context: RequestContext) -> Response:
             lambda name: fields.integer(name, 1, LONGEST_TTL_SECONDS), "ttl_seconds"
         )
     await context.server.checkpoints.set_ttl(context.tenant, checkpoint_path(context), ttl)
-    return nothing()
+    return empty_response()
 
 
 async def weights_info(context: RequestContext) -> Response:
     """Describe what a checkpoint holds."""
     async with context.fields() as fields:
         path = stored_path(fields.text("tinker_path"))
-    return answered(
+    return json_response(
         weights_info_to_json(await context.server.checkpoints.info(context.tenant, path))
     )
 
@@ -140,7 +140,7 @@ async def copy_weights(context: RequestContext) -> Response:
     if session_id is None:
         session_id = await _copy_session(context)
     path = await context.server.copy_checkpoint(context.tenant, source, session_id, number, ttl)
-    return answered({"tinker_path": shown_path(path)})
+    return json_response({"tinker_path": shown_path(path)})
 
 
 async def _copy_session(context: RequestContext) -> str:
@@ -218,7 +218,7 @@ async def external_weights_urls(context: RequestContext) -> Response:
     path = checkpoint_path(context)
     files = await context.server.checkpoints.files(context.tenant, path)
     base, expires = _download_base(context, path)
-    return answered(
+    return json_response(
         {
             "urls": {name: f"{base}/{quote(name)}" for name in files.names},
             "expires": expires.isoformat(),
@@ -255,7 +255,7 @@ async def download(request: Request) -> Response:
             opened = await asyncio.to_thread(_open, files, files.names if is_archive else [name])
             return _Download(opened, slot.pop_all(), is_archive)
     except PlanishError as error:
-        return refused(error)
+        return error_response(error)
 
 
 class _Download(StreamingResponse):
@@ -344,7 +344,7 @@ async def tokenizer(context: RequestContext) -> Response:
             f"base_model={name[:100]!r}: give one of "
             f"{', '.join(context.state.settings.tokenizer_directories)}"
         )
-    return answered(
+    return json_response(
         {"base_model": name, "files": await asyncio.to_thread(tokenizer_files, directory)}
     )
 

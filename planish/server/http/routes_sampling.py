@@ -27,8 +27,14 @@ from starlette.responses import Response, StreamingResponse
 
 from planish.errors import PlanishError, UserError
 from planish.server.durable.checkpoints import shown_path
-from planish.server.http.context import SAMPLE_BODY, RequestContext, answered, endpoint, nothing
-from planish.server.http.routes_training import accepted
+from planish.server.http.context import (
+    SAMPLE_BODY,
+    RequestContext,
+    empty_response,
+    endpoint,
+    json_response,
+)
+from planish.server.http.routes_training import accepted_response
 from planish.server.results import (
     Accepted,
     Done,
@@ -68,12 +74,12 @@ async def create_sampling_session(context: RequestContext) -> Response:
     )
     if sampler_id is None:  # the wait for memory was cancelled; a repeated request resumes it
         raise stopping()
-    return answered({"type": "create_sampling_session", "sampling_session_id": sampler_id})
+    return json_response({"type": "create_sampling_session", "sampling_session_id": sampler_id})
 
 
 async def sampler(context: RequestContext) -> Response:
     """Describe a sampler."""
-    return answered(
+    return json_response(
         sampler_info_to_json(
             await context.server.samplers.info(context.tenant, context.path("sampler_id"))
         )
@@ -84,7 +90,7 @@ async def asample(context: RequestContext) -> Response:
     """Accept a sample request."""
     async with context.body(SAMPLE_BODY) as body:
         request = await context.compute(body, lambda: sample_request_from_json(Fields.of(body)))
-        return accepted(
+        return accepted_response(
             await context.open_server.samplers.submit(
                 context.tenant, request.seq_id, request.operation
             )
@@ -110,7 +116,7 @@ async def release(context: RequestContext) -> Response:
     if sampler is None or sampler.row.tenant != context.tenant.name:
         raise NotFound(f"sampler_id={sampler_id!r}: there is no such sampler")
     await server.samplers.close(sampler, "it was released")
-    return nothing()
+    return empty_response()
 
 
 def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
@@ -239,9 +245,9 @@ async def retrieve_future(context: RequestContext) -> Response:
                 done.content, lambda: _result_response(done, context.takes_protobuf)
             )
         case Failed(message, category, error_class):
-            return answered({"error": message, "category": category, ERROR_CLASS: error_class})
+            return json_response({"error": message, "category": category, ERROR_CLASS: error_class})
         case TryAgain():
-            return answered(
+            return json_response(
                 {"type": "try_again", "request_id": request_id, "queue_state": "active"}, 408
             )
 
@@ -260,8 +266,8 @@ def _result_response(done: Done, takes_protobuf: bool) -> Response:
     if takes_protobuf:
         return Response(done.content, media_type=PROTOBUF)
     if done.kind == "sample":
-        return answered(sample_response_to_json(sample_response_from_message(done.content)))
-    return answered(output_to_json(output_from_message(done.content)))
+        return json_response(sample_response_to_json(sample_response_from_message(done.content)))
+    return json_response(output_to_json(output_from_message(done.content)))
 
 
 def _with_shown_path(done: Done) -> bytes:
@@ -282,7 +288,7 @@ async def cancel_future(context: RequestContext) -> Response:
     async with context.fields() as fields:
         request_id = fields.identifier("request_id")
     context.server.samplers.cancel(context.tenant, request_id)
-    return nothing()
+    return empty_response()
 
 
 ROUTES = [

@@ -18,9 +18,9 @@ from planish.server.http.context import (
     MIB,
     TELEMETRY_BODY,
     RequestContext,
-    answered,
+    empty_response,
     endpoint,
-    nothing,
+    json_response,
     paged,
 )
 from planish.server.results import SessionRecord, SessionSpec
@@ -38,7 +38,7 @@ async def client_config(context: RequestContext) -> Response:
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
-    return answered(
+    return json_response(
         {
             "planish_wire": 1,
             "parallel_fwdbwd_chunks": False,
@@ -54,7 +54,7 @@ async def client_config(context: RequestContext) -> Response:
 
 async def dynamic_config(context: RequestContext) -> Response:
     """Answer with settings that the SDK refreshes."""
-    return answered(
+    return json_response(
         {
             "refresh_interval_sec": 300,
             "sample_cancel_enabled": True,
@@ -73,7 +73,7 @@ async def create_session(context: RequestContext) -> Response:
         answer["warning_message"] = (
             f"project_id={project[:100]!r} is ignored: this server has no projects"
         )
-    return answered(answer)
+    return json_response(answer)
 
 
 async def heartbeat(context: RequestContext) -> Response:
@@ -81,7 +81,7 @@ async def heartbeat(context: RequestContext) -> Response:
     async with context.fields() as fields:
         session_id = fields.identifier("session_id")
     await context.server.sessions.touch(context.tenant, session_id)
-    return answered({"type": "session_heartbeat"})
+    return json_response({"type": "session_heartbeat"})
 
 
 async def finish(context: RequestContext) -> Response:
@@ -92,7 +92,7 @@ async def finish(context: RequestContext) -> Response:
     if reason not in _FINISH_REASONS:
         raise UserError(f"reason.type={reason[:40]!r}: give one of {', '.join(_FINISH_REASONS)}")
     await context.server.sessions.finish(context.tenant, context.path("session_id"), reason, detail)
-    return nothing()
+    return empty_response()
 
 
 async def sessions(context: RequestContext) -> Response:
@@ -100,13 +100,13 @@ async def sessions(context: RequestContext) -> Response:
     context.check_scope()
     limit, offset = context.window(20)
     page = await context.server.sessions.page(context.tenant, limit, offset)
-    return answered(paged("sessions", page, str))
+    return json_response(paged("sessions", page, str))
 
 
 async def session(context: RequestContext) -> Response:
     """Describe one session."""
     context.check_scope()
-    return answered(
+    return json_response(
         _session(await context.server.sessions.record(context.tenant, context.path("session_id")))
     )
 
@@ -114,12 +114,12 @@ async def session(context: RequestContext) -> Response:
 async def telemetry(context: RequestContext) -> Response:
     """Accept and discard what clients report about themselves."""
     async with context.body(TELEMETRY_BODY):
-        return answered({"status": "accepted"})
+        return json_response({"status": "accepted"})
 
 
 async def capabilities(context: RequestContext) -> Response:
     """List the base models."""
-    return answered(capabilities_to_json(context.server.capabilities()))
+    return json_response(capabilities_to_json(context.server.capabilities()))
 
 
 def _spec(fields: Fields) -> SessionSpec:
@@ -207,7 +207,7 @@ async def search(context: RequestContext) -> Response:
         if last is None
         else {"last_created_at": last.created.isoformat(), "last_session_id": last.session_id}
     )
-    return answered(
+    return json_response(
         {"sessions": [await _summary(context, record) for record in found], "next_cursor": cursor}
     )
 

@@ -17,7 +17,13 @@ from planish.server.durable.checkpoints import (
     check_name_is_not_external,
     metadata_of,
 )
-from planish.server.http.context import TRAINING_BODY, Handler, RequestContext, answered, endpoint
+from planish.server.http.context import (
+    TRAINING_BODY,
+    Handler,
+    RequestContext,
+    endpoint,
+    json_response,
+)
 from planish.server.results import Accepted, stopping
 from planish.service import CreateModel, Operation, PublishSampler, SaveWeightsForSampler
 from planish.wire.fields import Fields
@@ -40,14 +46,14 @@ from planish.wire.training import (
 )
 
 
-def accepted(acceptance: Accepted) -> Response:
+def accepted_response(acceptance: Accepted) -> Response:
     """Return the response that acknowledges a request."""
     answer: dict[str, Any] = {"request_id": acceptance.request_id}
     if acceptance.model_id is not None:
         answer["model_id"] = acceptance.model_id
     if acceptance.sample_sequence_ids:
         answer["sample_sequence_ids"] = list(acceptance.sample_sequence_ids)
-    return answered(answer)
+    return json_response(answer)
 
 
 @dataclass(frozen=True)
@@ -79,10 +85,10 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
         await context.open_server.reject(context.tenant, place.model_id, place.seq_id, found, kind)
         raise found
     model = await context.open_server.open_model(context.tenant, place.model_id)
-    return accepted(await model.intake.submit(place.seq_id, found))
+    return accepted_response(await model.intake.submit(place.seq_id, found))
 
 
-def submitting(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
+def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
     """Return the handler of a JSON body that `decode` reads."""
 
     def parse(body: bytes) -> _Parsed:
@@ -114,10 +120,10 @@ def _parsed_message(body: bytes) -> _Parsed:
     )
 
 
-_json_forward_backward = submitting(
+_json_forward_backward = submit_handler(
     "forward_backward", lambda fields: forward_backward_from_json(fields, forward_only=False)
 )
-_forward = submitting(
+_forward = submit_handler(
     "forward", lambda fields: forward_backward_from_json(fields, forward_only=True)
 )
 
@@ -126,7 +132,7 @@ async def create_model(context: RequestContext) -> Response:
     """Create a fresh model."""
     async with context.fields() as fields:
         operation = create_model_from_json(fields)
-    return accepted(await context.server.create_model(context.tenant, operation))
+    return accepted_response(await context.server.create_model(context.tenant, operation))
 
 
 async def load_weights(context: RequestContext) -> Response:
@@ -138,7 +144,7 @@ async def load_weights(context: RequestContext) -> Response:
             return await submit(context, b"", lambda: parsed)
         operation = load_weights_from_json(fields)
     assert isinstance(operation, CreateModel)
-    return accepted(await context.server.create_model(context.tenant, operation))
+    return accepted_response(await context.server.create_model(context.tenant, operation))
 
 
 def _save_for_sampler(fields: Fields) -> Operation[Any]:
@@ -164,7 +170,7 @@ async def unload_model(context: RequestContext) -> Response:
     """Unload a model."""
     async with context.fields() as fields:
         model_id = fields.identifier("model_id")
-    return accepted(await context.server.unload_model(context.tenant, model_id))
+    return accepted_response(await context.server.unload_model(context.tenant, model_id))
 
 
 async def get_info(context: RequestContext) -> Response:
@@ -179,7 +185,7 @@ async def get_info(context: RequestContext) -> Response:
     tokenizer_id = info.model_data.tokenizer_id if context.is_local else None
     # The SDK cuts the id off at a colon.
     usable = tokenizer_id is not None and ":" not in tokenizer_id
-    return answered(info_to_json(info, tokenizer_id if usable else None))
+    return json_response(info_to_json(info, tokenizer_id if usable else None))
 
 
 ROUTES = [
@@ -187,14 +193,14 @@ ROUTES = [
     endpoint("/get_info", get_info),
     endpoint("/forward_backward", forward_backward),
     endpoint("/forward", _forward),
-    endpoint("/optim_step", submitting("optim_step", optim_step_from_json)),
-    endpoint("/save_weights", submitting("save_weights", save_weights_from_json)),
+    endpoint("/optim_step", submit_handler("optim_step", optim_step_from_json)),
+    endpoint("/save_weights", submit_handler("save_weights", save_weights_from_json)),
     endpoint(
-        "/save_weights_for_sampler", submitting("save_weights_for_sampler", _save_for_sampler)
+        "/save_weights_for_sampler", submit_handler("save_weights_for_sampler", _save_for_sampler)
     ),
     endpoint(
         "/save_weights_external",
-        submitting("save_weights_for_sampler", save_weights_external_from_json),
+        submit_handler("save_weights_for_sampler", save_weights_external_from_json),
     ),
     endpoint("/load_weights", load_weights),
     endpoint("/unload_model", unload_model),

@@ -20,7 +20,7 @@ from planish.renderers import Renderer
 from planish.renderers.messages import MODELS_WITH_TOOLS
 from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
-from planish.server.http.context import WrongParameterError, answered
+from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.constraints import chat_constraint, named
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
@@ -83,7 +83,7 @@ async def chat_completions(
     [response] = await while_connected(
         request, sample_all(models, tenant, sampler_id, [chat.operation])
     )
-    return answered(await asyncio.to_thread(_whole, chat, response))
+    return json_response(await asyncio.to_thread(_whole, chat, response))
 
 
 def _parsed(model: Served, options: ChatRequest) -> Chat:

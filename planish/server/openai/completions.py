@@ -17,7 +17,11 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.renderers.stream_parser import Growing, read_text
-from planish.server.http.context import UnsupportedParameterError, WrongParameterError, answered
+from planish.server.http.context import (
+    UnsupportedParameterError,
+    WrongParameterError,
+    json_response,
+)
 from planish.server.openai.constraints import named, text_constraint
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
@@ -83,7 +87,7 @@ async def completions(
     responses = await while_connected(
         request, sample_all(models, tenant, sampler_id, completion.operations)
     )
-    return answered(await asyncio.to_thread(_whole, completion, responses))
+    return json_response(await asyncio.to_thread(_whole, completion, responses))
 
 
 def _parsed(model: Served, options: CompletionRequest) -> Completion:

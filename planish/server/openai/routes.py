@@ -25,10 +25,10 @@ from planish.server.http.access import given_key
 from planish.server.http.context import (
     SAMPLE_BODY,
     RequestContext,
-    answered,
     body_of,
     context_of,
-    error_response,
+    json_response,
+    openai_error_response,
 )
 from planish.server.openai.chat import chat_completions
 from planish.server.openai.completions import completions
@@ -72,14 +72,14 @@ _REFUSED = {
 def _refused(path: str, sentence: str) -> Route:
     async def answer(request: Request) -> Response:
         message = f"there is no endpoint {request.method[:20]} {path}: {sentence}"
-        return answered(body_of(message, 404), 404)
+        return json_response(body_of(message, 404), 404)
 
     return Route(path, answer, methods=["GET", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
 
 
 async def _openapi(request: Request) -> Response:
     """Answer GET /openapi.json. No key is needed, because the answer is the same for everyone."""
-    return answered(openapi())
+    return json_response(openapi())
 
 
 def _posted(path: str, endpoint: Endpoint, models: OpenAIModels) -> Route:
@@ -111,7 +111,7 @@ def _guarded(
         except (ClientDisconnect, ClientGoneError):
             return Response(status_code=499)  # the client has disconnected and does not read this
         except Exception as error:
-            return error_response(error)
+            return openai_error_response(error)
 
     return answer
 
@@ -122,12 +122,12 @@ async def _list_models(models: OpenAIModels, context: RequestContext) -> Respons
         *(_entry(model.model_name, 0) for model in context.server.capabilities().supported_models),
         *(_entry(item.tinker_path, int(item.time.timestamp())) for item in found.items),
     ]
-    return answered({"object": "list", "data": entries})
+    return json_response({"object": "list", "data": entries})
 
 
 async def _one_model(models: OpenAIModels, context: RequestContext) -> Response:
     model = await models.find(context.tenant, context.path("model"))
-    return answered(_entry(model.name, int(model.made)))
+    return json_response(_entry(model.name, int(model.made)))
 
 
 def _entry(name: str, created: int) -> dict[str, Any]:

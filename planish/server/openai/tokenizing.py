@@ -9,7 +9,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from planish.server.http.context import WrongParameterError, answered
+from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.chat import build_prompt, renderer_of
 from planish.server.openai.models import OpenAIModels, Served
 from planish.server.openai.protocol import check_text
@@ -24,7 +24,9 @@ async def tokenize(
     """Answer with the tokens of a prompt or of a chat."""
     options = read_request(TokenizeRequest, fields)
     model = await models.find(tenant, options.model)
-    return answered(await models.tokenizing(tenant, request, lambda: _tokenized(model, options)))
+    return json_response(
+        await models.tokenizing(tenant, request, lambda: _tokenized(model, options))
+    )
 
 
 def _tokenized(model: Served, options: TokenizeRequest) -> dict[str, Any]:
@@ -61,7 +63,7 @@ async def detokenize(
     options = read_request(DetokenizeRequest, fields)
     model = await models.find(tenant, options.model)
     text = await models.tokenizing(tenant, request, lambda: _text(model, options.tokens))
-    return answered({"prompt": text})
+    return json_response({"prompt": text})
 
 
 def _text(model: Served, tokens: list[int]) -> str:

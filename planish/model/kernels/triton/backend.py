@@ -81,7 +81,7 @@ class TritonBackend(TorchBackend):
         # One kernel normalizes and rotates all heads, because launches take longer than the work.
         if not {"norms", "rope"} <= self.families:
             return super().qk_norm_rope(qkv, heads, norms, eps, cos, sin)
-        found: tuple[Tensor, Tensor] = self._module.turned_heads(qkv, heads, norms, eps, cos, sin)
+        found: tuple[Tensor, Tensor] = self._module.qk_norm_rope(qkv, heads, norms, eps, cos, sin)
         return found
 
     def tree_attention(self, packed: Packed) -> Attend:

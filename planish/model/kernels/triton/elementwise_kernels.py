@@ -201,7 +201,7 @@ def _rotate(
     tl.store(out + to + half, rounded(second * c + first * s, out.dtype.element_ty), mask=inside)
 
 
-def turned_heads(
+def qk_norm_rope(
     qkv: Tensor,
     heads: tuple[int, int],
     norms: tuple[Tensor, Tensor] | None,
@@ -218,7 +218,7 @@ def turned_heads(
     group = max(1, _TILE // block)
     q_norm, k_norm = norms or (None, None)
     grid = (rows, _quotient(sum(heads), group))
-    _turned_heads[grid](
+    _qk_norm_rope[grid](
         qkv,
         width,
         q_norm,
@@ -238,7 +238,7 @@ def turned_heads(
 
 
 @triton.jit
-def _turned_heads(
+def _qk_norm_rope(
     qkv, width, q_norm, k_norm, eps, cos, sin, q, k, q_heads, k_heads, half,
     NORMED: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip

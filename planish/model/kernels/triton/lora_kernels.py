@@ -148,7 +148,7 @@ def shrink_kernel(
 
 
 @triton.jit
-def _low_times_b(
+def _lora_hidden_times_b(
     low,
     part_stride,
     has_row,
@@ -230,7 +230,7 @@ def expand_kernel(
                 # With this expression the compiler can prove that 8 divides the rank, so it loads
                 # 16 bytes at once.
                 rank = rank // 8 * 8
-                found += _low_times_b(
+                found += _lora_hidden_times_b(
                     low + linear * rank,
                     part_stride,
                     has_row,
@@ -242,7 +242,7 @@ def expand_kernel(
                     BLOCK_RANK,
                 )
             else:
-                found += _low_times_b(
+                found += _lora_hidden_times_b(
                     low + linear * rank,
                     part_stride,
                     has_row,

@@ -18,7 +18,7 @@ from typing import Self
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
 from planish.errors import UserError
-from planish.processes.interruption import interrupts_held_back, run_uncancelled
+from planish.processes.interruption import blocked_interrupts, run_uncancelled
 from planish.rl.rollout.processes import worker
 from planish.rl.rollout.processes.peer import GRACE_SECONDS, Call, Peer, RolloutProcessError
 from planish.rl.rollout.processes.worker import RolloutRequest, RolloutResult, SampleRequest
@@ -51,7 +51,7 @@ class RolloutProcess:
         """
         here, there = socket.socketpair()
         process = multiprocessing.get_context("spawn").Process(target=worker.main, args=(there,))
-        with interrupts_held_back(), there:
+        with blocked_interrupts(), there:
             process.start()
         # The worker is not a daemon, because daemons cannot start processes of their own. So kill
         # it before the interpreter waits for it at exit.
