@@ -25,7 +25,7 @@ import chz
 from planish import SamplingClient, ServiceClient
 from planish.completers import TinkerTokenCompleter, derived_seed
 from planish.errors import UserError
-from planish.preference.judging import judged
+from planish.preference.judging import judge_comparisons
 from planish.preference.preference_envs import Answer, read_answer
 from planish.preference.preference_models import PreferenceModel, PreferenceModelBuilder
 from planish.preference.prompts import PromptBuilder, checked_prompts
@@ -152,9 +152,9 @@ async def win_rate(
 ) -> WinRate:
     """Return how often answer B wins; with `both_ways`, each comparison is also judged swapped."""
     if not both_ways:
-        return WinRate([(r + 1) / 2 for r in await judged(judge, comparisons)])
+        return WinRate([(r + 1) / 2 for r in await judge_comparisons(judge, comparisons)])
     asked = [*comparisons, *(comparison.swap() for comparison in comparisons)]
-    preferences = await judged(judge, asked)
+    preferences = await judge_comparisons(judge, asked)
     count = len(comparisons)
     return WinRate(
         [

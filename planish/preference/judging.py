@@ -17,7 +17,7 @@ ROUNDING = 1e-6
 """How far a preference may exceed 1 in absolute value by rounding."""
 
 
-async def judged(
+async def judge_comparisons(
     preference_model: PreferenceModel, comparisons: Sequence[Comparison]
 ) -> list[float]:
     """Return the preference of each comparison, in order; the first error cancels the other

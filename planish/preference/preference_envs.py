@@ -26,7 +26,7 @@ import chz
 from planish import ServiceClient, logtree
 from planish.completers import StopCondition
 from planish.errors import UserError
-from planish.preference.judging import judged
+from planish.preference.judging import judge_comparisons
 from planish.preference.matchups import (
     Result,
     Standing,
@@ -132,7 +132,7 @@ class PairwisePreferenceGroupBuilder(EnvGroupBuilder):
             for trajectory in trajectory_group
         ]
         matchups = matchups_of(len(answers_G), self.tournament_pattern, self.matchup_group_size)
-        preferences = await judged(
+        preferences = await judge_comparisons(
             self.preference_model,
             [
                 Comparison(

@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from planish.preference.judging import judged
+from planish.preference.judging import judge_comparisons
 from planish.preference.preference_models import ScoringPreferenceModel
 from planish.preference.types import Comparison
 
@@ -48,7 +48,7 @@ def comparisons():
 def test_each_answer_is_scored_once_with_equal_preferences():
     at_once, one_by_one = Scoring(), Scoring()
     assert isinstance(at_once, ScoringPreferenceModel)
-    found = asyncio.run(judged(at_once, comparisons()))
+    found = asyncio.run(judge_comparisons(at_once, comparisons()))
     assert found == [asyncio.run(one_by_one(comparison)) for comparison in comparisons()]
     assert sorted(at_once.read) == sorted({*one_by_one.read})
     assert len(one_by_one.read) == 48
@@ -60,4 +60,4 @@ def test_a_scoring_error_is_raised_unchanged():
             raise ConnectionError("the judge is away")
 
     with pytest.raises(ConnectionError, match="the judge is away"):
-        asyncio.run(judged(Away(), comparisons()))
+        asyncio.run(judge_comparisons(Away(), comparisons()))
