@@ -23,11 +23,18 @@ from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.row_tiling import RowTiling
 from planish.model.lora import LoraLayout
-from planish.testing import tiny_model
+from planish.testing import CONFIGS, tiny_model
 from planish.types import AdamParams, Datum, LoraConfig, ModelInput, TensorData
 
 CPU = torch.device("cpu")
 YARN_SCALING = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE_SCALING = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.25, 1.5, 2.0, 3.0, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.75,
+}
 SAMPLED_LOSSES = ["importance_sampling", "ppo", "cispo", "gspo", "dro"]
 
 
@@ -221,20 +228,32 @@ def plain_loss(name: str):
 
 
 @pytest.mark.parametrize(
-    ("family", "rope_scaling"),
+    ("family", "options", "loss_fn"),
     [
-        ("llama", None),
-        ("mistral", None),
-        ("qwen2", None),
-        ("qwen3", None),
-        ("qwen3_5", None),
-        ("qwen3_moe", None),
-        ("qwen2", YARN_SCALING),
+        ("llama", {}, "cross_entropy"),
+        ("llama", {}, "importance_sampling"),
+        ("mistral", {}, "cross_entropy"),
+        ("mistral", {"window": 12}, "importance_sampling"),
+        ("ministral3", {"max_context": 64}, "cross_entropy"),
+        ("ministral3", {"rope_scaling": YARN_SCALING}, "importance_sampling"),
+        ("qwen2", {}, "importance_sampling"),
+        ("qwen2", {"rope_scaling": YARN_SCALING}, "cross_entropy"),
+        ("qwen3", {}, "cross_entropy"),
+        ("qwen3_5", {}, "cross_entropy"),
+        ("qwen3_5", {}, "importance_sampling"),
+        ("qwen3_moe", {}, "cross_entropy"),
+        ("qwen3_moe", {}, "importance_sampling"),
+        ("smollm3", {"layers": 4}, "importance_sampling"),
+        ("gemma3", {"layers": 4, "window": 12}, "cross_entropy"),
+        ("gemma3", {"layers": 4, "window": 12}, "importance_sampling"),
+        ("olmo3", {"layers": 4, "window": 12}, "cross_entropy"),
+        ("olmo3", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
+        ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}}, "cross_entropy"),
+        ("phi3", {"rope_scaling": LONGROPE_SCALING, "kv_heads": 4}, "importance_sampling"),
     ],
 )
-@pytest.mark.parametrize("loss_fn", ["cross_entropy", "importance_sampling"])
-def test_gradients_equal_transformers_and_peft(tmp_path, family: str, rope_scaling, loss_fn: str):
-    path = tiny_model(tmp_path, family=family, tied=False, rope_scaling=rope_scaling)
+def test_gradients_equal_transformers_and_peft(tmp_path, family: str, options, loss_fn: str):
+    path = tiny_model(tmp_path, family=family, tied=False, **options)
     decoder = Decoder.load(path, torch.float32, CPU)
     trainer, adapter = new_trainer(decoder), new_adapter(decoder)
     data = with_policy_logprobs(trainer, adapter, group_datums())
@@ -279,8 +298,9 @@ def test_gradients_of_partially_trained_adapters_equal_peft(model_path, decoder,
 
 
 @pytest.mark.slow
-def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path):
-    path = tiny_model(tmp_path, layers=3, tied=False, dtype="bfloat16")
+@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"qwen3_moe"}))
+def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path, family):
+    path = tiny_model(tmp_path, family, layers=3, tied=False, dtype="bfloat16")
     wide, narrow = (Decoder.load(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))
     data = as_cross_entropy(group_datums(6))
     exact, exact_grad = gradient(new_trainer(wide), new_adapter(wide), data)
