@@ -195,6 +195,9 @@ def tiny_model(
         rope = scaled | rope
     if family == "qwen3_5":
         rope = {"partial_rotary_factor": 0.25, **rope}
+    if family == "phi3" and "original_max_position_embeddings" in rope:
+        # transformers prefers the field outside of rope_parameters, which has a default.
+        options["original_max_position_embeddings"] = rope["original_max_position_embeddings"]
     if family in ("gemma3", "olmo3"):
         local = {"rope_type": "default", "rope_theta": local_theta}
         rope = {"full_attention": rope, "sliding_attention": local}

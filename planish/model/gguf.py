@@ -3,11 +3,14 @@
 The weights are dequantized to bfloat16. Three differences between the formats would make a model
 silently wrong if they were ignored:
 
-1. The order of rows in Llama's query and key projections. GGUF stores the interleaved RoPE order.
-   Hugging Face pairs the two halves of a head. For Qwen, both formats pair the halves.
+1. The order of rows in the query and key projections of Llama, SmolLM3 and Ministral 3. GGUF stores
+   the interleaved RoPE order. Hugging Face pairs the two halves of a head. For the other families,
+   both formats pair the halves.
 2. The pre-tokenizer. A GGUF file contains only its name. planish rejects names whose rules it does
    not know, because a similar rule would tokenize most texts correctly and some wrongly.
 3. The weights of Gemma's norms. GGUF stores them with 1 added.
+4. RoPE scaling. GGUF stores that of Llama 3.1 as a table of divisors. The converter finds the
+   parameters that give this table, and rejects any other table.
 
 The conversion is atomic: it writes a temporary directory, loads it back, checks it against its own
 config, and renames it.
@@ -16,10 +19,11 @@ config, and renames it.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -40,6 +44,7 @@ from tokenizers import (
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.files import give_usual_mode
 from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
+from planish.model.rope_config import Llama3RopeScaling, RopeConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 
@@ -64,11 +69,35 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-GEMMA3_NAMES = TENSOR_NAMES | {
+OUTPUT_NORM_NAMES = TENSOR_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+FUSED_NAMES = TENSOR_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
+NAMES = {"gemma3": OUTPUT_NORM_NAMES, "olmo2": OUTPUT_NORM_NAMES, "phi3": FUSED_NAMES}
+"""The names of a layer's tensors by architecture, where they differ from TENSOR_NAMES."""
+
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "mistral3": "Ministral3ForCausalLM",
+    "olmo2": "Olmo3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+}
+"""The architecture in config.json of each architecture of GGUF. Files of Mistral models name llama
+as their architecture, or mistral3 if the model came with a vision tower.
+"""
+
+INTERLEAVED = ("llama", "smollm3", "mistral3")
+"""The architectures whose query and key rows GGUF stores in the interleaved RoPE order."""
+
+ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+"""Tensors of RoPE scaling, which become fields of config.json."""
+
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
@@ -78,7 +107,29 @@ OUTER_NAMES = {
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
 QWEN2_SPLIT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORD = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+_UPPER = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+TEKKEN_SPLIT = rf"{_WORD}|{_UPPER}|\p{{N}}{_REST}"
+GPT4O_SPLIT = rf"{_WORD}{_SHORT}|{_UPPER}{_SHORT}|\p{{N}}{{1,3}}{_REST}"
 LLAMA3_SPLIT = QWEN2_SPLIT.replace(r"|\p{N}| ?", r"|\p{N}{1,3}| ?")
+
+
+SPLITS = {
+    "qwen2": QWEN2_SPLIT,
+    "llama-bpe": LLAMA3_SPLIT,
+    "dbrx": LLAMA3_SPLIT,
+    "smaug-bpe": LLAMA3_SPLIT,
+    "tekken": TEKKEN_SPLIT,
+    "gpt-4o": GPT4O_SPLIT,
+}
+"""The pre-tokenizers that split a text by a regular expression."""
+
+IGNORES_MERGES = ("llama-bpe", "tekken")
+"""The pre-tokenizers whose tokenizers take a word that is a token as it is, and add the token of
+the beginning by default.
+"""
 
 
 @dataclass(frozen=True)
@@ -125,8 +176,8 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Convert the GGUF file `path` (llama, qwen2, qwen3 or gemma3) to a Hugging Face directory in
-    bfloat16, and return the directory.
+    """Convert the GGUF file `path`, of one of ARCHITECTURES, to a Hugging Face directory in bfloat16,
+    and return the directory.
 
     An existing `directory` is left unchanged, even if another process creates it during the
     conversion. Raises UnsupportedError, DamagedFileError or StorageError; no directory is then left
@@ -198,16 +249,14 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _config(source: GGUFFile) -> dict[str, Any]:
     """Return the contents of the model's config.json."""
-    # GGUF files of Mistral models name llama as their architecture and use llama's row order, so
-    # they are converted as llama. The row order in files of SmolLM3 has not been verified.
-    unknown = ("mistral", "qwen3_moe", "smollm3")
-    architectures = {family: name for name, family in FAMILIES.items() if family not in unknown}
-    if source.architecture not in architectures:
+    if source.architecture not in ARCHITECTURES:
         raise UnsupportedError(
-            f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(architectures)}"
+            f"{source.path} holds the architecture {source.architecture!r}; planish converts {', '.join(ARCHITECTURES)}"
         )
     _refuse_unsupported(source)
-    architecture = architectures[source.architecture]
+    architecture = ARCHITECTURES[source.architecture]
+    if source.architecture == "mistral3" and not source.field("attention.temperature_scale", 0.0):
+        architecture = "MistralForCausalLM"
     heads = source.field("attention.head_count")
     tokens = {
         f"{role}_token_id": source.metadata.get(f"tokenizer.ggml.{name}_token_id")
@@ -218,7 +267,7 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         tokens["eos_token_id"] = ends
     return {
         "architectures": [architecture],
-        "model_type": MODEL_TYPES.get(architecture, source.architecture),
+        "model_type": MODEL_TYPES.get(architecture, FAMILIES[architecture]),
         "dtype": "bfloat16",
         "vocab_size": int(source.tensors["token_embd.weight"].shape[1]),
         "hidden_size": source.field("embedding_length"),
@@ -233,9 +282,30 @@ def _config(source: GGUFFile) -> dict[str, Any]:
         "rope_scaling": _rope_scaling(source),
         "max_position_embeddings": source.field("context_length"),
         "tie_word_embeddings": "output.weight" not in source.tensors,
-        **(_gemma3_config(source) if source.architecture == "gemma3" else {}),
+        **_family_config(source),
         **{role: token for role, token in tokens.items() if token is not None},
     }
+
+
+def _family_config(source: GGUFFile) -> dict[str, Any]:
+    """Return the fields of config.json that only some families have."""
+    if source.architecture == "gemma3":
+        return _gemma3_config(source)
+    window = source.field("attention.sliding_window", 0)
+    if source.architecture == "olmo2":
+        is_local = source.field("attention.sliding_window_pattern")
+        kinds = ["sliding_attention" if each else "full_attention" for each in is_local]
+        return {"sliding_window": window, "layer_types": kinds}
+    if source.architecture == "phi3":
+        head_dim = _head_dim(source)
+        return {
+            "sliding_window": window or None,
+            "partial_rotary_factor": source.field("rope.dimension_count", head_dim) / head_dim,
+            "original_max_position_embeddings": source.field(
+                "rope.scaling.original_context_length", source.field("context_length")
+            ),
+        }
+    return {"sliding_window": None} if source.architecture == "mistral3" else {}
 
 
 def _gemma3_config(source: GGUFFile) -> dict[str, Any]:
@@ -267,13 +337,13 @@ def _refuse_unsupported(source: GGUFFile) -> None:
         unsupported = "it is a mixture of experts"
     elif isinstance(source.field("attention.head_count"), list):
         unsupported = "its layers differ in their number of heads"
-    elif "rope_freqs.weight" in source.tensors:
-        unsupported = (
-            "it keeps Llama 3's RoPE scaling as a table; use the model's Hugging Face directory"
-        )
+    elif source.architecture == "olmo2" and not source.field("attention.sliding_window", 0):
+        unsupported = "it is an OLMo 2; planish supports OLMo 3"
     elif source.field("attention.value_length", _head_dim(source)) != _head_dim(source):
         unsupported = "its keys and values differ in length"
-    elif source.field("rope.dimension_count", _head_dim(source)) != _head_dim(source):
+    elif source.architecture != "phi3" and source.field(
+        "rope.dimension_count", _head_dim(source)
+    ) != _head_dim(source):
         unsupported = "its RoPE rotates only a part of each head"
     if unsupported:
         raise UnsupportedError(f"{source.path} cannot be converted: {unsupported}")
@@ -293,13 +363,83 @@ def _shortest_decimal(value: float) -> float:
 
 def _rope_scaling(source: GGUFFile) -> dict[str, Any] | None:
     kind = source.field("rope.scaling.type", "none")
+    if "rope_factors_short.weight" in source.tensors:
+        return _longrope(source)
+    if kind == "none" and "rope_freqs.weight" in source.tensors:
+        return _llama3_scaling(source)
     if kind == "none":
         return None
     if kind == "linear":
         return {"rope_type": "linear", "factor": source.field("rope.scaling.factor")}
+    if kind == "yarn" and "rope_freqs.weight" not in source.tensors:
+        return _yarn(source)
     raise UnsupportedError(
-        f"{source.path} has RoPE scaling {kind!r}; planish converts none and linear"
+        f"{source.path} has RoPE scaling {kind!r}; planish converts none, linear, llama3, yarn and longrope"
     )
+
+
+def _yarn(source: GGUFFile) -> dict[str, Any]:
+    found = {
+        "rope_type": "yarn",
+        "factor": source.field("rope.scaling.factor"),
+        "original_max_position_embeddings": source.field("rope.scaling.original_context_length"),
+    }
+    optional = {
+        "attention_factor": "rope.scaling.attn_factor",
+        "beta_fast": "rope.scaling.yarn_beta_fast",
+        "beta_slow": "rope.scaling.yarn_beta_slow",
+        "llama_4_scaling_beta": "attention.temperature_scale",
+        # A file has only one of the two; in the models that have them, they are equal.
+        "mscale": "rope.scaling.yarn_log_multiplier",
+        "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
+    }
+    given = {name: source.field(key, 0.0) for name, key in optional.items()}
+    return found | {name: _shortest_decimal(value) for name, value in given.items() if value}
+
+
+def _longrope(source: GGUFFile) -> dict[str, Any]:
+    factors = {
+        name: [
+            _shortest_decimal(value) for value in _table(source, f"rope_factors_{stored}.weight")
+        ]
+        for name, stored in (("short_factor", "short"), ("long_factor", "long"))
+    }
+    length = source.field("context_length")
+    original = source.field("rope.scaling.original_context_length")
+    default = math.sqrt(1 + math.log(max(1.0, length / original)) / math.log(original))
+    stored = source.field("rope.scaling.attn_factor", default)
+    # config.json usually leaves this factor out.
+    own = {} if math.isclose(stored, default, rel_tol=1e-5) else {"attention_factor": stored}
+    return {"rope_type": "longrope", **factors, **own}
+
+
+def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
+    """Return the scaling of Llama 3.1 and later that gives the file's table of divisors.
+
+    All of these models have the same bounds of the frequency bands and differ in `factor`, which
+    is the largest divisor.
+    """
+    from planish.model.rope import inverse_frequencies
+
+    table = _table(source, "rope_freqs.weight")
+    if (table == 1).all():
+        return None
+    theta = _shortest_decimal(source.field("rope.freq_base", 10000.0))
+    scaling = Llama3RopeScaling(_shortest_decimal(table.max()), 1.0, 4.0, 8192)
+    head_dim = _head_dim(source)
+    plain, scaled = (
+        inverse_frequencies(RopeConfig(theta, each), head_dim).numpy() for each in (None, scaling)
+    )
+    if table.shape != plain.shape or not np.allclose(plain / scaled, table, rtol=1e-4):
+        raise UnsupportedError(
+            f"{source.path} has a table of RoPE frequencies that is not Llama 3's; use the model's Hugging Face directory"
+        )
+    return {"rope_type": "llama3", **asdict(scaling)}
+
+
+def _table(source: GGUFFile, name: str) -> np.ndarray:
+    stored = source.tensors[name]
+    return np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
 
 
 def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
@@ -307,6 +447,8 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
 
     tensors = {}
     for name, stored in source.tensors.items():
+        if name in ROPE_TABLES:
+            continue
         try:
             values = torch.from_numpy(
                 np.array(dequantize(stored.data, stored.tensor_type), dtype=np.float32)
@@ -316,7 +458,10 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
                 f"{source.path} has {name} quantized as {stored.tensor_type.name}, which planish cannot read; get a file in another "
                 "quantization, such as Q8_0"
             ) from None
-        if source.architecture == "llama" and name.split(".")[-2:-1] in (["attn_q"], ["attn_k"]):
+        if source.architecture in INTERLEAVED and name.split(".")[-2:-1] in (
+            ["attn_q"],
+            ["attn_k"],
+        ):
             values = _deinterleave_heads(values, _head_dim(source))
         if source.architecture == "gemma3" and name.endswith("_norm.weight"):
             values -= 1.0
@@ -328,7 +473,7 @@ def _tensor_name(name: str, architecture: str) -> str:
     """Return the Hugging Face name of a GGUF tensor. An unknown name is returned unchanged, so that
     the check in `load_weights` reports it.
     """
-    names = GEMMA3_NAMES if architecture == "gemma3" else TENSOR_NAMES
+    names = NAMES.get(architecture, TENSOR_NAMES)
     parts = name.split(".")
     if parts[0] == "blk" and len(parts) == 4 and parts[2] in names:
         return f"model.layers.{parts[1]}.{names[parts[2]]}.{parts[3]}"
@@ -378,7 +523,7 @@ def _tokenizer(source: GGUFFile) -> Tokenizer:
         raise DamagedFileError(
             f"{source.path}: the merges do not fit the tokens ({error}); get the file again"
         ) from error
-    if table.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe" or is_sentencepiece):
+    if table.get("tokenizer.ggml.add_bos_token", pre in IGNORES_MERGES or is_sentencepiece):
         bos = table["tokenizer.ggml.bos_token_id"]
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos]} $A",
@@ -400,7 +545,7 @@ def _byte_level(source: GGUFFile, vocab: Mapping[str, int], pre: str) -> Tokeniz
     table = source.metadata.get("tokenizer.ggml.merges", [])
     merges = [tuple(merge.split(" ", 1)) for merge in table]
     tokenizer = Tokenizer(
-        models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pre == "llama-bpe")
+        models.BPE(vocab=dict(vocab), merges=merges, ignore_merges=pre in IGNORES_MERGES)
     )
     tokenizer.pre_tokenizer = _pre_tokenizer(pre, source.path)
     if pre == "qwen2":
@@ -449,10 +594,10 @@ def _pre_tokenizer(pre: str, path: Path) -> pre_tokenizers.PreTokenizer:
         return words
     if pre == "smollm":
         return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), words])
-    split = {"qwen2": QWEN2_SPLIT, "llama-bpe": LLAMA3_SPLIT}.get(pre)
+    split = SPLITS.get(pre)
     if split is None:
         raise UnsupportedError(
-            f"{path} has the pre-tokenizer {pre!r}; planish supports smollm, qwen2, llama-bpe and gpt-2"
+            f"{path} has the pre-tokenizer {pre!r}; planish supports smollm, gpt-2, {', '.join(SPLITS)}"
         )
     whole = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), behavior="isolated"), whole])

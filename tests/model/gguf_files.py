@@ -4,7 +4,7 @@ import gguf
 import numpy as np
 from safetensors.torch import load_file
 
-from planish.model.config import ModelConfig
+from planish.model.config import ModelConfig, read_json
 from planish.testing import (
     CHAT_TEMPLATE,
     SPECIAL_TOKENS,
@@ -32,6 +32,13 @@ GEMMA3_NAMES = LAYER_NAMES | {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OTHER_FAMILIES = {
+    "gemma3": GEMMA3_NAMES,
+    "olmo3": GEMMA3_NAMES,
+    "phi3": LAYER_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
+}
+ARCHITECTURES = {"ministral3": "mistral3", "olmo3": "olmo2"}
+"""The architectures of llama.cpp that have another name than the family."""
 OTHER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.norm.weight": "output_norm.weight",
@@ -45,7 +52,7 @@ def gguf_name(name, family="llama"):
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
     _, _, layer, *inner, kind = name.split(".")
-    names = GEMMA3_NAMES if family == "gemma3" else LAYER_NAMES
+    names = OTHER_FAMILIES.get(family, LAYER_NAMES)
     return f"blk.{layer}.{names['.'.join(inner)]}.{kind}"
 
 
@@ -90,25 +97,35 @@ def write_gguf(
     `quantized` are quantized as `kind`.
     """
     config = ModelConfig.from_directory(directory)
-    writer = gguf.GGUFWriter(path, config.family)
-    writer.add_context_length(config.max_context)
+    writer = gguf.GGUFWriter(path, ARCHITECTURES.get(config.family, config.family))
+    writer.add_context_length(read_json(directory / "config.json")["max_position_embeddings"])
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_heads)
     writer.add_head_count_kv(config.num_kv_heads)
-    writer.add_key_length(config.head_dim)
+    if config.family != "phi3":
+        writer.add_key_length(config.head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_rope_freq_base(config.rope.theta)
-    if config.family == "gemma3":
+    if config.family in ("gemma3", "olmo3"):
         writer.add_sliding_window(WINDOW)
+    if config.family == "olmo3":
+        writer.add_sliding_window_pattern([window is not None for window in config.windows])
+    if config.family == "phi3":
+        writer.add_sliding_window(0)
+        writer.add_rope_dimension_count(config.rotary_dims or config.head_dim)
+    if config.family == "ministral3":
+        writer.add_attn_temperature_scale(config.query_scale_beta or 0.0)
     extra(writer)
     write_tokens(writer, pre, tokenizer)
     for name, tensor in load_file(directory / "model.safetensors").items():
         if name in without:
             continue
         values = tensor.float().numpy()
-        if config.family == "llama" and ("q_proj" in name or "k_proj" in name):
+        if config.family in ("llama", "smollm3", "ministral3") and (
+            "q_proj" in name or "k_proj" in name
+        ):
             values = neighbours_from_halves(
                 values, config.num_heads if "q_proj" in name else config.num_kv_heads
             )

@@ -1,5 +1,7 @@
 import json
+import math
 import os
+from pathlib import Path
 
 import gguf
 import numpy as np
@@ -11,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.gguf import _tokenizer, convert_gguf, read_gguf
+from planish.model.gguf import _pre_tokenizer, _tokenizer, convert_gguf, read_gguf
 from planish.model.rope_config import LinearRopeScaling
 from planish.testing import EOS_TOKEN_ID, SPECIAL_TOKENS, WORD_TOKENS, save_weights, tiny_model
 from planish.tokenizer import load_tokenizer
@@ -46,6 +48,126 @@ def test_a_converted_gguf_model_equals_the_original(tmp_path, family, tied):
     }
     assert torch.equal(logits(original), logits(converted))
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def write_llama3_table(writer):
+    """Write the table as llama.cpp's converter does, for head_dim 128 and theta 500000."""
+    factors = []
+    for frequency in 1.0 / (5e5 ** (np.arange(0, 128, 2) / 128)):
+        wavelength = 2 * np.pi / frequency
+        if wavelength < 8192 / 4:
+            factors.append(1.0)
+        elif wavelength > 8192:
+            factors.append(32.0)
+        else:
+            smooth = (8192 / wavelength - 1.0) / 3.0
+            factors.append(1 / ((1 - smooth) / 32.0 + smooth))
+    writer.add_tensor("rope_freqs.weight", np.array(factors, np.float32))
+
+
+def write_yarn(writer):
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(4.0)
+    writer.add_rope_scaling_orig_ctx_len(32)
+
+
+def write_yarn_with_log_multiplier(writer):
+    write_yarn(writer)
+    writer.add_rope_scaling_yarn_log_mul(1.0)
+
+
+def write_yarn_with_attention_factor(writer):
+    write_yarn(writer)
+    writer.add_rope_scaling_attn_factors(1.25)
+
+
+def write_longrope(writer):
+    writer.add_rope_scaling_orig_ctx_len(256)
+    writer.add_rope_scaling_attn_factors(math.sqrt(1 + math.log(8) / math.log(256)))
+    for name in ("short", "long"):
+        table = np.array(LONGROPE[f"{name}_factor"], np.float32)
+        writer.add_tensor(f"rope_factors_{name}.weight", table)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+LONGROPE = {
+    "rope_type": "longrope",
+    "short_factor": [1.0, 1.1, 1.5, 2.0, 3.0, 4.0],
+    "long_factor": [1.0, 2.0, 4.0, 8.0, 16.0, 32.0],
+    "original_max_position_embeddings": 256,
+    "partial_rotary_factor": 0.75,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "changes", "extra"),
+    [
+        ("llama", {"rope_scaling": LLAMA3, "head_dim": 128}, {}, write_llama3_table),
+        ("llama", {"rope_scaling": YARN}, {}, write_yarn),
+        ("smollm3", {"layers": 4}, {"no_rope_layers": [1, 1, 1, 0]}, None),
+        (
+            "ministral3",
+            {"tied": False, "rope_scaling": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
+            {},
+            write_yarn_with_log_multiplier,
+        ),
+        (
+            "olmo3",
+            {
+                "layers": 4,
+                "rope_scaling": YARN | {"attention_factor": 1.25, "rope_theta": 5e5},
+                "local_theta": 5e5,
+            },
+            {},
+            write_yarn_with_attention_factor,
+        ),
+        ("phi3", {"rope_scaling": {"partial_rotary_factor": 0.5}}, {}, None),
+        ("phi3", {"rope_scaling": LONGROPE}, {}, write_longrope),
+    ],
+)
+def test_converted_families_and_rope_scalings_equal_the_original(
+    tmp_path, family, options, changes, extra
+):
+    original = tiny_model(tmp_path / "hf", family, dtype="bfloat16", **options)
+    content = json.loads((original / "config.json").read_text())
+    (original / "config.json").write_text(json.dumps(content | changes))
+    path = write_gguf(tmp_path / "m.gguf", original, extra=extra or (lambda writer: None))
+    converted = convert_gguf(path, tmp_path / "out")
+    assert ModelConfig.from_directory(original) == ModelConfig.from_directory(converted)
+    assert torch.equal(logits(original), logits(converted))
+
+
+def test_a_mistral3_file_without_query_scales_is_a_mistral(tmp_path):
+    original = tiny_model(tmp_path / "hf", "ministral3", dtype="bfloat16")
+    path = write_gguf(
+        tmp_path / "m.gguf", original, extra=lambda writer: writer.add_attn_temperature_scale(0.0)
+    )
+    config = ModelConfig.from_directory(convert_gguf(path, tmp_path / "out"))
+    assert (config.family, config.windows) == ("mistral", ())
+
+
+def test_the_words_of_each_pre_tokenizer():
+    """The expected words follow from the regular expressions in the models' tokenizer.json."""
+
+    def words(pre, text):
+        found = _pre_tokenizer(pre, Path("m.gguf")).pre_tokenize_str(text)
+        return [word.replace("\u0120", " ") for word, _ in found]
+
+    text = "HelloWorld ABCdef I'll 2024 a//\n"
+    split = ["Hello", "World", " ABCdef", " I", "'ll", " ", "2", "0", "2", "4", " a", "//\u010a"]
+    assert words("tekken", text) == split
+    joined = ["Hello", "World", " ABCdef", " I'll", " ", "202", "4", " a", "//\u010a"]
+    assert words("gpt-4o", text) == joined
+    assert words("dbrx", text) == words("llama-bpe", text) == words("smaug-bpe", text)
+    assert words("dbrx", text)[:2] == ["HelloWorld", " ABCdef"]
 
 
 def test_a_converted_gemma3_equals_the_original(tmp_path, monkeypatch):
@@ -185,14 +307,17 @@ def test_the_end_of_turn_token_is_an_end_of_sequence_token(tmp_path):
         ({"tokenizer": "llama"}, "'llama' tokenizer"),
         ({"extra": lambda writer: writer.add_expert_count(8)}, "mixture of experts"),
         ({"extra": lambda writer: writer.add_rope_dimension_count(8)}, "part of each head"),
-        ({"extra": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)}, "yarn"),
+        (
+            {"extra": lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE)},
+            "'longrope'",
+        ),
         (
             {
                 "extra": lambda writer: writer.add_tensor(
-                    "rope_freqs.weight", np.ones(8, np.float32)
+                    "rope_freqs.weight", np.arange(1, 9, dtype=np.float32)
                 )
             },
-            "RoPE scaling",
+            "is not Llama 3's",
         ),
         ({"without": ("model.embed_tokens.weight",)}, "token_embd"),
         (
