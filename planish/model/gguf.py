@@ -23,7 +23,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -44,7 +44,6 @@ from tokenizers import (
 from planish.errors import DamagedFileError, StorageError, UnknownModelError, UnsupportedError
 from planish.files import give_usual_mode
 from planish.model.config import FAMILIES, MODEL_TYPES, ModelConfig
-from planish.model.rope_config import Llama3RopeScaling, RopeConfig
 from planish.model.weights import SINGLE_FILE, load_weights
 from planish.tokenizer import save_tokenizer
 
@@ -419,22 +418,26 @@ def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
     All of these models have the same bounds of the frequency bands and differ in `factor`, which
     is the largest divisor.
     """
-    from planish.model.rope import inverse_frequencies
-
     table = _table(source, "rope_freqs.weight")
     if (table == 1).all():
         return None
-    theta = _shortest_decimal(source.field("rope.freq_base", 10000.0))
-    scaling = Llama3RopeScaling(_shortest_decimal(table.max()), 1.0, 4.0, 8192)
+    factor, low, high, original = _shortest_decimal(table.max()), 1.0, 4.0, 8192
     head_dim = _head_dim(source)
-    plain, scaled = (
-        inverse_frequencies(RopeConfig(theta, each), head_dim).numpy() for each in (None, scaling)
-    )
-    if table.shape != plain.shape or not np.allclose(plain / scaled, table, rtol=1e-4):
+    theta = source.field("rope.freq_base", 10000.0)
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    smooth = ((original / wavelengths - low) / (high - low)).clip(0, 1)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    if table.shape != expected.shape or not np.allclose(expected, table, rtol=1e-4):
         raise UnsupportedError(
             f"{source.path} has a table of RoPE frequencies that is not Llama 3's; use the model's Hugging Face directory"
         )
-    return {"rope_type": "llama3", **asdict(scaling)}
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": low,
+        "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }
 
 
 def _table(source: GGUFFile, name: str) -> np.ndarray:
