@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import GenerationConfig, Qwen3Config
+from transformers import GenerationConfig, Qwen3Config, Qwen3MoeConfig
 
 from planish.model.config import ModelConfig
 from planish.model.weights import INDEX_FILE, expected_shapes
@@ -56,8 +56,38 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "vocab_size": 512,
         "tie_word_embeddings": True,
     },
+    "Qwen3-30B-A3B-slice": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "intermediate_size": 6144,
+        "moe_intermediate_size": 768,
+        "num_experts": 64,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "vocab_size": 8192,
+        "tie_word_embeddings": False,
+    },
+    "tiny-experts": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "intermediate_size": 96,
+        "moe_intermediate_size": 32,
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
+        "vocab_size": 512,
+        "tie_word_embeddings": True,
+    },
 }
-"""Fields of config.json. "tiny" is for quick checks on a CPU."""
+"""Fields of config.json. "tiny" and "tiny-experts" are for quick checks on a CPU. The slice has two
+layers and half of the experts of Qwen3-30B-A3B.
+"""
 MAX_CONTEXT = 40960
 ROPE_THETA = 1e6
 SHARD_BYTES = 2 << 30
@@ -82,7 +112,8 @@ def random_model(name: str, home: Path, device: torch.device) -> Path:
 
 
 def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
-    config = Qwen3Config(
+    has_experts = "num_experts" in shape
+    config = (Qwen3MoeConfig if has_experts else Qwen3Config)(
         **shape,
         max_position_embeddings=MAX_CONTEXT,
         rms_norm_eps=1e-6,
@@ -91,7 +122,7 @@ def _write_config(directory: Path, shape: Mapping[str, Any]) -> None:
         eos_token_id=EOS_TOKEN_ID,
         pad_token_id=256,
         dtype="bfloat16",
-        architectures=["Qwen3ForCausalLM"],
+        architectures=["Qwen3MoeForCausalLM" if has_experts else "Qwen3ForCausalLM"],
     )
     config.save_pretrained(directory)
     GenerationConfig(eos_token_id=EOS_TOKEN_ID, pad_token_id=256).save_pretrained(directory)

@@ -62,6 +62,7 @@ _RECOMPUTED_MICRO_BATCHES = (4096, 2048, 1024, 512, 256, 128)
 Smaller micro-batches without checkpointing would be slower, because a GPU would then spend its time
 on kernel launches.
 """
+_PLANNED_RANK = 32
 _FLOAT_VECTORS = 7
 """Number of float32 vectors of an adapter in training.
 
@@ -112,7 +113,7 @@ class DeviceMemory:
 
         `expected`: directories of all base models that will be loaded, if they are known.
         `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
-        memory for one adapter of rank 32 that is trained and sampled from. `reserves_for_next`: on
+        memory for one adapter that is trained and sampled from, of rank 32 or `_planned_rank`. `reserves_for_next`: on
         a GPU, each base model leaves a third of the free memory for further base models, if one
         more would fit there. Otherwise a base model reserves all free memory.
         """
@@ -238,7 +239,7 @@ class _ModelNeeds:
     ) -> _ModelNeeds:
         config, dtype = ModelConfig.from_directory(directory), choose_dtype(settings.dtype, device)
         backend = choose_backend(config, dtype, device, deterministic=False)
-        adapter = adapter_bytes(backend, LoraConfig(rank=32))
+        adapter = adapter_bytes(backend, LoraConfig(rank=_planned_rank(config)))
         adapters = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize
         one_copy = weight_bytes(config, dtype.itemsize, scheme)
@@ -346,6 +347,15 @@ class _ModelNeeds:
     @property
     def _per_position(self) -> int:
         return KVSpec.from_backend(self.backend).bytes_per_position
+
+
+def _planned_rank(config: ModelConfig) -> int:
+    """Return the rank of the adapter for which memory is planned.
+
+    In a mixture of experts every expert has its own matrices, so an adapter of rank 32 may be
+    larger than the base model. There, the ranks of a token's experts add up to 32.
+    """
+    return max(1, _PLANNED_RANK // max(1, config.experts_per_token))
 
 
 def usable_bytes(device: torch.device) -> int | None:

@@ -337,3 +337,25 @@ def test_step_bytes_on_a_cpu_include_attention_scores(shaped, monkeypatch):
     # threads * rows * query heads per KV head * positions * bytes
     assert workspace_bytes(long, "cpu") - workspace_bytes(short, "cpu") == 4 * 16 * 4 * 100_000 * 4
     assert workspace_bytes(long, "cuda:0") == workspace_bytes(short, "cuda:0")
+
+
+def test_a_mixture_of_experts_fits_a_gpu_of_80_gb(tmp_path, gpu):
+    """The matrices of an adapter of rank 32 for all experts would take 38 GB."""
+    tiny_model(tmp_path, family="qwen3_moe")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= dict(zip(NAMES, (151_936, 2048, 6144, 48, 32), strict=True))
+    config |= {
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "tie_word_embeddings": False,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    gpu(80 * GIB)
+    found = DeviceMemory(EngineSettings()).claim(tmp_path)
+    assert found.weights == pytest.approx(61.1 * GB, rel=0.01)  # 30.5 billion numbers
+    assert found.adapters == pytest.approx(5.2 * GB, rel=0.1)  # 160 million numbers
+    assert found.total <= 76 * GIB
+    assert found.trainer.micro_batch_tokens >= 128
