@@ -57,25 +57,18 @@ class Answer:
     """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
 
 
+@dataclass(frozen=True, eq=False)
 class ChatSampler:
     """A sampler with a chat format."""
 
-    def __init__(
-        self,
-        service: Service,
-        sampler_id: str,
-        name: str,
-        renderer: Renderer,
-        context: int | None,
-        streams: bool,
-    ) -> None:
-        self.name = name
-        self.renderer = renderer
-        self.streams = streams
-        """Whether tokens are reported as they are sampled."""
-        self._service = service
-        self._sampler_id = sampler_id
-        self._context = context
+    service: Service
+    sampler_id: str
+    name: str
+    renderer: Renderer
+    context: int | None
+    """The maximum number of tokens of prompt and answer; None if it is not known."""
+    streams: bool
+    """Whether tokens are reported as they are sampled."""
 
     def answer(
         self, messages: Messages, temperature: float, max_tokens: int, seed: int | None, show: Show
@@ -94,9 +87,7 @@ class ChatSampler:
         )
         tokens: SimpleQueue[int | None] = SimpleQueue()
         on_token = (lambda sampled: tokens.put(sampled.token)) if self.streams else None
-        future = self._service.submit(
-            Sample(self._sampler_id, prompt, 1, params, on_token=on_token)
-        )
+        future = self.service.submit(Sample(self.sampler_id, prompt, 1, params, on_token=on_token))
         future.add_done_callback(lambda _: tokens.put(None))
         written = _StreamedAnswer(
             Growing(read_message(self.renderer), (), marks_of(self.renderer)), show
@@ -118,13 +109,13 @@ class ChatSampler:
         return Answer(message, written.growing.whole(), len(tokens), ended)
 
     def _room(self, prompt: int, max_tokens: int) -> int:
-        if self._context is None:
+        if self.context is None:
             return max_tokens
-        if prompt >= self._context:
+        if prompt >= self.context:
             raise UserError(
-                f"the conversation has {prompt} tokens, and the model reads {self._context}; /undo or /reset"
+                f"the conversation has {prompt} tokens, and the model reads {self.context}; /undo or /reset"
             )
-        return min(max_tokens, self._context - prompt)
+        return min(max_tokens, self.context - prompt)
 
 
 class _StreamedAnswer:

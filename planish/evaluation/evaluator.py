@@ -1,6 +1,7 @@
 """Run a task as an evaluation between training steps."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 from planish import SamplingClient
 from planish.evaluation.evaluate import CONCURRENCY, evaluate
@@ -10,33 +11,27 @@ from planish.renderers import Renderer
 from planish.runlog.evaluators import SamplingClientEvaluator
 
 
+@dataclass(eq=False)
 class TaskEvaluator(SamplingClientEvaluator):
     """An evaluator whose metrics are those of the task, as eval/TASK/NAME.
 
-    Among them are score, num_correct, num_examples and num_errors.
+    Among them are score, num_correct, num_examples and num_errors. The fields are the arguments of
+    `evaluate`. The sampling seeds are the same for every policy, so policies are compared with
+    equal luck.
     """
 
-    def __init__(
-        self,
-        task: Task,
-        sampling: Sampling | None = None,
-        *,
-        k: Sequence[int] | None = None,
-        renderer: Renderer | None = None,
-        context_window: int | None = None,
-        concurrency: int = CONCURRENCY,
-    ) -> None:
-        """The arguments are those of `evaluate`.
+    task: Task
+    sampling: Sampling | None = None
+    _: KW_ONLY
+    k: Sequence[int] | None = None
+    renderer: Renderer | None = None
+    context_window: int | None = None
+    concurrency: int = CONCURRENCY
 
-        The sampling seeds are the same for every policy, so policies are compared with equal luck.
-        """
-        self.name = task.name
-        self.task = task
-        self.sampling = sampling
-        self.k = k
-        self.renderer = renderer
-        self.context_window = context_window
-        self.concurrency = concurrency
+    @property
+    def name(self) -> str:
+        """The name of the task."""
+        return self.task.name
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         results = await evaluate(

@@ -17,7 +17,7 @@ policy exploits flaws of the learned judge.
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import chz
@@ -189,6 +189,7 @@ class Contest:
         return found
 
 
+@dataclass(eq=False)
 class ComparisonEvaluator(SamplingClientEvaluator):
     """An evaluator that compares a policy with a reference.
 
@@ -196,29 +197,22 @@ class ComparisonEvaluator(SamplingClientEvaluator):
     answers that ended properly) and NAME/ac_tokens_per_turn (mean tokens per answer).
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Messages],
-        reference: Reference,
-        judges: Mapping[str, PreferenceModel],
-        answering: Answering,
-        *,
-        both_ways: bool = True,
-        name: str = "test",
-    ) -> None:
-        if not prompts:
+    prompts: Sequence[Messages]
+    reference: Reference
+    judges: Mapping[str, PreferenceModel]
+    answering: Answering
+    _: KW_ONLY
+    both_ways: bool = True
+    name: str = "test"
+
+    def __post_init__(self) -> None:
+        if not self.prompts:
             raise UserError(
                 "there are no prompts to compare answers to; hold some out, or leave the evaluator "
                 "out"
             )
-        if not judges:
+        if not self.judges:
             raise UserError("there is no judge; give at least one preference model by name")
-        self.prompts = prompts
-        self.reference = reference
-        self.judges = judges
-        self.answering = answering
-        self.both_ways = both_ways
-        self.name = name
 
     async def __call__(self, sampling_client: SamplingClient) -> Mapping[str, float]:
         return (await self.play(sampling_client)).metrics(self.name)

@@ -21,7 +21,7 @@ preference model, trained or not.
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from planish import SamplingClient
@@ -131,30 +131,20 @@ def expected_calibration_error(chosen: Sequence[float]) -> float:
     return sum(gaps) / len(chosen)
 
 
+@dataclass(eq=False)
 class HeldOutPreferences(SamplingClientEvaluator):
     """An evaluator of a preference model during training: NAME/accuracy and the other metrics
     above.
-
-    `model_of` makes the preference model from a sampling client of the current weights.
     """
 
-    def __init__(
-        self,
-        comparisons: Sequence[LabeledComparison],
-        model_of: Callable[[Any], PreferenceModel],
-        *,
-        both_orders: bool,
-        left_out: int = 0,
-        name: str = "test",
-    ) -> None:
-        """`left_out` is the number of comparisons that were too long; it is reported as
-        num_left_out.
-        """
-        self.comparisons = comparisons
-        self.model_of = model_of
-        self.both_orders = both_orders
-        self.left_out = left_out
-        self.name = name
+    comparisons: Sequence[LabeledComparison]
+    model_of: Callable[[Any], PreferenceModel]
+    """Makes the preference model from a sampling client of the current weights."""
+    _: KW_ONLY
+    both_orders: bool
+    left_out: int = 0
+    """The number of comparisons that were too long; it is reported as num_left_out."""
+    name: str = "test"
 
     async def __call__(self, sampling_client: SamplingClient) -> dict[str, float]:
         judgments = await judge(

@@ -95,12 +95,12 @@ def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
     return data
 
 
+@dataclass(eq=False)
 class NLLEvaluator(TrainingClientEvaluator):
     """Measures NAME/nll and NAME/bpb of held-out datums."""
 
-    def __init__(self, data: Sequence[Datum], name: str = "test") -> None:
-        self.data = data
-        self.name = name
+    data: Sequence[Datum]
+    name: str = "test"
 
     @classmethod
     def from_dataset(cls, dataset: SupervisedDataset, name: str = "test") -> Self:
