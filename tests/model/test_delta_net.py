@@ -22,6 +22,11 @@ from planish.model.delta_net import (
     state_bytes,
 )
 from planish.model.kernels.choose import choose_backend
+from planish.model.kernels.cpp.delta_net import (
+    CppSequenceRecurrence,
+    CppTreeRecurrence,
+    supports_delta_net,
+)
 from planish.model.kernels.linear import PackedLinear
 from planish.model.kernels.reference.delta_net import SequenceRecurrence, TreeRecurrence
 from planish.model.prefix_tree import Packed, pack
@@ -29,7 +34,18 @@ from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
 
 CPU = torch.device("cpu")
-CONFIG = DeltaNetConfig((0,), 2, 4, 16, 24, 4)
+Kernels = tuple[type[TreeRecurrence], type[SequenceRecurrence]]
+CONFIG = DeltaNetConfig((0,), 2, 4, 16, 48, 4)
+
+
+@pytest.fixture(params=["torch", "native"])
+def kernels(request) -> Kernels:
+    """The recurrences of trainer and sampler, in torch and with planish's CPU kernels."""
+    if request.param == "torch":
+        return TreeRecurrence, SequenceRecurrence
+    if not supports_delta_net(CONFIG):
+        pytest.skip("this machine has no C++ kernels")
+    return CppTreeRecurrence, CppSequenceRecurrence
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -82,15 +98,17 @@ def forest(seed: int = 0) -> tuple[list[np.ndarray], Packed]:
     return sequences, packed
 
 
-def test_the_recurrence_equals_transformers():
+def test_the_recurrence_equals_transformers(kernels):
     inputs = inputs_of(70)
     (packed,) = pack([np.arange(70)], 100)
-    ours = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    ours = kernels[0](packed, CONFIG, CPU)(0, inputs)
     torch.testing.assert_close(ours, theirs(inputs), atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("few_entries", [False, True])
-def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(monkeypatch, few_entries):
+def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(
+    kernels, monkeypatch, few_entries
+):
     """With few entries in memory, the backward pass computes one head at a time."""
     if few_entries:
         name = "planish.model.kernels.reference.delta_net.BLOCK_ENTRIES"
@@ -101,7 +119,7 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(monkeypatch
     probe = noise(len(packed), CONFIG.num_value_heads, CONFIG.value_dim, seed=9)
     outputs = [(theirs(rows_of(inputs, rows.tolist())) * probe[rows]).sum() for rows in packed.rows]
     expected = torch.autograd.grad(torch.stack(outputs).sum(), leaves)
-    found = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    found = kernels[0](packed, CONFIG, CPU)(0, inputs)
     ours = torch.stack([(found[rows] * probe[rows]).sum() for rows in packed.rows]).sum()
     for own, their in zip(torch.autograd.grad(ours, leaves), expected, strict=True):
         assert their.norm() > 1
@@ -109,17 +127,18 @@ def test_a_forest_has_the_outputs_and_the_gradients_of_its_sequences(monkeypatch
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_row_has_the_same_bits_in_every_batch(dtype):
+def test_every_row_has_the_same_bits_in_every_batch(kernels, dtype):
     """A forest, sequences alone, chunks from stored states, and single steps agree bit for bit."""
     sequences, packed = forest()
     inputs = inputs_of(len(packed), dtype)
-    together = TreeRecurrence(packed, CONFIG, CPU)(0, inputs)
+    tree, sequence = kernels
+    together = tree(packed, CONFIG, CPU)(0, inputs)
     paths = dict(zip(packed.datums, packed.rows, strict=True))
     for index in range(len(sequences)):
         rows = paths[index]
         own = rows_of(inputs, rows.tolist())
         (alone,) = pack([sequences[index]], 1000)
-        assert torch.equal(TreeRecurrence(alone, CONFIG, CPU)(0, own), together[rows])
+        assert torch.equal(tree(alone, CONFIG, CPU)(0, own), together[rows])
     # One prefill of all sequences, in which each second run continues another one of the batch.
     runs, rows, row = [], [], 0
     finals = []
@@ -134,9 +153,7 @@ def test_every_row_has_the_same_bits_in_every_batch(dtype):
         finals.append(runs[-1].after)
         row += len(path)
     with torch.inference_mode():
-        found = SequenceRecurrence(runs, row + 3, CONFIG, CPU)(
-            0, rows_of(inputs, [*rows, *rows[:3]])
-        )
+        found = sequence(runs, row + 3, CONFIG, CPU)(0, rows_of(inputs, [*rows, *rows[:3]]))
     assert torch.equal(found[:row], together[rows])
     assert not found[row:].any()
     # Decoding steps reach the same outputs and the same states.
@@ -150,7 +167,7 @@ def test_every_row_has_the_same_bits_in_every_batch(dtype):
         runs = [StateRun(row, row + 1, state, state) for row, (_, state) in enumerate(at)]
         some = [int(row) for row, _ in at]
         with torch.inference_mode():
-            found = SequenceRecurrence(runs, len(at), CONFIG, CPU)(0, rows_of(inputs, some))
+            found = sequence(runs, len(at), CONFIG, CPU)(0, rows_of(inputs, some))
         assert torch.equal(found, together[some])
     for one, other in zip(stepping, finals, strict=True):
         assert torch.equal(one.matrices, other.matrices)

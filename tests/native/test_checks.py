@@ -31,10 +31,13 @@ OUTPUTS = {
     "lora_backward": ("lora", (5, 6)),
     "lora_gradients": ("lora", (8, 9)),
     "decode": ("decode", (1,)),
+    "delta_scan": ("delta_net", (1,)),
+    "delta_scan_backward": ("delta_net", (2, 3, 4, 5, 6)),
 }
 IN_MEMORY = {"keep": "attention", "pack_panels": "matmul"}
 """Kernels that write to addresses instead of tensors."""
-FLOAT_ONLY, HALF_ONLY = ("invert", "draw"), ("likeliest", "single_logits")
+FLOAT_ONLY = ("invert", "draw", "delta_scan", "delta_scan_backward")
+HALF_ONLY = ("likeliest", "single_logits")
 FAULTS = [
     (name, output, dtype)
     for name, (_, outputs) in OUTPUTS.items()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from planish.model.config import ModelConfig
+from planish.model.delta_net import Recurrence, StateRun
 from planish.model.kernels.backend import (
     AdapterBatch,
     Attend,
@@ -31,6 +32,11 @@ from planish.model.kernels.cpp.attention import (
     CppTreeAttention,
 )
 from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.delta_net import (
+    CppSequenceRecurrence,
+    CppTreeRecurrence,
+    supports_delta_net,
+)
 from planish.model.kernels.cpp.head import HeadTable, SingleLogits
 from planish.model.kernels.cpp.matmul import (
     Matrices,
@@ -101,6 +107,7 @@ class CppBackend(TorchBackend):
         self.packs_head_adapters = supports_lora_forward(
             [(config.vocab_size, config.hidden_size)], dtype
         )
+        self._has_delta_net = config.delta_net is None or supports_delta_net(config.delta_net)
         self.has_attention = ops.supports_attention(config.head_dim)
         if self.has_attention:
             self.kv_dtype = dtype
@@ -118,6 +125,7 @@ class CppBackend(TorchBackend):
             "matmul": self.packs(size, size),
             "lora": self.packs_layer_adapters,
             "attention": self.has_attention,
+            "delta_net": self._has_delta_net,
         }
         return frozenset(
             family
@@ -328,6 +336,20 @@ class CppBackend(TorchBackend):
         if not self.has_attention:
             return super().prefill_attention(spans)
         return CppPrefillAttention(spans, self.config.windows)
+
+    def tree_recurrence(self, packed: Packed) -> Recurrence | None:
+        """Return the recurrence of a micro-batch of the trainer, with gradients."""
+        config = self.config.delta_net
+        if config is None or not self._has_delta_net:
+            return super().tree_recurrence(packed)
+        return CppTreeRecurrence(packed, config, self.device)
+
+    def sequence_recurrence(self, runs: Sequence[StateRun], rows: int) -> Recurrence | None:
+        """Return the recurrence of rows that continue stored states, without gradients."""
+        config = self.config.delta_net
+        if config is None or not self._has_delta_net:
+            return super().sequence_recurrence(runs, rows)
+        return CppSequenceRecurrence(runs, rows, config, self.device)
 
     def decode_attention(
         self,

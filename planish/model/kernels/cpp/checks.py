@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor
 from planish.model.kernels.cpp import head as head_ops
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.decode_pass import DecodePass, PanelLayer
+from planish.model.kernels.cpp.delta_net import Runs, scan
 from planish.model.kernels.cpp.matmul import (
     PanelAdapter,
     PanelAdapterRows,
@@ -571,6 +572,46 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
     _same("the decode pass, made again", fresh, found)
 
 
+def _delta_net() -> None:
+    """A tree whose root has two children, one of them with a child, and a sequence without any."""
+    spans, parents = ((0, 37), (37, 70), (70, 71), (71, 75), (75, 80)), (-1, 0, 1, 0, -1)
+    tree = Runs(spans, parents)
+    for values in (16, 48, 80):
+        q, k = (F.normalize(torch.randn(80, 2, 20), dim=-1) for _ in range(2))
+        parts = [q, k, torch.randn(80, 2, values), torch.rand(80, 2), torch.rand(80, 2)]
+        grad = torch.randn(80, 2, values)
+        exact = [part.double().requires_grad_() for part in parts]
+        expected = _recurrence(exact, spans, parents)
+        leaves = [part.requires_grad_() for part in parts]
+        found = scan(leaves, tree)
+        _close("the recurrence", found.detach(), expected.detach(), 2e-5)
+        ours = torch.autograd.grad(found, leaves, grad)
+        theirs = torch.autograd.grad(expected, exact, grad.double())
+        for name, own, their in zip(("q", "k", "v", "decay", "beta"), ours, theirs, strict=True):
+            _close(f"the recurrence's gradient of {name}", own, their, 1e-4)
+        alone = scan([part.detach()[75:] for part in parts], Runs(((0, 5),), (-1,)))
+        _same("the recurrence", alone, found.detach()[75:])
+
+
+def _recurrence(
+    parts: Sequence[Tensor], spans: Sequence[tuple[int, int]], parents: Sequence[int]
+) -> Tensor:
+    """Return the outputs [T, H, values] of a gated delta net (see delta_net.py)."""
+    ends: list[Tensor] = []
+    outs = []
+    for (start, stop), parent in zip(spans, parents, strict=True):
+        size = (parts[0].shape[1], parts[0].shape[2], parts[2].shape[2])
+        state = parts[0].new_zeros(size) if parent < 0 else ends[parent]
+        for row in range(start, stop):
+            q, k, v, decay, beta = (part[row] for part in parts)
+            state = state * decay[:, None, None]
+            delta = (v - (state * k[..., None]).sum(1)) * beta[:, None]
+            state = state + k[..., None] * delta[:, None]
+            outs.append((state * q[..., None]).sum(1))
+        ends.append(state)
+    return torch.stack(outs)
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     "amx": _amx,  # Must be first: it decides whether the other families use AMX.
     "matmul": _for_products(_matmul),
@@ -582,6 +623,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "log_sum_exp": _for_dtypes(_log_sum_exp),
     "sampling": _sampling,
     "decode": _for_products(_decode),
+    "delta_net": _delta_net,
 }
 
 

@@ -61,6 +61,8 @@ _SIGNATURES = {
     "lora_backward": "pnppnppni",
     "lora_gradients": "pnpppnpnppni",
     "decode": "ppi",
+    "delta_scan": "ppi",
+    "delta_scan_backward": "pppppppi",
 }
 """The argument types of each C++ function: p is an address, n an int64 and f a float.
 
@@ -219,7 +221,7 @@ def load_library() -> Library | None:
     if len(failed) == len(found.verdicts):
         return None
     found.refused = frozenset(failed)
-    if failed.keys() - {"amx", "log_sum_exp", "sampling"}:
+    if failed.keys() - {"amx", "log_sum_exp", "sampling", "delta_net"}:
         found.refused |= {"decode"}  # The decoding pass calls the kernels of other families.
     found.uses_amx = has_tiles and "amx" not in failed
     found.use_tiles(int(found.uses_amx))

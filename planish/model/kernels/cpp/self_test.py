@@ -36,6 +36,7 @@ FAMILIES = (
     "log_sum_exp",
     "sampling",
     "decode",
+    "delta_net",
 )
 """The families in the order of the test. "amx" is first, because it decides whether the matmuls of
 the other families use AMX.

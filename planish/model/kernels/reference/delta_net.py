@@ -79,7 +79,7 @@ class TreeRecurrence:
             run_of[segment.ancestors[-1][1] - 1] if segment.ancestors else -1
             for segment in packed.segments
         ]
-        self._parents = parents
+        self._spans, self._parents = spans, parents
         self._levels = _levels(spans, parents)
         previous = np.arange(-1, len(packed) - 1)
         for (start, _), parent in zip(spans, parents, strict=True):
@@ -91,7 +91,10 @@ class TreeRecurrence:
         weights = inputs.weights
         none = inputs.qkv.new_zeros(0, inputs.qkv.shape[1])
         mixed = _ConvSilu.apply(inputs.qkv, none, self._taps, weights.conv)
-        parts = _prepared(self._config, mixed, inputs.beta_decay, weights)
+        return self._scan(_prepared(self._config, mixed, inputs.beta_decay, weights))
+
+    def _scan(self, parts: Parts) -> Tensor:
+        """Return the outputs, float32 [T, Hv, Dv], with gradients."""
         return _TreeScan.apply(*parts, self._levels, self._parents)  # type: ignore[no-any-return]
 
 
@@ -108,6 +111,7 @@ class SequenceRecurrence:
             parent if (parent := run_after.get(id(run.before), index)) < index else -1
             for index, run in enumerate(runs)
         ]
+        self._parents = parents
         self._levels = _levels([(run.start, run.stop) for run in runs], parents)
         # The windows of the convolution are W - 1 rows per run in front of the batch's rows.
         width = config.conv_width - 1
@@ -133,14 +137,19 @@ class SequenceRecurrence:
         # Row -1 of the convolution's input is 0, the input before position 0.
         given = torch.cat([windows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
         ends = given[self._last_taps[:, 1:]]
-        for level in self._levels:
-            state = torch.stack([runs[run].before.matrices[layer] for run in level.runs])
-            _scan(level, state, parts, out)
-            for own, run in zip(state, level.runs, strict=True):
-                runs[run].after.matrices[layer] = own
+        self._scan(layer, parts, out)
         for own, run in zip(ends, runs, strict=True):
             run.after.conv[layer] = own
         return out
+
+    def _scan(self, layer: int, parts: Parts, out: Tensor) -> None:
+        """Compute the rows of all runs into `out`, and store the matrices after each run."""
+        runs = self._runs
+        for level in self._levels:
+            state = torch.stack([runs[run].before.matrices[layer] for run in level.runs])
+            _advance(level, state, parts, 0, level.lengths[0], out)
+            for own, run in zip(state, level.runs, strict=True):
+                runs[run].after.matrices[layer] = own
 
 
 def _taps(previous: np.ndarray, width: int) -> Tensor:
@@ -194,13 +203,13 @@ def _wide(x: Tensor) -> Tensor:
     return x.double() if x.device.type == "cpu" else x.float()
 
 
-_Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 """q, k: float32 [T, Hv, Dk]. v: [T, Hv, Dv]. decay, beta: [T, Hv]."""
 
 
 def _prepared(
     config: DeltaNetConfig, mixed: Tensor, beta_decay: Tensor, weights: DeltaNetWeights
-) -> _Parts:
+) -> Parts:
     """Return the inputs of the recurrence; q and k have a unit L2 norm, q times Dk ** -0.5."""
     keys = config.num_key_heads * config.key_dim
     q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
@@ -216,11 +225,6 @@ def _prepared(
 
 def _unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + _EPS).rsqrt()
-
-
-def _scan(level: _Level, state: Tensor, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Compute all rows of a level; `state` [n, Hv, Dk, Dv] changes in place."""
-    _advance(level, state, parts, 0, level.lengths[0], out)
 
 
 def _advance(

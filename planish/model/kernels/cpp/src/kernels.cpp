@@ -15,6 +15,7 @@
 #include "adapters.h"
 #include "attention.h"
 #include "decode.h"
+#include "delta_net.h"
 #include "elementwise.h"
 #include "head.h"
 #include "products.h"
@@ -202,6 +203,16 @@ EXPORT Told draw_f(const float* logits, const int64_t* rows, const float* temper
     return told([&] {
         draw(logits, rows, temperature, uniforms, allowed, least, tokens, normalizer, n, v,
              threads);
+    });
+}
+EXPORT Told delta_scan_f(const Delta* delta, float* out, int threads) {
+    return told([&] { delta_scan(*delta, out, threads); });
+}
+EXPORT Told delta_scan_backward_f(const Delta* delta, const float* grad, float* grad_q,
+                                  float* grad_k, float* grad_v, float* grad_decay,
+                                  float* grad_beta, int threads) {
+    return told([&] {
+        delta_scan_backward(*delta, grad, grad_q, grad_k, grad_v, grad_decay, grad_beta, threads);
     });
 }
 EXPORT Told likeliest_h(const ExactLogits* exact, const uint16_t* logits, int64_t k,
