@@ -24,10 +24,13 @@ from typing import Any
 
 from planish.renderers.chat_format import Turn
 from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.forms import THINK, THINK_END
 from planish.renderers.messages import Abilities, Checked
 from planish.renderers.termination import Parsed, cut_at_stop
 from planish.renderers.tool_calls import (
+    CALL,
     CALL_TAGS,
+    QWEN_CALLS,
     as_text,
     call_pieces,
     read_calls,
@@ -36,7 +39,6 @@ from planish.renderers.tool_calls import (
 )
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
-THINK, THINK_END = Control("<think>"), Control("</think>")
 EMPTY_THOUGHT: tuple[Piece, ...] = (THINK, "\n\n", THINK_END, "\n\n")
 
 
@@ -66,7 +68,7 @@ class ChatML:
             roles=("system", "user", "assistant", "tool"),
             thinking=self.thinking is not Thinking.NONE,
             samples_thinking=self.thinking in (Thinking.STRIP_HISTORY, Thinking.KEEP_HISTORY),
-            tools=True,
+            calls=QWEN_CALLS,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
             # The empty block at the end of a prompt is left out of the next one, as in the
@@ -125,9 +127,10 @@ class ChatML:
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         if self.thinking is Thinking.NONE:
             return Parsed({"role": "assistant", **read_calls(codec.split(body, CALL_TAGS))}, ending)
-        thought, rest = _split_thought(codec.split(body, (THINK.text, THINK_END.text, *CALL_TAGS)))
+        thought, rest = split_thought(codec.split(body, (THINK.text, THINK_END.text, *CALL_TAGS)))
         message: dict[str, Any] = {"role": "assistant", **read_calls(rest)}
         if thought is not None:
+            thought = thought.strip("\n")
             message["content"] = message["content"].lstrip("\n")
         if thought:
             text = {"type": "text", "text": message["content"]}
@@ -185,15 +188,17 @@ def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int)
     )
 
 
-def _split_thought(pieces: Sequence[Piece]) -> tuple[str | None, list[Piece]]:
-    """Split a sampled message into (reasoning, rest); reasoning is None without a think block."""
+def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str | None, list[Piece]]:
+    """Split a sampled message into (reasoning, rest); reasoning is None without a think block.
+    `calls` is the tag that begins the tool calls.
+    """
     end = next((at for at, piece in enumerate(pieces) if piece == THINK_END), None)
     before = pieces[:end]
     start = next((at for at, piece in enumerate(before) if piece == THINK), None)
-    if start is None and (end is None or Control(CALL_TAGS[0]) in before):
+    if start is None and (end is None or calls in before):
         return None, list(pieces)
     if start is not None and as_text(before[:start]).strip():
         return None, list(pieces)
     # A prompt may end with `<think>`; then the sample begins inside the block.
-    thought = as_text(before[0 if start is None else start + 1 :]).strip("\n")
+    thought = as_text(before[0 if start is None else start + 1 :])
     return thought, list(pieces[end + 1 :]) if end is not None else []

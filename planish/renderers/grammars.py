@@ -1,9 +1,10 @@
 r"""Grammars of assistant messages, for constrained sampling in a renderer's chat format.
 
 A grammar is a text in the Lark dialect of `llguidance`. Its rule `content` matches the text or the
-tool calls of the message. If the renderer supports thinking, a think block may come before
-`content`. A tag of the chat format, such as `<tool_call>`, is a single token if the vocabulary
-contains it, and ordinary text otherwise. Prompts are written by the same rule.
+tool calls of the message. If the renderer supports thinking, reasoning may come before `content`,
+or must come if the prompt opens the think block. A tag of the chat format, such as `<tool_call>`,
+is a single token if the vocabulary contains it, and ordinary text otherwise. Prompts are written by
+the same rule.
 """
 
 import json
@@ -12,10 +13,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from planish.errors import UnsupportedError
-from planish.renderers.codec import Control
+from planish.renderers.codec import Control, Piece
+from planish.renderers.forms import Pattern
 from planish.renderers.messages import MODELS_WITH_TOOLS
 from planish.renderers.renderer import Renderer
-from planish.renderers.tool_calls import CALL, CALL_END, call_opening
 
 ANY_TEXT = r"/(.|\n)*/"
 """The Lark expression for unconstrained text."""
@@ -28,7 +29,6 @@ _JSON_OPTIONS = {
 the same options for JSON constraints. If any white space were allowed, a model could write only
 white space up to `max_tokens`.
 """
-_THINK, _THINK_END = Control("<think>"), Control("</think>")
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,26 @@ def literal(text: str) -> str:
 
 def message_grammar(renderer: Renderer, rules: str) -> str:
     """Return the grammar of a message. `rules` are Lark rules, one of which defines `content`."""
-    if not renderer.format.abilities.samples_thinking:
+    abilities = renderer.format.abilities
+    if not abilities.samples_thinking:
         return f"start: content\n{rules}"
-    begin, end = _mark(renderer, _THINK), _mark(renderer, _THINK_END)
+    first, *rest = abilities.thought.end
+    end = _lark(renderer, [first])
     if end.startswith("<"):
         thought = f"thought: {ANY_TEXT} {end}\n"
     else:
         thought = f"thought[suffix={end}]: {ANY_TEXT}\n"
-    return f'start: (think "\\n\\n")? content\nthink: {begin} thought\n{thought}{rules}'
+    after = _lark(renderer, rest)
+    if not abilities.thought.begin:
+        return f"start: thought {after} content\n{thought}{rules}"
+    begin = _lark(renderer, abilities.thought.begin)
+    return f"start: (think {after})? content\nthink: {begin} thought\n{thought}{rules}"
+
+
+def answer_rules(renderer: Renderer, rule: str) -> str:
+    """Return the rule `content` for an answer that matches the Lark expression `rule`."""
+    calls = renderer.format.abilities.calls
+    return f"content: {_lark(renderer, calls.answer if calls else ())} {rule}\n"
 
 
 def calls_rules(
@@ -84,33 +96,83 @@ def calls_rules(
     is any text, which may end with calls. If `instead` is another Lark expression, the message is
     either calls or a match of that expression. UnsupportedError if the chat format has no tools.
     """
-    if not renderer.format.abilities.tools:
+    form = renderer.format.abilities.calls
+    if form is None:
         raise UnsupportedError(
             f"renderer {renderer.name} has no form for tool calls; use {MODELS_WITH_TOOLS}"
         )
-    opening, closing = _mark(renderer, CALL), _mark(renderer, CALL_END)
+    # The first piece of the calls ends the text before them.
+    first, *opening = [*form.opening, *form.begin]
+    head, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
+    one = f"{_lark(renderer, opening)} call"
+    more = ""
+    if several and form.between is not None:
+        more = f" ({_lark(renderer, form.between)} {begin} call)*"
+    calls = f"{one}{more} {_lark(renderer, form.closing)}"
     rules = [f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, tool in enumerate(tools):
+        rules.append(
+            f"call_{number}: {literal(tool.name)} {_lark(renderer, form.before_arguments)} "
+            f"arguments_{number} {_lark(renderer, form.end)}"
+        )
         # Arguments must be a JSON object even if the schema does not state a type.
         schema = {"type": "object", **tool.parameters}
-        arguments = json_rule(schema, tool.strict)
-        rules.append(
-            f"call_{number}: {literal(call_opening(tool.name))} {arguments} {literal('}' + chr(10))}"
-        )
-    more = f' ("\\n" {opening} call {closing})*' if several else ""
-    calls = f"call {closing}{more}"
+        if form.xml:
+            rules.append(f"arguments_{number}: {_xml_arguments(schema, tool.strict)}")
+        else:
+            rules.append(f"arguments_{number}: {json_rule(schema, tool.strict)}")
+    if form.xml:
+        rules.append(f"xml_text[suffix={literal(_XML_END)}]: {ANY_TEXT}")
+    lead = _lark(renderer, form.lead)
     if instead is None:
-        content = f"content: {opening} {calls}"
-    elif instead != ANY_TEXT:
-        content = f"content: {opening} {calls} | {instead}"
-    elif opening.startswith("<"):
-        content = f"content: TEXT | TEXT {opening} {calls}\nTEXT: {ANY_TEXT}"
+        content = f"content: {lead} {head} {calls}"
+    elif instead != ANY_TEXT or form.answer:
+        content = f"content: {lead} {head} {calls} | {_lark(renderer, form.answer)} {instead}"
+    elif head.startswith("<"):
+        content = f"content: TEXT | TEXT {head} {calls}\nTEXT: {ANY_TEXT}"
     else:
-        content = f"content: TEXT | lead {calls}\nlead[lazy]: TEXT {opening}\nTEXT: {ANY_TEXT}"
+        content = f"content: TEXT | lead {calls}\nlead[lazy]: TEXT {head}\nTEXT: {ANY_TEXT}"
     return "\n".join([content, *rules])
 
 
-def _mark(renderer: Renderer, mark: Control) -> str:
-    """Return the Lark expression for a tag: its token id if it is a single token, else its text."""
-    id_ = renderer.codec.control_id(mark.text)
-    return literal(mark.text) if id_ is None else f"<[{id_}]>"
+_XML_END = "\n</parameter>\n"
+
+
+def _xml_arguments(schema: Mapping[str, Any], strict: bool) -> str:
+    """Return the Lark expression for the arguments as XML elements, in the schema's order."""
+    properties = schema.get("properties") or {}
+    if not properties:
+        # A schema without properties accepts any object, unless it says otherwise.
+        is_open = schema.get("additionalProperties", True) is not False
+        return r'("<parameter=" /[^<>\n]+/ ">\n" xml_text)*' if is_open else '""'
+    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    arguments = []
+    for name, value in properties.items():
+        is_text = isinstance(value, Mapping) and value.get("type") == "string"
+        if is_text and "enum" in value:
+            options = " | ".join(literal(str(one)) for one in value["enum"])
+            text = f"({options}) {literal(_XML_END)}"
+        elif is_text:
+            text = "xml_text"
+        else:
+            rule = json_rule({**shared, **value} if isinstance(value, Mapping) else {}, strict)
+            text = f"{rule} {literal(_XML_END)}"
+        argument = f"{literal(f'<parameter={name}>' + chr(10))} {text}"
+        arguments.append(argument if name in schema.get("required", ()) else f"({argument})?")
+    return " ".join(arguments)
+
+
+def _lark(renderer: Renderer, pieces: Sequence[Piece | Pattern]) -> str:
+    """Return the Lark expression for pieces. A control is its token id if it is a single token,
+    and its text otherwise.
+    """
+    written: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, Pattern):
+            written.append(f"/{piece.regex}/")
+        elif isinstance(piece, Control):
+            id_ = renderer.codec.control_id(piece.text)
+            written.append(literal(piece.text) if id_ is None else f"<[{id_}]>")
+        else:
+            written.append(literal(piece))
+    return " ".join(written)

@@ -14,7 +14,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+
+from planish.renderers.forms import THINK_BLOCK_FORM, CallForm, ThoughtForm
 
 
 class TextPart(TypedDict):
@@ -70,11 +72,13 @@ class Message(TypedDict):
     Renderer.create_conversation_prefix_with_tools).
     """
     tool_call_id: NotRequired[str]
+    """On a tool result: the id of the call that it answers (read by kimi_k2)."""
     name: NotRequired[str]
+    """On a tool result: the name of the function that was called (read by gpt_oss and kimi_k2)."""
 
 
-MODELS_WITH_TOOLS = "qwen3, qwen3_instruct or chatml (Qwen2.5, Qwen3 and SmolLM2)"
-"""The renderers whose formats have tools, with their model families, for error messages."""
+MODELS_WITH_TOOLS = "qwen3, qwen3_instruct, chatml, qwen3_5 or another renderer with tools"
+"""The renderers whose formats have tools, for error messages."""
 MESSAGE_KEYS = tuple(Message.__annotations__)
 
 
@@ -85,8 +89,11 @@ class Abilities:
     roles: tuple[str, ...]
     thinking: bool = False
     samples_thinking: bool = False
-    """Whether a sampled message may begin with a think block."""
-    tools: bool = False
+    """Whether a sampled message may contain reasoning."""
+    thought: ThoughtForm = THINK_BLOCK_FORM
+    """The form of sampled reasoning."""
+    calls: CallForm | None = None
+    """The form of tool calls; None if the format has no tools."""
     required: tuple[str, ...] = ()
     """Controls that the vocabulary must have as single tokens."""
     extends: bool = True
@@ -96,6 +103,20 @@ class Abilities:
     other.
     """
 
+    @property
+    def tools(self) -> bool:
+        """Whether the format has tools."""
+        return self.calls is not None
+
+
+class Call(NamedTuple):
+    """A tool call."""
+
+    name: str
+    arguments: str
+    """A JSON object as text."""
+    id: str = ""
+
 
 @dataclass(frozen=True)
 class Checked:
@@ -104,12 +125,15 @@ class Checked:
     role: str
     text: str
     thinking: str | None = None
-    calls: tuple[tuple[str, str], ...] = ()
-    """(function name, arguments as a JSON object's text)"""
+    calls: tuple[Call, ...] = ()
     unparsed_calls: tuple[str, ...] = ()
     tools: tuple[str, ...] = ()
     """Each tool's specification as JSON text."""
     trainable: bool | None = None
+    name: str = ""
+    """On a tool result: the name of the function, if it is given."""
+    call_id: str = ""
+    """On a tool result: the id of the call, if it is given."""
 
 
 def get_text_content(message: Mapping[str, Any]) -> str:
@@ -166,12 +190,28 @@ def _read(message: Any, where: str, index: int, abilities: Abilities, renderer: 
         )
     calls, unparsed = _read_calls(message, where, role, abilities, renderer)
     tools = _read_tools(message, where, index, abilities, renderer)
-    for written in (text, thinking or "", *chain.from_iterable(calls), *unparsed, *tools):
+    name, call_id = (_read_optional_text(message, key, where) for key in ("name", "tool_call_id"))
+    for written in (
+        text,
+        thinking or "",
+        *chain.from_iterable(calls),
+        *unparsed,
+        *tools,
+        name,
+        call_id,
+    ):
         check_characters(written, where)
     trainable = message.get("trainable")
     if trainable is not None and not isinstance(trainable, bool):
         raise ValueError(f"{where}['trainable']={trainable!r}; give True or False")
-    return Checked(role, text, thinking, calls, unparsed, tools, trainable)
+    return Checked(role, text, thinking, calls, unparsed, tools, trainable, name, call_id)
+
+
+def _read_optional_text(message: Mapping[str, Any], key: str, where: str) -> str:
+    value = message.get(key)
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"{where}[{key!r}] is a {type(value).__name__}; give a string")
+    return value or ""
 
 
 def check_characters(text: str, where: str) -> None:
@@ -246,7 +286,7 @@ def split_thinking(text: str) -> tuple[str, str | None]:
 
 def _read_calls(
     message: Mapping[str, Any], where: str, role: str, abilities: Abilities, renderer: str
-) -> tuple[tuple[tuple[str, str], ...], tuple[str, ...]]:
+) -> tuple[tuple[Call, ...], tuple[str, ...]]:
     calls, unparsed = message.get("tool_calls") or (), message.get("unparsed_tool_calls") or ()
     if not calls and not unparsed:
         return (), ()
@@ -269,7 +309,7 @@ def _read_calls(
     return read, tuple(call["raw_text"] for call in unparsed)
 
 
-def _read_call(call: Any, where: str) -> tuple[str, str]:
+def _read_call(call: Any, where: str) -> Call:
     function = call.get("function", call) if isinstance(call, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(name, str):
@@ -282,8 +322,9 @@ def _read_call(call: Any, where: str) -> tuple[str, str]:
             f"{where}: the function name {name!r} is empty or needs escaping in JSON; rename the function"
         )
     arguments = function.get("arguments")
+    id_ = _read_optional_text(call, "id", where)
     if isinstance(arguments, Mapping):
-        return name, json.dumps(dict(arguments), ensure_ascii=False)
+        return Call(name, json.dumps(dict(arguments), ensure_ascii=False), id_)
     try:
         is_object = isinstance(arguments, str) and isinstance(json.loads(arguments), dict)
     except ValueError:
@@ -292,7 +333,7 @@ def _read_call(call: Any, where: str) -> tuple[str, str]:
         raise ValueError(
             f"{where}: arguments={arguments!r} is not a JSON object; give one as text, such as '{{\"x\": 1}}'"
         )
-    return name, str(arguments)
+    return Call(name, str(arguments), id_)
 
 
 def _read_tools(

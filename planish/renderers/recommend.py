@@ -13,9 +13,8 @@ from typing import Any
 from planish.errors import UnknownModelError
 from planish.model.config import read_json
 from planish.renderers.chat_format import ChatFormat
-from planish.renderers.chatml import ChatML, Thinking
-from planish.renderers.gemma3 import Gemma3
-from planish.renderers.llama3 import BOS, EOT, START, Llama3
+from planish.renderers.chatml import ChatML
+from planish.renderers.llama3 import BOS, EOT, START
 from planish.renderers.registry import FORMATS
 from planish.renderers.templates import (
     HELLO,
@@ -23,6 +22,7 @@ from planish.renderers.templates import (
     default_system_message,
     render_template,
     writes_like,
+    writes_reasoning_like,
 )
 
 FAMILIES: tuple[tuple[str, str], ...] = (
@@ -31,12 +31,28 @@ FAMILIES: tuple[tuple[str, str], ...] = (
     (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-base", "role_colon"),
     (r"qwen3-[\d.]+b(?:-a[\d.]+b)?-instruct-2507", "qwen3_instruct"),
     (r"qwen3-[\d.]+b(?:-a[\d.]+b)?", "qwen3"),
+    (r"qwen3\.[568]-[\d.]+b(?:-a[\d.]+b)?-base", "role_colon"),
+    # The templates of the small models disable thinking by default.
+    (r"qwen3\.5-(?:0\.8|2)b", "qwen3_5_disable_thinking"),
+    (r"qwen3\.[56]-[\d.]+b(?:-a[\d.]+b)?", "qwen3_5"),
+    (r"qwen3\.8-[\d.]+b(?:-a[\d.]+b)?", "qwen3_8_xhigh_reasoning"),
     (r"qwen2\.5-(?:math-|coder-)?[\d.]+b-instruct(?:-1m)?", "chatml"),
     (r"qwen2\.5-(?:math-|coder-)?[\d.]+b", "role_colon"),
     (r"smollm2-[\d.]+[mb]-instruct", "chatml"),
     (r"smollm2-[\d.]+[mb]", "role_colon"),
     (r"gemma-3-\d+[mb]-it", "gemma3"),
     (r"(?:gemma-3-|gemma3-)\d+[mb](?:-pt)?", "role_colon"),
+    (r"gpt-oss-\d+b", "gpt_oss_no_sysprompt"),
+    (r"deepseek-v3\.1-base", "role_colon"),
+    (r"deepseek-v3\.1", "deepseekv3"),
+    (r"kimi-k2-thinking", "kimi_k2"),
+    (r"kimi-k2\.5", "kimi_k25"),
+    (r"kimi-k2\.6", "kimi_k26"),
+    (r"nvidia-nemotron-3-(?:nano|super)-.*", "nemotron3"),
+    (r"nvidia-nemotron-3(?:-ultra|\.5-lightning|\.5-super-vl)-.*", "nemotron3_ultra"),
+    (r"ministral-3-\d+b-(?:instruct|reasoning)-2512", "mistral"),
+    (r"ministral-3-\d+b-base-2512", "role_colon"),
+    (r"mistral-small-(?:3\.[12]-)?24b-instruct-\d+", "mistral"),
     (r"mistral-7b-v0\.[13]", "role_colon"),
     (r"mistral-(?:nemo|small-24b)-base-\d+", "role_colon"),
 )
@@ -103,22 +119,50 @@ def _of_directory(path: Path) -> str:
         return "llama3"
     if "<|im_end|>" in written and _is_base(path, tokens, config):
         return "role_colon"
-    for name, chat_format in _candidates(template, bos):
-        if writes_like(template, chat_format, bos):
-            return name
+    found = [
+        (name, chat_format)
+        for name, chat_format in _candidates(template, bos)
+        if writes_like(template, chat_format, bos)
+    ]
+    thinking = [
+        name for name, chat_format in found if writes_reasoning_like(template, chat_format, bos)
+    ]
+    # Formats of one family may differ in the form of reasoning only.
+    names = [*thinking, *(name for name, _ in found)]
+    if names:
+        return names[0]
     raise UnknownModelError(
         f"the chat template in {path} writes none of the forms known here; {_choose()}"
     )
 
 
-def _candidates(template: str, bos: str) -> tuple[tuple[str, ChatFormat], ...]:
-    return (
-        ("qwen3", ChatML(thinking=Thinking.STRIP_HISTORY)),
-        ("qwen3_instruct", ChatML()),
-        ("chatml", ChatML(default_system=default_system_message(template, bos))),
-        ("llama3", Llama3()),
-        ("gemma3", Gemma3()),
-    )
+_BY_TEMPLATE = (
+    "qwen3",
+    "qwen3_instruct",
+    "chatml",
+    "llama3",
+    "gemma3",
+    "qwen3_5",
+    "qwen3_5_disable_thinking",
+    "qwen3_8_xhigh_reasoning",
+    "gpt_oss_medium_reasoning",
+    "deepseekv3",
+    "kimi_k2",
+    "nemotron3",
+    "nemotron3_ultra",
+)
+"""The renderers that write what a chat template writes by default."""
+
+
+def _candidates(template: str, bos: str) -> list[tuple[str, ChatFormat]]:
+    formats = {name: FORMATS[name](None) for name in _BY_TEMPLATE}
+    formats["chatml"] = ChatML(default_system=default_system_message(template, bos))
+    # The probes have no tools, so a template of another call form could equal them.
+    return [
+        (name, one)
+        for name, one in formats.items()
+        if "<function=" in template or one.abilities.calls is None or not one.abilities.calls.xml
+    ]
 
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:

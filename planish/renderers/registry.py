@@ -1,13 +1,22 @@
 """Renderers by name."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from functools import partial
 from typing import Any
 
 from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat
 from planish.renderers.chatml import ChatML, Thinking
+from planish.renderers.deepseek import DeepSeekV3
 from planish.renderers.gemma3 import Gemma3
+from planish.renderers.harmony import Harmony
+from planish.renderers.kimi import Kimi
 from planish.renderers.llama3 import Llama3
+from planish.renderers.mistral import Mistral
+from planish.renderers.nemotron3 import Nemotron3
+from planish.renderers.qwen3_5 import Qwen35
 from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
 from planish.renderers.templates import chat_template_of, default_system_message
@@ -27,14 +36,53 @@ def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:
     return RoleColon(bos=getattr(tokenizer, "bos_token", None))
 
 
+def _harmony(effort: str, tokenizer: ModelTokenizer) -> ChatFormat:
+    return Harmony(effort, date.today().isoformat())
+
+
+FIXED_FORMATS: dict[str, ChatFormat] = {
+    "llama3": Llama3(),
+    "qwen3": ChatML(thinking=Thinking.STRIP_HISTORY),
+    "qwen3_disable_thinking": ChatML(thinking=Thinking.DISABLED),
+    "qwen3_instruct": ChatML(),
+    "qwen3_5": Qwen35(),
+    "qwen3_5_disable_thinking": Qwen35(thinks=False),
+    "qwen3_5_preserve_thinking": Qwen35(preserves=True),
+    "qwen3_8_xhigh_reasoning": Qwen35(preserves=True, effort="xhigh"),
+    "qwen3_8_medium_reasoning": Qwen35(preserves=True, effort="medium"),
+    "qwen3_8_low_reasoning": Qwen35(preserves=True, effort="low"),
+    "qwen3_8_disable_thinking": Qwen35(thinks=False, preserves=True, effort="medium"),
+    "gpt_oss_no_sysprompt": Harmony(),
+    "deepseekv3": DeepSeekV3(),
+    "deepseekv3_disable_thinking": DeepSeekV3(),
+    "deepseekv3_thinking": DeepSeekV3(thinks=True),
+    "kimi_k2": Kimi(),
+    "kimi_k25": Kimi(opens=True),
+    "kimi_k25_disable_thinking": Kimi(opens=True, thinks=False),
+    "kimi_k26": Kimi(opens=True),
+    "kimi_k26_disable_thinking": Kimi(opens=True, thinks=False),
+    "kimi_k26_preserve_thinking": Kimi(opens=True, preserves=True),
+    "nemotron3": Nemotron3(),
+    "nemotron3_low_thinking": Nemotron3(effort="low"),
+    "nemotron3_disable_thinking": Nemotron3(thinks=False),
+    "nemotron3_preserve_thinking": Nemotron3(preserves=True),
+    "nemotron3_ultra": Nemotron3(is_ultra=True),
+    "nemotron3_ultra_disable_thinking": Nemotron3(is_ultra=True, thinks=False),
+    "nemotron3_ultra_medium_thinking": Nemotron3(is_ultra=True, effort="efficient"),
+    "nemotron3_ultra_preserve_thinking": Nemotron3(is_ultra=True, preserves=True),
+    "gemma3": Gemma3(),
+    "mistral": Mistral(),
+}
+"""The formats that are the same for every tokenizer."""
+
 FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
     "role_colon": _role_colon,
-    "llama3": lambda tokenizer: Llama3(),
     "chatml": _chatml,
-    "qwen3": lambda tokenizer: ChatML(thinking=Thinking.STRIP_HISTORY),
-    "qwen3_disable_thinking": lambda tokenizer: ChatML(thinking=Thinking.DISABLED),
-    "qwen3_instruct": lambda tokenizer: ChatML(),
-    "gemma3": lambda tokenizer: Gemma3(),
+    **{name: partial(lambda form, tokenizer: form, form) for name, form in FIXED_FORMATS.items()},
+    **{
+        f"gpt_oss_{effort}_reasoning": partial(_harmony, effort)
+        for effort in ("low", "medium", "high")
+    },
 }
 """A function for each renderer name that makes its format for a tokenizer."""
 
@@ -45,13 +93,15 @@ def get_renderer(
     *,
     default_system: str | None = None,
     strip_thinking_from_history: bool | None = None,
+    current_date: str | None = None,
 ) -> Renderer:
     """Return the renderer `name` for a tokenizer of `transformers`.
 
     `default_system` (chatml only) replaces the default system message of the tokenizer's chat
     template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
-    prompts, so that each prompt extends the one before it. ValueError for an unknown name or an
-    option of another renderer.
+    prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning
+    only), such as "2025-06-28", is the date in the system message, by default today's. ValueError
+    for an unknown name or an option of another renderer.
     """
     if name not in FORMATS:
         raise ValueError(f"renderer {name!r} is unknown; choose one of {', '.join(FORMATS)}")
@@ -63,25 +113,65 @@ def get_renderer(
         raise ValueError(
             f"strip_thinking_from_history is an option of renderer qwen3, not of {name}; remove it"
         )
+    chat_format = FORMATS[name](tokenizer)
+    if current_date is not None:
+        if not isinstance(chat_format, Harmony) or chat_format.effort is None:
+            raise ValueError(
+                f"current_date is an option of the renderers gpt_oss_*_reasoning, not of {name}; "
+                "remove it"
+            )
+        return Renderer(name, tokenizer, replace(chat_format, date=current_date))
     if name == "chatml" and default_system is not None:
         return Renderer(name, tokenizer, ChatML(default_system=default_system or None))
     if name == "qwen3" and strip_thinking_from_history is False:
         return Renderer(name, tokenizer, ChatML(thinking=Thinking.KEEP_HISTORY))
-    return Renderer(name, tokenizer, FORMATS[name](tokenizer))
+    return Renderer(name, tokenizer, chat_format)
 
 
-_WITHOUT_THINKING = {"qwen3": "qwen3_disable_thinking"}
-"""Renderers that think, and those of the same models that do not."""
+_WITHOUT_THINKING = {
+    "qwen3": "qwen3_disable_thinking",
+    "qwen3_5": "qwen3_5_disable_thinking",
+    "qwen3_5_preserve_thinking": "qwen3_5_disable_thinking",
+    "qwen3_8_xhigh_reasoning": "qwen3_8_disable_thinking",
+    "qwen3_8_medium_reasoning": "qwen3_8_disable_thinking",
+    "qwen3_8_low_reasoning": "qwen3_8_disable_thinking",
+    "deepseekv3_thinking": "deepseekv3",
+    "kimi_k25": "kimi_k25_disable_thinking",
+    "kimi_k26": "kimi_k26_disable_thinking",
+    "kimi_k26_preserve_thinking": "kimi_k26_disable_thinking",
+    "nemotron3": "nemotron3_disable_thinking",
+    "nemotron3_low_thinking": "nemotron3_disable_thinking",
+    "nemotron3_preserve_thinking": "nemotron3_disable_thinking",
+    "nemotron3_ultra": "nemotron3_ultra_disable_thinking",
+    "nemotron3_ultra_medium_thinking": "nemotron3_ultra_disable_thinking",
+    "nemotron3_ultra_preserve_thinking": "nemotron3_ultra_disable_thinking",
+}
+"""Renderers that think, and those of the same models that do not. Of several with the same value,
+the first is the one to think with.
+"""
+_ALWAYS_THINKING = (
+    "kimi_k2",
+    "gpt_oss_no_sysprompt",
+    "gpt_oss_low_reasoning",
+    "gpt_oss_medium_reasoning",
+    "gpt_oss_high_reasoning",
+)
+"""Renderers of models that cannot answer without thinking."""
 
 
 def with_thinking(name: str, thinks: bool) -> str:
     """Return the renderer of the same models as `name` that thinks, or that answers at once.
-    UnsupportedError if the models have no form for thinking.
+    UnsupportedError if the models have no form for it.
     """
+    if not thinks and name in _ALWAYS_THINKING:
+        raise UnsupportedError(f"the models of renderer {name} always think; leave it out")
     if not thinks:
         return _WITHOUT_THINKING.get(name, name)
-    thinking = {quiet: one for one, quiet in _WITHOUT_THINKING.items()}.get(name, name)
-    if thinking not in _WITHOUT_THINKING:
+    if name in _WITHOUT_THINKING or name in _ALWAYS_THINKING:
+        return name
+    quiet = "deepseekv3" if name == "deepseekv3_disable_thinking" else name
+    thinking = next((one for one, other in _WITHOUT_THINKING.items() if other == quiet), None)
+    if thinking is None:
         raise UnsupportedError(
             f"renderer {name} does not think; leave it out, or use {', '.join(_WITHOUT_THINKING)}"
         )

@@ -8,6 +8,7 @@ template's on the probes. Templates run in jinja2's sandbox, as in `transformers
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
@@ -43,16 +44,8 @@ def render_template(
     """Render a chat template. DamagedFileError if it is not a valid template or rejects the
     messages.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-    environment.filters["tojson"] = lambda value, **options: json.dumps(
-        value, ensure_ascii=False, **options
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     try:
-        return environment.from_string(template).render(
+        return _compiled(template).render(
             messages=[dict(message) for message in messages],
             add_generation_prompt=prompt,
             bos_token=bos_token,
@@ -62,6 +55,22 @@ def render_template(
         raise DamagedFileError(
             f"the chat template cannot be rendered ({error}); name the renderer yourself, and for chatml its default_system"
         ) from error
+
+
+@lru_cache(maxsize=8)
+def _compiled(template: str) -> jinja2.Template:
+    """Return a compiled template. It is cached because each format is compared with it on several
+    probes.
+    """
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+    )
+    environment.filters["tojson"] = lambda value, **options: json.dumps(
+        value, ensure_ascii=False, **options
+    )
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    return environment.from_string(template)
 
 
 def _refuse(message: str) -> None:
@@ -106,6 +115,17 @@ def writes_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> 
         if theirs not in ((ours,) if prompt else (ours, ours + "\n")):
             return False
     return True
+
+
+def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str = "") -> bool:
+    """Return whether the format's text of an answer with reasoning equals the template's."""
+    if not chat_format.abilities.thinking:
+        return False
+    thought = "So be it."
+    ours = format_text(chat_format, [HELLO, {**ANSWER, "reasoning_content": thought}], False)
+    # The template of gpt-oss has its own name for the key.
+    answer = {**ANSWER, "reasoning_content": thought, "thinking": thought}
+    return render_template(template, [HELLO, answer], False, bos_token) in (ours, ours + "\n")
 
 
 def format_text(

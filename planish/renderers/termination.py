@@ -52,13 +52,15 @@ def eos_ids(codec: Codec) -> set[int]:
     return {id_ for id_ in ids if id_ is not None}
 
 
-def cut_at_stop(codec: Codec, tokens: Sequence[int], stop_id: int) -> tuple[list[int], Termination]:
+def cut_at_stop(
+    codec: Codec, tokens: Sequence[int], *stop_ids: int
+) -> tuple[list[int], Termination]:
     """Return the tokens before the first stop or end-of-sequence token, and how they ended."""
-    ends = eos_ids(codec) | {stop_id}
+    ends = eos_ids(codec).union(stop_ids)
     position = next((position for position, token in enumerate(tokens) if token in ends), None)
     if position is None:
         return list(tokens), Termination.MALFORMED
     if position + 1 < len(tokens):
         return list(tokens[:position]), Termination.MALFORMED
-    ending = Termination.STOP_SEQUENCE if tokens[position] == stop_id else Termination.EOS
+    ending = Termination.STOP_SEQUENCE if tokens[position] in stop_ids else Termination.EOS
     return list(tokens[:position]), ending

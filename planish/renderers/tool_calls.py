@@ -8,15 +8,22 @@ the error. Parsing never raises, whatever the model wrote.
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from planish.renderers.codec import Control, Piece
-from planish.renderers.messages import Checked, half_character
+from planish.renderers.codec import Control, Piece, split_text
+from planish.renderers.forms import CallForm
+from planish.renderers.messages import Call, Checked, half_character
 
 CALL, CALL_END = Control("<tool_call>"), Control("</tool_call>")
 RESPONSE, RESPONSE_END = Control("<tool_response>"), Control("</tool_response>")
 CALL_TAGS = (CALL.text, CALL_END.text)
+QWEN_CALLS = CallForm(
+    begin=(CALL, '\n{"name": "'),
+    before_arguments=('", "arguments": ',),
+    end=("}\n", CALL_END),
+    between=("\n",),
+)
 
 # The exact wording of the chat templates, because the models were trained on it.
 TOOLS_INTRODUCTION = (
@@ -47,21 +54,24 @@ def call_pieces(message: Checked) -> list[Piece]:
     """Return the tool calls that follow an assistant message's text. Unparsed calls come last, in
     the model's own wording.
     """
+    calls: list[Sequence[Piece]] = [
+        (CALL, f'\n{{"name": "{call.name}", "arguments": {call.arguments}}}\n', CALL_END)
+        for call in message.calls
+    ]
+    calls += [raw_call_pieces(raw, CALL, CALL_END) for raw in message.unparsed_calls]
     pieces: list[Piece] = []
-    for number, (name, arguments) in enumerate(message.calls):
-        separator = "\n" if number or message.text else ""
-        pieces += [separator, CALL, f"{call_opening(name)}{arguments}}}\n", CALL_END]
-    for number, raw in enumerate(message.unparsed_calls):
-        inner = raw.removeprefix(CALL.text)
-        closing = [CALL_END] if inner.endswith(CALL_END.text) else []
-        separator = "\n" if number or message.calls or message.text else ""
-        pieces += [separator, CALL, inner.removesuffix(CALL_END.text), *closing]
+    for number, call in enumerate(calls):
+        pieces += ["\n" if number or message.text else "", *call]
     return pieces
 
 
-def call_opening(name: str) -> str:
-    """Return the text of a call between its opening tag and its arguments."""
-    return f'\n{{"name": "{name}", "arguments": '
+def raw_call_pieces(
+    raw: str, begin: Control, end: Control, marks: Sequence[str] = ()
+) -> list[Piece]:
+    """Return a call in the model's own wording, with its tags and `marks` as control tokens."""
+    inner = raw.removeprefix(begin.text)
+    closing = [end] if inner.endswith(end.text) else []
+    return [begin, *split_text(inner.removesuffix(end.text), marks), *closing]
 
 
 def response_pieces(text: str) -> tuple[Piece, ...]:
@@ -72,11 +82,20 @@ def as_text(pieces: Sequence[Piece]) -> str:
     return "".join(piece.text if isinstance(piece, Control) else piece for piece in pieces)
 
 
-def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
+ReadCall = Callable[[str], tuple[dict[str, Any] | None, str | None]]
+"""Reads the text of a call between its tags. Returns (call, None) or (None, error)."""
+
+
+def read_calls(
+    pieces: Sequence[Piece],
+    read_call: ReadCall | None = None,
+    begin: Control = CALL,
+    end: Control = CALL_END,
+) -> dict[str, Any]:
     """Parse the text and the tool calls of a sampled message. Returns a dictionary with `content`
     and, if there are any, `tool_calls` and `unparsed_tool_calls`.
     """
-    start = next((at for at, piece in enumerate(pieces) if piece == CALL), len(pieces))
+    start = next((at for at, piece in enumerate(pieces) if piece == begin), len(pieces))
     if start == len(pieces):
         return {"content": as_text(pieces)}
     # The line break before the first call belongs to the call. White space between calls has no
@@ -85,24 +104,26 @@ def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
     calls: list[dict[str, Any]] = []
     unparsed: list[dict[str, str]] = []
     while start < len(pieces):
-        end = next(
-            (at for at in range(start + 1, len(pieces)) if pieces[at] in (CALL, CALL_END)),
+        stop = next(
+            (at for at in range(start + 1, len(pieces)) if pieces[at] in (begin, end)),
             len(pieces),
         )
-        inner = as_text(pieces[start + 1 : end])
-        closed = end < len(pieces) and pieces[end] == CALL_END
-        call, error = _read_call(inner) if closed else (None, "the call is not closed")
+        inner = as_text(pieces[start + 1 : stop])
+        closed = stop < len(pieces) and pieces[stop] == end
+        call, error = (
+            (read_call or _read_json_call)(inner) if closed else (None, "the call is not closed")
+        )
         if call is not None:
             calls.append(call)
         else:
             unparsed.append(
                 {
-                    "raw_text": CALL.text + inner + (CALL_END.text if closed else ""),
+                    "raw_text": begin.text + inner + (end.text if closed else ""),
                     "error": str(error),
                 }
             )
-        after = end + 1 if closed else end
-        start = next((at for at in range(after, len(pieces)) if pieces[at] == CALL), len(pieces))
+        after = stop + 1 if closed else stop
+        start = next((at for at in range(after, len(pieces)) if pieces[at] == begin), len(pieces))
         texts.append(as_text(pieces[after:start]).strip())
     message: dict[str, Any] = {"content": "\n".join([*texts[:1], *filter(None, texts[1:])])}
     if calls:
@@ -112,7 +133,44 @@ def read_calls(pieces: Sequence[Piece]) -> dict[str, Any]:
     return message
 
 
-def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+def read_named_call(
+    name: str, arguments: str, id_: str | None = None
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Return (call, None) for a function's name and the text of its arguments, or (None, error) if
+    the name needs escaping or the text is not a JSON object.
+    """
+    arguments = arguments.strip()
+    try:
+        value = json.loads(arguments)
+        half = half_character(json.dumps([name, value], ensure_ascii=False))
+    except (ValueError, RecursionError) as error:
+        return None, f"not JSON: {error}"
+    if half is not None:
+        return None, f"{half!r} is half of a character"
+    if not name or json.dumps(name, ensure_ascii=False) != f'"{name}"':
+        return None, f"the name {name!r} is empty or needs escaping"
+    if not isinstance(value, dict):
+        return None, "the arguments are not a JSON object"
+    named: dict[str, Any] = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    return named if id_ is None else {**named, "id": id_}, None
+
+
+def answered_call(messages: Sequence[Checked], index: int) -> Call | None:
+    """Return the call that the tool result messages[index] answers: the one with its id, or the one
+    at the same position among the calls of the last assistant message. None if there is none.
+    """
+    first = index
+    while first and messages[first - 1].role == "tool":
+        first -= 1
+    calls = messages[first - 1].calls if first else ()
+    wanted = messages[index].call_id
+    by_id = next((call for call in calls if wanted and call.id == wanted), None)
+    if by_id is not None or index - first >= len(calls):
+        return by_id
+    return calls[index - first]
+
+
+def _read_json_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
     try:
         call = json.loads(inner)
         half = half_character(json.dumps(call, ensure_ascii=False))

@@ -1,5 +1,6 @@
 import pytest
 from family_tokenizers import family_tokenizer
+from oracle_cases import family_of
 
 from planish.renderers import FORMATS, Renderer, get_renderer
 
@@ -16,6 +17,21 @@ RENDERERS = {
     "qwen3_disable_thinking": ("qwen", "qwen3"),
     "qwen3_instruct": ("qwen", "qwen3_instruct_2507"),
     "qwen3_instruct without word tokens": ("smollm2", "qwen3_instruct_2507"),
+    **{
+        name: (family_of(name), None)
+        for name in (
+            "qwen3_5",
+            "qwen3_5_disable_thinking",
+            "qwen3_8_low_reasoning",
+            "nemotron3_disable_thinking",
+            "deepseekv3",
+            "deepseekv3_thinking",
+            "kimi_k2",
+            "kimi_k25",
+            "gpt_oss_no_sysprompt",
+            "mistral",
+        )
+    },
 }
 
 

@@ -47,6 +47,46 @@ SPECIAL = {
         "<|eot_id|>",
         "<|python_tag|>",
     ],
+    "deepseek": [
+        "<｜begin▁of▁sentence｜>",
+        "<｜end▁of▁sentence｜>",
+        "<｜User｜>",
+        "<｜Assistant｜>",
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁calls▁end｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁call▁end｜>",
+        "<｜tool▁sep｜>",
+        "<｜tool▁output▁begin｜>",
+        "<｜tool▁output▁end｜>",
+        "<｜tool▁outputs▁begin｜>",
+        "<｜tool▁outputs▁end｜>",
+    ],
+    "kimi": [
+        "[BOS]",
+        "[EOS]",
+        "<|im_user|>",
+        "<|im_assistant|>",
+        "<|im_system|>",
+        "<|im_middle|>",
+        "<|im_end|>",
+        "<|tool_calls_section_begin|>",
+        "<|tool_calls_section_end|>",
+        "<|tool_call_begin|>",
+        "<|tool_call_argument_begin|>",
+        "<|tool_call_end|>",
+    ],
+    "gpt_oss": [
+        "<|endoftext|>",
+        "<|return|>",
+        "<|constrain|>",
+        "<|channel|>",
+        "<|start|>",
+        "<|end|>",
+        "<|message|>",
+        "<|call|>",
+    ],
+    "mistral": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
 }
 # In Qwen's tokenizers these are single tokens, but not special ones.
 QWEN_WORDS = [
@@ -58,6 +98,12 @@ QWEN_WORDS = [
     "</think>",
     "<|fim_prefix|>",
 ]
+# Tokens that are single, but not special, in the other families' tokenizers.
+OTHER_WORDS = {
+    "qwen": QWEN_WORDS,
+    "deepseek": ["<think>", "</think>"],
+    "kimi": ["<think>", "</think>"],
+}
 ROLES = {
     "qwen": {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"},
     "smollm2": {
@@ -66,6 +112,10 @@ ROLES = {
         "unk_token": "<|endoftext|>",
     },
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
+    "kimi": {"bos_token": "[BOS]", "eos_token": "[EOS]"},
+    "gpt_oss": {"bos_token": "<|endoftext|>", "eos_token": "<|return|>"},
+    "mistral": {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
     "gemma": {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>"},
 }
 
@@ -75,8 +125,8 @@ def template(name: str) -> str:
 
 
 def family_tokenizer(family: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of `family` ("qwen", "smollm2", "llama3", "gemma"). `chat_template` names
-    a file of chat_templates/.
+    """Return a tokenizer of `family`, a key of SPECIAL. `chat_template` names a file of
+    chat_templates/.
     """
     if family == "gemma":
         return _wrapped(_sentencepiece(), family, chat_template)
@@ -105,9 +155,9 @@ def family_tokenizer(family: str, chat_template: str | None = None) -> PreTraine
     )
     tokenizer.train_from_iterator(CORPUS, trainer)
     tokenizer.add_special_tokens(special)
-    if family == "qwen":
+    if family in OTHER_WORDS:
         tokenizer.add_tokens(
-            [AddedToken(text, special=False, normalized=False) for text in QWEN_WORDS]
+            [AddedToken(text, special=False, normalized=False) for text in OTHER_WORDS[family]]
         )
     if family == "llama3":
         bos = "<|begin_of_text|>"

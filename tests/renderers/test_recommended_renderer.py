@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from family_tokenizers import family_tokenizer, template
+from oracle_cases import family_of, is_of_a_family
 
 from planish.errors import DamagedFileError, PlanishError
 from planish.renderers import FORMATS, get_renderer, recommended_renderer_name
@@ -58,6 +59,26 @@ LLAMA31 = """{{- bos_token }}
         ("google/gemma-3-270m", "role_colon"),
         ("gemma3-270m", "role_colon"),
         ("google/gemma-3-4b-pt", "role_colon"),
+        ("Qwen/Qwen3.5-4B", "qwen3_5"),
+        ("Qwen/Qwen3.5-35B-A3B", "qwen3_5"),
+        ("Qwen/Qwen3.5-0.8B", "qwen3_5_disable_thinking"),
+        ("Qwen/Qwen3.5-9B-Base", "role_colon"),
+        ("Qwen/Qwen3.6-27B", "qwen3_5"),
+        ("Qwen/Qwen3.8-27B", "qwen3_8_xhigh_reasoning"),
+        ("openai/gpt-oss-20b", "gpt_oss_no_sysprompt"),
+        ("deepseek-ai/DeepSeek-V3.1", "deepseekv3"),
+        ("deepseek-ai/DeepSeek-V3.1-Base", "role_colon"),
+        ("moonshotai/Kimi-K2-Thinking", "kimi_k2"),
+        ("moonshotai/Kimi-K2.5", "kimi_k25"),
+        ("moonshotai/Kimi-K2.6", "kimi_k26"),
+        ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron3"),
+        ("nvidia/NVIDIA-Nemotron-3-Super-120B-A12B-BF16", "nemotron3"),
+        ("nvidia/NVIDIA-Nemotron-3-Ultra-550B-A55B-BF16", "nemotron3_ultra"),
+        ("nvidia/NVIDIA-Nemotron-3.5-Lightning-30B-A3B-BF16", "nemotron3_ultra"),
+        ("nvidia/NVIDIA-Nemotron-3.5-Super-VL-120B-A12B-BF16", "nemotron3_ultra"),
+        ("mistralai/Ministral-3-8B-Instruct-2512", "mistral"),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral"),
+        ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral"),
         ("mistralai/Mistral-7B-v0.3", "role_colon"),
         ("mistralai/Mistral-Nemo-Base-2407", "role_colon"),
         ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
@@ -70,17 +91,17 @@ def test_known_model_names_have_a_renderer(name, renderer):
 @pytest.mark.parametrize(
     "name",
     [
-        "openai/gpt-oss-20b",
+        "zai-org/GLM-5.3",
+        "HuggingFaceTB/SmolLM3-3B",
         "mistralai/Mistral-7B-Instruct-v0.3",
         "Qwen/Qwen3-4B-Thinking-2507",
-        "Qwen/Qwen3.5-4B",
         "no/such/directory",
         "",
         "Qwen3",
     ],
 )
 def test_an_unknown_model_name_lists_the_renderers(name):
-    with pytest.raises(ValueError, match=r"role_colon, llama3, chatml, qwen3") as caught:
+    with pytest.raises(ValueError, match=r"role_colon, chatml, llama3, qwen3") as caught:
         recommended_renderer_name(name if name else "nothing")
     assert isinstance(caught.value, PlanishError)
     assert all(known in str(caught.value) for known in FORMATS)
@@ -202,4 +223,5 @@ def test_unknown_directories_are_rejected(tmp_path):
 def test_every_recommended_name_can_be_made():
     tokenizers = {"role_colon": "qwen", "llama3": "llama3", "chatml": "smollm2", "gemma3": "gemma"}
     for name in FORMATS:
-        assert get_renderer(name, family_tokenizer(tokenizers.get(name, "qwen"))).name == name
+        family = family_of(name) if is_of_a_family(name) else tokenizers.get(name, "qwen")
+        assert get_renderer(name, family_tokenizer(family)).name == name

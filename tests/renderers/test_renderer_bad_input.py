@@ -243,7 +243,7 @@ def test_invalid_prompt_arguments_are_rejected(arguments, message):
             "llama4",
             QWEN,
             {},
-            r"renderer 'llama4' is unknown; choose one of role_colon, llama3, chatml, qwen3",
+            r"renderer 'llama4' is unknown; choose one of role_colon, chatml, llama3, qwen3",
         ),
         (
             "llama3",

@@ -216,10 +216,10 @@ def test_rendered_answers_are_parsed_back(renderers, text):
     for case, renderer in renderers.items():
         if case.startswith("role_colon") and "\n\nUser:" in text:
             continue
-        # The templates of Llama 3 and Gemma 3 trim, Qwen3's drops line breaks after the think block.
+        # Several templates trim, and Qwen3's drops line breaks after the think block.
         content = (
             text.strip()
-            if case in ("llama3", "gemma3")
+            if case.startswith(("llama3", "gemma3", "qwen3_5", "qwen3_8", "nemotron3"))
             else text.lstrip("\n")
             if case.startswith("qwen3")
             else text

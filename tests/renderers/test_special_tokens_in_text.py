@@ -11,7 +11,13 @@ from tokenizers import normalizers
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.codec import Codec, Control
 
-ALL_MARKS = sorted({*SPECIAL["qwen"], *SPECIAL["llama3"], *SPECIAL["smollm2"], *QWEN_WORDS})
+# SentencePiece writes a blank as the character in DeepSeek's marks, so it cannot give it back. Text
+# outside a vocabulary may become the unknown token.
+ALL_MARKS = sorted(
+    mark
+    for mark in {mark for marks in SPECIAL.values() for mark in marks}.union(QWEN_WORDS)
+    if "\u2581" not in mark and mark != "<unk>"
+)
 CODECS = {family: Codec(family_tokenizer(family)) for family in SPECIAL}
 
 attack = st.lists(
@@ -23,7 +29,7 @@ def guarded_ids(tokenizer) -> set[int]:
     return {
         id_
         for id_, token in tokenizer.added_tokens_decoder.items()
-        if token.content.startswith("<")
+        if token.special or token.content.startswith("<")
     }
 
 
@@ -87,7 +93,8 @@ def test_the_caller_tokenizer_is_not_changed():
 def test_messages_cannot_forge_turns(renderers: dict[str, Renderer], system, question, answer):
     for case, renderer in renderers.items():
         messages = [
-            {"role": "system", "content": [{"type": "text", "text": system}]},
+            # Some formats leave out an empty system message.
+            {"role": "system", "content": [{"type": "text", "text": f"a{system}"}]},
             {"role": "user", "content": [{"type": "text", "text": question}]},
             {"role": "assistant", "content": [{"type": "text", "text": answer}]},
             {"role": "user", "content": [{"type": "text", "text": question}]},

@@ -14,6 +14,7 @@ from planish.renderers import Renderer
 from planish.renderers.grammars import (
     ANY_TEXT,
     CallableTool,
+    answer_rules,
     calls_rules,
     json_rule,
     literal,
@@ -85,7 +86,7 @@ def chat_constraint(
         return None
     if not renderer.format.abilities.samples_thinking:
         return _checked(answer.parameter, answer.constraint)
-    rules = f"content: {_rule(answer)}\n"
+    rules = answer_rules(renderer, _rule(answer))
     return _checked(answer.parameter, lambda: Constraint("lark", message_grammar(renderer, rules)))
 
 

@@ -1,0 +1,172 @@
+r"""DeepSeek V3.1: `<｜User｜>text<｜Assistant｜></think>text<｜end▁of▁sentence｜>`.
+
+The rules follow the model's chat template:
+
+* The system message comes first and has no mark.
+* A prompt ends with `<think>`, or with `</think>` if thinking is disabled. In history, `</think>`
+  takes the place of the reasoning.
+* Tool results have no role. The assistant continues right after them, without a mark of its own.
+  Only the mode without thinking has tools, as the model card says.
+
+The template has no text for the tools; the words are those of the model card.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.chatml import split_thought
+from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.forms import THINK, THINK_END, CallForm, ThoughtForm
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.tool_calls import raw_call_pieces, read_calls, read_named_call
+
+BOS, EOS = Control("<｜begin▁of▁sentence｜>"), Control("<｜end▁of▁sentence｜>")
+USER, ASSISTANT = Control("<｜User｜>"), Control("<｜Assistant｜>")
+CALLS, CALLS_END = Control("<｜tool▁calls▁begin｜>"), Control("<｜tool▁calls▁end｜>")
+CALL, CALL_END = Control("<｜tool▁call▁begin｜>"), Control("<｜tool▁call▁end｜>")
+SEPARATOR = Control("<｜tool▁sep｜>")
+OUTPUT, OUTPUT_END = Control("<｜tool▁output▁begin｜>"), Control("<｜tool▁output▁end｜>")
+TAGS = tuple(tag.text for tag in (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, SEPARATOR))
+DEEPSEEK_CALLS = CallForm((CALL,), (SEPARATOR,), (CALL_END,), (CALLS,), (), (CALLS_END,))
+
+TOOLS_INTRODUCTION = "\n\n## Tools\nYou have access to the following tools:\n\n"
+TOOLS_CONCLUSION: tuple[Piece, ...] = (
+    "\n\nIMPORTANT: ALWAYS adhere to this exact format for tool use:\n",
+    CALLS,
+    CALL,
+    "tool_call_name",
+    SEPARATOR,
+    "tool_call_arguments",
+    CALL_END,
+    CALLS_END,
+    "\n\nWhere:\n- `tool_call_name` must be an exact match to one of the available tools\n"
+    "- `tool_call_arguments` must be valid JSON that strictly follows the tool's Parameters "
+    "Schema\n- For multiple tool calls, chain them directly without separators or spaces",
+)
+
+
+@dataclass(frozen=True)
+class DeepSeekV3:
+    """The format of DeepSeek V3.1."""
+
+    thinks: bool = False
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            roles=("system", "user", "assistant", *(() if self.thinks else ("tool",))),
+            thinking=True,
+            samples_thinking=self.thinks,
+            thought=ThoughtForm((), (THINK_END,)),
+            calls=None if self.thinks else DEEPSEEK_CALLS,
+            required=(BOS.text, EOS.text, USER.text, ASSISTANT.text, THINK.text, THINK_END.text),
+            extends=not self.thinks,
+            extends_in_turn=not self.thinks,
+        )
+
+    def opening(self) -> tuple[Piece, ...]:
+        return (BOS,)
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns: list[Turn] = []
+        for index, message in enumerate(messages):
+            follows_tool = index > 0 and messages[index - 1].role == "tool"
+            if message.role == "system":
+                if index:
+                    raise ValueError(
+                        f"messages[{index}] is a system message; DeepSeek V3 supports one only at "
+                        "the start of a conversation: move its text into a user message"
+                    )
+                turns.append(Turn((), _system(message), index))
+            elif message.role == "user":
+                turns.append(Turn((USER,), (message.text,), index))
+            elif message.role == "tool":
+                turns.append(Turn((OUTPUT,), (message.text, OUTPUT_END), index))
+            else:
+                is_last = index == len(messages) - 1
+                turns.append(self._assistant_turn(message, index, is_last, follows_tool))
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        if role == "user":
+            return (USER,)
+        if role == "system" or messages[-1].role == "tool":
+            return ()
+        return (ASSISTANT, THINK if self.thinks else THINK_END)
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return tuple(split_text(text, TAGS))
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(EOS.text)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        return Parsed(_read_message(codec.split(body, TAGS), self.thinks), ending)
+
+    def _assistant_turn(
+        self, message: Checked, index: int, is_last: bool, follows_tool: bool
+    ) -> Turn:
+        header: tuple[Piece, ...] = () if follows_tool else (ASSISTANT, THINK_END)
+        frame: tuple[Piece, ...] = ()
+        reason = None
+        if self.thinks and is_last:
+            header, frame = (ASSISTANT, THINK), (message.thinking or "", THINK_END)
+        elif message.thinking:
+            reason = (
+                "it has reasoning, which this renderer leaves out here; use deepseekv3_thinking "
+                "for the last message of a conversation, or remove the thinking part"
+            )
+        output = (*frame, message.text, *_call_pieces(message), EOS)
+        return Turn(header, output, index, sampled=True, untrainable=reason)
+
+
+def _read_message(pieces: Sequence[Piece], begins_in_thought: bool) -> dict[str, Any]:
+    """Parse a sampled message into a dictionary with role, content and calls."""
+    if begins_in_thought and (not pieces or pieces[0] != THINK):
+        pieces = [THINK, *pieces]
+    thought, rest = split_thought(pieces, CALLS)
+    rest = [piece for piece in rest if piece not in (CALLS, CALLS_END)]
+    message: dict[str, Any] = {"role": "assistant", **read_calls(rest, _read_call, CALL, CALL_END)}
+    if thought:
+        text = {"type": "text", "text": message["content"]}
+        parts = [{"type": "thinking", "thinking": thought}]
+        message["content"] = [*parts, *([text] if text["text"] else [])]
+    return message
+
+
+def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+    name, found, arguments = inner.partition(SEPARATOR.text)
+    if not found:
+        return None, f"it has no {SEPARATOR.text}"
+    return read_named_call(name.strip(), arguments)
+
+
+def _call_pieces(message: Checked) -> list[Piece]:
+    pieces: list[Piece] = []
+    for call in message.calls:
+        pieces += [CALL, call.name, SEPARATOR, call.arguments, CALL_END]
+    for raw in message.unparsed_calls:
+        pieces += raw_call_pieces(raw, CALL, CALL_END, [SEPARATOR.text])
+    return [CALLS, *pieces, CALLS_END] if pieces else []
+
+
+def _system(message: Checked) -> tuple[Piece, ...]:
+    if not message.tools:
+        return (message.text,)
+    tools = [json.loads(tool)["function"] for tool in message.tools]
+    texts = [
+        f"### {tool['name']}\nDescription: {tool.get('description', '')}\n\n"
+        f"Parameters: {json.dumps(tool.get('parameters', {}), ensure_ascii=False)}"
+        for tool in tools
+    ]
+    return (message.text + TOOLS_INTRODUCTION + "\n".join(texts), *TOOLS_CONCLUSION)

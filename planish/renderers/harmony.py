@@ -1,0 +1,224 @@
+r"""gpt-oss: the Harmony format, `<|start|>role<|channel|>channel<|message|>text<|end|>`.
+
+An assistant writes its reasoning to the channel `analysis`, its answer to `final`, and tool calls
+to `commentary`, each as a message of its own. The rules follow the model's chat template and the
+package `openai-harmony`:
+
+* The first system message is the developer's: instructions and tools. The real system message
+  states the date and the reasoning effort; the renderer without it leaves the system message out,
+  except for the line that tools need.
+* The last answer ends with `<|return|>`, which a later prompt replaces by `<|end|>`, and reasoning
+  before the last answer is left out. So prompts of different turns never extend each other.
+* Text before a tool call is a message on the channel `commentary`.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.forms import CallForm, ThoughtForm
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.tool_calls import answered_call, as_text, read_named_call
+from planish.renderers.typescript import harmony_namespace
+
+START, MESSAGE, END = Control("<|start|>"), Control("<|message|>"), Control("<|end|>")
+CHANNEL, CONSTRAIN = Control("<|channel|>"), Control("<|constrain|>")
+RETURN, CALL = Control("<|return|>"), Control("<|call|>")
+TAGS = tuple(tag.text for tag in (START, MESSAGE, END, CHANNEL, CONSTRAIN, RETURN, CALL))
+FINAL: tuple[Piece, ...] = (CHANNEL, "final", MESSAGE)
+CALL_HEADER: tuple[Piece, ...] = (CHANNEL, "commentary ", CONSTRAIN, "json", MESSAGE)
+HARMONY_CALLS = CallForm((" to=functions.",), CALL_HEADER, (), between=None, answer=FINAL)
+HARMONY_THOUGHT = ThoughtForm((CHANNEL, "analysis", MESSAGE), (END, START, "assistant"))
+CALLS_LINE = "Calls to these tools must go to the commentary channel: 'functions'."
+_RECIPIENT = re.compile(r"to=(\S+)")
+
+
+@dataclass(frozen=True)
+class Harmony:
+    """The format of gpt-oss."""
+
+    effort: str | None = None
+    """The reasoning effort in the system message: low, medium or high. None for no system
+    message.
+    """
+    date: str = ""
+    """The current date in the system message, such as 2025-06-28."""
+
+    @property
+    def abilities(self) -> Abilities:
+        required = (START, MESSAGE, END, CHANNEL, CONSTRAIN, RETURN, CALL)
+        return Abilities(
+            roles=("system", "user", "assistant", "tool"),
+            thinking=True,
+            samples_thinking=True,
+            thought=HARMONY_THOUGHT,
+            calls=HARMONY_CALLS,
+            required=tuple(tag.text for tag in required),
+            extends=False,
+        )
+
+    def opening(self) -> tuple[Piece, ...]:
+        return ()
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns: list[Turn] = []
+        first = messages[0]
+        system = self._system(bool(first.tools))
+        if system:
+            turns.append(Turn((START, "system"), (MESSAGE, system, END), None))
+        answers = (
+            index
+            for index in range(len(messages) - 1, -1, -1)
+            if messages[index].role == "assistant" and not _has_calls(messages[index])
+        )
+        last_answer = next(answers, -1)
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                is_last = index == len(messages) - 1
+                is_kept = is_last or (_has_calls(message) and index > last_answer)
+                turns.append(_assistant_turn(message, index, is_kept, is_last))
+            elif message.role == "tool":
+                header = (START, f"functions.{_function_name(messages, index)} to=assistant")
+                output = (CHANNEL, "commentary", MESSAGE, message.text, END)
+                turns.append(Turn(header, output, index))
+            elif message.role == "user":
+                turns.append(Turn((START, "user"), (MESSAGE, message.text, END), index))
+            else:
+                text = _developer_text(message)
+                if text:
+                    turns.append(Turn((START, "developer"), (MESSAGE, text, END), index))
+                else:
+                    reason = "the format leaves out an empty system message"
+                    turns.append(Turn((), (), index, untrainable=reason))
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        return (START, "developer" if role == "system" else role)
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return tuple(split_text(text, TAGS))
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        ids = [codec.control_id(tag.text) for tag in (RETURN, CALL)]
+        return [id_ for id_ in ids if id_ is not None]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, *self.stop(codec))
+        return Parsed(_read_message(codec.split(body, TAGS)), ending)
+
+    def _system(self, has_tools: bool) -> str:
+        lines = CALLS_LINE if has_tools else ""
+        if self.effort is None:
+            return lines
+        return (
+            "You are ChatGPT, a large language model trained by OpenAI.\n"
+            f"Knowledge cutoff: 2024-06\nCurrent date: {self.date}\n\nReasoning: {self.effort}\n\n"
+            "# Valid channels: analysis, commentary, final. Channel must be included for every "
+            "message." + (f"\n{lines}" if lines else "")
+        )
+
+
+def _has_calls(message: Checked) -> bool:
+    return bool(message.calls or message.unparsed_calls)
+
+
+def _developer_text(message: Checked) -> str:
+    text = f"# Instructions\n\n{message.text}\n\n" if message.text else ""
+    if message.tools:
+        tools = [json.loads(tool)["function"] for tool in message.tools]
+        text += f"# Tools\n\n{harmony_namespace(tools)}"
+    return text
+
+
+def _function_name(messages: Sequence[Checked], index: int) -> str:
+    call = answered_call(messages, index)
+    name = messages[index].name or (call.name if call else "")
+    if not name:
+        raise ValueError(
+            f"messages[{index}] is a tool result without 'name', and no call before it is without "
+            "a result; give the name of the function that was called"
+        )
+    return name.removeprefix("functions.")
+
+
+def _assistant_turn(message: Checked, index: int, is_kept: bool, is_last: bool) -> Turn:
+    parts: list[tuple[Piece, ...]] = []
+    if message.thinking and is_kept:
+        parts.append((CHANNEL, "analysis", MESSAGE, message.thinking, END))
+    has_calls = _has_calls(message)
+    if message.text and has_calls:
+        parts.append((CHANNEL, "commentary", MESSAGE, message.text, END))
+    parts += [
+        (f" to=functions.{call.name}", *CALL_HEADER, call.arguments, CALL) for call in message.calls
+    ]
+    parts += [(*split_text(raw, TAGS), CALL) for raw in message.unparsed_calls]
+    if not has_calls:
+        parts.append((*FINAL, message.text, RETURN if is_last else END))
+    output: list[Piece] = []
+    for number, part in enumerate(parts):
+        output += [*((START, "assistant") if number else ()), *part]
+    return Turn((START, "assistant"), tuple(output), index, sampled=True)
+
+
+def _read_message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Parse the sampled messages of an assistant's turn into one message."""
+    thoughts: list[str] = []
+    texts: list[str] = []
+    calls: list[dict[str, Any]] = []
+    unparsed: list[dict[str, str]] = []
+    header: list[Piece] = []
+    at = 0
+    while at < len(pieces):
+        if pieces[at] != MESSAGE:
+            header.append(pieces[at])
+            at += 1
+            continue
+        end = next(
+            (to for to in range(at + 1, len(pieces)) if pieces[to] in (END, START)), len(pieces)
+        )
+        text = as_text(pieces[at + 1 : end])
+        head = as_text(header)
+        recipient = _RECIPIENT.search(head.replace(CHANNEL.text, " "))
+        if recipient and recipient.group(1).startswith("functions."):
+            name = recipient.group(1).removeprefix("functions.")
+            call, error = read_named_call(name, text)
+            if call is not None:
+                calls.append(call)
+            else:
+                raw = head.removeprefix(START.text).removeprefix("assistant") + MESSAGE.text + text
+                unparsed.append({"raw_text": raw, "error": str(error)})
+        elif _channel(header) == "analysis":
+            thoughts.append(text)
+        else:
+            texts.append(text)
+        header = []
+        at = end + 1 if end < len(pieces) and pieces[end] == END else end
+    if not (thoughts or texts or calls or unparsed) and len(header) == 1:
+        # A model that does not write the format. A header could also begin like this.
+        text = as_text(header)
+        looks_like_header = " to=".startswith(text[:4]) or isinstance(header[0], Control)
+        texts += [] if looks_like_header else [text]
+    parts = [{"type": "thinking", "thinking": text} for text in thoughts if text]
+    content: Any = "".join(texts)
+    if parts:
+        content = [*parts, *([{"type": "text", "text": content}] if content else [])]
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    if calls:
+        message["tool_calls"] = calls
+    if unparsed:
+        message["unparsed_tool_calls"] = unparsed
+    return message
+
+
+def _channel(header: Sequence[Piece]) -> str:
+    at = next((at for at, piece in enumerate(header) if piece == CHANNEL), len(header))
+    words = as_text(header[at + 1 : at + 2]).split()
+    return words[0] if words else ""

@@ -1,0 +1,207 @@
+r"""Kimi K2 Thinking, K2.5 and K2.6: `<|im_user|>user<|im_middle|>text<|im_end|>`.
+
+The rules follow the models' chat templates:
+
+* A default system message is written if the conversation has none. Tools are declared before it, as
+  JSON (K2) or as TypeScript (K2.5, K2.6).
+* Every assistant message has a think block. It is empty in history: up to the last answer without
+  tool calls that another message follows.
+* A tool result names the id of its call. Ids have the form `functions.name:0`.
+* Prompts of K2.5 and K2.6 end with `<think>`, or with `<think></think>` if thinking is disabled.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.chatml import split_thought
+from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, ThoughtForm
+from planish.renderers.messages import Abilities, Call, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.tool_calls import (
+    answered_call,
+    raw_call_pieces,
+    read_calls,
+    read_named_call,
+)
+from planish.renderers.typescript import kimi_namespace
+
+MIDDLE, END = Control("<|im_middle|>"), Control("<|im_end|>")
+ROLES = {
+    "system": Control("<|im_system|>"),
+    "user": Control("<|im_user|>"),
+    "assistant": Control("<|im_assistant|>"),
+    "tool": Control("<|im_system|>"),
+}
+CALLS = Control("<|tool_calls_section_begin|>")
+CALLS_END = Control("<|tool_calls_section_end|>")
+CALL, CALL_END = Control("<|tool_call_begin|>"), Control("<|tool_call_end|>")
+ARGUMENTS = Control("<|tool_call_argument_begin|>")
+TAGS = tuple(tag.text for tag in (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, ARGUMENTS))
+KIMI_CALLS = CallForm(
+    begin=(CALL, "functions."),
+    before_arguments=(":", Pattern("[0-9]+"), ARGUMENTS),
+    end=(CALL_END,),
+    opening=(CALLS,),
+    closing=(CALLS_END,),
+)
+DEFAULT_SYSTEM = "You are Kimi, an AI assistant created by Moonshot AI."
+_ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
+
+
+@dataclass(frozen=True)
+class Kimi:
+    """The format of Kimi K2 Thinking, or with `opens` of Kimi K2.5 and K2.6."""
+
+    opens: bool = False
+    """Whether prompts contain the beginning of the think block, and tools are in TypeScript."""
+    thinks: bool = True
+    """Whether the model samples reasoning. Otherwise prompts end with an empty think block."""
+    preserves: bool = False
+    """Whether all messages keep their reasoning."""
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            roles=tuple(ROLES),
+            thinking=True,
+            samples_thinking=self.thinks,
+            thought=ThoughtForm(() if self.opens else (THINK,), (THINK_END,)),
+            calls=KIMI_CALLS,
+            required=(*(role.text for role in ROLES.values()), MIDDLE.text, END.text),
+            extends=self.preserves or not self.thinks,
+        )
+
+    def opening(self) -> tuple[Piece, ...]:
+        return ()
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns: list[Turn] = []
+        tools = messages[0].tools
+        if tools:
+            header = (ROLES["system"], "tool_declare", MIDDLE)
+            turns.append(Turn(header, (self._tools(tools), END), None))
+        if messages[0].role != "system":
+            turns.append(Turn(self._header("system"), (DEFAULT_SYSTEM, END), None))
+        answers = (
+            index
+            for index in range(len(messages) - 2, -1, -1)
+            if messages[index].role == "assistant" and not has_calls(messages[index])
+        )
+        last_answer = next(answers, -1)
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                is_kept = self.preserves or index > last_answer
+                turns.append(self._assistant_turn(message, index, is_kept))
+            elif message.role == "tool":
+                turns.append(self._tool_turn(messages, index))
+            else:
+                text = message.text or (DEFAULT_SYSTEM if index == 0 and tools else "")
+                turns.append(Turn(self._header(message.role), (text, END), index))
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        header = self._header(role)
+        if role != "assistant" or not self.opens:
+            return header
+        return (*header, THINK, *(() if self.thinks else (THINK_END,)))
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return tuple(split_text(text, TAGS))
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(END.text)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        pieces = codec.split(body, TAGS)
+        if self.opens and self.thinks and (not pieces or pieces[0] != THINK):
+            pieces = [THINK, *pieces]
+        thought, rest = split_thought(pieces, CALLS)
+        rest = [piece for piece in rest if piece not in (CALLS, CALLS_END)]
+        message: dict[str, Any] = {
+            "role": "assistant",
+            **read_calls(rest, _read_call, CALL, CALL_END),
+        }
+        if thought:
+            text = {"type": "text", "text": message["content"]}
+            parts = [{"type": "thinking", "thinking": thought}]
+            message["content"] = [*parts, *([text] if text["text"] else [])]
+        return Parsed(message, ending)
+
+    def _header(self, role: str) -> tuple[Piece, ...]:
+        return (ROLES[role], role, MIDDLE)
+
+    def _assistant_turn(self, message: Checked, index: int, is_kept: bool) -> Turn:
+        thought = (message.thinking or "") if is_kept else ""
+        frame: tuple[Piece, ...] = (THINK, thought, THINK_END)
+        header = self._header("assistant")
+        reason = None
+        if self.opens:
+            # The prompt ends with these pieces, so they are not a target.
+            supplied = 1 if self.thinks or thought else 3
+            header, frame = (*header, *frame[:supplied]), frame[supplied:]
+        if thought and not self.thinks:
+            reason = (
+                "it has reasoning, which this renderer never samples; use the renderer that "
+                "thinks, or remove the thinking part"
+            )
+        calls: list[Piece] = []
+        for number, call in enumerate(message.calls):
+            calls += [CALL, call_id(call, number), ARGUMENTS, call.arguments, CALL_END]
+        for raw in message.unparsed_calls:
+            calls += raw_call_pieces(raw, CALL, CALL_END, [ARGUMENTS.text])
+        section = (CALLS, *calls, CALLS_END) if calls else ()
+        output = (*frame, message.text, *section, END)
+        return Turn(header, output, index, sampled=True, untrainable=reason)
+
+    def _tool_turn(self, messages: Sequence[Checked], index: int) -> Turn:
+        message = messages[index]
+        id_ = message.call_id
+        if not id_:
+            call = answered_call(messages, index)
+            if call is None:
+                raise ValueError(
+                    f"messages[{index}] is a tool result without 'tool_call_id', and no call "
+                    "before it is without a result; give the id of the call that it answers"
+                )
+            first = index
+            while messages[first - 1].role == "tool":
+                first -= 1
+            id_ = call_id(call, index - first)
+        header = (ROLES["tool"], message.name or "tool", MIDDLE, f"## Return of {id_}\n")
+        return Turn(header, (message.text, END), index)
+
+    def _tools(self, tools: Sequence[str]) -> str:
+        specs = [json.loads(tool) for tool in tools]
+        if self.opens:
+            return kimi_namespace([spec["function"] for spec in specs])
+        return json.dumps(specs, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
+
+
+def has_calls(message: Checked) -> bool:
+    """Return whether an assistant message calls tools."""
+    return bool(message.calls or message.unparsed_calls)
+
+
+def call_id(call: Call, number: int) -> str:
+    """Return the id of a message's call `number`, in Kimi's form if it has none."""
+    return call.id or f"functions.{call.name}:{number}"
+
+
+def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:
+    id_, found, arguments = inner.partition(ARGUMENTS.text)
+    id_ = id_.strip()
+    name = _ID.fullmatch(id_)
+    if not found or name is None:
+        return None, f"it has no id before {ARGUMENTS.text}"
+    return read_named_call(name.group(1), arguments, id_)

@@ -1,0 +1,61 @@
+"""Mistral's format since tokenizer version 7: `[INST]question[/INST]answer</s>`.
+
+Mistral Small 3, Ministral 3 and Magistral are of this kind. The marks are single tokens, and no
+blanks surround them, unlike in the format of Mistral 7B. Tools and thinking are not supported.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+
+BOS, EOS = Control("<s>"), Control("</s>")
+SYSTEM, SYSTEM_END = Control("[SYSTEM_PROMPT]"), Control("[/SYSTEM_PROMPT]")
+USER, USER_END = Control("[INST]"), Control("[/INST]")
+
+
+@dataclass(frozen=True)
+class Mistral:
+    """The format of Mistral models with tokenizer version 7 or later."""
+
+    @property
+    def abilities(self) -> Abilities:
+        required = (BOS, EOS, SYSTEM, SYSTEM_END, USER, USER_END)
+        return Abilities(
+            roles=("system", "user", "assistant"), required=tuple(tag.text for tag in required)
+        )
+
+    def opening(self) -> tuple[Piece, ...]:
+        return (BOS,)
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns = []
+        for index, message in enumerate(messages):
+            if message.role == "assistant":
+                turns.append(Turn((), (message.text, EOS), index, sampled=True))
+            else:
+                is_system = message.role == "system"
+                begin, end = (SYSTEM, SYSTEM_END) if is_system else (USER, USER_END)
+                turns.append(Turn((begin,), (message.text, end), index))
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        return {"system": (SYSTEM,), "user": (USER,)}.get(role, ())
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return (text,)
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(EOS.text)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

@@ -1,0 +1,197 @@
+r"""Qwen3.5, Qwen3.6 and Qwen3.8: ChatML with open think blocks and XML tool calls.
+
+The rules follow the models' chat templates:
+
+* The text of every message is trimmed.
+* A prompt ends with `<think>\n`, or with an empty think block if thinking is disabled.
+* An assistant message after the last user message has a think block, which is empty without
+  reasoning. Earlier messages have one only if history is preserved (the default of Qwen3.8).
+* Qwen3.8 states a reasoning effort at the start of the system message, and adds a system message
+  for it if there is none. It leaves out an empty system message.
+
+An answer without reasoning begins, after the prompt's `<think>\n`, with another line break. In
+history the two line breaks are one token. So prompts with thinking never extend each other in
+every case.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from planish.renderers.chat_format import Turn
+from planish.renderers.chatml import EMPTY_THOUGHT, END, START, split_thought
+from planish.renderers.codec import Codec, Piece, split_text
+from planish.renderers.forms import THINK, THINK_END, ThoughtForm
+from planish.renderers.messages import Abilities, Checked
+from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.tool_calls import CALL_TAGS, read_calls, response_pieces
+from planish.renderers.xml_calls import (
+    TOOLS_CONCLUSION,
+    TOOLS_INTRODUCTION,
+    XML_CALLS,
+    json_text,
+    python_text,
+    read_xml_call,
+    xml_call_pieces,
+)
+
+EFFORTS = {
+    "xhigh": "Reasoning effort is set to xhigh. Please think carefully through the task, validate "
+    "key assumptions, consider plausible alternatives, and prioritize correctness, consistency, "
+    "and clarity in the final answer.",
+    "medium": "",
+    "low": "Reasoning effort is set to low. Keep your thinking brief and focused, moving directly "
+    "to the conclusion without unnecessary elaboration.",
+}
+TAGS = (THINK.text, THINK_END.text, *CALL_TAGS)
+
+
+@dataclass(frozen=True)
+class Qwen35:
+    """The format of Qwen3.5 to Qwen3.8."""
+
+    thinks: bool = True
+    """Whether prompts open a think block. Otherwise they end with an empty one."""
+    preserves: bool = False
+    """Whether all messages keep their think blocks."""
+    effort: str | None = None
+    """A key of EFFORTS for Qwen3.8; None for earlier models."""
+
+    @property
+    def abilities(self) -> Abilities:
+        return Abilities(
+            roles=("system", "user", "assistant", "tool"),
+            thinking=True,
+            samples_thinking=self.thinks,
+            thought=ThoughtForm((), (THINK_END, "\n\n")),
+            calls=XML_CALLS,
+            required=(START.text, END.text, THINK.text, THINK_END.text),
+            extends=self.preserves and not self.thinks,
+            extends_in_turn=not self.thinks,
+        )
+
+    def opening(self) -> tuple[Piece, ...]:
+        return ()
+
+    def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        turns: list[Turn] = []
+        system = self._system(messages)
+        is_first = messages[0].role == "system"
+        if system:
+            index = 0 if is_first else None
+            turns.append(Turn((START, "system\n"), (*system, END), index))
+        elif is_first:
+            reason = "the format leaves out an empty system message"
+            turns.append(Turn((), (), 0, untrainable=reason))
+        last_query = max(
+            (index for index, message in enumerate(messages) if message.role == "user"), default=-1
+        )
+        for index, message in enumerate(messages):
+            lead = ("\n",) if system or index > is_first else ()
+            if message.role == "tool":
+                turns.append(tool_turn(lead, messages, index))
+            elif message.role == "assistant":
+                is_last = index == len(messages) - 1
+                is_framed = self.preserves or index > last_query
+                turns.append(self._assistant_turn(lead, message, index, is_framed, is_last))
+            elif index or not is_first:
+                header = (*lead, START, f"{message.role}\n")
+                turns.append(Turn(header, (message.text.strip(), END), index))
+        return turns
+
+    def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        is_written = self._system(messages) or len(messages) > (messages[0].role == "system")
+        lead = ("\n",) if is_written else ()
+        if role != "assistant":
+            return (*lead, START, f"{role}\n")
+        return (*lead, START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY_THOUGHT))
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        return tuple(split_text(text, TAGS))
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        stop = codec.control_id(END.text)
+        assert stop is not None
+        return [stop]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+        return Parsed(read_thinking_message(codec.split(body, TAGS), self.thinks), ending)
+
+    def _system(self, messages: Sequence[Checked]) -> tuple[Piece, ...]:
+        """Return the pieces of the system message, () if it is left out."""
+        first = messages[0]
+        effort = EFFORTS[self.effort] if self.effort and self.thinks else ""
+        text = first.text.strip() if first.role == "system" else ""
+        parts: list[tuple[Piece, ...]] = [(effort,)] if effort else []
+        if first.tools:
+            tools = "\n".join(first.tools)
+            parts.append((f"{TOOLS_INTRODUCTION}{tools}", *TOOLS_CONCLUSION))
+        if text or (first.role == "system" and not parts and self.effort is None):
+            parts.append((text,))
+        pieces: list[Piece] = []
+        for number, part in enumerate(parts):
+            pieces += ["\n\n" if number else "", *part]
+        return tuple(pieces)
+
+    def _assistant_turn(
+        self, lead: tuple[Piece, ...], message: Checked, index: int, framed: bool, last: bool
+    ) -> Turn:
+        header: tuple[Piece, ...] = (*lead, START, "assistant\n")
+        frame: tuple[Piece, ...] = ()
+        thought = (message.thinking or "").strip()
+        reason = None
+        if framed and thought:
+            frame = (THINK, f"\n{thought}\n", THINK_END, "\n\n")
+            if self.thinks:
+                # The prompt ends with these pieces, so they are not a target.
+                header, frame = (*header, THINK, "\n"), (f"{thought}\n", *frame[2:])
+            else:
+                reason = (
+                    "it has reasoning, which this renderer never samples; use the renderer that "
+                    "thinks, or remove the thinking part"
+                )
+        elif framed and last and self.thinks:
+            header, frame = (*header, THINK, "\n"), ("\n", THINK_END, "\n\n")
+        elif framed:
+            header = (*header, *EMPTY_THOUGHT)
+        text = message.text.strip()
+        calls: list[Piece] = []
+        value_text = python_text if self.effort is None else json_text
+        for number, call in enumerate(xml_call_pieces(message, value_text)):
+            calls += ["\n" if number else "\n\n" if text else "", *call]
+        output = (*frame, text, *calls, END)
+        return Turn(header, output, index, sampled=True, untrainable=reason)
+
+
+def tool_turn(
+    lead: tuple[Piece, ...], messages: Sequence[Checked], index: int, trailing: str = ""
+) -> Turn:
+    """Return the turn of one tool result. Neighbouring results share one user turn, with `trailing`
+    after each or a line break between them.
+    """
+    opens = index == 0 or messages[index - 1].role != "tool"
+    closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
+    header = (*lead, START, "user\n") if opens else () if trailing else ("\n",)
+    text = messages[index].text if trailing else messages[index].text.strip()
+    return Turn(header, (*response_pieces(text), trailing, *((END,) if closes else ())), index)
+
+
+def read_thinking_message(pieces: Sequence[Piece], begins_in_thought: bool) -> dict[str, Any]:
+    """Parse a sampled message with XML tool calls. `begins_in_thought` says whether its prompt
+    opened the think block.
+    """
+    if begins_in_thought and (not pieces or pieces[0] != THINK):
+        pieces = [THINK, *pieces]
+    thought, rest = split_thought(pieces)
+    message: dict[str, Any] = {"role": "assistant", **read_calls(rest, read_xml_call)}
+    message["content"] = message["content"].strip()
+    thought = (thought or "").strip()
+    if thought:
+        text = {"type": "text", "text": message["content"]}
+        parts = [{"type": "thinking", "thinking": thought}]
+        message["content"] = [*parts, *([text] if text["text"] else [])]
+    return message
