@@ -57,7 +57,7 @@ class Answer:
     """Why the answer ended: stop, length (max_tokens), or stopped (Ctrl-C)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class ChatSampler:
     """A sampler with a chat format."""
 
