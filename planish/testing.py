@@ -170,9 +170,10 @@ def tiny_model(
     its path.
 
     `rope_scaling` takes the fields of Hugging Face's config, such as {"rope_type": "linear",
-    "factor": 2.0}; `window` is the attention window of the layers that have one; `dtype` is "float32" or "bfloat16"; `shards` > 1 spreads the weights over that
-    many files with an index. Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a
-    window, and only gemma3 has `query_scalar`. By default attention scores do not have the usual scale, so that a test
+    "factor": 2.0}; `window` is the attention window of the layers that have one; `dtype` is
+    "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
+    Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a window, and only gemma3
+    has `query_scalar`. By default attention scores do not have the usual scale, so that a test
     notices a missing factor. Only qwen3_moe has `experts`, of which the router chooses
     `experts_per_token`, each of hidden size `expert_size`, and `dense_layers` without experts. As on
     the hub, each expert has tensors of its own.

@@ -1,0 +1,186 @@
+"""Decoding and LoRA training of a two-layer slice of each family, compared with transformers.
+
+    OMP_NUM_THREADS=2 python benchmarks/families.py prepare=True   # writes the models, 2 GB
+    OMP_NUM_THREADS=2 python benchmarks/families.py
+    python benchmarks/families.py families=phi3,olmo3 rounds=5
+
+The slices have random bf16 weights in the widths of published models and a small vocabulary, so the
+head counts less than in a real model. Both libraries run in this process, one after the other in
+each round. `decode`: `samples` samples of `new_tokens` tokens each from one prompt, by
+`SamplingClient.sample` and by `generate` with a KV cache. `training`: the gradient of one batch of
+different sequences for an adapter on the linears of attention and MLP, by `forward_backward` and by
+PEFT. Adapters of experts are left out of both. The script prints one JSON object with medians, and
+the ratio of the rates (above 1: planish is faster).
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import chz
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import get_peft_model
+from transformers import AutoModelForCausalLM
+
+from planish import ServiceClient
+from planish.model.config import ModelConfig
+from planish.model.lora import LoraLayout
+from planish.testing import tiny_model
+from planish.types import Datum, LoraConfig, ModelInput, SamplingParams
+
+VOCAB_SIZE = 4096
+
+
+def _widths(
+    hidden: int, intermediate: int, heads: int, kv_heads: int, head_dim: int, **more: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate": intermediate,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        **more,
+    }
+
+
+SLICES: Mapping[str, Mapping[str, Any]] = {
+    "llama": _widths(2048, 8192, 32, 8, 64),
+    "mistral": _widths(2048, 7168, 16, 4, 128, window=4096, max_context=8192),
+    "ministral3": _widths(3072, 9216, 32, 8, 128),
+    "qwen2": _widths(896, 4864, 14, 2, 64),
+    "qwen3": _widths(1024, 3072, 16, 8, 128),
+    "qwen3_moe": _widths(2048, 768, 32, 4, 128, experts=16, experts_per_token=8, expert_size=768),
+    "smollm3": _widths(2048, 11008, 16, 4, 128),
+    "gemma3": _widths(1152, 6912, 4, 1, 256, window=512),
+    "olmo3": _widths(2048, 5504, 16, 16, 128, window=1024),
+    "phi3": _widths(3072, 8192, 24, 8, 128, rope_scaling={"partial_rotary_factor": 0.75}),
+}
+"""Widths of Llama 3.2 1B, Mistral 7B (halved), Ministral 3 3B, Qwen2.5 0.5B, Qwen3 0.6B,
+Qwen3-30B-A3B (16 of its 128 experts), SmolLM3 3B, Gemma 3 1B, OLMo 3 7B (halved) and Phi-4-mini.
+"""
+
+
+@chz.chz
+class Work:
+    families: tuple[str, ...] = tuple(SLICES)
+    directory: str = str(Path(tempfile.gettempdir()) / "planish-family-slices")
+    prepare: bool = False
+    """Only write the models that `directory` lacks."""
+    samples: int = 8
+    prompt_tokens: int = 32
+    new_tokens: int = 24
+    sequences: int = 4
+    length: int = 96
+    rank: int = 16
+    rounds: int = 3
+
+
+def main(work: Work) -> None:
+    paths = {family: _slice(Path(work.directory), family) for family in work.families}
+    if work.prepare:
+        return
+    report = {}
+    for family, path in paths.items():
+        # A service of its own frees the memory of each family before the next one.
+        with ServiceClient(dtype="bfloat16") as service:
+            decoders, trainers = _decoders(work, service, path), _trainers(work, service, path)
+            report[family] = {
+                "decode": _compared(*decoders, work.rounds, work.samples * work.new_tokens),
+                "training": _compared(*trainers, work.rounds, work.sequences * work.length),
+            }
+    print(json.dumps(report, indent=1))
+
+
+def _slice(directory: Path, family: str) -> Path:
+    path = directory / family
+    if not (path / "tokenizer.json").is_file():  # written last
+        tiny_model(path, family, vocab_size=VOCAB_SIZE, dtype="bfloat16", **SLICES[family])
+    return path
+
+
+def _compared(
+    ours: Callable[[], None], theirs: Callable[[], None], rounds: int, tokens: int
+) -> dict[str, float]:
+    """Return tokens per second of both functions and their ratio, after one round of warm-up."""
+    seconds: dict[str, list[float]] = {"planish": [], "transformers": []}
+    for _ in range(rounds + 1):
+        for name, run in (("planish", ours), ("transformers", theirs)):
+            began = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - began)
+    rates = {name: tokens / statistics.median(found[1:]) for name, found in seconds.items()}
+    ratio = rates["planish"] / rates["transformers"]
+    return {**{name: round(rate, 1) for name, rate in rates.items()}, "ratio": round(ratio, 2)}
+
+
+def _decoders(
+    work: Work, service: ServiceClient, path: Path
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    prompt = list(range(work.prompt_tokens))
+    client = service.create_sampling_client(base_model=str(path))
+    params = SamplingParams(max_tokens=work.new_tokens, stop=[], seed=0)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    batch = torch.tensor([prompt] * work.samples)
+
+    def ours() -> None:
+        response = client.sample(ModelInput.from_ints(prompt), work.samples, params).result()
+        assert all(len(s.tokens) == work.new_tokens for s in response.sequences)
+
+    def theirs() -> None:
+        with torch.inference_mode():
+            model.generate(
+                batch,
+                attention_mask=torch.ones_like(batch),
+                do_sample=True,
+                top_k=0,
+                min_new_tokens=work.new_tokens,
+                max_new_tokens=work.new_tokens,
+            )
+
+    return ours, theirs
+
+
+def _trainers(
+    work: Work, service: ServiceClient, path: Path
+) -> tuple[Callable[[], None], Callable[[], None]]:
+    config = ModelConfig.from_directory(path)
+    lora = LoraConfig(rank=work.rank, train_unembed=False, train_mlp="moe" not in config.family)
+    client = service.create_lora_training_client(
+        base_model=str(path),
+        rank=lora.rank,
+        train_mlp=lora.train_mlp,
+        train_unembed=lora.train_unembed,
+    )
+    generator = torch.Generator().manual_seed(0)
+    shape = (work.sequences, work.length + 1)
+    tokens = torch.randint(0, VOCAB_SIZE, shape, generator=generator)
+    data = [
+        Datum(ModelInput.from_ints(row[:-1]), {"target_tokens": row[1:]}) for row in tokens.tolist()
+    ]
+    base: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    targets = sorted({entry.target for entry in LoraLayout(config, lora).entries})
+    model = get_peft_model(base, PeftConfig(r=work.rank, lora_alpha=32, target_modules=targets))
+
+    def ours() -> None:
+        client.forward_backward(data, "cross_entropy").result()
+
+    def theirs() -> None:
+        logits = model(tokens[:, :-1]).logits.float()
+        loss = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum"
+        )
+        loss.backward()
+
+    return ours, theirs
+
+
+if __name__ == "__main__":
+    chz.nested_entrypoint(main)
