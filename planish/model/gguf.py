@@ -74,13 +74,26 @@ OUTPUT_NORM_NAMES = TENSOR_NAMES | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 FUSED_NAMES = TENSOR_NAMES | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"}
-NAMES = {"gemma3": OUTPUT_NORM_NAMES, "olmo2": OUTPUT_NORM_NAMES, "phi3": FUSED_NAMES}
+EXPERT_NAMES = TENSOR_NAMES | {
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
+}
+"""The tensors of the experts have the index of the expert as their first dimension."""
+NAMES = {
+    "gemma3": OUTPUT_NORM_NAMES,
+    "olmo2": OUTPUT_NORM_NAMES,
+    "phi3": FUSED_NAMES,
+    "qwen3moe": EXPERT_NAMES,
+}
 """The names of a layer's tensors by architecture, where they differ from TENSOR_NAMES."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
     "smollm3": "SmolLM3ForCausalLM",
     "mistral3": "Ministral3ForCausalLM",
@@ -304,6 +317,14 @@ def _family_config(source: GGUFFile) -> dict[str, Any]:
                 "rope.scaling.original_context_length", source.field("context_length")
             ),
         }
+    if source.architecture == "qwen3moe":
+        return {
+            "num_experts": source.field("expert_count"),
+            "num_experts_per_tok": source.field("expert_used_count"),
+            "moe_intermediate_size": source.field("expert_feed_forward_length"),
+            # llama.cpp has this value as a constant of the architecture in its code.
+            "norm_topk_prob": True,
+        }
     return {"sliding_window": None} if source.architecture == "mistral3" else {}
 
 
@@ -332,8 +353,8 @@ def _refuse_unsupported(source: GGUFFile) -> None:
     unsupported = None
     if "token_embd.weight" not in source.tensors:
         unsupported = "it has no token_embd.weight (is it only a vocabulary or an adapter?)"
-    elif source.field("expert_count", 0):
-        unsupported = "it is a mixture of experts"
+    elif source.architecture != "qwen3moe" and source.field("expert_count", 0):
+        unsupported = "it is a mixture of experts of another family than Qwen3"
     elif isinstance(source.field("attention.head_count"), list):
         unsupported = "its layers differ in their number of heads"
     elif source.architecture == "olmo2" and not source.field("attention.sliding_window", 0):
@@ -468,7 +489,13 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
             values = _deinterleave_heads(values, _head_dim(source))
         if source.architecture == "gemma3" and name.endswith("_norm.weight"):
             values -= 1.0
-        tensors[_tensor_name(name, source.architecture)] = values.to(torch.bfloat16).contiguous()
+        target, values = _tensor_name(name, source.architecture), values.to(torch.bfloat16)
+        if ".experts." not in target:
+            tensors[target] = values.contiguous()
+            continue
+        for expert, weight in enumerate(values):
+            own = target.replace(".experts.", f".experts.{expert}.")
+            tensors[own] = weight.clone()  # safetensors refuses tensors that share memory
     return tensors
 
 

@@ -35,9 +35,15 @@ GEMMA3_NAMES = LAYER_NAMES | {
 OTHER_FAMILIES = {
     "gemma3": GEMMA3_NAMES,
     "olmo3": GEMMA3_NAMES,
+    "qwen3_moe": LAYER_NAMES | {"mlp.gate": "ffn_gate_inp"},
     "phi3": LAYER_NAMES | {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"},
 }
-ARCHITECTURES = {"ministral3": "mistral3", "olmo3": "olmo2"}
+EXPERT_NAMES = {
+    "gate_proj": "ffn_gate_exps",
+    "up_proj": "ffn_up_exps",
+    "down_proj": "ffn_down_exps",
+}
+ARCHITECTURES = {"ministral3": "mistral3", "olmo3": "olmo2", "qwen3_moe": "qwen3moe"}
 """The architectures of llama.cpp that have another name than the family."""
 OTHER_NAMES = {
     "model.embed_tokens.weight": "token_embd.weight",
@@ -117,10 +123,20 @@ def write_gguf(
         writer.add_rope_dimension_count(config.rotary_dims or config.head_dim)
     if config.family == "ministral3":
         writer.add_attn_temperature_scale(config.query_scale_beta or 0.0)
+    if config.num_experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.experts_per_token)
+        writer.add_expert_feed_forward_length(config.expert_size)
     extra(writer)
     write_tokens(writer, pre, tokenizer)
+    stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in load_file(directory / "model.safetensors").items():
         if name in without:
+            continue
+        if ".experts." in name:
+            _, _, layer, _, _, expert, part, _ = name.split(".")
+            stack = stacks.setdefault(f"blk.{layer}.{EXPERT_NAMES[part]}.weight", {})
+            stack[int(expert)] = tensor.float().numpy()
             continue
         values = tensor.float().numpy()
         if config.family in ("llama", "smollm3", "ministral3") and (
@@ -136,6 +152,12 @@ def write_gguf(
             writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
         else:
             writer.add_tensor(stored, np.ascontiguousarray(values))
+    for stored, stack in stacks.items():
+        values = np.stack([stack[expert] for expert in sorted(stack)])
+        if quantized and "experts" in quantized:
+            writer.add_tensor(stored, gguf.quantize(values, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(stored, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

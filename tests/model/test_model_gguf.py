@@ -35,8 +35,21 @@ def logits(directory):
         return model(torch.arange(3, 90)[None]).logits[0]
 
 
+def test_quantized_experts_are_converted_one_by_one(tmp_path):
+    original = tiny_model(tmp_path / "hf", "qwen3_moe", dtype="bfloat16")
+    file = write_gguf(tmp_path / "m.gguf", original, quantized=("experts",))
+    converted = load_file(convert_gguf(file, tmp_path / "out") / "model.safetensors")
+    for name, weight in load_file(original / "model.safetensors").items():
+        if ".experts." in name:
+            error = (converted[name].float() - weight.float()).norm() / weight.float().norm()
+            assert 0 < error < 0.01, name
+        else:
+            assert torch.equal(converted[name], weight), name
+
+
 @pytest.mark.parametrize(
-    ("family", "tied"), [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False)]
+    ("family", "tied"),
+    [("llama", True), ("llama", False), ("qwen2", True), ("qwen3", False), ("qwen3_moe", False)],
 )
 def test_a_converted_gguf_model_equals_the_original(tmp_path, family, tied):
     original = tiny_model(tmp_path / "hf", family, tied=tied, head_dim=24, dtype="bfloat16")
