@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -13,6 +14,7 @@ import pytest
 import regex
 import torch
 from backends import with_tiling
+from json_schema_samples import Case, check
 
 import planish
 from planish.engine.sampling import grammars as grammars_module
@@ -23,7 +25,7 @@ from planish.errors import UserError
 from planish.model.decoder import Decoder
 from planish.model.kernels.reference.row_tiling import FIXED
 from planish.model.kernels.reference.token_sampling import unpacked
-from planish.model.sources import DEFAULT_MODEL
+from planish.model.sources import DEFAULT_MODEL, resolve_model
 from planish.service import Sample
 from planish.testing import EOS_TOKEN_ID, VOCAB_SIZE, save_byte_tokenizer, tiny_model
 from planish.tokenizer import load_tokenizer
@@ -512,3 +514,17 @@ def test_the_embedded_model_writes_valid_json_at_temperature_1():
         for sequence in finished:
             written = json.loads(str(tokenizer.decode(sequence.tokens, skip_special_tokens=True)))
             jsonschema.validate(written, schema, format_checker=jsonschema.FormatChecker())
+
+
+@pytest.mark.slow
+def test_samples_of_public_schemas_are_valid():
+    """json_schema_samples.py takes 2,000 samples of the whole test suite."""
+    path = Path(__file__).parent / "json_schemas.json"
+    cases = [
+        Case("draft2020-12", given["place"], given["schema"])
+        for given in json.loads(path.read_text())["schemas"]
+    ]
+    report = check(cases, resolve_model(DEFAULT_MODEL), len(cases))
+    assert not report.wrong
+    assert report.compiled == len(cases)
+    assert report.valid > len(cases) / 2
