@@ -3,14 +3,18 @@
 The tokens so far are parsed as a whole by the function that parses the finished sample, so the
 pieces of a stream add up to the answer without a stream. A sent piece cannot be taken back.
 Therefore an unfinished sample holds back the end of its text as long as it may change: white space,
-half a character, an unfinished tool call, and the beginning of a stop string or of a mark. Parsing
-from the start each time takes time in proportion to the text, so a long text is parsed less often.
+half a character, and the beginning of a stop string or of a mark. It also holds back an unfinished
+tool call, which may turn out to be text. If a grammar constrains the calls, that cannot happen, and
+the arguments of an unfinished call are sent as they grow. Parsing from the start each time takes
+time in proportion to the text, so a long text is parsed less often.
 """
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from planish.renderers import Renderer
@@ -20,6 +24,9 @@ _READINGS = 256
 """How often a text is parsed while its length doubles."""
 _HALF_CHARACTER = "\ufffd"
 _MARKS = ("<think>", "</think>", "<tool_call>")
+_CALL_END = "</tool_call>"
+_OPEN_CALL = re.compile(r'<tool_call>\s*\{"name": "([^"\\]+)", "arguments": (\{.*)', re.DOTALL)
+_END_OF_JSON = json.JSONDecoder()
 
 
 @dataclass(frozen=True)
@@ -32,12 +39,32 @@ class Reading:
     """Tool calls in the form of the renderers: {"function": {"name", "arguments"}}."""
     spoiled: tuple[str, ...] = ()
     """Tool calls that cannot be parsed, as written. An unfinished call is one of them."""
+    open_call: dict[str, Any] | None = None
+    """The unfinished call after `calls`, with the arguments so far, if a grammar constrains the
+    calls.
+    """
 
     def with_spoiled(self) -> Reading:
         """Return the reading with the unparsed calls at the end of its text."""
-        return Reading(
-            "\n".join(filter(None, (self.content, *self.spoiled))), self.reasoning, self.calls
-        )
+        content = "\n".join(filter(None, (self.content, *self.spoiled)))
+        return replace(self, content=content, spoiled=())
+
+    def with_open_call(self) -> Reading:
+        """Return the reading with the last unparsed call as `open_call`, if it has the form of a
+        call and its arguments have begun.
+        """
+        found = _OPEN_CALL.match(self.spoiled[-1]) if self.spoiled else None
+        if found is None:
+            return self
+        name, arguments = found.groups()
+        try:
+            # What follows the JSON object belongs to the call and not to its arguments.
+            _, end = _END_OF_JSON.raw_decode(arguments)
+            arguments = arguments[:end]
+        except (ValueError, RecursionError):
+            arguments = arguments.removesuffix(_CALL_END)
+        call = {"function": {"name": name, "arguments": arguments}}
+        return replace(self, spoiled=self.spoiled[:-1], open_call=call)
 
 
 Read = Callable[[Sequence[int]], Reading]
@@ -89,6 +116,8 @@ class Growing:
     marks: tuple[str, ...] = ()
     stop_ids: frozenset[int] = frozenset()
     """Further tokens that end the text. They are not part of it."""
+    opens_calls: bool = False
+    """Whether a grammar constrains the tool calls, so that an unfinished call is not text."""
     tokens: list[int] = field(default_factory=list)
     _sent: Reading = field(default_factory=lambda: Reading(""))
     _next_reading: int = 1
@@ -103,11 +132,18 @@ class Growing:
         return len(self.tokens) >= self._next_reading
 
     def delta(self) -> Reading:
-        """Return what is certain and was not sent yet."""
+        """Return what is certain and was not sent yet. An open call has all its arguments so far,
+        including those that were sent.
+        """
         self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
-        reading = self._cut(self.read(self._unstopped))
+        reading = self._cut(self._read())
         content, reasoning = self._certain(reading.content), self._certain(reading.reasoning)
-        return self._new(Reading(content, reasoning, reading.calls))
+        open_call = reading.open_call
+        if open_call is not None:
+            function = open_call["function"]
+            arguments = self._held_back(function["arguments"], (*self.stops, _CALL_END))
+            open_call = {"function": {**function, "arguments": arguments}}
+        return self._new(Reading(content, reasoning, reading.calls, open_call=open_call))
 
     def rest(self) -> Reading:
         """Return the rest of the finished sample, including its calls."""
@@ -115,7 +151,11 @@ class Growing:
 
     def whole(self) -> Reading:
         """Return the finished sample."""
-        return self._cut(self.read(self._unstopped).with_spoiled())
+        return self._cut(self._read().with_spoiled())
+
+    def _read(self) -> Reading:
+        reading = self.read(self._unstopped)
+        return reading.with_open_call() if self.opens_calls else reading
 
     @property
     def _unstopped(self) -> Sequence[int]:
@@ -128,13 +168,22 @@ class Growing:
         if reasoning != reading.reasoning:
             return Reading("", reasoning)
         content = _before(reading.content, self.stops)
+        open_call = reading.open_call
+        if open_call is not None:
+            function = open_call["function"]
+            arguments = _before(function["arguments"], self.stops)
+            open_call = {"function": {**function, "arguments": arguments}}
         # Calls before a stop string are complete: the sample ended at the string.
-        return Reading(content, reasoning, reading.calls)
+        return Reading(content, reasoning, reading.calls, open_call=open_call)
 
     def _certain(self, text: str) -> str:
+        return self._held_back(text, (*self.stops, *self.marks)).rstrip()
+
+    def _held_back(self, text: str, marks: Sequence[str]) -> str:
+        """Return the text without an end that may be the beginning of a mark, or half a character."""
         text = text.rstrip(_HALF_CHARACTER)
-        held = max((_overlap(text, mark) for mark in (*self.stops, *self.marks)), default=0)
-        return text[: len(text) - held].rstrip()
+        held = max((_overlap(text, mark) for mark in marks), default=0)
+        return text[: len(text) - held]
 
     def _new(self, reading: Reading) -> Reading:
         content = _after(reading.content, self._sent.content)
@@ -143,7 +192,7 @@ class Growing:
         self._sent = Reading(
             self._sent.content + content, self._sent.reasoning + reasoning, reading.calls
         )
-        return Reading(content, reasoning, calls)
+        return Reading(content, reasoning, calls, open_call=reading.open_call)
 
 
 def _before(text: str, stops: Sequence[str]) -> str:

@@ -23,6 +23,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,10 @@ from planish.service import Sample
 from planish.tokenizer import load_tokenizer
 from planish.types import Constraint, ModelInput, SampleResponse, SamplingParams
 
+PROMPT = 'Short JSON texts:\n1\n"a"\n{}\n[2]\nnull\n{"x": 1}\n[]\n"b"\n{"foo": "c"}\n'
+"""With this prompt, most samples are short. Otherwise they reach MAX_TOKENS unless a schema limits
+them.
+"""
 MAX_TOKENS = 100
 BATCH = 128
 
@@ -84,7 +89,7 @@ class Case:
         Python's, or a reference to a document that is elsewhere.
         """
         try:
-            value = json.loads(text)
+            value = json.loads(text, parse_float=Decimal)
         except ValueError as error:
             return f"not JSON: {error}"
         try:
@@ -94,7 +99,9 @@ class Case:
         return problem.message if problem is not None else None
 
     def _problem(self, value: Any) -> jsonschema.ValidationError | None:
-        validator = DRAFTS[self.draft](self.schema)
+        # 0.3 is a multiple of 0.1 in decimal numbers, and not in binary ones.
+        schema = json.loads(json.dumps(self.schema), parse_float=Decimal)
+        validator = DRAFTS[self.draft](schema)
         return jsonschema.exceptions.best_match(validator.iter_errors(value))
 
 
@@ -138,7 +145,7 @@ def check(cases: Sequence[Case], model: Path, count: int, seed: int = 0) -> Repo
         return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
 
     sampler = Sampler(decoder, SamplerSettings(), text_of, grammars)
-    prompt = ModelInput.from_ints(tokenizer.encode("An example, as JSON:\n"))
+    prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))
     report, reasons = Report(), Counter[str]()
     accepted: list[tuple[Case, Constraint]] = []
     for case in cases:

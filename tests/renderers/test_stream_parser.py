@@ -1,6 +1,8 @@
 """The parts that a stream sends add up to the answer without streaming."""
 
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -53,6 +55,44 @@ def joined(deltas: Sequence[Reading]) -> Reading:
 def whole(growing: Growing, tokens: Sequence[int]) -> Reading:
     growing.tokens = list(tokens)
     return growing.whole()
+
+
+ARGUMENTS = '{"text": "<é> </tool_ca stop\\n", "b": [{}]}'
+
+
+@pytest.mark.parametrize(
+    ("stops", "written", "arguments"),
+    [
+        ((), ARGUMENTS + "}\n</tool_call>", ARGUMENTS),
+        ((), '{"text": "<é> </tool_ca', '{"text": "<é> </tool_ca'),
+        (("stop",), '{"text": "<é> </tool_ca stop', '{"text": "<é> </tool_ca '),
+    ],
+)
+def test_arguments_of_constrained_calls_are_streamed_as_they_grow(
+    tokenizer, renderers, stops, written, arguments
+):
+    opening = f'Hi\n{CALL}\n<tool_call>\n{{"name": "say", "arguments": '
+    tokens = tokenizer.encode(opening + written)
+    growing = message(renderers["qwen3_instruct"], *stops)
+    growing.opens_calls = True
+    sent: list[str] = []
+    calls: list[dict[str, Any]] = []
+    for reading in stream(growing, tokens):
+        calls += reading.calls
+        if len(calls) == 1 and reading.open_call is not None:
+            assert reading.open_call["function"]["name"] == "say"
+            sent.append(reading.open_call["function"]["arguments"])
+    assert all(after.startswith(before) for before, after in pairwise(sent))
+    assert len(set(sent)) > 10
+    last = whole(growing, tokens)
+    assert last.content == "Hi"
+    assert list(last.calls) == calls
+    if written.startswith(ARGUMENTS):
+        assert last.calls[1]["function"]["arguments"] == arguments
+        assert arguments.startswith(sent[-1])
+    else:
+        assert last.open_call == {"function": {"name": "say", "arguments": arguments}}
+        assert sent[-1] == arguments
 
 
 PIECES = st.sampled_from(

@@ -703,6 +703,33 @@ def test_a_tool_that_must_be_called_is_called(client, choice):
     assert "".join(part.function.arguments for part in parts) == call.function.arguments
 
 
+@pytest.mark.parametrize("max_tokens", [60, 400])
+def test_arguments_are_streamed_as_they_grow(client, max_tokens):
+    """An answer that ends early has incomplete arguments, streamed or not."""
+    text = {"type": "string", "minLength": 40, "maxLength": 60, "pattern": "^[a-z ]*$"}
+    parameters = {"type": "object", "properties": {"text": text}, "required": ["text"]}
+    options: Any = {
+        "model": CHAT,
+        "messages": HELLO,
+        "tools": [{"type": "function", "function": {"name": "say", "parameters": parameters}}],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": max_tokens,
+        "seed": 2,
+    }
+    [whole] = client.chat.completions.create(**options).choices
+    [call] = whole.message.tool_calls
+    assert whole.finish_reason == ("length" if max_tokens == 60 else "tool_calls")
+    chunks = list(client.chat.completions.create(**options, stream=True))
+    parts = [part for chunk in chunks for part in chunk.choices[0].delta.tool_calls or ()]
+    assert [part.function.name for part in parts if part.function.name] == ["say"]
+    assert all(len(part.function.arguments) < 20 for part in parts)
+    assert len(parts) > 10
+    assert "".join(part.function.arguments for part in parts) == call.function.arguments
+    assert joined(chunks, 0) == (whole.message.content or "")
+    assert chunks[-1].choices[0].finish_reason == whole.finish_reason
+
+
 def test_several_required_calls_end_with_the_answer(client):
     answer = client.chat.completions.create(
         model=CHAT,

@@ -1,7 +1,8 @@
 """POST /v1/chat/completions: the model's renderer builds the prompt and parses the samples.
 
-Reasoning goes into `reasoning_content`, as in other open servers. Tool calls are sent once they are
-complete. The renderer rejects messages that its format cannot express.
+Reasoning goes into `reasoning_content`, as in other open servers. The arguments of tool calls are
+streamed as they grow if the calls are constrained, and otherwise once a call is complete. The
+renderer rejects messages that its format cannot express.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from planish.renderers.messages import MODELS_WITH_TOOLS
 from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import WrongParameterError, json_response
-from planish.server.openai.constraints import chat_constraint, named
+from planish.server.openai.constraints import chat_constraint, constrains_calls, named
 from planish.server.openai.models import OpenAIModels, Served, TokenTexts
 from planish.server.openai.protocol import (
     Envelope,
@@ -53,6 +54,7 @@ class Chat:
     renderer: Renderer
     stop_ids: frozenset[int]
     operation: Sample
+    constrains_calls: bool
 
     def growing(self) -> Growing:
         """Return the parser of one sample."""
@@ -61,6 +63,7 @@ class Chat:
             self.options.stop_strings,
             marks_of(self.renderer),
             frozenset(self.options.stop_token_ids),
+            self.constrains_calls,
         )
 
 
@@ -101,7 +104,14 @@ def _parsed(model: Served, options: ChatRequest) -> Chat:
         sampling_params=options.sampling_params(stop_ids, strings, constraint),
         topk_sample_logprobs=options.wanted_logprobs or 0,
     )
-    return Chat(model, options, renderer, stop_ids.union(options.stop_token_ids), operation)
+    return Chat(
+        model=model,
+        options=options,
+        renderer=renderer,
+        stop_ids=stop_ids.union(options.stop_token_ids),
+        operation=operation,
+        constrains_calls=constrains_calls(options, tools),
+    )
 
 
 def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Renderer:
@@ -138,20 +148,22 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
     growing = chat.growing()
     growing.tokens = sequence.tokens
     reading = growing.whole()
+    # A sample that ends early may leave a call with incomplete arguments, as in OpenAI's API.
+    calls = [*reading.calls, *([reading.open_call] if reading.open_call else [])]
     message: dict[str, Any] = {
         "role": "assistant",
-        "content": reading.content or (None if reading.calls else ""),
+        "content": reading.content or (None if calls else ""),
     }
     if reading.reasoning:
         message["reasoning_content"] = reading.reasoning
-    if reading.calls:
-        message["tool_calls"] = [_call(call) for call in reading.calls]
+    if calls:
+        message["tool_calls"] = [_call(call) for call in calls]
     ids = {"token_ids": sequence.tokens} if chat.options.return_token_ids else {}
     return {
         "index": index,
         "message": {**message, "refusal": None},
         "logprobs": _logprobs(chat, _scored(sequence)),
-        "finish_reason": _finish_reason(sequence, bool(reading.calls)),
+        "finish_reason": _finish_reason(sequence, bool(calls)),
         **ids,
     }
 
@@ -166,21 +178,35 @@ class _Streamed:
     scored: list[Scored] = field(default_factory=list)
     """The sampled tokens that no chunk contains yet."""
     calls: int = 0
-    """The number of tool calls sent so far."""
+    """The number of complete tool calls sent so far."""
+    open_arguments: str | None = None
+    """The arguments sent of the tool call number `calls`, or None if it has not begun."""
 
     def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
-        """Yield the choices that stream the new text and tool calls of `reading`. Each tool call
-        takes two choices, as in OpenAI's API: first the name, then the arguments.
+        """Yield the choices that stream the new text and tool calls of `reading`. The first choice
+        of a call has its name, and the others its arguments, as in OpenAI's API.
         """
         delta = {"reasoning_content": reading.reasoning, "content": reading.content}
         if delta := {name: text for name, text in delta.items() if text}:
             yield self.choice(delta)
-        for call in map(_call, reading.calls):
-            arguments = call["function"]["arguments"]
-            head = {**call, "function": {**call["function"], "arguments": ""}}
-            for part in (head, {"function": {"arguments": arguments}}):
-                yield self.choice({"tool_calls": [{"index": self.calls, **part}]})
-            self.calls += 1
+        for call in reading.calls:
+            yield from self._call_chunks(call["function"])
+            self.calls, self.open_arguments = self.calls + 1, None
+        if reading.open_call is not None:
+            yield from self._call_chunks(reading.open_call["function"])
+
+    def _call_chunks(self, function: Mapping[str, str]) -> Iterator[dict[str, Any]]:
+        """Yield the choices with what was not sent yet of call number `calls`."""
+        if self.open_arguments is None:
+            head = _call({"function": {**function, "arguments": ""}})
+            yield self.choice({"tool_calls": [{"index": self.calls, **head}]})
+            self.open_arguments = ""
+        arguments = function["arguments"]
+        if len(arguments) > len(self.open_arguments) and arguments.startswith(self.open_arguments):
+            new = arguments[len(self.open_arguments) :]
+            part = {"index": self.calls, "function": {"arguments": new}}
+            yield self.choice({"tool_calls": [part]})
+            self.open_arguments += new
 
     def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         """Return a choice with `delta` and with the tokens that no chunk contains yet."""
@@ -221,7 +247,8 @@ async def _stream(
         for one, sequence in zip(streamed, event.response.sequences, strict=True):
             for choice in one.chunks(one.growing.rest()):
                 yield envelope.body([choice])
-            reason = _finish_reason(sequence, one.calls > 0)
+            has_calls = one.calls > 0 or one.open_arguments is not None
+            reason = _finish_reason(sequence, has_calls)
             yield envelope.body([one.choice({}, reason)])
         if chat.options.include_usage:
             yield envelope.body([], Usage.of([chat.operation], [event.response]))

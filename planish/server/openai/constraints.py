@@ -67,16 +67,9 @@ def chat_constraint(
     """
     answer = _answer(request)
     choice = request.tool_choice
-    must_call = choice == "required" or isinstance(choice, NamedTool)
-    if must_call:
-        callable_tools = _callable(tools, choice)
-    elif tools and (
-        answer or not request.parallel_tool_calls or any(tool.function.strict for tool in tools)
-    ):
-        callable_tools = _callable(tools, None)
-    else:
-        callable_tools = []
-    if callable_tools:
+    if constrains_calls(request, tools):
+        must_call = _must_call(request)
+        callable_tools = _callable(tools, choice if must_call else None)
         instead = None if must_call else _rule(answer) if answer else ANY_TEXT
         # A named function is called once, as in vLLM: a small model would repeat it without end.
         several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
@@ -88,6 +81,20 @@ def chat_constraint(
         return _checked(answer.parameter, answer.constraint)
     rules = answer_rules(renderer, _rule(answer))
     return _checked(answer.parameter, lambda: Constraint("lark", message_grammar(renderer, rules)))
+
+
+def constrains_calls(request: ChatRequest, tools: Sequence[Tool]) -> bool:
+    """Return whether tool calls are constrained, so that the model cannot write an invalid one."""
+    if _must_call(request):
+        return True
+    is_strict = any(tool.function.strict for tool in tools)
+    return bool(tools) and (
+        _answer(request) is not None or not request.parallel_tool_calls or is_strict
+    )
+
+
+def _must_call(request: ChatRequest) -> bool:
+    return request.tool_choice == "required" or isinstance(request.tool_choice, NamedTool)
 
 
 def named(error: UserError, request: SampleRequest) -> UserError:
