@@ -28,6 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import jsonschema.exceptions
+import jsonschema.validators
 import torch
 from referencing.exceptions import Unresolvable
 
@@ -142,7 +144,7 @@ def check(cases: Sequence[Case], model: Path, count: int, seed: int = 0) -> Repo
     grammars = GrammarCache(lambda: tokenizer, decoder.config.vocab_size)
 
     def text_of(tokens: Sequence[int]) -> str:
-        return str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
+        return str(tokenizer.decode(list(tokens), clean_up_tokenization_spaces=False))
 
     sampler = Sampler(decoder, SamplerSettings(), text_of, grammars)
     prompt = ModelInput.from_ints(tokenizer.encode(PROMPT))
