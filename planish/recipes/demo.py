@@ -58,6 +58,9 @@ class Config(LoraOptions):
     max_seconds: float = chz.field(
         default=290, doc="time limit: no step begins after this much training time"
     )
+    quantize: str | None = chz.field(
+        default=None, doc="quantization of the base weights: int8, nf4, or None"
+    )
     held_out: int = chz.field(default=20, doc="number of test sums, which are never trained on")
     seed: int = 0
 
@@ -76,7 +79,7 @@ def main(config: Config) -> Path:
     remove_run(config.log_path)
     checkpoints = Path(config.log_path) / "checkpoints"
     shutil.rmtree(checkpoints, ignore_errors=True)
-    with ServiceClient(data_dir=checkpoints) as service_client:
+    with ServiceClient(data_dir=checkpoints, quantize=config.quantize) as service_client:
         run = train(config, service_client)
     print(f"talk:    {python()} -m planish chat --model {run} --data-dir {checkpoints}")
     return run
