@@ -39,6 +39,7 @@ from works import SMALL_WORKS, WORKS, write_works
 import planish
 from planish.files import write_whole
 from planish.model.sources import DEFAULT_MODEL, resolve_model
+from planish.model.weight_sizes import SCHEMES
 
 HERE = Path(__file__).parent
 OWN = "planish"
@@ -75,6 +76,15 @@ PEERS = {
 }
 ON_REQUEST = {
     "llama": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",)),
+    **{
+        f"ours-{scheme}": PeerSpec(
+            OWN,
+            "peers/ours.py",
+            (*SAMPLING, "W2", "W3"),
+            {"OURS_OPTIONS": json.dumps({"quantize": scheme})},
+        )
+        for scheme in SCHEMES
+    },
     "llama-bf16": PeerSpec("llama", "peers/llama_cpp_alone.py", ("W1b",), {"LLAMA_TYPE": "bf16"}),
     **{
         f"peft-{size}": PeerSpec(
@@ -83,8 +93,8 @@ ON_REQUEST = {
         for size in (4, 8, 16, 32)
     },
 }
-"""Peers that "all" leaves out: llama.cpp is compiled from source, and the sizes of PEFT's
-micro-batch are only compared once.
+"""Peers that "all" leaves out: llama.cpp is compiled from source, the sizes of PEFT's micro-batch
+are only compared once, and quantized base weights compute with other weights.
 """
 
 
