@@ -197,6 +197,17 @@ inline void load_pairs(const int8_t* p, V& even, V& odd) {
     };
     half(p, even.low, odd.low), half(p + LANES, even.high, odd.high);
 }
+class PairScales {
+    V scale;
+
+  public:
+    void load_from(const float* scales) { scale = load(scales); }
+    ALWAYS_INLINE I words(const int8_t* p) const {
+        V even, odd;
+        load_pairs(p, even, odd);
+        return joined_fast(mul(even, scale), mul(odd, scale));
+    }
+};
 class Table {
     V numbers;
 

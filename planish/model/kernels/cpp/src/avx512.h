@@ -104,6 +104,26 @@ ALWAYS_INLINE void load_pairs(const int8_t* p, V& even, V& odd) {
     even = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(words, 24), 24));
     odd = _mm512_cvtepi32_ps(_mm512_srai_epi32(words, 8));
 }
+// The scales of 16 outputs, each beside itself as the numbers of a pair are.
+class PairScales {
+    V low, high;
+
+  public:
+    ALWAYS_INLINE void load_from(const float* scales) {
+        const __m512i twice = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+        const V from = load(scales);
+        low = _mm512_permutexvar_ps(twice, from);
+        high = _mm512_permutexvar_ps(_mm512_add_epi32(twice, _mm512_set1_epi32(8)), from);
+    }
+    // 16 pairs of bytes times their scales. Pairs stay side by side, so nothing has to be joined.
+    ALWAYS_INLINE I words(const int8_t* p) const {
+        auto scaled = [](const int8_t* from, V scale) {
+            const __m128i bytes = _mm_loadu_si128((const __m128i*)from);
+            return mul(_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)), scale);
+        };
+        return (I)_mm512_cvtne2ps_pbh(scaled(p + LANES, high), scaled(p, low));
+    }
+};
 // 16 numbers, and the pairs of them that the halves of 16 bytes stand for, the lower half first.
 class Table {
     V numbers;

@@ -269,11 +269,7 @@ void few_rows(const Codes& codes, int64_t output, int64_t column, const Operand<
                       [&](int64_t i, const uint8_t* from) {
                           sums.add([&](int r) { return x.pair(r, i); },
                                    [&](I* to) {
-                                       for (int c = 0; c < W; c++) {
-                                           V even, odd;
-                                           pairs.read(from, c, even, odd);
-                                           to[c] = joined_fast(even, odd);
-                                       }
+                                       for (int c = 0; c < W; c++) to[c] = pairs.words(from, c);
                                    });
                       });
         },

@@ -36,17 +36,24 @@ constexpr int64_t INT8 = 1;
 template <int W>
 class Int8Pairs {
     const Codes& weight;
-    V scale[W];
+    const float* scales;
+    PairScales pair_scales[W];
 
   public:
     static constexpr int64_t BYTES = 2;  // of a pair
     explicit Int8Pairs(const Codes& weight) : weight(weight) {}
     void move_to(int64_t output, int64_t) {
-        for (int c = 0; c < W; c++) scale[c] = load(weight.scales + output + c * LANES);
+        scales = weight.scales + output;
+        for (int c = 0; c < W; c++) pair_scales[c].load_from(scales + c * LANES);
     }
+    // Vector c as numbers, and as pairs of bf16.
     ALWAYS_INLINE void read(const uint8_t* from, int c, V& even, V& odd) const {
         load_pairs((const int8_t*)from + c * LANES * BYTES, even, odd);
-        even = mul(even, scale[c]), odd = mul(odd, scale[c]);
+        const V scale = load(scales + c * LANES);
+        even = mul(even, scale), odd = mul(odd, scale);
+    }
+    ALWAYS_INLINE I words(const uint8_t* from, int c) const {
+        return pair_scales[c].words((const int8_t*)from + c * LANES * BYTES);
     }
 };
 
@@ -82,17 +89,26 @@ class Nf4Pairs {
         table.load_pairs(from + c * LANES * BYTES, even, odd);
         even = mul(even, scale[c]), odd = mul(odd, scale[c]);
     }
+    ALWAYS_INLINE I words(const uint8_t* from, int c) const {
+        V even, odd;
+        read(from, c, even, odd);
+        return joined_fast(even, odd);
+    }
 };
 
-// The pair of columns from `column` on, of 16 outputs from `c` on, in a panel of `outputs`.
-ALWAYS_INLINE void store_pair(uint16_t* panel, int64_t outputs, int64_t column, int64_t c, V even,
-                              V odd) {
-    store_words(panel + column * outputs + c * 2, joined_fast(even, odd));
+// The pair of columns from `column` on, of vector c of a panel of `outputs`.
+template <class Pairs>
+ALWAYS_INLINE void store_pair(const Pairs& pairs, const uint8_t* from, int c, int64_t outputs,
+                              int64_t column, uint16_t* panel) {
+    store_words(panel + column * outputs + c * 2 * LANES, pairs.words(from, c));
 }
-ALWAYS_INLINE void store_pair(float* panel, int64_t outputs, int64_t column, int64_t c, V even,
-                              V odd) {
-    store(panel + column * outputs + c, even);
-    store(panel + (column + 1) * outputs + c, odd);
+template <class Pairs>
+ALWAYS_INLINE void store_pair(const Pairs& pairs, const uint8_t* from, int c, int64_t outputs,
+                              int64_t column, float* panel) {
+    V even, odd;
+    pairs.read(from, c, even, odd);
+    store(panel + column * outputs + c * LANES, even);
+    store(panel + (column + 1) * outputs + c * LANES, odd);
 }
 
 // Where the codes of an output and a column are, and how far the next pair is.
@@ -126,11 +142,7 @@ void dequantize(const Codes& weight, int64_t output, int64_t outputs, int64_t co
         constexpr int W = vectors;
         Pairs<W> pairs(weight);
         each_pair(weight, pairs, output, column, 0, columns, [&](int64_t i, const uint8_t* from) {
-            for (int c = 0; c < W; c++) {
-                V even, odd;
-                pairs.read(from, c, even, odd);
-                store_pair(panel, outputs, i, c * LANES, even, odd);
-            }
+            for (int c = 0; c < W; c++) store_pair(pairs, from, c, outputs, i, panel);
         });
     });
 }
@@ -144,9 +156,7 @@ ALWAYS_INLINE void transpose_pairs(const Pairs& pairs, const uint8_t* from, int6
     I words[LANES];
     for (int j = 0; j < LANES; j++) {
         _mm_prefetch((const char*)from + j * stride + ahead, _MM_HINT_T0);
-        V even, odd;
-        pairs.read(from + j * stride, 0, even, odd);
-        words[j] = joined_fast(even, odd);
+        words[j] = pairs.words(from + j * stride, 0);
     }
     turn16(words);
     for (int r = 0; r < LANES; r++) store_words(rows[r], words[r]);
