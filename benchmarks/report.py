@@ -17,8 +17,8 @@ END = "<!-- end -->"
 
 TITLES = {
     "ours": "planish",
-    "ours-int8": "planish, `quantize=\"int8\"`",
-    "ours-nf4": "planish, `quantize=\"nf4\"`",
+    "ours-int8": 'planish, `quantize="int8"`',
+    "ours-nf4": 'planish, `quantize="nf4"`',
     "limit": "matmuls alone (limit)",
     "generate": "transformers `generate`",
     "generate-repeated": "transformers, prompts once, cache repeated by hand",
@@ -257,6 +257,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "llama": peers_table,
     "iteration": peers_table,
     "quantized": peers_table,
+    "quantized-training": peers_table,
     "busy": busy_table,
     "busy-before": busy_table,
     "growth": growth_table,

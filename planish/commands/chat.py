@@ -24,7 +24,7 @@ from rich.text import Text
 
 from planish.commands.chat_sampler import Piece, open_chat_sampler
 from planish.commands.chat_session import ChatSession, Ended, SamplingOptions
-from planish.commands.runs import add_place_arguments
+from planish.commands.runs import add_place_arguments, add_quantize_argument
 from planish.errors import PlanishError, UserError
 from planish.model.sources import DEFAULT_MODEL
 
@@ -65,6 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="seed of sampling; with a seed, the same messages get the same answers",
     )
     add_place_arguments(parser)
+    add_quantize_argument(parser)
 
 
 def run(arguments: argparse.Namespace) -> None:
@@ -76,6 +77,7 @@ def run(arguments: argparse.Namespace) -> None:
         arguments.base_url,
         arguments.api_key,
         arguments.data_dir,
+        arguments.quantize,
     ) as sampler:
         session = ChatSession(sampler, sampling, arguments.system)
         at_terminal = sys.stdin.isatty()

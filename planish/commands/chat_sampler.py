@@ -150,13 +150,18 @@ def open_chat_sampler(
     base_url: str | None,
     api_key: str | None,
     data_dir: Path | None,
+    quantize: str | None = None,
 ) -> Iterator[ChatSampler]:
     """Yield the sampler of a base model, a checkpoint, or the newest checkpoint of a run
-    directory.
+    directory. `quantize`: the scheme of the base weights of an engine in this process.
     """
-    url = chosen_url(base_url, api_key, {"data_dir": data_dir})
+    url = chosen_url(base_url, api_key, {"data_dir": data_dir, "quantize": quantize})
     with as_user_errors("--base-url"):
-        service = connect(url, api_key, {}) if url else start_engine(None, data_dir, {})
+        service = (
+            connect(url, api_key, {})
+            if url
+            else start_engine(None, data_dir, {"quantize": quantize})
+        )
     try:
         with as_user_errors("--model"):
             sampler = _sampler(service, weights_of(model), renderer_name, streams=url is None)

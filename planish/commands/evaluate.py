@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 from planish.client.service_client import ServiceClient
-from planish.commands.runs import add_place_arguments
+from planish.commands.runs import add_place_arguments, add_quantize_argument
 from planish.errors import UserError, as_user_errors
 from planish.evaluation import TASKS, Results, Sampling, Task, evaluate, load_task, open_model
 from planish.evaluation.evaluate import CONCURRENCY, checked_sampling
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="chat format (default: that of the checkpoint, else that of the model)",
     )
     add_place_arguments(parser)
+    add_quantize_argument(parser)
     parser.add_argument(
         "--concurrency",
         type=int,
@@ -120,7 +121,10 @@ def _evaluate(
 ) -> Results:
     with as_user_errors("--base-url"):
         connected = ServiceClient(
-            base_url=arguments.base_url, api_key=arguments.api_key, data_dir=arguments.data_dir
+            base_url=arguments.base_url,
+            api_key=arguments.api_key,
+            data_dir=arguments.data_dir,
+            quantize=arguments.quantize,
         )
     with connected as service_client:
         with as_user_errors("--model"):

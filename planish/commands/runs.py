@@ -8,6 +8,7 @@ from pathlib import Path
 from planish.client.checkpoint_records import Records, Row, as_json, records_of
 from planish.commands.tables import print_fields, print_table, time
 from planish.errors import UserError
+from planish.model.weight_sizes import SCHEMES
 from planish.runlog.run_directory import CHECKPOINTS, weights_of
 from planish.types import CheckpointPath
 
@@ -55,6 +56,15 @@ def add_place_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="DIR",
         help="directory of this machine's checkpoints (default: PLANISH_DATA)",
+    )
+
+
+def add_quantize_argument(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that quantizes the base weights of an engine in this process."""
+    parser.add_argument(
+        "--quantize",
+        choices=SCHEMES,
+        help="quantize the base weights; a checkpoint needs the scheme that it was trained on",
     )
 
 

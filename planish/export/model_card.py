@@ -155,6 +155,11 @@ def _provenance(base: Base, update: LoraUpdate, origin: Origin) -> str:
         )
     if not base.is_own:
         notes.append("This is another base model than the adapter was trained on.")
+    if manifest is not None and manifest.quantize:
+        notes.append(
+            f"The adapter was trained on base weights quantized with {manifest.quantize}, and also "
+            "corrects their rounding errors. On other base weights its results may differ."
+        )
     if manifest is None:
         notes.append("The adapter was not saved by planish, so nothing is known of its training.")
     return "## Origin\n\n" + "\n\n".join(filter(None, [_table(rows) if rows else "", *notes]))

@@ -186,6 +186,7 @@ def _marker(
         "checkpoint": origin.name,
         "base_model": base.name if base.is_on_hub else Path(base.name).name,
         "base_weights": manifest.weights if manifest else None,
+        "base_quantization": manifest.quantize if manifest else None,
         "lora": asdict(manifest.lora) if manifest else None,
         "step": manifest.step if manifest else None,
         "rounding": rounding.share if options.format == "merged" else None,

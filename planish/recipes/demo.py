@@ -81,7 +81,8 @@ def main(config: Config) -> Path:
     shutil.rmtree(checkpoints, ignore_errors=True)
     with ServiceClient(data_dir=checkpoints, quantize=config.quantize) as service_client:
         run = train(config, service_client)
-    print(f"talk:    {python()} -m planish chat --model {run} --data-dir {checkpoints}")
+    quantize = f" --quantize {config.quantize}" if config.quantize else ""
+    print(f"talk:    {python()} -m planish chat --model {run} --data-dir {checkpoints}{quantize}")
     return run
 
 

@@ -248,6 +248,21 @@ def test_lines_of_a_pipe_are_answered(model, tmp_path, monkeypatch, capsys):
     assert answers("", "--renderer", "nothing")[0] == 1
 
 
+def test_a_checkpoint_of_quantized_weights_needs_their_scheme(model, tmp_path):
+    from planish import ServiceClient
+
+    with ServiceClient(data_dir=tmp_path, quantize="int8") as service:
+        client = service.create_lora_training_client(model, rank=4)
+        path = client.save_weights_for_sampler("final").result().path
+    with (
+        pytest.raises(UserError, match="quantize='int8'"),
+        open_chat_sampler(path, None, None, None, tmp_path),
+    ):
+        pass
+    with open_chat_sampler(path, None, None, None, tmp_path, "int8") as sampler:
+        assert sampler.name == path
+
+
 def test_a_checkpoint_selects_its_chat_format(model, tmp_path):
     from planish import ServiceClient
 
