@@ -27,6 +27,7 @@ OUTPUTS = {
     "head_low": ("lora", (4,)),
     "add_head": ("lora", (4,)),
     "product": ("matmul", (3,)),
+    "product_of_codes": ("matmul", (4,)),
     "add_lora": ("lora", (4, 7)),
     "lora_backward": ("lora", (5, 6)),
     "lora_gradients": ("lora", (8, 9)),
