@@ -396,8 +396,12 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
-    if fields.get("quantization_config"):
-        raise UnsupportedError("quantization_config is set; use the unquantized checkpoint")
+    if stored := fields.get("quantization_config"):
+        method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+        raise UnsupportedError(
+            f"quantization_config is set (quant_method {method!r}), and planish does not load such "
+            "weights; use the unquantized checkpoint, with quantize='int8' or 'nf4' to save memory"
+        )
     if family == "gemma3":
         _refuse_gemma_options(fields)
     elif fields.get("hidden_act", "silu") not in ("silu", "swish"):

@@ -36,6 +36,7 @@ from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
 _SMALLEST_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
 _GROUP = 256
+_CPU = torch.device("cpu")
 NF4_VALUES = (
     -1.0,
     -0.6961928009986877,
@@ -116,15 +117,16 @@ class Nf4Weight:
         """Quantize a weight [out, in] of any float dtype. `in` must be a multiple of 64."""
         blocks = weight.float().view(len(weight), -1, NF4_BLOCK)
         maxima = blocks.abs().amax(2)
-        values = torch.tensor(NF4_VALUES, device=weight.device)
-        codes = _nearest(_scaled(blocks, maxima), values).view(len(weight), -1, 2)
+        codes = _nearest(_scaled(blocks, maxima), _nf4_values(weight.device)).view(
+            len(weight), -1, 2
+        )
         # In float64, the mean does not depend on the number of threads. bitsandbytes computes it in
         # float32, so its last bit depends on the device.
         offset = maxima.double().mean().float()
         flat = (maxima - offset).view(-1)
         groups = F.pad(flat, (0, -len(flat) % _GROUP)).view(-1, _GROUP)
         scale_scales = groups.abs().amax(1)
-        scale_codes = _nearest(_scaled(groups, scale_scales), dynamic_values().to(weight.device))
+        scale_codes = _nearest(_scaled(groups, scale_scales), dynamic_values(weight.device))
         return cls(
             codes[..., 0] << 4 | codes[..., 1],
             scale_codes.view(-1)[: len(flat)].view(maxima.shape),
@@ -140,14 +142,14 @@ class Nf4Weight:
     @property
     def scales(self) -> Tensor:
         """The dequantized scales of the blocks: float32 [out, in / 64]."""
-        values = dynamic_values().to(self.codes.device)[self.scale_codes.int()].view(-1)
-        groups = self.scale_scales.repeat_interleave(_GROUP)[: len(values)]
+        values = dynamic_values(self.codes.device)[self.scale_codes.int()].view(-1)
+        groups = self.scale_scales[:, None].expand(-1, _GROUP).reshape(-1)[: len(values)]
         return values.mul_(groups).add_(self.offset).view(self.scale_codes.shape)
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """Return the weight [out, in] in `dtype`."""
         codes = torch.stack((self.codes >> 4, self.codes & 15), 2).int()
-        values = torch.tensor(NF4_VALUES, device=codes.device)[codes.view(-1)]
+        values = _nf4_values(codes.device)[codes.view(-1)]
         blocks = values.view(*self.scale_codes.shape, NF4_BLOCK)
         return blocks.mul_(self.scales[..., None]).view(self.shape).to(dtype)
 
@@ -181,8 +183,15 @@ def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
             )
 
 
+# Both tables are cached for each device, because a CUDA graph cannot record a copy to the GPU.
 @cache
-def dynamic_values() -> Tensor:
+def _nf4_values(device: torch.device) -> Tensor:
+    """Return NF4_VALUES as a float32 tensor."""
+    return torch.tensor(NF4_VALUES, device=device)
+
+
+@cache
+def dynamic_values(device: torch.device = _CPU) -> Tensor:
     """Return the 256 values of the codes of nf4's scales: float32, in ascending order.
 
     Values of seven orders of magnitude, where larger ones are closer together relative to their
@@ -194,7 +203,7 @@ def dynamic_values() -> Tensor:
         means = (borders[:-1] + borders[1:]) / 2.0
         for sign in (1, -1):
             found += (sign * 10 ** (exponent - 6) * means).tolist()
-    return torch.tensor(sorted(found), dtype=torch.float32)
+    return torch.tensor(sorted(found), dtype=torch.float32, device=device)
 
 
 def _scaled(rows: Tensor, maxima: Tensor) -> Tensor:
