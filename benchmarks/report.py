@@ -257,7 +257,6 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "llama": peers_table,
     "iteration": peers_table,
     "quantized": peers_table,
-    "quantized-training": peers_table,
     "busy": busy_table,
     "busy-before": busy_table,
     "growth": growth_table,

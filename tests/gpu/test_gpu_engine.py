@@ -42,6 +42,22 @@ def test_an_iteration_equals_one_on_the_cpu(service, model_of, tmp_path):
             assert tokens_of(ours.groups) == 5 * 6 * 30
 
 
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_an_iteration_on_quantized_weights_equals_one_on_the_cpu(
+    device, model_of, tmp_path, scheme
+):
+    path, runs = str(model_of("qwen3", intermediate=128)), []
+    for place in (str(device), "cpu"):
+        with planish.ServiceClient(
+            device=place, dtype="float32", quantize=scheme, data_dir=tmp_path / scheme
+        ) as service_client:
+            client = service_client.create_lora_training_client(path, rank=8, seed=0)
+            runs.append(iteration(client, WORK))
+    ours, expected = runs
+    assert ours.loss == pytest.approx(expected.loss, rel=1e-3, abs=1e-3)
+    assert tokens_of(ours.groups) == 5 * 6 * 30
+
+
 def test_training_lowers_the_loss(service, model_of):
     client = service.create_lora_training_client(str(model_of("llama")), rank=8, seed=0)
     work = answered(WORK, rollouts(client.save_weights_and_get_sampling_client(), WORK))
