@@ -53,7 +53,9 @@ class Fields:
 
     @classmethod
     def of(cls, body: bytes) -> Fields:
-        """Parse the body of a request, which must be one JSON object."""
+        """Parse the body of a request, which must be one JSON object. Raise MemoryError if there is
+        too little memory for it.
+        """
         containers = body.count(b"{") + body.count(b"[")
         for most, count, kind in (
             (MAX_CONTAINERS, containers, "objects and lists"),
@@ -64,6 +66,8 @@ class Fields:
         try:
             value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
+            if "Not enough memory" in str(error):  # which orjson reports as an invalid text
+                raise MemoryError from None
             raise UserError(f"the body is not JSON: {error}") from None
         if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
             raise UserError(

@@ -16,6 +16,16 @@ Rejected calls (503) are repeated with the same number, and failed requests with
 power fails, the disk forgets what was not synced, and the server starts again without a fault. All
 answers must be what they were. Losses, samples, and the weights and optimizer state at the end must
 equal those of a run without faults, bit for bit. A server may end by itself with an error.
+
+    python tests/server/disk_fault_run.py --every-call --record every_call.json
+
+With --every-call, one server makes many steps, each of them with one fault: forward_backward,
+optim_step and a save, during which the nth file call fails. n grows by one with every step, until a
+step ends before its nth call. After every 20 steps the power fails. Each step's metrics and the bits
+of each save must equal those of a run without faults. One more error is possible here:
+
+    allocation   the nth allocation of --allocation-kib or more by malloc and its relatives, in the
+                 server's process, returns no memory
 """
 
 from __future__ import annotations
@@ -23,6 +33,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
+import hashlib
 import shutil
 import sys
 import tempfile
@@ -67,6 +78,11 @@ class Fault:
 
 
 ERRORS = ("EIO", "ENOSPC", "full", "memory")
+CALL_ERRORS = ("EIO", "ENOSPC", "allocation")
+_STEPS_PER_LIFE = 20
+_STEPS_BEYOND = 3
+"""Steps that must end before their nth call, since the number of calls varies."""
+_MAX_CALLS = 600
 
 
 @dataclass
@@ -218,11 +234,133 @@ async def campaign(
     }
 
 
+class Steps(Script):
+    """A client that makes a step and a save again and again, with one fault in each."""
+
+    def __init__(
+        self, wire: WireClient, machine: Machine, error: str | None, allocation_bytes: int
+    ) -> None:
+        super().__init__(wire)
+        self._machine = machine
+        self._allocation_bytes = allocation_bytes
+        self._error = error
+        self._model: CrashModel | None = None
+        self._path = ""
+        self.digests: dict[int, str] = {}
+        """The digest of each step's save."""
+        self.calls = Counter[str]()
+        self.steps = 0
+        self.beyond = 0
+        """Steps one after another in which no call failed."""
+
+    @property
+    def is_done(self) -> bool:
+        return self._error is not None and self.beyond >= _STEPS_BEYOND
+
+    async def make_steps(self, last: int) -> None:
+        """Check the earlier answers, and make steps up to number `last`, or until all calls of a
+        step have failed once.
+        """
+        if self._model is None:
+            await self.client.begin()
+            self._model = await self.create(1)
+        await self.client.check_answers()
+        while self.steps < last and not self.is_done:
+            self.steps += 1
+            await self._faulty_step(self._model, self.steps)
+
+    async def _faulty_step(self, model: CrashModel, number: int) -> None:
+        shim = self._machine.shim
+        if self._error == "allocation":
+            shim.fail_allocation(number, self._allocation_bytes)
+        elif self._error is not None:
+            shim.fail(number, Fault(self._error, number).errno)
+        await self._step(model, number)
+        path = await self.save(model, f"step-{number}")
+        failed_call = shim.fields.failed_call.decode() if shim.fields.failed else ""
+        if shim.fields.failed_allocations:
+            failed_call = "allocation"
+        shim.heal()
+        shim.fields.failed = shim.fields.failed_allocations = 0
+        saved = state(self._machine.data_dir, path)
+        digest = hashlib.sha256()
+        for name in sorted(saved):
+            digest.update(name.encode() + saved[name])
+        self.digests[number] = digest.hexdigest()
+        if self._path:
+            await delete(self.client, self._path)
+        self._path = path
+        self.calls[failed_call or "none"] += 1
+        self.beyond = 0 if failed_call else self.beyond + 1
+
+
+async def play_steps(
+    machine: Machine, error: str | None, steps: int, allocation_bytes: int = 0
+) -> Steps:
+    """Make steps with a fault in each, with a power loss after every life of the server."""
+    wire = WireClient(machine.url, KEY)
+    script = Steps(wire, machine, error, allocation_bytes)
+    try:
+        while script.steps < steps and not script.is_done:
+            await machine.run(script.make_steps(min(steps, script.steps + _STEPS_PER_LIFE)))
+            machine.lose_power()
+    finally:
+        await wire.close()
+    return script
+
+
+async def every_call(
+    directory: Path, errors: list[str], limit: int, allocation_bytes: int
+) -> dict[str, Any]:
+    """Let each call of a step fail once with each error."""
+    model_dir = tiny_model(directory / "model")
+    calm: Steps | None = None
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for error in errors:
+        begun, machine = time.monotonic(), new_machine(model_dir, directory / error, 1)
+        try:
+            script = await play_steps(machine, error, limit, allocation_bytes)
+        except (AssertionError, Refused, TimeoutError, OSError) as failure:
+            wrong.append(
+                f"{error} ({machine.shim.fields.failed_call.decode()}): {failure!r}\n"
+                f"{machine.log_end()}"
+            )
+            print(wrong[-1], flush=True)
+            continue
+        finally:
+            shutil.rmtree(directory / error, ignore_errors=True)
+        if calm is None or calm.steps < script.steps:
+            calm = await play_steps(
+                new_machine(model_dir, directory / f"calm {error}"), None, script.steps
+            )
+        for number in range(1, script.steps + 1):
+            step = f"step {number}"
+            if script.facts[step] != calm.facts[step]:
+                wrong.append(f"{error} at {number}: the metrics differ")
+            if script.digests[number] != calm.digests[number]:
+                wrong.append(f"{error} at {number}: the saved state differs")
+        found[error] = {
+            "steps": script.steps,
+            "all calls of a step failed once": script.is_done,
+            "failed calls": dict(script.calls),
+            "failed requests": script.failures,
+            "ends of the server": machine.stops,
+            "power losses": machine.power_losses,
+            "seconds": round(time.monotonic() - begun),
+        }
+        print(error, found[error], flush=True)
+    return {"errors": found, "wrong": wrong}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--error", action="append", choices=ERRORS, help="may be repeated")
+    choices = sorted({*ERRORS, *CALL_ERRORS})
+    parser.add_argument("--error", action="append", choices=choices, help="may be repeated")
+    parser.add_argument("--every-call", action="store_true", help="many faults in one process")
+    parser.add_argument("--allocation-kib", type=int, default=16, help="the least size that fails")
     parser.add_argument("--first", type=int, default=1, help="the first call that fails")
     parser.add_argument("--last", type=int, default=1_000_000, help="the last call that fails")
     parser.add_argument("--step", type=int, default=1, help="try every STEPth call")
@@ -230,16 +368,18 @@ def main() -> int:
     arguments = parser.parse_args()
     if compiler() is None:
         parser.error("this run needs a C compiler (cc or gcc)")
-    with tempfile.TemporaryDirectory(prefix="planish-faults-") as directory:
-        result = asyncio.run(
-            campaign(
-                Path(directory),
-                arguments.error or list(ERRORS),
-                arguments.first,
-                arguments.last,
-                arguments.step,
-            )
-        )
+    known: tuple[str, ...] = CALL_ERRORS if arguments.every_call else ERRORS
+    errors: list[str] = arguments.error or list(known)
+    if unknown := set(errors) - set(known):
+        parser.error(f"--error {unknown.pop()}: give one of {', '.join(known)}")
+    with tempfile.TemporaryDirectory(prefix="planish-faults-") as name:
+        directory = Path(name)
+        if arguments.every_call:
+            limit = min(arguments.last, _MAX_CALLS)
+            work = every_call(directory, errors, limit, arguments.allocation_kib << 10)
+        else:
+            work = campaign(directory, errors, arguments.first, arguments.last, arguments.step)
+        result = asyncio.run(work)
     record(result, arguments.record)
     return 1 if result["wrong"] else 0
 

@@ -8,7 +8,9 @@
  *   - the calls below ROOT are counted in CONTROL, which says which of them must fail, and how;
  *   - fsync and fdatasync below ROOT return at once, because LOG defines what is on the disk. With
  *     `ignores_syncs` in CONTROL they are not recorded either;
- *   - CLOCK_REALTIME is shifted by `clock_offset` of CONTROL.
+ *   - CLOCK_REALTIME is shifted by `clock_offset` of CONTROL;
+ *   - allocations of `allocation_size` bytes or more are counted in CONTROL, which says which of them
+ *     fails: malloc, calloc, realloc, memalign and what uses them. mmap is not covered.
  *
  * A record is written after its call, under a mutex: the order of the records is the order of the
  * calls. Changes through mmap are not seen; SQLite maps only its -shm file, which no power loss
@@ -54,6 +56,10 @@ struct control {
   int64_t failed; /* calls that did fail */
   int64_t ignores_syncs;
   int64_t sync_delay; /* microseconds that a sync takes */
+  int64_t allocation_size; /* allocations of at least so many bytes count */
+  int64_t allocations;     /* since fail_allocation was set */
+  int64_t fail_allocation; /* the number of the allocation that fails, from 1; 0: none */
+  int64_t failed_allocations;
   char failed_call[64];
 };
 
@@ -478,4 +484,38 @@ time_t time(time_t *out) {
   time_t at = now() / 1000000000;
   if (out) *out = at;
   return at;
+}
+
+/* glibc's own functions, under the names that programs with a malloc of their own use. */
+extern void *__libc_malloc(size_t), *__libc_calloc(size_t, size_t), *__libc_realloc(void *, size_t),
+    *__libc_memalign(size_t, size_t);
+
+static int is_out_of_memory(size_t size) {
+  if (!control || !control->fail_allocation || (int64_t)size < control->allocation_size) return 0;
+  if (__atomic_add_fetch(&control->allocations, 1, __ATOMIC_SEQ_CST) != control->fail_allocation)
+    return 0;
+  control->failed_allocations++;
+  errno = ENOMEM;
+  return 1;
+}
+void *malloc(size_t size) { return is_out_of_memory(size) ? NULL : __libc_malloc(size); }
+void *calloc(size_t count, size_t size) {
+  size_t all;
+  if (__builtin_mul_overflow(count, size, &all) || is_out_of_memory(all)) return NULL;
+  return __libc_calloc(count, size);
+}
+void *realloc(void *old, size_t size) {
+  return is_out_of_memory(size) ? NULL : __libc_realloc(old, size);
+}
+void *memalign(size_t alignment, size_t size) {
+  return is_out_of_memory(size) ? NULL : __libc_memalign(alignment, size);
+}
+void *aligned_alloc(size_t alignment, size_t size) { return memalign(alignment, size); }
+int posix_memalign(void **out, size_t alignment, size_t size) {
+  int before = errno;
+  void *found = memalign(alignment, size);
+  errno = before;
+  if (!found) return ENOMEM;
+  *out = found;
+  return 0;
 }

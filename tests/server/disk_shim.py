@@ -30,6 +30,10 @@ class _Fields(ctypes.Structure):
         ("failed", ctypes.c_int64),
         ("ignores_syncs", ctypes.c_int64),
         ("sync_delay", ctypes.c_int64),
+        ("allocation_size", ctypes.c_int64),
+        ("allocations", ctypes.c_int64),
+        ("fail_allocation", ctypes.c_int64),
+        ("failed_allocations", ctypes.c_int64),
         ("failed_call", ctypes.c_char * 64),
     ]
 
@@ -85,9 +89,16 @@ class Shim:
         self.fields.fail_errno, self.fields.fail_count = error, count
         self.fields.fail_at = self.fields.calls + at
 
+    def fail_allocation(self, at: int, size: int) -> None:
+        """Let one allocation of at least `size` bytes fail: the `at`th from now (from 1)."""
+        self.fields.fail_allocation = 0
+        self.fields.allocations = self.fields.failed_allocations = 0
+        self.fields.allocation_size = size
+        self.fields.fail_allocation = at
+
     def heal(self) -> None:
-        """Let no further call fail."""
-        self.fields.fail_at = 0
+        """Let no further call or allocation fail."""
+        self.fields.fail_at = self.fields.fail_allocation = 0
 
 
 def configure(root: Path, log: Path, control: Path) -> None:

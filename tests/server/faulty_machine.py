@@ -9,9 +9,12 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import signal
+import sqlite3
+import tempfile
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +27,7 @@ from power_loss import LOSSES, Disk
 from server_client import BASE, RANK
 from wire_client import WireClient
 
+from planish.server.durable.store import DATABASE
 from planish.server.results import Done, Failed
 from planish.server.settings import ServerSettings
 from planish.service import CreateModel, Operation, SaveWeights
@@ -127,7 +131,7 @@ class Machine:
                 assert status in ENDS, f"the server ended with status {status}"
                 log = self.log.read_text()
                 assert "rror" in log, "the server ended without a word"
-                assert "server.db is damaged" not in log, "the database is damaged"
+                assert is_intact(self.data_dir), "the database is damaged"
                 self.shim.heal()
 
     def log_end(self, characters: int = 3000) -> str:
@@ -135,6 +139,21 @@ class Machine:
         with open(self.log, "rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - characters))
             return file.read().decode(errors="replace")
+
+
+def is_intact(data_dir: Path) -> bool:
+    """Return whether the database can be read in a copy. The server's log cannot tell, because
+    SQLite reports a read that failed with EIO as damage.
+    """
+    with tempfile.TemporaryDirectory() as copy:
+        for path in data_dir.glob(f"{DATABASE}*"):
+            if not path.name.endswith("-shm"):
+                shutil.copy(path, copy)
+        try:
+            with closing(sqlite3.connect(Path(copy) / DATABASE)) as connection:
+                return connection.execute("PRAGMA integrity_check").fetchone()[0] == "ok"
+        except sqlite3.DatabaseError:
+            return False
 
 
 class FaultClient:

@@ -324,6 +324,22 @@ def test_bodies_beyond_the_total_limit_are_rejected_with_retry_after(
     alice.post("/session_heartbeat", {"session_id": "s" * 40}, 404)  # small ones are always read
 
 
+def test_too_little_memory_for_a_body_is_no_fault_of_the_client(alice: Caller, monkeypatch):
+    """orjson reports it as an invalid text, which was answered with 400 and never sent again."""
+
+    def failing(_: bytes) -> Any:
+        message = "Not enough memory to allocate buffer for parsing"
+        raise orjson.JSONDecodeError(message, "", 0)
+
+    monkeypatch.setattr("planish.wire.fields.orjson.loads", failing)
+    answer = alice.client.post(
+        "/api/v1/session_heartbeat", json={"session_id": "a"}, headers=alice.headers
+    )
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"]
+    assert "out of memory" in answer.text
+
+
 def test_one_tenant_may_use_half_of_the_memory_for_bodies():
     room, (one, other) = context.BodyBudget(100), (Tenant("one"), Tenant("other"))
     room.reserve(one, 50)

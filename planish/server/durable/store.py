@@ -334,10 +334,11 @@ class Store:
     def _described(self, error: Exception) -> Exception:
         """Return the error to show to the operator for an error of SQLite or the disk."""
         if type(error) is sqlite3.DatabaseError:
+            # SQLite reports a read that failed with EIO as damage, too.
             return DamagedFileError(
-                f"data_dir={self.directory}: {DATABASE} is damaged ({error}); stop the server, "
-                "restore the directory from a backup, and check "
-                "the disk"
+                f"data_dir={self.directory}: {DATABASE} is damaged, or the disk failed to read it "
+                f"({error}); stop the server, check the disk, and start the server again; if this "
+                "error stays, restore the directory from a backup"
             )
         if isinstance(error, MemoryError):
             return StorageError(_OUT_OF_MEMORY)

@@ -329,6 +329,10 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
             return error_response(
                 UserError("the connection was closed before the body was complete")
             )
+        except MemoryError:
+            return error_response(
+                Unavailable("the server is out of memory; send the request again later", 1.0)
+            )
 
     return Route(API + path, answer, methods=[method])
 
