@@ -422,6 +422,39 @@ def test_owners_share_no_grammars_and_each_has_a_limit(model_dir):
     assert allowed_after(cache.start(Constraint("regex", "a0"), "second"))[0].sum() == 1
 
 
+def test_grammars_that_compile_without_end_delay_nobody(model_dir, monkeypatch):
+    cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
+    monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 0.05)
+    release = threading.Event()
+    compile_grammar = GrammarCache._compile
+
+    def slow(self: GrammarCache, constraint: Constraint) -> Any:
+        if constraint.text.startswith("slow"):
+            assert release.wait(30)
+        return compile_grammar(self, constraint)
+
+    monkeypatch.setattr(GrammarCache, "_compile", slow)
+    for number in range(grammars_module.MAX_COMPILING):
+        with pytest.raises(UserError, match=r"more than 0\.05 s to compile"):
+            cache.check(Constraint("regex", f"slow{number}"), "first")
+    with pytest.raises(UserError, match="to compile"):
+        cache.check(Constraint("regex", "a"), "first")
+    monkeypatch.setattr(grammars_module, "COMPILE_SECONDS", 30)
+    cache.check(Constraint("regex", "a"), "second")
+    release.set()
+    for number in range(grammars_module.MAX_COMPILING):
+        cache.check(Constraint("regex", f"slow{number}"), "first")
+    cache.check(Constraint("regex", "a"), "first")
+
+
+def test_the_cache_has_a_limit_for_all_owners(model_dir, monkeypatch):
+    monkeypatch.setattr(grammars_module, "MAX_GRAMMARS", 3)
+    cache = GrammarCache(lambda: load_tokenizer(model_dir), VOCAB_SIZE)
+    for owner in "abcde":
+        cache.check(Constraint("regex", "a"), owner)
+    assert len(cache) == 3
+
+
 @pytest.mark.parametrize("option", ["constraint", "min_tokens", "frequency_penalty"])
 def test_options_that_would_have_no_effect_are_rejected(sampler, option):
     value = {"constraint": JSON, "min_tokens": 2, "frequency_penalty": 1.0}[option]

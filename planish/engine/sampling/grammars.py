@@ -19,7 +19,7 @@ import json
 import os
 import threading
 import weakref
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ALL_COMPLETED, FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
@@ -39,7 +39,8 @@ COMPILE_SECONDS = 5.0
 """The maximum time that `GrammarCache.check` waits until a grammar is compiled."""
 MAX_GRAMMARS_PER_OWNER = 32
 MAX_GRAMMARS = 512
-"""Limits of the cache of compiled grammars."""
+MAX_COMPILING = 4
+"""Limits of the cache of compiled grammars, and of the threads that compile for one owner."""
 _WORKERS = min(4, os.cpu_count() or 1)
 
 _LIMITS = {
@@ -153,6 +154,9 @@ class GrammarCache:
         self._lock = threading.Lock()
         self._tokenizer_lock = threading.Lock()
         self._compiled: OrderedDict[tuple[str, Constraint], Future[Grammar]] = OrderedDict()
+        self._compilers: Counter[str] = Counter()
+        """The number of threads that compile grammars of each owner."""
+        self._uncompiled: dict[str, deque[tuple[Constraint, Future[Grammar]]]] = {}
         self._workers = ThreadPoolExecutor(_WORKERS, thread_name_prefix="planish-grammar")
         weakref.finalize(self, self._workers.shutdown, wait=False)
 
@@ -174,8 +178,8 @@ class GrammarCache:
     def start(self, constraint: Constraint, owner: str) -> GrammarState:
         """Return the state of a new sample."""
         state = GrammarState(owner)
-        # No worker may wait for a grammar, because compiling it needs a worker too. So a callback
-        # fills the state: in the thread that completes the grammar, or here if it is cached.
+        # No worker may wait for a grammar, because it would delay the masks of other owners. So a
+        # callback fills the state: in the thread that completes the grammar, or here if it is cached.
         self._grammar(constraint, owner).add_done_callback(lambda grammar: _begin(state, grammar))
         return state
 
@@ -199,7 +203,7 @@ class GrammarCache:
         with self._lock:
             future = self._compiled.get(key)
             if future is None:
-                future = self._compiled[key] = self._workers.submit(self._compile, constraint)
+                future = self._compiled[key] = self._start_compiling(constraint, owner)
                 mine = [other for other in self._compiled if other[0] == owner]
                 if len(mine) > MAX_GRAMMARS_PER_OWNER:
                     del self._compiled[mine[0]]
@@ -208,6 +212,38 @@ class GrammarCache:
             else:
                 self._compiled.move_to_end(key)
             return future
+
+    def _start_compiling(self, constraint: Constraint, owner: str) -> Future[Grammar]:
+        """Compile a grammar in one of at most MAX_COMPILING threads of its owner.
+
+        llguidance's limits do not bound the time of some grammars, such as a thousand overlapping
+        patterns, and a thread cannot be ended. Such a grammar delays only grammars of its owner. The
+        threads do not keep the process from exiting.
+        """
+        future: Future[Grammar] = Future()
+        queue = self._uncompiled.setdefault(owner, deque())
+        queue.append((constraint, future))
+        if self._compilers[owner] < MAX_COMPILING:
+            self._compilers[owner] += 1
+            threading.Thread(
+                target=self._compile_all, args=(owner, queue), name="planish-grammar", daemon=True
+            ).start()
+        return future
+
+    def _compile_all(self, owner: str, queue: deque[tuple[Constraint, Future[Grammar]]]) -> None:
+        """Compile the grammars of an owner until none is left."""
+        while True:
+            with self._lock:
+                if not queue:
+                    self._compilers[owner] -= 1
+                    if not self._compilers[owner]:
+                        del self._compilers[owner], self._uncompiled[owner]
+                    return
+                constraint, future = queue.popleft()
+            try:
+                future.set_result(self._compile(constraint))
+            except BaseException as error:
+                future.set_exception(error)
 
     def _compile(self, constraint: Constraint) -> Grammar:
         # The import of llguidance takes time and memory, so only constrained requests cause it.

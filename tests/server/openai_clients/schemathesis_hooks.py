@@ -14,8 +14,8 @@ from typing import Any
 
 import schemathesis
 
-from planish.model.sources import DEFAULT_MODEL
-
+_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""The default model. It is not imported, because the environment of schemathesis has no planish."""
 _LIMITS = {"max_tokens": 3, "max_completion_tokens": 3, "n": 2}
 
 
@@ -25,7 +25,7 @@ def map_body(context: Any, body: Any) -> Any:
     if not isinstance(body, dict):
         return body
     if isinstance(body.get("model"), str) and random.random() < 0.9:
-        body["model"] = DEFAULT_MODEL
+        body["model"] = _MODEL
     if context.operation.path.startswith("/v1"):
         for name, limit in _LIMITS.items():
             if isinstance(body.get(name), (int, float)) and body[name] > limit:
