@@ -104,8 +104,10 @@ def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
     """The prompts share prefixes, and the trainer packs them into one tree. Experts are quantized,
     and routers are not.
     """
-    sizes = {"expert_size": 64} if family == "qwen3_moe" else {"intermediate": 128}
-    tiny_model(tmp_path, family, **sizes)
+    if family == "qwen3_moe":
+        tiny_model(tmp_path, family, expert_size=64)
+    else:
+        tiny_model(tmp_path, family, intermediate=128)
     decoder = Decoder.load(tmp_path, dtype, CPU, quantize=scheme)
     found = np.abs(gap(decoder, 1.0))
     if decoder.backend.is_compiled:
