@@ -28,7 +28,7 @@ def test_the_demo_writes_one_row_a_step_and_reports_what_it_found(service, tmp_p
 def test_the_demo_names_a_command_that_talks_with_what_it_made(
     service, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setattr(demo, "ServiceClient", lambda data_dir: nullcontext(service))
+    monkeypatch.setattr(demo, "ServiceClient", lambda data_dir, quantize: nullcontext(service))
     run = demo.main(demo.Config(model_name="tiny", log_path=str(tmp_path / "demo"), steps=1))
     [command] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("talk: ")]
     _, python, *words = command.split()
