@@ -51,7 +51,7 @@ CONFIGS = {
     "qwen3_moe": partial(Qwen3MoeConfig, norm_topk_prob=True),
     "qwen3_5": partial(
         Qwen3_5TextConfig,
-        full_attention_interval=2,
+        **{"full_attention_interval": 2},  # a keyword that its signature does not list
         linear_num_key_heads=2,
         linear_num_value_heads=4,
         linear_key_head_dim=16,

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +24,9 @@ from torch import Tensor
 from planish.model.config import ModelConfig
 from planish.model.kernels.backend import LoraMatrices
 from planish.model.lora import FUSED_MODULE_NAMES, AdapterRows, LoraWeights
+
+if TYPE_CHECKING:
+    from planish.model.experts import ExpertRows
 
 _MATRICES = 4
 """The number of matrices of a site (target module): A and up to three Bs."""
@@ -93,6 +97,12 @@ class AdapterTables:
         `module`: a field of LayerLora.
         """
         self._add(x, out, sizes, layer * len(FUSED_MODULE_NAMES) + FUSED_MODULE_NAMES.index(module))
+
+    def add_expert_(
+        self, x: Tensor, out: Tensor, rows: ExpertRows, layer: int, module: str
+    ) -> None:
+        """Raise NotImplementedError: models with experts do not use these tables."""
+        raise NotImplementedError("the LoRA kernels of a GPU do not cover experts")
 
     def add_head_(self, hidden: Tensor, logits: Tensor) -> None:
         """Add the outputs of the head adapters for hidden [R, D] to `logits` [R, V], float32."""
