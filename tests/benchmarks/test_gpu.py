@@ -84,7 +84,9 @@ def test_the_shapes_are_those_of_the_models():
     assert {name: shape["hidden_size"] for name, shape in SHAPES.items()} == {
         "Qwen3-8B": 4096,
         "Qwen3-0.6B": 1024,
+        "Qwen3-30B-A3B-slice": 2048,
         "tiny": 64,
+        "tiny-experts": 64,
     }
 
 
