@@ -1,11 +1,10 @@
 """The architecture of a base model, read from a Hugging Face config.json.
 
 One decoder supports all families of `FAMILIES`, because they differ only in the fields of
-`ModelConfig`. If a config requires a feature that the
-decoder lacks, it is rejected before any weight is read, and the error names the field. Required
-dimensions must be present; any other missing field takes the default of `transformers`. A
-`ModelConfig` does not contain the model's name, so the same architecture from the hub and from a
-GGUF file compares equal.
+`ModelConfig`. A config that requires a feature that the decoder lacks is rejected before any weight
+is read, and the error names the field. Required dimensions must be present. Any other missing field
+takes the default of `transformers`. A `ModelConfig` does not contain the model's name, so the same
+architecture from the hub and from a GGUF file compares equal.
 """
 
 import hashlib
@@ -105,8 +104,8 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "full_attention_interval": 4,
     },
 }
-"""The defaults of `transformers` that differ from those of the other families. Published configs of
-Gemma 3 omit even dimensions that have these values.
+"""The defaults of `transformers` for each family, where they differ from the other families'. They
+include dimensions, because published configs of Gemma 3 omit dimensions that have their default.
 """
 
 _MINISTRAL3_ROPE = {
@@ -130,7 +129,7 @@ _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
         LayerRope("sliding_attention", theta=500_000.0, is_scaled=False),
     ),
 }
-"""The RoPE of layers without a window, and of layers with one, in families where they differ."""
+"""The families whose layer types differ in RoPE: (full-attention layers, sliding-window layers)."""
 
 
 @dataclass(frozen=True)
@@ -142,14 +141,15 @@ class DeltaNetConfig:
     layers: tuple[int, ...]
     """The indices of the decoder layers that are gated delta-net layers, ascending."""
     num_key_heads: int
-    """Queries and keys have this many heads; each serves equally many value heads."""
+    """The number of query heads, and of key heads."""
     num_value_heads: int
+    """A multiple of `num_key_heads`: consecutive value heads share one query head and key head."""
     key_dim: int
     """The size of a query or key head."""
     value_dim: int
     """The size of a value head."""
     conv_width: int
-    """The positions that the causal convolution sums, including a row's own."""
+    """The kernel size of the causal convolution, in positions."""
 
     @property
     def channels(self) -> int:
@@ -159,8 +159,9 @@ class DeltaNetConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture of a base model. UnsupportedError or DamagedFileError if the values
-    contradict each other.
+    """The architecture of a base model.
+
+    Creating one raises UnsupportedError or DamagedFileError if the values contradict each other.
     """
 
     family: Family
@@ -190,11 +191,15 @@ class ModelConfig:
     activation: Literal["silu", "gelu_tanh"] = "silu"
     """The activation function of the MLP's gate."""
     output_norms: bool = False
-    """Whether the outputs of attention and MLP pass an RMSNorm before they are added (Gemma 3)."""
+    """Whether the outputs of attention and MLP pass an RMSNorm before the residual addition (Gemma
+    3, OLMo 3).
+    """
     norm_offset: float = 0.0
-    """The number that is added to the stored weight of every RMSNorm (1 in Gemma 3)."""
+    """The number that is added to the stored weight of every RMSNorm (1 in Gemma 3 and Qwen3.5),
+    except the norms inside gated delta nets.
+    """
     embedding_scale: float = 1.0
-    """The embeddings are multiplied by this factor, after it is rounded to the model's dtype."""
+    """The factor of the embeddings. The decoder first rounds the factor to the model's dtype."""
     query_scalar: float | None = None
     """Attention scores are multiplied by query_scalar ** -0.5; None: by head_dim ** -0.5."""
     windows: tuple[int | None, ...] = ()
@@ -222,13 +227,13 @@ class ModelConfig:
     `query_scale_interval` (Ministral 3). None: they are not.
     """
     query_scale_interval: int = 1
-    """The number of positions with the same scale of queries."""
+    """The length N, in positions, of each interval with a constant factor of the queries."""
     num_experts: int = 0
     """The number of experts of each mixture-of-experts layer; 0: every layer has a dense MLP."""
     experts_per_token: int = 0
     """The number of experts that the router chooses for each token."""
     expert_size: int = 0
-    """The hidden size of each expert's MLP; `intermediate_size` is that of a dense MLP."""
+    """The intermediate size of each expert's MLP. A dense MLP has `intermediate_size` instead."""
     normalizes_expert_weights: bool = False
     """Whether the router's probabilities of the chosen experts are divided by their sum."""
     dense_layers: tuple[int, ...] = ()
@@ -321,8 +326,8 @@ class ModelConfig:
         """
         found = asdict(self)
         del found["eos_token_ids"], found["max_context"]
-        # A field that a later version of planish added must not change older models' fingerprints,
-        # because checkpoints contain them.
+        # Checkpoints contain fingerprints, so a new field of ModelConfig must not change those of
+        # existing models. Existing models have the field's default, so leave out defaults.
         for field in fields(self):
             if field.default is not MISSING and found[field.name] == field.default:
                 del found[field.name]
@@ -333,7 +338,7 @@ class ModelConfig:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. DamagedFileError if the file contains anything else."""
+    """Return the JSON object in a file. Raise DamagedFileError if it contains anything else."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -371,8 +376,8 @@ def is_multimodal(fields: Mapping[str, Any]) -> bool:
 def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the config of the text model inside a multimodal config.
 
-    A text model's config is returned as it is. TypeError if `text_config` is not an object,
-    UnsupportedError if the text model is not supported.
+    A text model's config is returned unchanged. Raises TypeError if `text_config` is not an object,
+    and UnsupportedError if the text model is not supported.
     """
     if not is_multimodal(fields):
         return dict(fields)
@@ -485,14 +490,14 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
         return ()
     window = positive(fields, "sliding_window")
     if window >= context and family not in _LAYER_ROPES:
-        # No token reaches beyond such a window. In families whose RoPE differs between layer
-        # types, the window also says which RoPE a layer has.
+        # A window that covers the whole context masks nothing. The families of _LAYER_ROPES keep
+        # it anyway, because the window also determines which RoPE a layer uses.
         return ()
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _alternating(layers: int, period: int) -> list[str]:
-    """Return layer types of which every `period`-th has no window."""
+    """Return the types of `layers` layers. Every `period`-th layer has full attention."""
     kinds = ("sliding_attention", "full_attention")
     return [kinds[(layer + 1) % period == 0] for layer in range(layers)]
 
@@ -579,7 +584,7 @@ def _layers_without_rope(fields: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` in which only this family differs from the others."""
+    """Return the fields of `ModelConfig` that are specific to this family."""
     if family == "smollm3":
         return {"layers_without_rope": _layers_without_rope(fields)}
     if family == "gemma3":

@@ -1,7 +1,7 @@
 """The decoder of the families in config.py: Llama 3.x, Mistral, Qwen3, Gemma 3 and others.
 
-These models share RMSNorm, RoPE, grouped-query attention and a gated MLP, or several of them in a
-mixture of experts.
+These models share RMSNorm, RoPE and grouped-query attention. Each layer has a gated MLP or a
+mixture of experts, whose experts are gated MLPs.
 
 The decoder receives a flat list of T rows, each a token with a position. It knows nothing about
 sequences. The trainer or the sampler passes in an `attend` function, which decides how rows attend
@@ -57,7 +57,7 @@ class DenseMLP:
 
 @dataclass(frozen=True)
 class Layer:
-    """The frozen weights of one decoder layer."""
+    """The frozen weights of one decoder layer. A norm is None if the model does not have it."""
 
     input_norm: Tensor | None
     qkv: PackedLinear
@@ -72,8 +72,8 @@ class Layer:
     """The RoPE table of this layer. Layers with the same RoPE settings share one table."""
     delta_net: DeltaNetWeights | None = None
     """The weights of a gated delta net; None in a layer with attention. In a gated delta-net layer,
-    `qkv` is the projection to the inputs of the convolution and to the output gate, `o` is the
-    output projection, and `rope` is not used.
+    `qkv` computes the inputs of the convolution and of the output gate. `o` is the output
+    projection, and `rope` is not used.
     """
 
 
@@ -106,7 +106,7 @@ class Decoder:
         recurrent = config.delta_net.layers if config.delta_net is not None else ()
         kinds = (config.attention_layers, recurrent)
         self._numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
-        """The number of each layer among the layers with attention, or among the others."""
+        """For each layer, its index among the layers of its kind (attention or gated delta net)."""
         self.head_order: Tensor | None = None
         """The order of each head's dimensions in queries and keys: int64 [E] (see
         `paired_halves`). None: the checkpoint's order.
@@ -115,7 +115,8 @@ class Decoder:
             order = paired_halves(config.head_dim, config.rotary_dims)
             self.head_order = order.to(backend.device)
         self.query_scales: Tensor | None = None
-        """The factor of the queries at each position: float32 [max_context]. None: they have none.
+        """The factor of the queries at each position: float32 [max_context]. None: the model does
+        not scale queries by position.
         """
         if config.query_scale_beta is not None:
             beta, interval = config.query_scale_beta, config.query_scale_interval
@@ -213,7 +214,7 @@ class _Forward:
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
     numbers: Mapping[int, int]
-    """The number of each layer among the layers with attention, or among those without."""
+    """For each layer, its index among the layers of its kind (attention or gated delta net)."""
     recurrence: Recurrence | None = None
     query_scales: Tensor | None = None
     """The factor of each row's queries: float32 [T, 1, 1]."""
@@ -225,10 +226,10 @@ class _Forward:
     ) -> tuple[Tensor, Tensor]:
         """Run one decoder layer, whose input is the float32 hidden state x + residual [T, D].
 
-        `residual` is the output of the previous layer's MLP, or None in the first layer. The two
-        summands are separate, because a fused kernel adds them and computes the layer's input norm.
-        Return the hidden state after this layer's attention, and the output of its MLP: the same
-        two arguments for the next layer.
+        `residual` is the output of the previous layer's MLP, or None in the first layer. It is not
+        yet added to `x`, because one fused kernel computes both the sum and its RMSNorm. Return the
+        hidden state after this layer's attention, and the output of its MLP. They are `x` and
+        `residual` of the next layer.
         """
         x, h = self.add_norm(x, residual, layer.input_norm)
         projected = self.linear(h, layer.qkv, index, "attn_in")
@@ -249,7 +250,10 @@ class _Forward:
         return self.linear(gated(self.backend, gate_up), mlp.down, layer, "mlp_out")
 
     def attention(self, projected: Tensor, layer: Layer, index: int) -> Tensor:
-        """Return the attention output [T, Hq * E] of projected queries, keys and values."""
+        """Return the attention output [T, Hq * E].
+
+        `projected`: queries, keys and values side by side, as the output of `layer.qkv`.
+        """
         config, gate = self.backend.config, None
         if config.output_gate:
             # q_proj has the query and the gate of each head side by side.
@@ -266,7 +270,8 @@ class _Forward:
     ) -> Tensor:
         """Return the gated outputs [T, Hv * Dv] of a gated delta net before the output projection.
 
-        `h`: the layer's normed input [T, D]. `projected`: [T, C + Hv * Dv].
+        `h`: the layer's normed input [T, D]. `projected`: the inputs of the convolution and of the
+        output gate, [T, C + Hv * Dv] (see model/delta_net.py for the symbols).
         """
         config = self.backend.config.delta_net
         assert config is not None
@@ -327,8 +332,8 @@ class _Forward:
     def linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
         """Return the outputs [T, out] of the linears that share the input `x` [T, in].
 
-        The outputs include the adapters of the rows. `module`: the target module, a field of
-        LayerLora.
+        The LoRA outputs of each row's adapter are already added. `module`: the name of the target
+        module, a field of LayerLora.
         """
         if self.adapters is None:
             return adapted_linear(self.backend, x, linear, None)
@@ -441,7 +446,7 @@ class _Loader:
         """Return the weights of the gated delta net whose weight names start with `prefix`."""
 
         def wide(name: str) -> Tensor:
-            # These weights are not rounded to the model's dtype, because they are not in a matmul.
+            # No matmul reads these weights, so they stay float32.
             return self.weights[prefix + name].to(self.backend.device, torch.float32)
 
         projections = self.several([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])

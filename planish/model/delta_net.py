@@ -7,7 +7,8 @@ corrected towards the position's value:
     S = decay * S;  S = S + k (beta * (v - S^T k))^T;  output = S^T q
 
 Sampler and trainer compute this recurrence position by position, in the same order of operations.
-So neither the batch nor the position at which a computation starts changes a bit.
+So the results are batch-invariant. They also have the same bits if the computation continues from a
+stored state.
 
 Shapes: T rows, C channels of the convolution, W its width, Hk key heads, Hv value heads, Dk and Dv
 the sizes of a key and a value head.
@@ -26,9 +27,11 @@ from planish.model.kernels.linear import PackedLinear
 from planish.model.positions import STATE_CHUNK
 
 BLOCK = 32
-"""The positions whose states the backward pass keeps at a time."""
+"""The number of consecutive positions whose states the backward pass has in memory at a time."""
 BLOCK_ENTRIES = 1 << 26
-"""The maximum entries of these states. Heads are computed in groups if all of them exceed it."""
+"""The maximum total size of the states of one block, in numbers. If the states of all heads would
+exceed it, the backward pass processes the heads in groups.
+"""
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,9 @@ class DeltaNetWeights:
     """The frozen weights of one gated delta-net layer, besides the linears that adapters train."""
 
     beta_decay: PackedLinear
-    """The inputs of beta and of the decay: [T, 2 * Hv]."""
+    """The linears in_proj_b and in_proj_a, with the outputs [T, 2 * Hv]. Beta and the decay are
+    computed from these outputs.
+    """
     conv: Tensor
     """float32 [C, W]; the last column belongs to a row's own position."""
     decay_rate: Tensor
@@ -51,7 +56,7 @@ class RecurrentState:
     """The state of one sequence after some position, in all gated delta-net layers."""
 
     def __init__(self, config: DeltaNetConfig, dtype: torch.dtype, device: torch.device) -> None:
-        """Create the state before position 0, which is 0. `dtype`: the dtype of the model."""
+        """Create the state before position 0, all zeros. `dtype`: the dtype of the model."""
         layers = len(config.layers)
         self.conv = torch.zeros(
             layers, config.conv_width - 1, config.channels, dtype=dtype, device=device
@@ -80,11 +85,11 @@ def state_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
 
 
 def sampling_bytes(config: ModelConfig, dtype: torch.dtype, samples: int, rows: int) -> int:
-    """Return the estimated workspace of a sampler step for gated delta-net layers.
+    """Return the estimated bytes of workspace that gated delta-net layers need in a sampler step.
 
-    `samples`: the most samples of a decoding step. `rows`: the most rows of a prefill. The
-    workspace has the float32 inputs of one layer, three matrices per head of each sequence, and the
-    states at the borders of the prefill's chunks.
+    `samples`: the maximum number of samples in a decoding step. `rows`: the maximum number of rows
+    in a prefill. The workspace contains the float32 inputs of one layer, three matrices per head of
+    each sequence, and the states at the ends of the prefill's chunks.
     """
     delta_net = config.delta_net
     if delta_net is None:
@@ -107,9 +112,9 @@ def stored_bytes(delta_net: DeltaNetConfig, dtype: torch.dtype) -> int:
 
 
 def backward_bytes(config: ModelConfig, rows: int) -> int:
-    """Return the estimated bytes of the states that the backward pass of one layer computes again.
+    """Return the estimated bytes of the states that the backward pass of one layer recomputes.
 
-    `rows`: the rows of the micro-batch. 0 for a model without gated delta-net layers.
+    `rows`: the rows of the micro-batch. The result is 0 for a model without gated delta-net layers.
     """
     delta_net = config.delta_net
     if delta_net is None:
@@ -122,9 +127,9 @@ def backward_bytes(config: ModelConfig, rows: int) -> int:
 class StateRun:
     """Rows start .. stop - 1 of a batch, which are consecutive positions of one sequence.
 
-    The run continues `before`, and `after` receives the state after its last row. `after` may be
-    the same object. If `before` is the `after` of an earlier run, the two runs are computed in
-    their order.
+    The run starts from the state `before`, and `after` receives the state after its last row.
+    `before` and `after` may be the same object. A run whose `before` is the `after` of an earlier
+    run is computed after that run.
     """
 
     start: int
@@ -148,5 +153,5 @@ Recurrence = Callable[[int, DeltaNetInputs], Tensor]
 """The recurrence of one forward pass: (number of the gated delta-net layer, inputs) -> outputs,
 float32 [T, Hv, Dv].
 
-It knows which rows are consecutive positions, and where states are stored.
+The function knows which rows are consecutive positions, and where the states are stored.
 """

@@ -1,13 +1,13 @@
 """A mixture of experts: the MLP of a layer in which each token uses a few of many small MLPs.
 
-The router gives each expert a probability, in float32. The experts with the largest probabilities
-compute the token, and their outputs are added, weighted by the probabilities. The router is frozen,
-but gradients pass through its probabilities to the layer's input.
+For each token, the router gives each expert a probability, in float32. Only the k experts with the
+largest probabilities process the token. The layer's output is the sum of their outputs, weighted by
+the probabilities. The router is frozen, but gradients pass through its probabilities to the layer's
+input.
 
-Rows are sorted by expert, so that each expert multiplies all of its rows at once. Sampler and
-trainer choose experts with the same code. A row's result does not depend on the other rows of the
-batch: the matmuls are batch-invariant if the backend is, and the outputs of a token's experts are
-added in the order of their probabilities.
+Rows are sorted by expert, so that one matmul computes all rows of an expert. Sampler and trainer
+choose experts with the same code. The outputs of a token's experts are added in the order of their
+probabilities. So the layer is batch-invariant if the backend's matmuls are.
 
 Shapes: T rows of a batch, D hidden, N experts, k experts per token, P = T * k pairs of a row and
 an expert, I hidden size of an expert, r rank.
@@ -49,7 +49,7 @@ class ExpertRows:
         self.num_rows, self.per_row = chosen.shape
         flat = chosen.flatten()
         sorted_experts, self.order = flat.sort(stable=True)
-        """`order`: int64 [P]. Pair i of the sorted pairs is pair order[i] of `chosen`, flattened."""
+        """`order`: int64 [P]. Sorted pair i is pair order[i] of `chosen`, flattened."""
         self.rows = self.order // self.per_row
         """int64 [P]: the row of each sorted pair."""
         self._experts = sorted_experts
@@ -57,7 +57,7 @@ class ExpertRows:
 
     @cached_property
     def _keys(self) -> np.ndarray:
-        """Ascending numbers of the sorted pairs: expert * T + row."""
+        """The sort key of each sorted pair, expert * T + row: int64 [P], ascending."""
         keys: np.ndarray = (self._experts * self.num_rows + self.rows).cpu().numpy()
         return keys
 
@@ -67,8 +67,10 @@ class ExpertRows:
         return self.parts_of(0, self.num_rows)
 
     def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return where each expert's pairs of the rows start .. stop - 1 begin and how many there
-        are: two int64 arrays [N].
+        """Return the range of each expert's pairs of the rows start .. stop - 1: two int64 arrays
+        [N].
+
+        The first array has the index of the first sorted pair, the second the number of pairs.
         """
         first = np.arange(self._num_experts) * self.num_rows
         begin = np.searchsorted(self._keys, first + start)
@@ -128,7 +130,7 @@ def mixture_of_experts(
 def route(
     backend: Backend, x: Tensor, router: PackedLinear, *, training: bool
 ) -> tuple[Tensor, ExpertRows]:
-    """Return the weights of each row's experts, float32 [T, k], and the rows by expert.
+    """Choose each row's experts. Return their weights, float32 [T, k], and the sorted pairs.
 
     `x`: [T, D]. `training`: the rows are a micro-batch of the trainer, with gradients.
     """
@@ -144,7 +146,8 @@ def route(
     chosen = order[:, : config.experts_per_token].contiguous()
     weights = probabilities.gather(1, chosen)
     if config.normalizes_expert_weights:
-        # torch's sum over the last dimension may add in another order for another number of rows.
+        # Add column by column, because the order of torch's sum over the last dimension may depend
+        # on the number of rows.
         total = weights[:, :1]
         for column in weights[:, 1:].split(1, 1):
             total = total + column
@@ -166,10 +169,11 @@ class _Run:
 class _Experts(torch.autograd.Function):
     """The experts with one adapter or none, and their gradients.
 
-    Only the input, the output of gate and up, and the LoRA hidden states are stored. The backward
-    pass recomputes the activations. It does not need the outputs of the experts: the gradient of a
-    pair's weight, the dot product of the output with its gradient, equals the dot product of the
-    activations with theirs, because the output is linear in the activations.
+    Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
+    stored. The backward pass recomputes the activations, but not the experts' outputs. The gradient
+    of a pair's weight is the dot product of the expert's output with the output's gradient. The
+    output is linear in the activations. So the dot product of the activations with their gradient
+    has the same value, and the backward pass computes that one.
     """
 
     @staticmethod
@@ -192,8 +196,9 @@ class _Experts(torch.autograd.Function):
         backend, rows = run.backend, run.rows
         hidden = activated(backend, gate_up)
         of_pair = weights.flatten()[rows.order].unsqueeze(1)
-        # The LoRA gradients get the pair's weight through their other factors, so that `of_hidden`
-        # stays without it until the gradient of the weight is computed.
+        # The gradient of the pair's weight needs `of_hidden` without that weight. So `grad` is not
+        # multiplied with the weights here. The LoRA gradients are products with `hidden` and
+        # `low_out`, so these two are multiplied instead.
         narrow = of_pair.to(hidden.dtype)
         given = (hidden * narrow, None if low_out is None else low_out * narrow)
         of_hidden, grads_out = _backward(
@@ -272,7 +277,8 @@ def _backward(
 def _added(values: Tensor, rows: ExpertRows, weights: Tensor | None = None) -> Tensor:
     """Return the weighted sum over each row's experts, [T, D], in the dtype of `values` [P, D].
 
-    `weights`: [T, k]; None stands for 1. The sum is float32, in the order of the columns.
+    `weights`: [T, k]; None stands for 1. The terms are added in float32, one column of `weights`
+    after another.
     """
     by_row = rows.by_row(values)
     total: Tensor | None = None

@@ -8,8 +8,10 @@ FUSED_MODULES = (
     ("mlp.gate_proj", "mlp.up_proj"),
     ("mlp.down_proj",),
 )
-"""The linears of a decoder layer, grouped by the input that they read, in the field order of
-`LayerLora`. `fused_modules` returns those of a layer of a model.
+"""The linears of an ordinary layer: with attention, a dense MLP and separate projections.
+
+Linears that read the same input form a group. The groups are in the field order of `LayerLora`. The
+other kinds of layers have other groups (see `fused_modules`).
 """
 _JOINED_MODULES = (
     ("self_attn.qkv_proj",),
@@ -17,13 +19,14 @@ _JOINED_MODULES = (
     ("mlp.gate_up_proj",),
     ("mlp.down_proj",),
 )
+"""The linears of a layer with fused projections (Phi-3, Phi-4)."""
 _EXPERT_MODULES = (
     *FUSED_MODULES[:2],
     ("mlp.experts.gate_up_proj",),
     ("mlp.experts.down_proj",),
 )
-"""The linears of a layer with a mixture of experts. Each name of an expert's linear stands for the
-linears of all experts. Gate and up share one A, as in PEFT.
+"""The linears of a layer with a mixture of experts. One name stands for that linear in all experts
+of the layer. Gate and up share one A, as in PEFT.
 """
 _DELTA_NET_MODULES = (
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
@@ -34,8 +37,9 @@ _DELTA_NET_MODULES = (
 
 
 def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
-    """Return the linears of a decoder layer by the names in the checkpoint, grouped by the input
-    that they read, in the field order of `LayerLora`.
+    """Return the checkpoint names of a decoder layer's linears, in the field order of `LayerLora`.
+
+    Linears that read the same input form a group.
     """
     if model.delta_net is not None and layer in model.delta_net.layers:
         return _DELTA_NET_MODULES
@@ -51,14 +55,14 @@ def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
 
 
 def num_experts_of(model: ModelConfig, names: tuple[str, ...]) -> int:
-    """Return the number of experts that a group of linears stands for; 0 for single linears."""
+    """Return the number of experts if the group `names` belongs to the experts, else 0."""
     return model.num_experts if names[0].startswith("mlp.experts.") else 0
 
 
 def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
     """Return the shape (out, in) of the linear `name` of a layer, such as "self_attn.q_proj".
 
-    For "mlp.experts.gate_up_proj" and "mlp.experts.down_proj" it is the shape of each expert's.
+    For "mlp.experts.gate_up_proj" and "mlp.experts.down_proj", the shape is that of one expert.
     """
     if name.startswith("mlp.experts."):
         is_down = name.endswith("down_proj")

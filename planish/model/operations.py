@@ -3,7 +3,7 @@
 Each operation stores less for its backward pass than autograd would, and calls one kernel where
 autograd would call several.
 
-Shapes: T rows, H heads, E head_dim, I columns between the linears of the MLP.
+Shapes: T rows, H heads, E head_dim, I intermediate size of the MLP.
 """
 
 from __future__ import annotations
@@ -124,12 +124,16 @@ class _Rope(torch.autograd.Function):
 
 
 def reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Return x [..., E] with the last dimension in the order of the permutation `order`, int64 [E]."""
+    """Return x [..., E] with its last dimension permuted by `order`, int64 [E]."""
     return _Reorder.apply(x, order)  # type: ignore[no-any-return]
 
 
 class _Reorder(torch.autograd.Function):
-    """The gradient is reordered back. Autograd would add it to zeros entry by entry."""
+    """A permutation whose backward pass selects with the inverse permutation.
+
+    Autograd's backward of `index_select` would add the gradient to a tensor of zeros instead, which
+    is slower.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor) -> Tensor:
@@ -187,7 +191,7 @@ def gated_output(x: Tensor, gate: Tensor) -> Tensor:
 
 
 class _GatedOutput(torch.autograd.Function):
-    """A gate of the attention output, computed in float32. Backward computes it again."""
+    """The gate of the attention output, in float32. The backward pass recomputes the sigmoid."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""Quantized base weights: what the schemes mean, in torch.
+"""The quantization schemes of base weights, and their reference implementation in torch.
 
-A quantized weight has codes of 8 or 4 bits and float32 scales. Dequantizing it gives a weight of
-the model's dtype, and every matmul has the same bits as a matmul with that weight. So a quantized
-model is exactly the model of its dequantized weights. Sampler and trainer read the same codes.
+A quantized weight has codes of 8 or 4 bits and float32 scales. Dequantizing it gives a weight in
+the model's dtype. Every matmul gives bit for bit the result of a matmul with that dequantized
+weight. So a quantized model is exactly the model of its dequantized weights. Sampler and trainer
+read the same codes.
 
 The linears of the decoder layers are quantized. Embeddings, head, norms, biases and routers keep
 the model's dtype.
@@ -10,10 +11,11 @@ the model's dtype.
 int8 (`Int8Weight`): each output channel has the scale max |w| / 127, and the code of a weight is
 the nearest integer to w / scale.
 
-nf4 (`Nf4Weight`, Dettmers et al. 2023): blocks of 64 weights of an output channel. A code is the
-index of the nearest of 16 values to w / (max |w| of its block). The maxima are quantized too, in
-groups of 256: their mean is subtracted, and a code is the index of the nearest of 256 values. Codes
-and values are those of bitsandbytes.
+nf4 (`Nf4Weight`, Dettmers et al. 2023): each output channel is divided into blocks of 64 weights.
+The scale of a block is its max |w|. The code of a weight is the index of the value nearest to w /
+scale, among 16 fixed values. The scales are quantized too. The mean of all scales is subtracted,
+and groups of 256 scales share a float32 scale of their own. Their codes are indices into 256 fixed
+values. Codes and values are those of bitsandbytes.
 
 Shapes: out, in: outputs and inputs of a linear.
 """
@@ -36,6 +38,7 @@ from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
 _SMALLEST_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
 _GROUP = 256
+"""The number of nf4 scales that share a scale of their own."""
 _CPU = torch.device("cpu")
 NF4_VALUES = (
     -1.0,
@@ -108,7 +111,7 @@ class Nf4Weight:
     scale_codes: Tensor
     """uint8 [out, in / 64]: indices into `dynamic_values`."""
     scale_scales: Tensor
-    """float32 [blocks / 256, rounded up]: the scales of the scales, for all blocks in order."""
+    """float32 [blocks / 256, rounded up]: the scale of each group of 256 scales, in block order."""
     offset: Tensor
     """float32, a scalar: the mean of the scales."""
 
@@ -192,10 +195,10 @@ def _nf4_values(device: torch.device) -> Tensor:
 
 @cache
 def dynamic_values(device: torch.device = _CPU) -> Tensor:
-    """Return the 256 values of the codes of nf4's scales: float32, in ascending order.
+    """Return the 256 values that the codes of nf4's scales stand for: float32, ascending.
 
-    Values of seven orders of magnitude, where larger ones are closer together relative to their
-    size (Dettmers et al. 2022, as in bitsandbytes).
+    The values span seven orders of magnitude. Each order of magnitude has twice as many values as
+    the next smaller one (Dettmers et al. 2022, as in bitsandbytes).
     """
     found = [0.0, 1.0]
     for exponent in range(7):

@@ -46,8 +46,10 @@ class RotaryEmbedding:
         device: torch.device,
         rotary_dims: int | None = None,
     ) -> None:
-        """Compute the tables. With `rope` None, every angle is 0, so queries and keys stay as they
-        are. The pairs after the first rotary_dims / 2 get the angle 0, too.
+        """Compute the tables.
+
+        If `rope` is None, every angle is 0, so queries and keys do not change. If `rotary_dims` is
+        given, only the first rotary_dims / 2 pairs are rotated. The other pairs get the angle 0.
         """
         if rope is None:
             self.cos = torch.ones(max_context, head_dim // 2, device=device)
@@ -86,12 +88,13 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> Tensor:
 
 
 def paired_halves(head_dim: int, rotary_dims: int) -> Tensor:
-    """Return the order of a head's dimensions in which each rotated pair is (i, i + head_dim / 2):
-    int64 [E].
+    """Return a permutation of a head's dimensions that adapts partial RoPE to the kernels: int64
+    [E].
 
-    RoPE of the first `rotary_dims` dimensions pairs i with i + rotary_dims / 2. The kernels pair
-    the halves of the whole head. In the new order both are the same, and the dimensions without
-    RoPE are pairs with the angle 0. Attention scores do not depend on the order.
+    Partial RoPE pairs dimension i with i + rotary_dims / 2, and the kernels pair i with i +
+    head_dim / 2. The permutation moves each rotated pair to positions that the kernels pair. The
+    remaining dimensions form pairs with the angle 0. Permuting queries and keys alike does not
+    change the attention scores.
     """
     rotated, rest = torch.arange(rotary_dims).chunk(2), torch.arange(rotary_dims, head_dim).chunk(2)
     return torch.cat([rotated[0], rest[0], rotated[1], rest[1]])

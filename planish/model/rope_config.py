@@ -1,14 +1,14 @@
 """The RoPE settings of a base model, read from a Hugging Face config.json.
 
-Two kinds of RoPE scaling depend on the length of the sequence in `transformers`. Keys of the first
-tokens would then have to change while a sample grows. planish supports both up to the length at
-which they change, so that sampler and trainer rotate alike:
+In `transformers`, two kinds of RoPE scaling use other frequencies for long sequences. If a growing
+sample passed that length, the keys in its KV cache would have the wrong frequencies. So planish
+limits the context of both kinds to the length at which the frequencies change:
 
-- dynamic (NTK): `transformers` scales beyond max_position_embeddings. Up to that length the
-  frequencies are the unscaled ones.
+- dynamic (NTK): `transformers` scales the frequencies of sequences longer than
+  max_position_embeddings. planish always uses the unscaled frequencies.
 - longrope: `transformers` changes from `short_factor` to `long_factor` beyond
-  original_max_position_embeddings, so the context ends there. If both lists are equal, nothing
-  changes, and the context is max_position_embeddings.
+  original_max_position_embeddings, so the context ends there. If both lists are equal, the
+  frequencies never change, and the context is max_position_embeddings.
 """
 
 import math
@@ -67,9 +67,10 @@ class LongRopeScaling:
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding of the first dimensions of a head, by default of all (see
-    `ModelConfig.rotary_dims`). It pairs dimension i with dimension i + rotary_dims / 2 (not
-    interleaved).
+    """The base and the scaling of a rotary position embedding (RoPE).
+
+    RoPE rotates the first `rotary_dims` dimensions of each head (see `ModelConfig.rotary_dims`). It
+    pairs dimension i with dimension i + rotary_dims / 2; it is not interleaved.
     """
 
     theta: float
@@ -78,21 +79,25 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LayerRope:
-    """How the config of a family whose layer types differ in RoPE names one layer type's RoPE."""
+    """Where config.json has the RoPE settings of one layer type, and their defaults.
+
+    Only families whose layer types differ in RoPE need it.
+    """
 
     layer_type: str
     """The key of the layer type's settings in `rope_parameters` (transformers 5)."""
     theta_key: str = "rope_theta"
-    """The field of theta in configs of older versions."""
+    """The field with theta in configs of transformers 4."""
     theta: float = 10000.0
     """The default of theta."""
     is_scaled: bool = True
-    """Whether `rope_scaling` of older versions applies to the layer type."""
+    """Whether the field `rope_scaling` of transformers 4 applies to the layer type."""
 
 
 def rope_parameters(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `rope_scaling` (older versions) or `rope_parameters` (transformers 5), or an empty
-    object.
+    """Return the field `rope_scaling` (transformers 4) or `rope_parameters` (transformers 5).
+
+    The result is empty if the config has neither. Raises TypeError if the field is not an object.
     """
     found = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
     if not isinstance(found, Mapping):
@@ -123,7 +128,7 @@ def read_rope(fields: Mapping[str, Any], layer: LayerRope | None = None) -> Rope
         )
     kind = given.get("rope_type", given.get("type", "default"))
     if kind in ("default", "dynamic"):
-        # Up to max_position_embeddings, dynamic scaling is no scaling (see the module docstring).
+        # Dynamic scaling begins beyond max_position_embeddings, where planish's context ends.
         return RopeConfig(theta)
     if kind == "linear":
         return RopeConfig(theta, LinearRopeScaling(number(given, "factor")))
@@ -150,7 +155,11 @@ def read_rope(fields: Mapping[str, Any], layer: LayerRope | None = None) -> Rope
 
 
 def rotary_dims(fields: Mapping[str, Any], head_dim: int) -> int | None:
-    """Return the number of rotated dimensions by `partial_rotary_factor`; None stands for all."""
+    """Return the number of dimensions of each head that RoPE rotates; None stands for all.
+
+    The field `partial_rotary_factor` gives their share of the head. Raises UnsupportedError if the
+    number is odd, or not between 1 and `head_dim`.
+    """
     share = rope_parameters(fields).get("partial_rotary_factor")
     share = fields.get("partial_rotary_factor") if share is None else share
     dims = int(head_dim * number({"share": 1.0 if share is None else share}, "share"))
@@ -177,7 +186,8 @@ def max_context(fields: Mapping[str, Any], rope: RopeConfig) -> int:
 
 
 def _original_context(fields: Mapping[str, Any], parameters: Mapping[str, Any]) -> int:
-    # Phi-3 has the field outside of rope_scaling, and there it takes precedence.
+    # Phi-3 has this field at the top level of config.json. That value takes precedence over the
+    # one inside rope_scaling.
     key = "original_max_position_embeddings"
     return positive(fields if fields.get(key) is not None else parameters, key)
 

@@ -1,4 +1,4 @@
-"""The size of base weights in memory, by formula, with and without quantization.
+"""Formulas for the memory of base weights, with and without quantization.
 
 This module does not import torch, because commands that list models do not need it.
 """
@@ -30,8 +30,8 @@ def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
 def linear_bytes(config: ModelConfig, scheme: str) -> int:
     """Return the bytes of the quantized weights: their codes and scales.
 
-    int8: a byte for each weight and four for each output. nf4: half a byte for each weight, a byte
-    for each 64 weights, and four bytes for each 64 * 256 weights.
+    int8 takes one byte per weight and four bytes per output. nf4 takes half a byte per weight, one
+    byte per 64 weights, and four bytes per 64 * 256 weights.
     """
     shapes = quantized_shapes(config).values()
     if scheme == "int8":
@@ -43,7 +43,7 @@ def linear_bytes(config: ModelConfig, scheme: str) -> int:
 def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) -> int:
     """Return the bytes of one copy of all weights.
 
-    `itemsize`: the bytes of a number that is not quantized. `scheme`: a name in SCHEMES, or None.
+    `itemsize`: the bytes of an unquantized number. `scheme`: a name in SCHEMES, or None.
     """
     return kept_bytes(config, itemsize, scheme) + (linear_bytes(config, scheme) if scheme else 0)
 
