@@ -1,7 +1,7 @@
 """Convert a GGUF file to an ordinary Hugging Face directory, which the rest of planish can read.
 
-The weights are dequantized to bfloat16. Three differences between the formats would make a model
-silently wrong if they were ignored:
+The weights are dequantized to bfloat16. Four differences between the formats would make a model
+silently wrong if the conversion ignored them:
 
 1. The order of rows in the query and key projections of Llama, SmolLM3 and Ministral 3. GGUF stores
    the interleaved RoPE order. Hugging Face pairs the two halves of a head. For the other families,
@@ -9,8 +9,8 @@ silently wrong if they were ignored:
 2. The pre-tokenizer. A GGUF file contains only its name. planish rejects names whose rules it does
    not know, because a similar rule would tokenize most texts correctly and some wrongly.
 3. The weights of Gemma's norms. GGUF stores them with 1 added.
-4. RoPE scaling. GGUF stores that of Llama 3.1 as a table of divisors. The converter finds the
-   parameters that give this table, and rejects any other table.
+4. RoPE scaling. For Llama 3.1, GGUF stores a table of divisors instead of the parameters. The
+   converter finds the parameters that give this table, and rejects any other table.
 
 The conversion is atomic: it writes a temporary directory, loads it back, checks it against its own
 config, and renames it.
@@ -68,6 +68,7 @@ TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
+"""The Hugging Face name of each tensor of a layer, by its name in GGUF."""
 OUTPUT_NORM_NAMES = TENSOR_NAMES | {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
@@ -87,7 +88,7 @@ NAMES = {
     "phi3": FUSED_NAMES,
     "qwen3moe": EXPERT_NAMES,
 }
-"""The names of a layer's tensors by architecture, where they differ from TENSOR_NAMES."""
+"""The names of a layer's tensors by architecture. TENSOR_NAMES applies to all others."""
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -100,21 +101,22 @@ ARCHITECTURES = {
     "olmo2": "Olmo3ForCausalLM",
     "phi3": "Phi3ForCausalLM",
 }
-"""The architecture in config.json of each architecture of GGUF. Files of Mistral models name llama
-as their architecture, or mistral3 if the model came with a vision tower.
+"""The architecture to write to config.json, by the file's general.architecture. Files of Mistral
+models name llama as their architecture, or mistral3 if the model came with a vision tower.
 """
 
 INTERLEAVED = ("llama", "smollm3", "mistral3")
 """The architectures whose query and key rows GGUF stores in the interleaved RoPE order."""
 
 ROPE_TABLES = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors of RoPE scaling, which become fields of config.json."""
+"""The tensors with RoPE scaling. The conversion writes their contents to config.json."""
 
 OUTER_NAMES = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output_norm.weight": "model.norm.weight",
     "output.weight": "lm_head.weight",
 }
+"""The Hugging Face name of each tensor outside the layers, by its name in GGUF."""
 
 _SPACE = "\u2581"
 """The character that SentencePiece writes for a space."""
@@ -136,11 +138,11 @@ SPLITS = {
     "tekken": TEKKEN_SPLIT,
     "gpt-4o": GPT4O_SPLIT,
 }
-"""The pre-tokenizers that split a text by a regular expression."""
+"""The regular expression of each pre-tokenizer that splits a text with one."""
 
 IGNORES_MERGES = ("llama-bpe", "tekken")
-"""The pre-tokenizers whose tokenizers take a word that is a token as it is, and add the token of
-the beginning by default.
+"""The pre-tokenizers whose tokenizers apply no merges to a word that is itself a token. By default,
+these tokenizers also add the BOS token.
 """
 
 
@@ -158,8 +160,9 @@ class GGUFFile:
         return str(self.metadata.get("general.architecture"))
 
     def field(self, name: str, default: Any = None) -> Any:
-        """Return a metadata field of the architecture, such as "block_count". DamagedFileError if
-        the field is missing and there is no default.
+        """Return a metadata field of the architecture, such as "block_count".
+
+        Raises DamagedFileError if the field is missing and there is no default.
         """
         value = self.metadata.get(f"{self.architecture}.{name}", default)
         if value is None:
@@ -170,8 +173,10 @@ class GGUFFile:
 
 
 def read_gguf(path: str | Path) -> GGUFFile:
-    """Open a GGUF file. UnknownModelError if there is no file, DamagedFileError if it is truncated
-    or not a GGUF file.
+    """Open a GGUF file.
+
+    Raises UnknownModelError if there is no file, and DamagedFileError if the file is truncated or
+    not a GGUF file.
     """
     path = Path(path)
     if not path.is_file():
@@ -188,12 +193,13 @@ def read_gguf(path: str | Path) -> GGUFFile:
 
 
 def convert_gguf(path: str | Path, directory: str | Path) -> Path:
-    """Convert the GGUF file `path`, of one of ARCHITECTURES, to a Hugging Face directory in bfloat16,
-    and return the directory.
+    """Convert the GGUF file `path` to a Hugging Face directory in bfloat16; return the directory.
 
-    An existing `directory` is left unchanged, even if another process creates it during the
-    conversion. Raises UnsupportedError, DamagedFileError or StorageError; no directory is then left
-    behind.
+    The file's architecture must be one of ARCHITECTURES. An existing `directory` is left unchanged,
+    even if another process creates it during the conversion.
+
+    Raises UnknownModelError, UnsupportedError, DamagedFileError or StorageError. A failed
+    conversion leaves no directory behind.
     """
     directory = Path(directory)
     if directory.exists():
@@ -375,8 +381,9 @@ def _head_dim(source: GGUFFile) -> int:
 
 
 def _shortest_decimal(value: float) -> float:
-    """Return the float with the shortest decimal form that rounds to the same float32. A GGUF file
-    contains 9.99999975e-06 where the model's author wrote 1e-05.
+    """Return the float with the shortest decimal form that rounds to the same float32.
+
+    For example, a GGUF file contains 9.99999975e-06 where the model's author wrote 1e-05.
     """
     return float(str(np.float32(value)))
 
@@ -409,7 +416,8 @@ def _yarn(source: GGUFFile) -> dict[str, Any]:
         "beta_fast": "rope.scaling.yarn_beta_fast",
         "beta_slow": "rope.scaling.yarn_beta_slow",
         "llama_4_scaling_beta": "attention.temperature_scale",
-        # A file has only one of the two; in the models that have them, they are equal.
+        # GGUF has one field for mscale and mscale_all_dim, which are equal in the models that have
+        # them.
         "mscale": "rope.scaling.yarn_log_multiplier",
         "mscale_all_dim": "rope.scaling.yarn_log_multiplier",
     }
@@ -428,16 +436,16 @@ def _longrope(source: GGUFFile) -> dict[str, Any]:
     original = source.field("rope.scaling.original_context_length")
     default = math.sqrt(1 + math.log(max(1.0, length / original)) / math.log(original))
     stored = source.field("rope.scaling.attn_factor", default)
-    # config.json usually leaves this factor out.
+    # Published configs usually omit this factor, so omit it if it has its default.
     own = {} if math.isclose(stored, default, rel_tol=1e-5) else {"attention_factor": stored}
     return {"rope_type": "longrope", **factors, **own}
 
 
 def _llama3_scaling(source: GGUFFile) -> dict[str, Any] | None:
-    """Return the scaling of Llama 3.1 and later that gives the file's table of divisors.
+    """Return the RoPE scaling of Llama 3.1 and later that gives the file's table of divisors.
 
-    All of these models have the same bounds of the frequency bands and differ in `factor`, which
-    is the largest divisor.
+    In all of these models, the frequency bands have the same bounds. The models differ only in
+    `factor`, which is the largest divisor of the table.
     """
     table = _table(source, "rope_freqs.weight")
     if (table == 1).all():
@@ -500,8 +508,9 @@ def _tensors(source: GGUFFile) -> dict[str, torch.Tensor]:
 
 
 def _tensor_name(name: str, architecture: str) -> str:
-    """Return the Hugging Face name of a GGUF tensor. An unknown name is returned unchanged, so that
-    the check in `load_weights` reports it.
+    """Return the Hugging Face name of a GGUF tensor.
+
+    An unknown name is returned unchanged, so that the check in `load_weights` reports it.
     """
     names = NAMES.get(architecture, TENSOR_NAMES)
     parts = name.split(".")
@@ -587,9 +596,9 @@ def _byte_level(source: GGUFFile, vocab: Mapping[str, int], pre: str) -> Tokeniz
 def _sentencepiece(source: GGUFFile, vocab: Mapping[str, int], kinds: Sequence[int]) -> Tokenizer:
     """Return the tokenizer of a SentencePiece BPE model, which has scores instead of merges.
 
-    SentencePiece merges the two neighbours whose joint piece has the highest score. So the merges
-    are all splits of a piece into two pieces, ordered by the score of the joint piece. Characters
-    outside the vocabulary become their UTF-8 bytes.
+    SentencePiece merges the two neighbours whose joint piece has the highest score. So the list of
+    merges contains every split of a piece into two pieces, ordered by the score of the joint piece.
+    Characters outside the vocabulary become their UTF-8 bytes.
     """
     table = source.metadata
     if table.get("tokenizer.ggml.add_space_prefix", True):

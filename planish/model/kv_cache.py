@@ -4,9 +4,9 @@ A `KVPool` has slots of one capacity. Its slots in use are always 0 .. n - 1, be
 moves into any gap. So a whole pool is one matmul operand, and no gathering is needed. The GPU
 kernels look up the address of each slot, so a GPU's pools leave gaps open (`GappedKVPool`).
 
-Capacities are multiples of SPAN positions, because each matmul of attention sums the values of SPAN
-positions (model/positions.py). On a CPU a full slot moves to a pool of about twice the capacity. On
-a GPU a sample gets a slot of its final capacity at once.
+Attention sums the values of SPAN positions in one matmul, so capacities are multiples of SPAN
+(model/positions.py). On a CPU, a sample with a full slot moves to a pool of about twice the
+capacity. On a GPU, a sample gets a slot of its final capacity at once.
 
 Prompts and sampled tokens are in different pools, so that all samples of a prompt share its slot.
 A span is never split between the two slots: samples share only the whole spans of the prompt, and
@@ -168,7 +168,7 @@ class KVPool:
         )
 
     def write(self, slot: int, start: int, chunk: tuple[Tensor, Tensor]) -> None:
-        """Write `chunk`, the result of an earlier `read`, into a slot from position `start` on."""
+        """Write `chunk`, the result of an earlier `read`, into a slot, starting at `start`."""
         for layer in range(self.spec.layers):
             stop = start + chunk[0].shape[2]
             self.keys[layer][slot, :, start:stop] = chunk[0][layer]
@@ -236,8 +236,8 @@ class KVPool:
         self.reallocations += 1
 
     def _empty(self, slots: int) -> Tensor:
-        # Masked positions get weight 0, but uninitialised memory may contain NaN or inf, and 0
-        # times those is NaN. So the memory must be zeroed.
+        # Masked positions get weight 0, but 0 times NaN or inf is NaN, and uninitialised memory may
+        # contain both. So the memory must be zeroed.
         size = (slots, self.spec.heads, self.capacity, self.spec.head_dim)
         return torch.zeros(size, dtype=self.spec.dtype, device=self.spec.device)
 

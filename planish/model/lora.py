@@ -35,9 +35,10 @@ has the adapter of gate_up_proj, its outer one the adapter of down_proj.
 
 
 def expert_matrices(a: Tensor, b: Tensor, experts: int) -> tuple[Tensor, Tensor]:
-    """Return A [experts, rank, in] and B [experts, out, rank] of PEFT's matrices of all experts.
+    """Split PEFT's joint matrices of all experts; return A [experts, rank, in] and B [experts, out,
+    rank].
 
-    `a`: [experts * rank, in]. `b`: [out, rank * experts].
+    `a`: PEFT's A, [experts * rank, in]. `b`: PEFT's B, [out, rank * experts].
     """
     # The columns of B are ordered by rank first and by expert second.
     return a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
@@ -52,7 +53,9 @@ class Entry:
     target: str
     """Name of the linear that the matrix adapts: "model.layers.0.self_attn.q_proj"."""
     shape: tuple[int, ...]
-    """(rank, in) for A, (out, rank) for B. A third dimension in front is that of the experts."""
+    """(rank, in) for A, (out, rank) for B. For linears of experts, the number of experts comes
+    first: (experts, rank, in) and (experts, out, rank).
+    """
     offset: int
     """Index of the matrix's first number in the flat vector."""
 
@@ -72,7 +75,7 @@ class Entry:
 
     @property
     def file_shape(self) -> tuple[int, ...]:
-        """The shape of the matrix in PEFT's files, which have no third dimension."""
+        """The shape of the matrix in PEFT's files, where all matrices are two-dimensional."""
         if len(self.shape) == 2:
             return self.shape
         experts, rows, columns = self.shape
@@ -111,7 +114,10 @@ class LayerLora:
     mlp_out: LoraMatrices | None
 
     def target(self, module: str) -> LoraMatrices | None:
-        """Return the matrices of a target module, a field of this class; None if it has none."""
+        """Return the matrices of a target module, or None if the adapter does not train it.
+
+        `module`: the name of a field of this class.
+        """
         found: LoraMatrices | None = getattr(self, module)
         return found
 
@@ -124,8 +130,10 @@ class LoraLayout:
     """The matrices of an adapter and their positions in the flat vector."""
 
     ALPHA = 32
+    """The numerator of the LoRA scaling alpha / rank."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
+        """Lay out the adapter `lora` of `model`: its rank, and which linears it trains."""
         self.model = model
         self.lora = lora
         self.scaling = self.ALPHA / lora.rank
@@ -220,7 +228,9 @@ class LoraWeights:
         ]
         matrices = [found.get(target) for target in targets]
         self.packed = backend.pack_adapter(matrices)
-        """The packed matrices of all layers, ordered by layer; None if torch computes them."""
+        """The matrices of all layers, packed for the backend's kernels. None if the backend
+        computes LoRA with torch.
+        """
         targets_of_layers = _with_packed(matrices, self.packed)
         head = [found.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
@@ -301,6 +311,7 @@ class LoraStack:
     """
 
     def __init__(self, members: Sequence[LoraWeights]) -> None:
+        """Stack the adapters, which must have the same layout."""
         self.members = tuple(members)
         self.layers = [
             LayerLora(
@@ -325,7 +336,7 @@ def _stacked(sites: Sequence[LoraMatrices | None]) -> LoraMatrices | None:
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """The adapter that rows start .. stop - 1 of a batch use; None is the base model alone."""
+    """The adapter that rows start .. stop - 1 of a batch use. None: the base model alone."""
 
     start: int
     stop: int

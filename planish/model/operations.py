@@ -131,8 +131,8 @@ def reorder(x: Tensor, order: Tensor) -> Tensor:
 class _Reorder(torch.autograd.Function):
     """A permutation whose backward pass selects with the inverse permutation.
 
-    Autograd's backward of `index_select` would add the gradient to a tensor of zeros instead, which
-    is slower.
+    Autograd's backward of `index_select` would add the gradient to a tensor of zeros, entry by
+    entry.
     """
 
     @staticmethod

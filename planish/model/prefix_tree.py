@@ -10,7 +10,8 @@ dropped.
 The layout does not build trees. It sorts the sequences; each sequence then adds only the tokens
 after its common prefix with the previous sequence. That costs one sort and one pass over the
 tokens, for any prefix length. A micro-batch is a run of consecutive sorted sequences, so it depends
-on the datums alone and not on their order. The runs are cut where the sequences share little.
+on the datums alone and not on their order. `_cut` prefers borders where neighbouring sequences
+share short prefixes, because both micro-batches compute the prefix.
 """
 
 from __future__ import annotations
@@ -61,6 +62,7 @@ class Packed:
     """For each of `datums`, an array with the row of each of its positions."""
 
     def __len__(self) -> int:
+        """Return the number of rows, T."""
         return len(self.tokens)
 
 
@@ -110,10 +112,10 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
 
-    The cost of a micro-batch start .. stop - 1 depends only on its start. Extending the range at
-    either end never reduces its number of rows. So the starts with which the rows fit into the
-    budget form a sliding window. A monotonic queue keeps the cheapest start of the window at its
-    head, and one pass over the sequences is enough.
+    The cost of a micro-batch start .. stop - 1 depends only on `start`. For each stop, the starts
+    whose rows fit into the budget are consecutive. As stop grows, the first of these starts never
+    decreases, so they form a sliding window. A monotonic queue has the cheapest start of the window
+    at its head. So one pass over the sequences is enough.
     """
     n = len(lengths)
     total = [

@@ -32,12 +32,13 @@ INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
-"""The prefixes of the text model's tensors in a multimodal checkpoint, and what they stand for."""
+"""The prefixes of the text model's tensors in a multimodal checkpoint, with their replacements."""
 _SKIPPED_PREFIXES = tuple(
     f"{outer}{part}."
     for outer in ("", "model.")
     for part in ("vision_tower", "multi_modal_projector", "visual", "mtp")
 )
+"""The prefixes of tensors that a text model does not need."""
 _SAMPLED_BLOCKS = 64
 _BLOCK_BYTES = 4096
 _log = logging.getLogger(__name__)
@@ -47,9 +48,11 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
     """Return the tensors of `expected_shapes(config)` by Hugging Face name, memory-mapped on CPU.
 
     `lm_head.weight` is absent if the head is tied. The text model's tensors in a multimodal
-    checkpoint get the names of a text model, and the others are skipped. Raises UnknownModelError (no weights),
-    UnsupportedError (pickled or quantized weights), DamagedFileError (a truncated file, or tensors
-    that are missing, unexpected or of the wrong shape).
+    checkpoint get the names of a text model, and all other tensors are skipped.
+
+    Raises UnknownModelError (no weights), UnsupportedError (pickled or quantized weights), or
+    DamagedFileError (a truncated file, or tensors that are missing, unexpected or of the wrong
+    shape).
     """
     directory = Path(directory)
     with ExitStack() as stack:
@@ -97,8 +100,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield "input_layernorm.weight", (hidden,)
         if config.output_norms:
             yield "pre_feedforward_layernorm.weight", (hidden,)
-    # With norms of outputs, this is the norm of the attention's output; otherwise of the MLP's
-    # input.
+    # This name is that of the norm of the attention's output if the family has output norms.
+    # Otherwise, it is that of the norm of the MLP's input.
     yield "post_attention_layernorm.weight", (hidden,)
     if config.output_norms:
         yield "post_feedforward_layernorm.weight", (hidden,)
@@ -114,7 +117,7 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
 def _delta_net_shapes(
     delta_net: DeltaNetConfig, hidden: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the weights of a gated delta net that `fused_modules` does not name."""
+    """Yield name and shape of each weight of a gated delta net that adapters never train."""
     heads = delta_net.num_value_heads
     yield "linear_attn.in_proj_b.weight", (heads, hidden)
     yield "linear_attn.in_proj_a.weight", (heads, hidden)
@@ -125,8 +128,10 @@ def _delta_net_shapes(
 
 
 def weight_files(directory: str | Path) -> list[str]:
-    """Return the names of a model directory's safetensors files. A single file takes precedence
-    over an index. UnknownModelError if there are no weights, UnsupportedError if they are pickled.
+    """Return the names of a model directory's safetensors files.
+
+    A single file takes precedence over an index. Raises UnknownModelError if there are no weights,
+    UnsupportedError if the weights are pickled, and DamagedFileError if the index is damaged.
     """
     directory = Path(directory)
     if (directory / SINGLE_FILE).is_file():
@@ -225,11 +230,11 @@ class _Stored:
 
 
 def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
-    """Yield a tensor under the names of `expected_shapes`.
+    """Yield a tensor, or its part for each expert, under the names of `expected_shapes`.
 
-    transformers 5 keeps the weights of all experts of a layer in two tensors: gate_up_proj
-    [experts, 2 * inner, hidden] and down_proj [experts, hidden, inner]. They are split here, as on
-    the hub each expert has its own tensors.
+    In checkpoints on the hub, each expert has its own tensors. transformers 5 instead stores two
+    tensors for all experts of a layer: gate_up_proj [experts, 2 * inner, hidden] and down_proj
+    [experts, hidden, inner]. This function splits them.
     """
     layer, separator, part = name.rpartition(".experts.")
     if not separator or part not in ("gate_up_proj", "down_proj") or len(stored.shape) != 3:
@@ -246,9 +251,9 @@ def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
 
 
 def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _Stored]:
-    """Return the stored tensors by their name in a text model, without those of other towers.
+    """Return the text model's stored tensors by their name in a text model.
 
-    DamagedFileError if two files hold the same tensor.
+    Raises DamagedFileError if two files contain the same tensor.
     """
     files: dict[str, _Stored] = {}
     skipped: list[str] = []
@@ -275,7 +280,10 @@ def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _
 
 
 def text_name(stored: str) -> str:
-    """Return the name in a text model of a tensor or module of a multimodal or text model."""
+    """Return a tensor's or module's name in a text model.
+
+    `stored`: its name in a multimodal or text model.
+    """
     for prefix, replacement in _TEXT_PREFIXES.items():
         if stored.startswith(prefix):
             return replacement + stored[len(prefix) :]

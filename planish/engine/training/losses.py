@@ -30,7 +30,9 @@ from planish.errors import UnsupportedError, UserError
 from planish.service import SUBSTITUTE_REMEDY
 
 Inputs = Mapping[str, Tensor]
+"""The `loss_fn_inputs` of one datum by name, except target_tokens."""
 Config = Mapping[str, float]
+"""The options of a loss by name, including the defaults."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,8 @@ class Loss:
     many_targets: bool = False
     """Whether target_tokens may be [N, K]."""
     factors: tuple[str, ...] = ()
-    """Names of the inputs of which one must be nonzero for a position to contribute. If the first
-    of them is not given, every position contributes.
+    """Names of inputs. A position contributes to the loss if at least one of them is nonzero there.
+    If the datum lacks the first of them, every position contributes.
     """
 
     def contributes(self, inputs: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
@@ -68,9 +70,9 @@ class Loss:
 def cross_entropy(logprobs: Tensor, inputs: Inputs, config: Config) -> Tensor:
     """Return -sum w l.
 
-    The weights `w` may have any sign. Without weights, all are 1 (our choice). Targets [N, K] are K
-    candidates per position. The loss is linear in w. So with the weights w = -dL/dl it has the same
-    gradient as any other loss L of the logprobs.
+    The weights `w` may have any sign. Missing weights mean 1 everywhere (our choice). Targets [N,
+    K] are K candidates per position. The gradient with respect to l is -w. So this loss can stand
+    for any loss L of the logprobs: the weights w = -dL/dl give the gradient of L.
     """
     weights = inputs.get("weights")
     return -(logprobs.sum() if weights is None else (weights * logprobs).sum())

@@ -45,6 +45,7 @@ from planish.service import complete_config
 from planish.types import Datum, ForwardBackwardOutput, TensorData
 
 OUTPUT_TYPE = "ArrayRecord"
+"""The `loss_fn_output_type` of every result."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ class TrainerSettings:
         layers = range(config.num_layers)
         layer = attention + max(self._mlp_bytes(backend, rank, layer) for layer in layers)
         if config.delta_net is not None:
-            # The rest of a gated delta-net layer is like that of a layer with attention.
+            # Estimate a gated delta-net layer as a layer with attention plus the tensors that only
+            # a gated delta net stores.
             layer += stored_bytes(config.delta_net, backend.dtype)
         if self.recomputes(tokens):
             # The backward pass needs the activations of at most two layers at a time, and the
@@ -420,9 +422,9 @@ def _ratio_range(call: _Call, logprobs: Mapping[int, np.ndarray]) -> tuple[float
         inputs = call.batch.examples[datum].inputs
         gaps.append((values - inputs["logprobs"])[inputs["advantages"] != 0])
     joined = np.concatenate(gaps)
-    # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700.
-    # Larger differences are possible here, because some losses stay finite: ppo clips the ratio,
-    # and dro squares the difference instead of computing a ratio.
+    # math.exp raises OverflowError beyond 709, so `_exp` clips the logprob difference at 700. The
+    # check for finite losses does not exclude larger differences: ppo clips the ratio, and dro
+    # squares the difference instead of computing a ratio.
     return (_exp(joined.min()), _exp(joined.max())) if joined.size else None
 
 

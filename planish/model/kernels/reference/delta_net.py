@@ -1,13 +1,13 @@
 """The recurrence of gated delta-net layers in torch, for training and for the sampler.
 
-Every row is computed by the same elementwise operations and the same sums over the size of a head,
-whatever else is in the batch. Elementwise torch operations that call `exp` differ in the last bit
-between whole vector registers and the remaining elements. So on a CPU they run in float64 and are
-rounded to float32, which hides that difference.
+The recurrence is batch-invariant: each row is computed by the same elementwise operations and the
+same sums over the size of a head. On a CPU, torch has two versions of `exp`, whose last bits
+differ: one for whole vector registers and one for the remaining elements of a tensor. So on a CPU,
+operations that call `exp` run in float64 and are rounded to float32, which hides the difference.
 
-The backward pass stores only the inputs of a layer. It computes the states again from the roots of
-the prefix trees, and keeps those of `BLOCK` positions at a time. The gradient of a parent's state
-is the sum of its children's gradients, in the order of the rows.
+Only the inputs of a layer are stored for the backward pass. It recomputes the states, starting at
+the roots of the prefix trees, and has those of `BLOCK` positions in memory at a time. The gradient
+of a parent's state is the sum of its children's gradients, in the order of the rows.
 
 Shapes: T rows, C channels, W width of the convolution, Hk key heads, Hv value heads, Dk and Dv the
 sizes of a key and a value head, n sequences that are computed at the same time.
@@ -53,7 +53,10 @@ class _Level:
 
 
 def _levels(spans: Sequence[tuple[int, int]], parents: Sequence[int]) -> list[_Level]:
-    """Group runs by the number of their ancestors. A parent comes before its children."""
+    """Group runs by their number of ancestors, so that parents are computed before their children.
+
+    `parents`: the index of each run's parent, or -1. It must be less than the run's own index.
+    """
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -104,7 +107,7 @@ class SequenceRecurrence:
     def __init__(
         self, runs: Sequence[StateRun], rows: int, config: DeltaNetConfig, device: torch.device
     ) -> None:
-        """`runs`: all rows of the batch except padding. `rows`: the rows of the batch, T."""
+        """`runs`: all rows of the batch except padding. `rows`: the number of rows T of the batch."""
         self._runs, self._rows, self._config = runs, rows, config
         run_after = {id(run.after): index for index, run in enumerate(runs)}
         parents = [
@@ -113,7 +116,8 @@ class SequenceRecurrence:
         ]
         self._parents = parents
         self._levels = _levels([(run.start, run.stop) for run in runs], parents)
-        # The windows of the convolution are W - 1 rows per run in front of the batch's rows.
+        # The convolution reads one tensor: first W - 1 rows per run, from the run's stored state,
+        # and then the rows of the batch. `previous` has the row of each row's previous position.
         width = config.conv_width - 1
         first = width * len(runs)
         previous = np.arange(-1, first + rows - 1)
@@ -134,7 +138,7 @@ class SequenceRecurrence:
         mixed = _ConvSilu.apply(inputs.qkv, windows, self._taps, weights.conv)
         parts = _prepared(self._config, mixed, inputs.beta_decay, weights)
         out = mixed.new_zeros(self._rows, self._config.num_value_heads, self._config.value_dim)
-        # Row -1 of the convolution's input is 0, the input before position 0.
+        # Append a row of zeros. The index -1, which stands for positions before 0, selects it.
         given = torch.cat([windows, inputs.qkv, inputs.qkv.new_zeros(1, inputs.qkv.shape[1])])
         ends = given[self._last_taps[:, 1:]]
         self._scan(layer, parts, out)
@@ -153,9 +157,10 @@ class SequenceRecurrence:
 
 
 def _taps(previous: np.ndarray, width: int) -> Tensor:
-    """Return the rows that the convolution reads for each row: int64 [T, W], the own row last.
+    """Return the indices of the W rows that the convolution reads for each row: int64 [T, W].
 
-    `previous`: the row of the position before, or -1 at position 0.
+    The last index is the row itself. -1 stands for a position before 0. `previous`: for each row,
+    the index of the row of the previous position, or -1.
     """
     found = [np.arange(len(previous))]
     for _ in range(width - 1):
@@ -165,11 +170,13 @@ def _taps(previous: np.ndarray, width: int) -> Tensor:
 
 
 class _ConvSilu(torch.autograd.Function):
-    """silu of the causal convolution, float32 [T, C]. It keeps only its input for backward."""
+    """SiLU of the causal convolution, float32 [T, C]. Backward recomputes the convolution."""
 
     @staticmethod
     def forward(ctx, x: Tensor, windows: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-        """`x`: [T, C]. `windows`: rows in front of `x`. `taps`: rows of both; -1 stands for 0."""
+        """`x`: [T, C]. `windows`: rows that precede `x`. `taps`: indices into the joint rows of
+        `windows` and `x`; -1 stands for a row of zeros.
+        """
         ctx.save_for_backward(x, taps, weight)
         found = _convolved(torch.cat([windows, x]), taps, weight)
         return found.mul_(sigmoid(found))
@@ -180,14 +187,15 @@ class _ConvSilu(torch.autograd.Function):
         found = _convolved(x, taps, weight)
         gate = sigmoid(found)
         grad = grad * (gate * (1 + found * (1 - gate)))
-        total = grad.new_zeros(x.shape[0] + 1, x.shape[1])  # row -1 collects the taps without a row
+        # The additional last row receives the gradients of taps before position 0 (index -1).
+        total = grad.new_zeros(x.shape[0] + 1, x.shape[1])
         for tap in range(taps.shape[1]):
             total.index_add_(0, taps[:, tap] % len(total), grad * weight[:, tap])
         return total[:-1].to(x.dtype), None, None, None
 
 
 def _convolved(x: Tensor, taps: Tensor, weight: Tensor) -> Tensor:
-    wide = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()  # row -1 is 0
+    wide = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()  # The index -1 selects the zeros.
     total = wide[taps[:, 0]] * weight[:, 0]
     for tap in range(1, taps.shape[1]):
         total += wide[taps[:, tap]] * weight[:, tap]
@@ -210,7 +218,10 @@ Parts = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 def _prepared(
     config: DeltaNetConfig, mixed: Tensor, beta_decay: Tensor, weights: DeltaNetWeights
 ) -> Parts:
-    """Return the inputs of the recurrence; q and k have a unit L2 norm, q times Dk ** -0.5."""
+    """Return the inputs of the recurrence, from the convolution's output `mixed` [T, C].
+
+    q and k are divided by their L2 norms, and q is then multiplied by Dk ** -0.5.
+    """
     keys = config.num_key_heads * config.key_dim
     q, k, v = mixed.split([keys, keys, mixed.shape[1] - 2 * keys], 1)
     q, k = (_unit(x.unflatten(1, (-1, config.key_dim))) for x in (q, k))
@@ -266,8 +277,8 @@ def _step_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return the gradients of q, k, v, decay and beta of one position.
 
-    `before`: the state before the position. `grad`: the gradient of the output. `grad_state`: that
-    of the state after the position, which becomes that of the state before it.
+    `before`: the state before the position. `grad`: the gradient of the output. `grad_state`: the
+    gradient of the state after the position. It is replaced in place by the gradient of `before`.
     """
     q, k, v, decay, beta = parts
     decayed = before * decay[..., None, None]
@@ -326,7 +337,7 @@ class _TreeScan(torch.autograd.Function):
 def _scan_levels(
     levels: Sequence[_Level], parents: Sequence[int], parts: Sequence[Tensor], out: Tensor | None
 ) -> list[Tensor]:
-    """Compute all levels from zero states, and return the initial states of each level."""
+    """Compute all levels, with zero states at the roots; return each level's initial states."""
     _, heads, key_dim = parts[0].shape
     zero = parts[0].new_zeros(heads, key_dim, parts[2].shape[2])
     after: dict[int, Tensor] = {}
