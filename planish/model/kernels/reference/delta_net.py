@@ -107,7 +107,7 @@ class SequenceRecurrence:
     def __init__(
         self, runs: Sequence[StateRun], rows: int, config: DeltaNetConfig, device: torch.device
     ) -> None:
-        """`runs`: all rows of the batch except padding. `rows`: the number of rows T of the batch."""
+        """`runs`: all rows of the batch except padding. `rows`: the number of rows, T."""
         self._runs, self._rows, self._config = runs, rows, config
         run_after = {id(run.after): index for index, run in enumerate(runs)}
         parents = [
