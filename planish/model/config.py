@@ -266,6 +266,7 @@ class ModelConfig:
         return self.local_rope if has_own and self.local_rope is not None else self.rope
 
     def __post_init__(self) -> None:
+        """Raise UnsupportedError or DamagedFileError if the values contradict each other."""
         if self.query_scalar is not None and (not self.qk_norm or self.joint_qk_norm):
             raise UnsupportedError(
                 f"query_pre_attn_scalar is {self.query_scalar}; the decoder supports it only with norms of queries"
