@@ -1,8 +1,8 @@
-"""Sampling from adjusted logits: penalties of repeated tokens, and tokens that are not allowed.
+"""Sampling from adjusted logits: penalties for repeated tokens, and masks of allowed tokens.
 
-A batch may contain both adjusted and unadjusted rows. `sample_tokens` always samples the unadjusted
-rows, so their tokens do not depend on the adjusted rows. The log normalizers are always those of
-the logits before all adjustments.
+A batch may contain both adjusted and unadjusted rows. The unadjusted rows are sampled by
+`sample_tokens`, as in a batch without adjusted rows. So their tokens do not depend on the adjusted
+rows. The log normalizers are always those of the logits before all adjustments.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ threads, which release the interpreter lock: a mask is computed while the decode
 step. llguidance's own limits (`_LIMITS`) end each of these computations after some tenths of a
 second, however malicious the grammar is.
 
-Where only one text can follow, such as a property name, llguidance names its tokens. These *forced
-tokens* are not sampled. The sampler feeds them to the decoder together, in one step.
+Where only one text can follow, such as a property name, llguidance returns the tokens of that text.
+These *forced tokens* are not sampled. The sampler feeds them to the decoder together, in one step.
 
 llguidance's masks have one bit per token of the vocabulary, and one bit for an end token. Only
 llguidance knows the end token; the model never sees it. The end token's bit says whether the text
@@ -64,10 +64,11 @@ _END = "<|planish: end of the text|>"
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """Where a mask of llguidance has the bits of the model's tokens and of the end token."""
+    """The bit positions of the model's tokens and of the end token in llguidance's masks."""
 
     vocab_size: int
     end: int
+    """The id of the end token, which is also the position of its bit."""
 
     def read(self, matcher: LLMatcher) -> Mask:
         """Compute the mask of a matcher's next token."""

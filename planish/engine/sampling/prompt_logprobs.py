@@ -1,4 +1,4 @@
-"""Prompt scores: the logprobs and alternative tokens that a request wants of its prompt.
+"""Prompt scores: the logprobs and alternative tokens that a request asks for.
 
 There are four kinds: the prompt's logprobs, the top-k logprobs, the logprobs of given target
 tokens, and alternative tokens sampled at every position. The alternative tokens use the request's

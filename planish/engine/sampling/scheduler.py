@@ -33,8 +33,8 @@ if TYPE_CHECKING:  # These classes hold tensors, which the scheduler only passes
 
 _MAX_ALTERNATIVES = 1 << 18
 """The maximum number of alternative tokens (prompt_alt_tokens_k per prompt position) that one step
-samples. Sampling this many tokens takes some tenths of a second. A step may exceed this limit for
-one chunk of one prompt, because smaller pieces of a prompt are not prefilled.
+samples. Sampling this many tokens takes some tenths of a second. If a single chunk of a prompt
+exceeds the limit, the step samples its tokens nevertheless, because a chunk cannot be divided.
 """
 
 
@@ -195,9 +195,9 @@ class RunningSample:
     def awaits_mask(self) -> bool:
         """Whether no token can be sampled in this step, because the mask is missing.
 
-        A sample joins its first step only after its first mask is computed. A later mask is
-        computed while the decoder runs, so the sample joins a step whose mask is still missing. If
-        that step ends without the mask, the sample waits until the mask is ready.
+        A sample joins its first step only after its first mask is computed. Later masks are
+        computed while the decoder runs, so the sample joins a later step before its mask is ready.
+        If that step ends without the mask, the sample waits until the mask is ready.
         """
         grammar = self.grammar
         if grammar is None or grammar.is_ready:
@@ -225,8 +225,9 @@ class Scheduler:
 
         `max_batch` limits the running samples, `max_positions` the reserved KV cache positions, and
         `max_prefill_tokens_per_step` the prompt tokens of one step. `chunk`: the positions of one
-        prefix cache entry. `state_positions`: the positions that each prompt and each sample
-        reserves for its recurrent state, which has the size of their keys and values.
+        prefix cache entry. `state_positions`: the size of one recurrent state, expressed as the
+        number of positions whose keys and values take as much memory. Each prompt and each sample
+        reserves this many additional positions.
         """
         self.chunk, self.state_positions = chunk, state_positions
         self.max_batch = max_batch

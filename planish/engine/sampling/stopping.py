@@ -1,9 +1,9 @@
 """Stop conditions: the tokens and strings at which a sample ends before `max_tokens`.
 
 A stop string may span several tokens, and tokens may be parts of characters. So the strings are
-matched as bytes. After each token, a matcher knows the longest end of the text that begins a stop
-string. The next token's bytes extend or shorten it, so its cost does not depend on the length of
-the text.
+matched as bytes. The matcher keeps the longest suffix of the text that is a prefix of a stop
+string. The bytes of each new token extend or shorten this suffix. So the cost of a token does not
+depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from functools import cached_property
 from planish.types import SamplingParams
 
 _MAX_KNOWN = 4096
-"""The maximum size of the cache of a condition. A full cache is cleared. The strings of a condition
-have at most 4,096 bytes, so text that follows them needs about as many entries.
+"""The maximum number of entries in a condition's cache. A full cache is cleared. The stop strings
+of a request have at most 4,096 bytes. A text that spells all of them needs about one entry per
+byte.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
-"""What decoding shows for bytes that are no character."""
+"""The character that decoding returns for bytes that are not valid UTF-8."""
 
 
 class TokenTexts:
@@ -33,16 +34,18 @@ class TokenTexts:
         decode: Callable[[Sequence[int]], str],
         vocabulary: Callable[[int], str | None] = lambda _: None,
     ) -> None:
-        """`decode` turns tokens into text. `vocabulary` returns a token as the vocabulary writes
-        it, so that the bytes of a token that is part of a character can be found. Without it, a
-        text with such tokens is decoded again after every token.
+        """Create an empty cache of token texts.
+
+        `decode` turns tokens into text. `vocabulary` returns the raw vocabulary entry of a token,
+        such as "<0xE2>". The entry gives the bytes of a token that is only part of a UTF-8
+        character. Without `vocabulary`, a text with such tokens is decoded again after every token.
         """
         self.decode = decode
         self._vocabulary = vocabulary
         self._known: dict[int, bytes | None] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
-        """Return what a token adds to a text that has tokens before it; None if unknown."""
+        """Return the bytes that a token adds after other tokens, or None if they are unknown."""
         try:
             return self._known[token]
         except KeyError:
@@ -68,7 +71,7 @@ class TokenTexts:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each character with which byte-level BPE writes bytes (as GPT-2 does)."""
+    """Return the byte that each character means in byte-level BPE vocabularies, as in GPT-2."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {
@@ -128,18 +131,21 @@ class StopCondition:
 
     @cached_property
     def window(self) -> int:
-        """The number of tokens that are decoded to confirm a match. Every token with text adds at
-        least one byte. So a string of n bytes starts at most n tokens before its end. The window
-        has three more tokens, because some tokenizers change the start of the text that they
-        decode. They drop a leading space, or they replace a whole run of byte tokens that starts in
-        the middle of a character.
+        """The number of tokens that are decoded to confirm a match.
+
+        Every token with text adds at least one byte. So a stop string of n bytes starts at most n
+        tokens before its end. The window has three more tokens, because some tokenizers change the
+        start of the text that they decode. Some drop a leading space. Some replace a whole run of
+        byte tokens that starts in the middle of a character.
         """
         return max(len(string) for string in self._sorted) + 3
 
     def advance(self, begun: bytes, token: int) -> tuple[bytes, bool] | None:
-        """Add a token to a text whose end `begun` begins a stop string. Return the longest end of
-        the new text that begins a stop string, and whether a stop string ends in the token. Return
-        None if the token's text is unknown.
+        """Extend the matched suffix `begun` of a text by one token.
+
+        `begun` is the longest suffix of the text that is a prefix of a stop string. Return this
+        suffix of the new text, and whether a stop string ends in the token. Return None if the
+        token's bytes are unknown.
         """
         key = (begun, token)
         try:
@@ -159,8 +165,9 @@ class StopCondition:
             text.endswith(self._ends.get(byte, ()), 0, at)
             for at, byte in enumerate(added, len(begun) + 1)
         )
-        # Each start that is passed makes the result shorter by a byte, and each token makes it
-        # longer by at most its bytes. So the loop runs about once for each byte of a long text.
+        # The loop tries the suffixes of the text, the longest first. Each failed try shortens the
+        # result by one byte, and each token lengthens it by at most the token's bytes. So over a
+        # long text, the loop runs about once per byte.
         for start in range(len(text)):
             end = text[start:]
             at = bisect_left(strings, end)
@@ -189,14 +196,16 @@ class StopCondition:
 
 
 class StopMatcher:
-    """Tells when one sample meets its stop condition."""
+    """A matcher that detects when one sample meets its stop condition."""
 
     def __init__(self, condition: StopCondition) -> None:
         """Start before the first token of a sample."""
         self._condition = condition
         self._begun = b""
         self._unknown_until = 0
-        """Up to this number of tokens, the text is decoded after every token."""
+        """While the sample has at most this many tokens, the text is decoded after every token. The
+        bytes of one of its recent tokens are unknown.
+        """
 
     def is_met(self, tokens: Sequence[int]) -> bool:
         """Return whether the last of `tokens` completes a stop token or stop string.

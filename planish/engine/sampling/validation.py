@@ -75,7 +75,7 @@ def _check_stop_ids(stop: str | Sequence[str] | Sequence[int] | None, vocab_size
 
 
 def _check_adjusted(op: Sample) -> None:
-    """Raise UserError if adjustments meet a prompt-only request or alternative tokens.
+    """Raise UserError if a request has adjustments and is prompt-only or has alternative tokens.
 
     Adjustments (see adjustments.py) apply to sampled continuations only.
     """
