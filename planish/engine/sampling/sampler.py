@@ -71,9 +71,10 @@ _MASK_SECONDS = 0.02
 mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
 _FORCED_SECONDS, _FORCED_SAMPLES = 0.001, 16
-"""The maximum time that a decoding step waits, before it begins, for the grammars of at most so many
-samples. If a grammar names forced tokens in time, this step decodes them too. More samples would
-keep the grammar's worker busy for longer than the step may wait.
+"""The limits of the wait for forced tokens before a decoding step. If masks of at most
+_FORCED_SAMPLES samples are pending, the step waits for these masks up to _FORCED_SECONDS. The step
+then also decodes the forced tokens that came with the masks. If more masks are pending, the step
+does not wait, because the grammar workers would need longer than that.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
 
@@ -83,7 +84,7 @@ class _CachedChunk:
     """One chunk of a cached prefix."""
 
     keys: Tensor
-    """[layers, heads, chunk, head_dim], as are `values`."""
+    """The keys [layers, heads, chunk, head_dim]. `values` has the same shape."""
     values: Tensor
     hidden: Tensor
     """The final hidden states [chunk, D]. They give the logprobs of a cached prefix without another
@@ -124,7 +125,8 @@ class SamplerSettings:
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         inner = 3 * config.intermediate_size
         if config.num_experts:
-            # The inputs and outputs of the experts have a row for each of a token's experts.
+            # Each token is computed by several experts, so the experts' inputs and outputs have one
+            # row per pair of a token and one of its experts.
             pair = 3 * config.expert_size + 3 * config.hidden_size
             inner = max(inner if config.dense_layers else 0, config.experts_per_token * pair)
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + inner
@@ -156,9 +158,10 @@ class Sampler:
     ) -> None:
         """Create a sampler. It is deterministic (batch-invariant) if the decoder's backend is.
 
-        `decode_text` turns tokens into text, to look for stop strings. `vocabulary` returns a token
-        as the vocabulary writes it (see `TokenTexts`). Requests with a constraint need `grammars`. With `shares_prefixes`, requests of different owners (`Sample.cache_owner`)
-        use each other's cached prefixes.
+        `decode_text` turns tokens into text, to look for stop strings. `vocabulary` returns the raw
+        vocabulary entry of a token (see `TokenTexts`). Requests with a constraint need `grammars`.
+        With `shares_prefixes`, requests of different owners (`Sample.cache_owner`) use each other's
+        cached prefixes.
         """
         self._shares_prefixes = shares_prefixes
         self._grammars = grammars
@@ -390,9 +393,9 @@ class Sampler:
     def _state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
         """Return the runs of the next `count` positions of a prompt, which start at batch row `row`.
 
-        Each run ends at the end of a chunk, or at the last of these positions. The prompt gets the
-        state after the last run, and `_chunk_states` those after whole chunks that fit into the
-        prefix cache.
+        Each run ends at the end of a chunk, or at the last of these positions. `_states` receives
+        the state after the last run. `_chunk_states` receives the states after whole chunks, as far
+        as these chunks fit into the prefix cache.
         """
         if not self._state_bytes:
             return []
@@ -445,7 +448,9 @@ class Sampler:
         del self._hidden[prompt]
         self._last_hidden[prompt] = hidden[-1:].clone()
         tokens, states = prompt.tokens, self._chunk_states.pop(prompt, [])
-        if self._state_bytes:  # only these chunks have their states
+        if self._state_bytes:
+            # A chunk is of no use in the cache without its recurrent state, so only the chunks with
+            # a kept state are added.
             tokens = tokens[: len(states) * size]
         missing = self._cache.missing(prompt.version, tokens)
         pool = self._prompts.pool_for(prompt.capacity)
@@ -593,9 +598,10 @@ class Sampler:
             sample.num_rows, spare = 1 + more, spare - more
 
     def _sample_runs(self, samples: Sequence[RunningSample], rows: Sequence[int]) -> list[StateRun]:
-        """Return the runs of a decoding step, one per sample; they change its state in place.
+        """Return the runs of a decoding step, one per sample.
 
-        `rows`: the first row of each sample.
+        Each run updates the recurrent state of its sample in place. `rows`: the first row of each
+        sample.
         """
         if not self._state_bytes:
             return []
@@ -705,9 +711,10 @@ class Sampler:
         logits: Tensor,
         adapters: list[AdapterRows],
     ) -> list[RunningSample]:
-        """Sample token i, number places[i] of samples[i], from row rows[i], and append it.
+        """Sample one token from each row rows[i] and append it to samples[i].
 
-        Return the samples that have stopped.
+        places[i] is the index of this token within its sample. Return the samples that have
+        stopped.
         """
         params = [sample.request.op.sampling_params for sample in samples]
         uniforms = [sample.stream.at(place) for sample, place in zip(samples, places, strict=True)]
@@ -731,7 +738,7 @@ class Sampler:
             zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
         ):
             if sample.stop_reason is not None:
-                continue  # It stopped at one of its forced tokens.
+                continue  # The sample stopped at one of its forced tokens.
             if not math.isfinite(logprob):
                 # Only this request fails: the rows of a batch are independent, so the NaN or inf
                 # cannot have reached the other rows.
@@ -768,16 +775,18 @@ class Sampler:
     ) -> tuple[
         list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
     ]:
-        """Return what to sample: the sample, row and place of each token, and the adjustments.
+        """Return the tokens to sample: their samples, rows and places, and the adjustments.
 
-        The keys of the adjustments are indices of the tokens. A sample with forced tokens is in the
-        list once per token. Samples whose mask is missing, and samples whose grammar failed, are
-        left out. The last result has the samples whose text is complete and cannot be continued.
+        The place of a token is its index within its sample. The keys of the adjustments are indices
+        of the three lists. A sample with forced tokens is in the lists once per token. Samples
+        whose mask is missing, and samples whose grammar failed, are left out. The last result has
+        the samples whose text is complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
             on_time = [state for state in missing if not state.is_late]
-            # A late sample is decoded again, which would advance its recurrent state twice.
+            # Without its mask, a sample would have to be decoded again in a later step. That would
+            # advance a recurrent state twice, so models with such states wait without a limit.
             wait_for_masks(on_time, None if self._state_bytes else _MASK_SECONDS, for_all=True)
         able: list[RunningSample] = []
         able_rows: list[int] = []
@@ -789,8 +798,9 @@ class Sampler:
             if sample.request.is_adjusted:
                 if sample.grammar is not None and not _has_mask(sample, sample.grammar):
                     continue
-                # A mask that was missing when the step began may have brought forced tokens. Then
-                # the first of them is taken now, and the next step decodes the others.
+                # If the mask was computed during this step, there may be new forced tokens, and the
+                # sample has only one row. So it takes the first of these tokens now, and the next
+                # step decodes the others.
                 forced = sample.forced[: sample.num_rows]
                 for number, token in enumerate(forced):
                     adjustments[len(able)] = Adjustment(None, _NO_TOKENS, (), token)
@@ -816,8 +826,9 @@ class Sampler:
     def _allowed(self, sample: RunningSample, place: int) -> np.ndarray | None:
         """Return the tokens that may become token number `place` (see `Adjustment.allowed`).
 
-        None: all tokens may, if the sample has no constraint. If it has one, its text is complete,
-        no text can follow, and the request has no stop tokens.
+        For a sample without a constraint, None means that all tokens are allowed. For a sample with
+        a constraint, None means that no token is allowed. Its text is then complete, no text can
+        follow, and the request has no stop tokens.
         """
         stop_tokens = sample.request.stop_bits(self._decoder.config.vocab_size)
         may_stop = place >= sample.request.op.sampling_params.min_tokens
