@@ -373,7 +373,8 @@ class CheckpointInfo:
 class Service(Protocol):
     """An engine in this process, or on a server.
 
-    Methods raise EngineClosedError after `close`, except where the answer is in memory already.
+    Methods raise EngineClosedError after `close`, except for methods whose result is already in
+    memory.
     """
 
     def submit(self, operation: Operation[R]) -> Future[R]:
@@ -490,9 +491,9 @@ LOSS_OPTIONS: dict[str, dict[str, float]] = {
 COMMON_LOSS_OPTIONS = {"temperature": 1.0, "skip_unweighted": 0.0}
 """The options that every loss has, with their defaults.
 
-`temperature`: the logits are divided by it. `skip_unweighted`: with 1, the positions that do not
-contribute to the loss are not scored, because their weight, advantage or mask is 0. That saves
-their share of the output head. Their logprobs in the result are 0.
+`temperature`: the divisor of the logits. `skip_unweighted`: with 1, positions whose weight,
+advantage or mask is 0 are not scored, because these positions do not contribute to the loss. That
+saves the LM head's work at these positions. Their logprobs in the result are 0.
 """
 
 

@@ -157,7 +157,10 @@ class _Texts:
         return self.tokenizer
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens with control tokens, so that stop strings can contain them."""
+        """Return the text of `tokens`.
+
+        Special tokens are part of the text, so that stop strings can contain special tokens.
+        """
         text = self.tokenizer.decode(
             list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
@@ -165,7 +168,7 @@ class _Texts:
         return text
 
     def written(self, token: int) -> str | None:
-        """Return a token as the vocabulary writes it; None if there is none with this id."""
+        """Return the raw vocabulary entry of a token id, or None if the id has no entry."""
         text = self.tokenizer.convert_ids_to_tokens(token)
         return text if isinstance(text, str) else None
 
@@ -176,8 +179,8 @@ def _join_freed_memory() -> None:
     The setting applies to the whole process, unless environment variables configure the allocator.
     By default the allocator caches each freed block for requests of a similar size. When a KV cache
     pool grows, it replaces the tensors of each layer by larger ones. The freed blocks are too small
-    for the next growth, and cached prefixes between them keep them apart. The memory plan has no
-    space for such blocks.
+    for the next growth. The allocator cannot merge them, because cached prefixes lie between them.
+    The memory plan has no space for such blocks.
 
     The function does nothing on WSL, where mapping an expandable segment fails on some GPUs
     (pytorch issue 192330).
@@ -209,7 +212,8 @@ class BaseModels:
         """Create the collection without loading anything.
 
         `models` maps names to directories or .gguf files; an invalid mapping raises UserError. With
-        `only_these`, every other name is unknown. Otherwise it may be a path, or be downloaded.
+        `only_these`, every other name is unknown. Without `only_these`, another name may be a path
+        or the name of a model to download.
         """
         self._only_these = only_these
         self._mapping = checked_mapping(models)

@@ -4,8 +4,8 @@
              thread, then queues it
     engine_thread.py runs all operations in the engine thread
 
-`close()` finishes the queued operations and then frees the device. `close(finish=False)` fails the
-queued operations with EngineClosedError, and the running one at its next matmul.
+`close()` finishes the queued operations and then frees the device. `close(finish=False)` fails all
+operations with EngineClosedError: the queued ones at once, and the running one at its next matmul.
 
 When the program ends, the engine first waits up to one minute for requested checkpoints. It then
 closes like `close(finish=False)`. A checkpoint that is being written is always finished.
@@ -133,7 +133,8 @@ class Engine:
         given = checked_mapping(models)
         named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
-        # An entry that maps a name to itself only announces that this base model will be used.
+        # An entry that maps a name to itself gives no path. It was needed above only, to count the
+        # base models that share the memory.
         if not only_these_models:
             given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory, only_these_models)

@@ -112,10 +112,14 @@ class DeviceMemory:
         """Create the budgets of an engine with these settings.
 
         `expected`: directories of all base models that will be loaded, if they are known.
+
         `adapter_bytes`: maximum memory of all adapters together. None: each base model reserves
-        memory for one adapter that is trained and sampled from, of rank 32 or `_planned_rank`. `reserves_for_next`: on
-        a GPU, each base model leaves a third of the free memory for further base models, if one
-        more would fit there. Otherwise a base model reserves all free memory.
+        memory to train one adapter and to sample from it. The rank of that adapter is 32, or less
+        for a mixture of experts (`_planned_rank`).
+
+        `reserves_for_next`: on a GPU, each base model leaves a third of the free memory for further
+        base models, if a base model of the same size would fit into that third. Otherwise a base
+        model reserves all free memory.
         """
         self._settings = settings
         self.device = choose_device(settings.device)
@@ -353,7 +357,8 @@ def _planned_rank(config: ModelConfig) -> int:
     """Return the rank of the adapter for which memory is planned.
 
     In a mixture of experts every expert has its own matrices, so an adapter of rank 32 may be
-    larger than the base model. There, the ranks of a token's experts add up to 32.
+    larger than the base model. So its rank is 32 divided by the number of experts per token, and at
+    least 1.
     """
     return max(1, _PLANNED_RANK // max(1, config.experts_per_token))
 

@@ -189,7 +189,7 @@ def head_shape(config: ModelConfig, dtype: torch.dtype) -> HeadShape:
 
 
 def kernel_shapes(config: ModelConfig) -> dict[str, int]:
-    """Return the other sizes of the model for which GPU kernels are compiled."""
+    """Return the sizes for which GPU kernels are compiled, by name, in addition to `head_shape`."""
     names = (
         "hidden_size",
         "intermediate_size",
