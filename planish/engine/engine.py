@@ -174,7 +174,8 @@ class Engine:
     def capabilities(self) -> GetServerCapabilitiesResponse:
         """Return the available base models.
 
-        They include loaded base models that a caller named in another way, such as by a directory.
+        The response also has loaded base models that a caller named in another way, such as by a
+        directory.
         """
         self._check_open()
         usable = [entry for entry in list_models(self._models.mapping) if entry.problem is None]

@@ -120,6 +120,8 @@ def _sample_adjusted(
     numbers = on_device(uniforms, torch.float64, device)
     masks = _masks(adjustments, logits.shape[1], device)
     tokens, normalizer = backend.sample(logits, at, temperatures, numbers, masks)
+    # `backend.sample` applies only the masks. Its token is -1 if all allowed tokens are very
+    # unlikely. These rows, and rows with penalties, filters or temperature 0, are sampled again.
     slow = [
         row
         for row, (p, token) in enumerate(zip(params, tokens.tolist(), strict=True))

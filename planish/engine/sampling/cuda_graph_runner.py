@@ -67,7 +67,7 @@ class CudaGraphRunner:
     ) -> None:
         """Allocate the tables.
 
-        They have space for `max_batch` rows of a decoding step, and for
+        The tables have space for `max_batch` rows of a decoding step, and for
         `max_prefill_tokens_per_step` rows of a prefill.
         """
         config, device = decoder.config, decoder.device
@@ -101,7 +101,10 @@ class CudaGraphRunner:
         return 1
 
     def prefill(self, rows: Rows, spans: Sequence[PrefillSpan]) -> Tensor:
-        """Return the hidden states [T, D] of prompt rows, computed eagerly, and store their KV."""
+        """Return the hidden states [T, D] of prompt rows, and store the rows' keys and values.
+
+        A prefill runs eagerly, without a CUDA graph.
+        """
         tokens, positions = on_device(
             [rows.tokens, rows.positions], torch.int64, self._decoder.device
         )

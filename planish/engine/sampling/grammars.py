@@ -1,9 +1,10 @@
 """Constrained decoding: the tokens that can continue a sample whose text must match a grammar.
 
-`llguidance` compiles the grammars and computes the masks, on the CPU. Both happen in worker
-threads, which release the interpreter lock: a mask is computed while the decoder runs the next
-step. llguidance's own limits (`_LIMITS`) end each of these computations after some tenths of a
-second, however malicious the grammar is.
+`llguidance` compiles the grammars and computes the masks, on the CPU. Both happen in threads of
+their own, which release the interpreter lock: a mask is computed while the decoder runs the next
+step. llguidance's own limits (`_LIMITS`) end most of these computations after some tenths of a
+second. Some grammars take minutes to compile nevertheless. So each owner has compile threads of its
+own, and the threads that compute masks compile nothing.
 
 Where only one text can follow, such as a property name, llguidance returns the tokens of that text.
 These *forced tokens* are not sampled. The sampler feeds them to the decoder together, in one step.
@@ -217,9 +218,9 @@ class GrammarCache:
     def _start_compiling(self, constraint: Constraint, owner: str) -> Future[Grammar]:
         """Compile a grammar in one of at most MAX_COMPILING threads of its owner.
 
-        llguidance's limits do not bound the time of some grammars, such as a thousand overlapping
-        patterns, and a thread cannot be ended. Such a grammar delays only grammars of its owner. The
-        threads do not keep the process from exiting.
+        llguidance's limits do not bound the compile time of some grammars, such as a thousand
+        overlapping patterns, and a thread cannot be ended. Such a grammar delays only grammars of
+        its owner. The threads are daemons, so they do not keep the process from exiting.
         """
         future: Future[Grammar] = Future()
         queue = self._uncompiled.setdefault(owner, deque())

@@ -87,7 +87,7 @@ class PromptLogprobs:
     def first_position(self) -> int:
         """The first position whose hidden state is needed for a score.
 
-        Cached positions before it need neither a prefill nor scoring.
+        Cached positions before this position need neither a prefill nor scoring.
         """
         if self._alt is not None:
             return 0
