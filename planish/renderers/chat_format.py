@@ -1,8 +1,9 @@
 """The interface of a chat format: how one family of models writes a conversation.
 
-A format is plain data with pure functions of checked messages. It holds no tokenizer, so formats
-can be pickled and compared. `Renderer` does what all formats share: checking, tokenising and
-weighting. A new family needs one module with such a class, and one line in the registry.
+A format is a frozen dataclass. Its methods are pure functions of messages that `read_messages` has
+checked. A format holds no tokenizer, so formats can be pickled and compared. `Renderer` does what
+all formats share: checking, tokenising and weighting. A new family needs one module with such a
+class, and one line in the registry.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,7 @@ class ChatFormat(Protocol):
         ...
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
-        """Return the turns that the messages, and possibly a default system message, become."""
+        """Return the turns of the messages, and of the default system message if it is added."""
         ...
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
@@ -57,7 +58,10 @@ class ChatFormat(Protocol):
         ...
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return the part of the next header that a model samples after `last` in order to stop."""
+        """Return the part of the next header that the model itself writes after `last` to stop.
+
+        Most formats have a stop token, and return no pieces. In role_colon the part is `User:`.
+        """
         ...
 
     def stop(self, codec: Codec) -> list[str] | list[int]:

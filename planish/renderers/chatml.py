@@ -6,9 +6,9 @@ The rules follow the models' chat templates:
 
 * A default system message is put first when the conversation begins with another role (Qwen2.5,
   SmolLM2).
-* With thinking, an assistant message after the last user message keeps its reasoning; earlier ones
-  lose it (so a later prompt does not extend an earlier one). The last message of a conversation has
-  a think block even if it is empty.
+* With thinking, an assistant message after the last user message keeps its reasoning. Earlier
+  messages lose their reasoning, so a later prompt does not extend an earlier prompt. An assistant
+  message at the end of the conversation has a think block even without reasoning.
 * Consecutive tool results form one user turn. Text after a think block loses its leading line
   breaks.
 
@@ -64,6 +64,7 @@ class ChatML:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=self.thinking is not Thinking.NONE,
@@ -71,15 +72,17 @@ class ChatML:
             calls=QWEN_CALLS,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
-            # The empty block at the end of a prompt is left out of the next one, as in the
-            # template.
+            # As in the template, the next prompt leaves out the empty think block with which this
+            # prompt ends.
             extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return no pieces: the format has no beginning-of-sequence token."""
         return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return the turns of the messages, with the default system message first if needed."""
         turns: list[Turn] = []
         if self._adds_system(messages):
             turns.append(
@@ -103,11 +106,13 @@ class ChatML:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, with an empty think block if that ends prompts."""
         lead = ("\n",) if messages else ()
         closed = self.thinking is Thinking.DISABLED and role == "assistant"
         return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if closed else ()))
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         tags = (
             CALL_TAGS
             if self.thinking is Thinking.NONE
@@ -116,14 +121,17 @@ class ChatML:
         return tuple(split_text(text, tags))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<|im_end|>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `<|im_end|>`."""
         stop = codec.control_id(END.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         if self.thinking is Thinking.NONE:
             return Parsed({"role": "assistant", **read_calls(codec.split(body, CALL_TAGS))}, ending)

@@ -8,9 +8,9 @@ Invariants: encoding a string never gives the id of a guarded token (a special t
 added token of the form <...>, such as <think>). A Control that the vocabulary lacks is written as
 ordinary text; formats list those that they require. Time is linear in the text.
 
-A text is first encoded by the tokenizer itself. Only if the result contains a guarded id, because
-the text spells a special token, a private copy of the tokenizer without guarded tokens encodes the
-text again. The option `split_special_tokens` is no alternative: it would change the tokenizer
+A text is first encoded by the tokenizer itself. The result contains a guarded id if the text spells
+a special token. Only then is the text encoded again, by a private copy of the tokenizer without
+guarded tokens. The option `split_special_tokens` is no alternative: it would change the tokenizer
 for other threads, and it does not cover added tokens that are not special.
 
 Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. If a format
@@ -181,8 +181,10 @@ class Codec:
         return self.guarded.keys().isdisjoint(ids)
 
     def _would_add_blank(self, after: int | None) -> bool:
-        """Return whether the tokenizer would put a blank before a text that it would not put there
-        if the text were encoded together with the text before it.
+        """Return whether the tokenizer would put a wrong blank before a text that follows `after`.
+
+        Tokenizers made from SentencePiece put a blank before the first text of each call. Before
+        the continuation of a text, this blank is wrong.
         """
         if after is None or after == getattr(self.tokenizer, "bos_token_id", None):
             return False
@@ -191,7 +193,7 @@ class Codec:
 
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
-        """Whether the tokenizer puts a blank before (a first text, text after a special token)."""
+        """Whether the tokenizer puts a blank before text (at the start, after a special token)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         mark = next(iter(self.guarded.values()), None)
 
@@ -218,14 +220,19 @@ class RestrictedTokenizer:
 
     tokenizer: Tokenizer
     renumbered: dict[int, int]
-    """Ids of added tokens in the copy -> ids in the original, because `Tokenizer.from_str`
-    renumbers added tokens without gaps.
+    """Maps ids of added tokens in the copy to their ids in the original.
+
+    The ids differ, because `Tokenizer.from_str` numbers added tokens consecutively.
     """
 
     @classmethod
     def without(
         cls, tokenizer: Tokenizer, guarded: Container[int], continues_text: bool = False
     ) -> Self:
+        """Return a copy of `tokenizer` without the added tokens whose ids are in `guarded`.
+
+        `continues_text`: the copy also puts no blank before a text.
+        """
         spec = json.loads(tokenizer.to_str())
         spec["added_tokens"] = [
             token for token in spec["added_tokens"] if token["id"] not in guarded
@@ -242,6 +249,7 @@ class RestrictedTokenizer:
         )
 
     def encode(self, text: str) -> list[int]:
+        """Return the ids of `text` in the original tokenizer."""
         return [
             self.renumbered.get(id_, id_)
             for id_ in self.tokenizer.encode(text, add_special_tokens=False).ids
@@ -265,7 +273,7 @@ def _remove_blanks(spec: dict[str, Any]) -> None:
 
 
 def split_text(text: str, marks: Sequence[str]) -> list[Piece]:
-    """`text` cut at each occurrence of a mark; empty strings are left out."""
+    """Split `text` at each occurrence of a mark, and leave out empty strings."""
     if not marks:
         return [text] if text else []
     parts = re.split("(" + "|".join(re.escape(mark) for mark in marks) + ")", text)

@@ -8,7 +8,7 @@ The rules follow the model's chat template:
 * Tool results have no role. The assistant continues right after them, without a mark of its own.
   Only the mode without thinking has tools, as the model card says.
 
-The template has no text for the tools; the words are those of the model card.
+The template does not say how tools are declared, so the declaration is worded as in the model card.
 """
 
 import json
@@ -57,6 +57,7 @@ class DeepSeekV3:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(
             roles=("system", "user", "assistant", *(() if self.thinks else ("tool",))),
             thinking=True,
@@ -69,9 +70,11 @@ class DeepSeekV3:
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return the beginning-of-sequence token."""
         return (BOS,)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return one turn per message. ValueError for a system message that is not first."""
         turns: list[Turn] = []
         for index, message in enumerate(messages):
             follows_tool = index > 0 and messages[index - 1].role == "tool"
@@ -92,6 +95,7 @@ class DeepSeekV3:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, with the think tag at which the model starts."""
         if role == "user":
             return (USER,)
         if role == "system" or messages[-1].role == "tool":
@@ -99,17 +103,21 @@ class DeepSeekV3:
         return (ASSISTANT, THINK if self.thinks else THINK_END)
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         return tuple(split_text(text, TAGS))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at its end token."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of the end-of-sentence token."""
         stop = codec.control_id(EOS.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         return Parsed(_read_message(codec.split(body, TAGS), self.thinks), ending)
 

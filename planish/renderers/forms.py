@@ -1,4 +1,7 @@
-"""How a chat format writes reasoning and tool calls, as data. Grammars are built from it."""
+"""How a chat format writes reasoning and tool calls, as data.
+
+grammars.py builds the grammars of constrained sampling from these forms.
+"""
 
 from dataclasses import dataclass
 
@@ -26,8 +29,10 @@ class ThoughtForm:
 
 @dataclass(frozen=True)
 class CallForm:
-    """The form of tool calls: `opening`, the calls with `between` between them, `closing`. A call
-    is `begin`, the name, `before_arguments`, the arguments, `end`.
+    """The form of tool calls.
+
+    Each call is `begin`, the name, `before_arguments`, the arguments, `end`. All calls together are
+    `opening`, the calls separated by `between`, and `closing`.
     """
 
     begin: tuple[Piece, ...]
@@ -44,8 +49,9 @@ class CallForm:
     JSON object.
     """
     answer: tuple[Piece, ...] = ()
-    """The pieces before an answer without calls. If there are any, text and calls exclude each
-    other.
+    """The pieces before an answer without calls.
+
+    If there are such pieces, a message is either an answer or calls.
     """
 
 

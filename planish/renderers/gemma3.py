@@ -22,12 +22,18 @@ class Gemma3:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return the beginning-of-sequence token."""
         return (Control(BOS),)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return one turn per message.
+
+        ValueError for a system message that is not first, or that no user message follows.
+        """
         turns: list[Turn] = []
         system: str | None = None
         for index, message in enumerate(messages):
@@ -56,22 +62,27 @@ class Gemma3:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, which `role` will write."""
         # A model stops sampling at `<end_of_turn>`. So the line break after `<end_of_turn>` is
         # part of the next header, not of the sampled output.
         lead = ("\n",) if any(message.role != "system" for message in messages) else ()
         return (*lead, Control(START), "model\n" if role == "assistant" else f"{role}\n")
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return `text` as one piece of ordinary text."""
         return (text,)
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<end_of_turn>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `<end_of_turn>`."""
         stop = codec.control_id(END)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

@@ -1,10 +1,10 @@
 r"""Grammars of assistant messages, for constrained sampling in a renderer's chat format.
 
 A grammar is a text in the Lark dialect of `llguidance`. Its rule `content` matches the text or the
-tool calls of the message. If the renderer supports thinking, reasoning may come before `content`,
-or must come if the prompt opens the think block. A tag of the chat format, such as `<tool_call>`,
-is a single token if the vocabulary contains it, and ordinary text otherwise. Prompts are written by
-the same rule.
+tool calls of the message. If the renderer supports thinking, reasoning may come before `content`.
+If the prompt opens the think block, the reasoning is required. A tag of the chat format, such as
+`<tool_call>`, is a single token if the vocabulary contains it, and ordinary text otherwise. Prompts
+contain the tags in the same form.
 """
 
 import json
@@ -26,8 +26,8 @@ _JSON_OPTIONS = {
     "key_separator": ": ?",
 }
 """JSON is written in one line, with at most one space after each comma and colon. The engine uses
-the same options for JSON constraints. If any white space were allowed, a model could write only
-white space up to `max_tokens`.
+the same options for JSON constraints. If white space of any length were allowed, a model could
+write nothing but white space until `max_tokens`.
 """
 
 
@@ -101,7 +101,7 @@ def calls_rules(
         raise UnsupportedError(
             f"renderer {renderer.name} has no form for tool calls; use {MODELS_WITH_TOOLS}"
         )
-    # The first piece of the calls ends the text before them.
+    # The text before the calls ends where their first piece begins.
     first, *opening = [*form.opening, *form.begin]
     head, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
     one = f"{_lark(renderer, opening)} call"
@@ -142,7 +142,7 @@ def _xml_arguments(schema: Mapping[str, Any], strict: bool) -> str:
     """Return the Lark expression for the arguments as XML elements, in the schema's order."""
     properties = schema.get("properties") or {}
     if not properties:
-        # A schema without properties accepts any object, unless it says otherwise.
+        # By default, a schema without properties accepts any object.
         is_open = schema.get("additionalProperties", True) is not False
         return r'("<parameter=" /[^<>\n]+/ ">\n" xml_text)*' if is_open else '""'
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}

@@ -4,11 +4,13 @@ An assistant writes its reasoning to the channel `analysis`, its answer to `fina
 to `commentary`, each as a message of its own. The rules follow the model's chat template and the
 package `openai-harmony`:
 
-* The first system message is the developer's: instructions and tools. The real system message
-  states the date and the reasoning effort; the renderer without it leaves the system message out,
-  except for the line that tools need.
-* The last answer ends with `<|return|>`, which a later prompt replaces by `<|end|>`, and reasoning
-  before the last answer is left out. So prompts of different turns never extend each other.
+* A system message of the conversation becomes Harmony's developer message, which contains
+  instructions and tools.
+* Harmony's own system message states the date and the reasoning effort. Without an effort there is
+  no such message, unless the conversation has tools: then it consists of the line for tools.
+* The last answer ends with `<|return|>`. A later prompt replaces this token by `<|end|>`.
+  Reasoning before the last answer is left out. So prompts of different turns never extend each
+  other.
 * Text before a tool call is a message on the channel `commentary`.
 """
 
@@ -43,14 +45,15 @@ class Harmony:
     """The format of gpt-oss."""
 
     effort: str | None = None
-    """The reasoning effort in the system message: low, medium or high. None for no system
-    message.
+    """The reasoning effort in the system message: low, medium or high. With None, the system
+    message is left out.
     """
     date: str = ""
     """The current date in the system message, such as 2025-06-28."""
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         required = (START, MESSAGE, END, CHANNEL, CONSTRAIN, RETURN, CALL)
         return Abilities(
             roles=("system", "user", "assistant", "tool"),
@@ -63,9 +66,11 @@ class Harmony:
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return no pieces: the format has no beginning-of-sequence token."""
         return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return one turn per message, with Harmony's own system message first if there is one."""
         turns: list[Turn] = []
         first = messages[0]
         system = self._system(bool(first.tools))
@@ -98,19 +103,24 @@ class Harmony:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, which `role` will write."""
         return (START, "developer" if role == "system" else role)
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`, in which Harmony's tags become controls."""
         return tuple(split_text(text, TAGS))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<|return|>` or `<|call|>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the ids of `<|return|>` and `<|call|>`."""
         ids = [codec.control_id(tag.text) for tag in (RETURN, CALL)]
         return [id_ for id_ in ids if id_ is not None]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, *self.stop(codec))
         return Parsed(_read_message(codec.split(body, TAGS)), ending)
 
@@ -202,7 +212,8 @@ def _read_message(pieces: Sequence[Piece]) -> dict[str, Any]:
         header = []
         at = end + 1 if end < len(pieces) and pieces[end] == END else end
     if not (thoughts or texts or calls or unparsed) and len(header) == 1:
-        # A model that does not write the format. A header could also begin like this.
+        # The model wrote plain text instead of the format, so the text is the answer. A short
+        # text may also be the beginning of a header, which is not an answer.
         text = as_text(header)
         looks_like_header = " to=".startswith(text[:4]) or isinstance(header[0], Control)
         texts += [] if looks_like_header else [text]

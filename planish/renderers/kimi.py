@@ -4,8 +4,8 @@ The rules follow the models' chat templates:
 
 * A default system message is written if the conversation has none. Tools are declared before it, as
   JSON (K2) or as TypeScript (K2.5, K2.6).
-* Every assistant message has a think block. It is empty in history: up to the last answer without
-  tool calls that another message follows.
+* Every assistant message has a think block. In history the think blocks are empty, unless history
+  is preserved. History ends with the last answer without tool calls that another message follows.
 * A tool result names the id of its call. Ids have the form `functions.name:0`.
 * Prompts of K2.5 and K2.6 end with `<think>`, or with `<think></think>` if thinking is disabled.
 """
@@ -66,6 +66,7 @@ class Kimi:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(
             roles=tuple(ROLES),
             thinking=True,
@@ -77,9 +78,11 @@ class Kimi:
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return no pieces: the format has no beginning-of-sequence token."""
         return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return the turns of the messages, after the tools and the default system message."""
         turns: list[Turn] = []
         tools = messages[0].tools
         if tools:
@@ -105,23 +108,28 @@ class Kimi:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, with the think tags of K2.5 and K2.6."""
         header = self._header(role)
         if role != "assistant" or not self.opens:
             return header
         return (*header, THINK, *(() if self.thinks else (THINK_END,)))
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         return tuple(split_text(text, TAGS))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<|im_end|>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `<|im_end|>`."""
         stop = codec.control_id(END.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         pieces = codec.split(body, TAGS)
         if self.opens and self.thinks and (not pieces or pieces[0] != THINK):
@@ -194,7 +202,10 @@ def has_calls(message: Checked) -> bool:
 
 
 def call_id(call: Call, number: int) -> str:
-    """Return the id of a message's call `number`, in Kimi's form if it has none."""
+    """Return the id of `call`, or an id in Kimi's form if the call has none.
+
+    `number`: the position of the call in its message.
+    """
     return call.id or f"functions.{call.name}:{number}"
 
 

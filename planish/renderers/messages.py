@@ -2,11 +2,12 @@
 read.
 
 `read_messages` turns a conversation into `Checked` messages once, and later code needs no further
-checks. Invariants: a message that a format cannot express is rejected, never rendered without the
-missing part. The text of a message is not interpreted, with one exception that the chat templates
-share: formats with thinking read an assistant's string that begins with a complete
-`<think>...</think>` block as a thinking part. Content given as a list of parts is never read that
-way.
+checks. A message that a format cannot express raises ValueError, instead of being rendered
+incompletely.
+
+The text of a message is not interpreted, with one exception that the chat templates share. If an
+assistant's string begins with a complete `<think>...</think>` block, formats with thinking read the
+block as a thinking part. Content given as a list of parts is never read in this way.
 """
 
 import json
@@ -20,11 +21,15 @@ from planish.renderers.forms import THINK_BLOCK_FORM, CallForm, ThoughtForm
 
 
 class TextPart(TypedDict):
+    """A part of a message's content that is ordinary text."""
+
     type: Literal["text"]
     text: str
 
 
 class ThinkingPart(TypedDict):
+    """A part of an assistant message's content that is reasoning."""
+
     type: Literal["thinking"]
     thinking: str
 
@@ -34,24 +39,32 @@ Content = str | list[ContentPart]
 
 
 class FunctionCall(TypedDict):
+    """The name and the arguments of a tool call."""
+
     name: str
     arguments: str
     """A JSON object as text (a mapping is accepted too, and written as JSON)."""
 
 
 class ToolCall(TypedDict):
+    """A tool call of an assistant message, in OpenAI's form."""
+
     type: NotRequired[Literal["function"]]
     id: NotRequired[str | None]
     function: FunctionCall
 
 
 class UnparsedToolCall(TypedDict):
+    """A tool call that the model wrote and that cannot be parsed."""
+
     raw_text: str
-    """What the model wrote, its tags included."""
+    """The text of the call as the model wrote it, including its tags."""
     error: str
 
 
 class ToolSpec(TypedDict):
+    """A tool that the model may call."""
+
     name: str
     description: NotRequired[str]
     parameters: NotRequired[dict[str, Any]]
@@ -59,6 +72,8 @@ class ToolSpec(TypedDict):
 
 
 class Message(TypedDict):
+    """One message of a conversation."""
+
     role: str
     content: Content
     tool_calls: NotRequired[list[ToolCall]]
@@ -99,9 +114,7 @@ class Abilities:
     extends: bool = True
     """Whether every prompt of a conversation begins with the earlier prompts and their answers."""
     extends_in_turn: bool = True
-    """Whether at least the prompts within one user turn, which tool results separate, extend each
-    other.
-    """
+    """Whether prompts extend each other within one user turn, where tool results separate them."""
 
     @property
     def tools(self) -> bool:
@@ -215,7 +228,7 @@ def _read_optional_text(message: Mapping[str, Any], key: str, where: str) -> str
 
 
 def check_characters(text: str, where: str) -> None:
-    """ValueError if a character of `text` is only half of one."""
+    """Raise ValueError if `text` contains a lone surrogate. `where` names the text in the error."""
     half = half_character(text)
     if half is not None:
         raise ValueError(
@@ -277,7 +290,7 @@ THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*(.*)", re.DOTALL)
 
 
 def split_thinking(text: str) -> tuple[str, str | None]:
-    """(text, thinking) of a string that begins with a whole think block; (text, None) otherwise."""
+    """Return (text, thinking) of a string, or (text, None) if no think block begins it."""
     block = THINK_BLOCK.fullmatch(text)
     if block is None:
         return text, None

@@ -23,15 +23,18 @@ class Mistral:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         required = (BOS, EOS, SYSTEM, SYSTEM_END, USER, USER_END)
         return Abilities(
             roles=("system", "user", "assistant"), required=tuple(tag.text for tag in required)
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return the beginning-of-sequence token."""
         return (BOS,)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return one turn per message."""
         turns = []
         for index, message in enumerate(messages):
             if message.role == "assistant":
@@ -43,19 +46,24 @@ class Mistral:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the mark before the next message of `role`; an assistant message has none."""
         return {"system": (SYSTEM,), "user": (USER,)}.get(role, ())
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return `text` as one piece of ordinary text."""
         return (text,)
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `</s>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `</s>`."""
         stop = codec.control_id(EOS.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

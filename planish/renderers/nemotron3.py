@@ -5,7 +5,7 @@ The rules follow the models' chat templates, which differ from Qwen3.5's in thes
 * A system message is always written, empty if there is none. The tools follow its text.
 * Every assistant message has a think block, `<think></think>` without reasoning. Messages before
   the last user message lose their reasoning unless history is preserved.
-* Only the ends of assistant messages are trimmed.
+* The text of messages is not trimmed, except for the end of assistant messages.
 * Ultra and 3.5 write no line breaks around `</think>`; Nano and Super write one on each side.
 * An effort is a remark at the end of the last user message.
 
@@ -51,6 +51,7 @@ class Nemotron3:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         is_stable = not self.thinks or self.preserves
         return Abilities(
             roles=("system", "user", "assistant", "tool"),
@@ -68,9 +69,11 @@ class Nemotron3:
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return no pieces: the format has no beginning-of-sequence token."""
         return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return the turns of the messages, after a system message, which may be empty."""
         has_system = messages[0].role == "system"
         turns = [Turn((START, "system\n"), (*_system(messages[0]), END), 0 if has_system else None)]
         users = [index for index, message in enumerate(messages) if message.role == "user"]
@@ -89,22 +92,27 @@ class Nemotron3:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, with an open or an empty think block."""
         if role != "assistant":
             return ("\n", START, f"{role}\n")
         return ("\n", START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY))
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         return tuple(split_text(text, TAGS))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<|im_end|>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `<|im_end|>`."""
         stop = codec.control_id(END.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         return Parsed(read_thinking_message(codec.split(body, TAGS), self.thinks), ending)
 
@@ -130,7 +138,8 @@ class Nemotron3:
         else:
             header, frame = (*header, *EMPTY), ()
             if thought.strip() and not calls and text.strip():
-                # The template cuts the reasoning off at `</think>`, so the gap stays.
+                # The template removes everything up to `</think>`, but not the line break after
+                # this tag.
                 frame = self._gap
             elif thought.strip() and not self.is_ultra:
                 text = text.lstrip()

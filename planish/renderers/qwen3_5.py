@@ -10,8 +10,8 @@ The rules follow the models' chat templates:
   for it if there is none. It leaves out an empty system message.
 
 An answer without reasoning begins, after the prompt's `<think>\n`, with another line break. In
-history the two line breaks are one token. So prompts with thinking never extend each other in
-every case.
+history the two line breaks are one token. So with thinking, a prompt may fail to extend the prompt
+before it.
 """
 
 from collections.abc import Sequence
@@ -59,6 +59,7 @@ class Qwen35:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(
             roles=("system", "user", "assistant", "tool"),
             thinking=True,
@@ -71,9 +72,11 @@ class Qwen35:
         )
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return no pieces: the format has no beginning-of-sequence token."""
         return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return the turns of the messages, with Qwen3.8's reasoning effort in a system message."""
         turns: list[Turn] = []
         system = self._system(messages)
         is_first = messages[0].role == "system"
@@ -100,6 +103,7 @@ class Qwen35:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the header of the next message, with an open or an empty think block."""
         is_written = self._system(messages) or len(messages) > (messages[0].role == "system")
         lead = ("\n",) if is_written else ()
         if role != "assistant":
@@ -107,17 +111,21 @@ class Qwen35:
         return (*lead, START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY_THOUGHT))
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
         return tuple(split_text(text, TAGS))
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at `<|im_end|>`."""
         return ()
 
     def stop(self, codec: Codec) -> list[int]:
+        """Return the id of `<|im_end|>`."""
         stop = codec.control_id(END.text)
         assert stop is not None
         return [stop]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
         return Parsed(read_thinking_message(codec.split(body, TAGS), self.thinks), ending)
 
@@ -170,8 +178,10 @@ class Qwen35:
 def tool_turn(
     lead: tuple[Piece, ...], messages: Sequence[Checked], index: int, trailing: str = ""
 ) -> Turn:
-    """Return the turn of one tool result. Neighbouring results share one user turn, with `trailing`
-    after each or a line break between them.
+    """Return the turn of one tool result.
+
+    Consecutive results share one user turn. `trailing` follows each result; if it is empty, a line
+    break separates the results.
     """
     opens = index == 0 or messages[index - 1].role != "tool"
     closes = index == len(messages) - 1 or messages[index + 1].role != "tool"

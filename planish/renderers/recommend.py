@@ -71,6 +71,7 @@ ARCHITECTURES = (
     "olmo3",
     "phi3",
 )
+"""Model types of config.json. Without a chat template, their directories get role_colon."""
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:
@@ -127,7 +128,8 @@ def _of_directory(path: Path) -> str:
     thinking = [
         name for name, chat_format in found if writes_reasoning_like(template, chat_format, bos)
     ]
-    # Formats of one family may differ in the form of reasoning only.
+    # The formats of one family may differ only in how they write reasoning. So prefer a format that
+    # also writes reasoning like the template.
     names = [*thinking, *(name for name, _ in found)]
     if names:
         return names[0]
@@ -157,7 +159,8 @@ _BY_TEMPLATE = (
 def _candidates(template: str, bos: str) -> list[tuple[str, ChatFormat]]:
     formats = {name: FORMATS[name](None) for name in _BY_TEMPLATE}
     formats["chatml"] = ChatML(default_system=default_system_message(template, bos))
-    # The probes have no tools, so a template of another call form could equal them.
+    # The probes have no tools, so they cannot tell two formats apart that differ only in their tool
+    # calls. A format with XML calls is a candidate only if the template contains such calls.
     return [
         (name, one)
         for name, one in formats.items()

@@ -84,7 +84,7 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
         for effort in ("low", "medium", "high")
     },
 }
-"""A function for each renderer name that makes its format for a tokenizer."""
+"""Maps each renderer name to a function that makes its format for a tokenizer."""
 
 
 def get_renderer(
@@ -146,8 +146,9 @@ _WITHOUT_THINKING = {
     "nemotron3_ultra_medium_thinking": "nemotron3_ultra_disable_thinking",
     "nemotron3_ultra_preserve_thinking": "nemotron3_ultra_disable_thinking",
 }
-"""Renderers that think, and those of the same models that do not. Of several with the same value,
-the first is the one to think with.
+"""Maps each renderer that thinks to the renderer of the same models without thinking.
+
+If several renderers have the same value, `with_thinking` selects the first of them.
 """
 _ALWAYS_THINKING = (
     "kimi_k2",
@@ -160,8 +161,9 @@ _ALWAYS_THINKING = (
 
 
 def with_thinking(name: str, thinks: bool) -> str:
-    """Return the renderer of the same models as `name` that thinks, or that answers at once.
-    UnsupportedError if the models have no form for it.
+    """Return the renderer of the same models as `name` with thinking, or without it.
+
+    UnsupportedError if the models cannot do what `thinks` asks for.
     """
     if not thinks and name in _ALWAYS_THINKING:
         raise UnsupportedError(f"the models of renderer {name} always think; leave it out")

@@ -46,7 +46,7 @@ class Ending:
     missing: list[int]
     """Tokens of the end mark that the model did not write."""
     announced: str = ""
-    """The header of the next message, if the model wrote it in order to stop (role_colon)."""
+    """The next message's header, if the model wrote it to end its message (role_colon)."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,10 @@ class Renderer:
     @property
     def has_extension_property(self) -> bool:
         """Whether each prompt of a conversation begins with the earlier prompts and their answers.
-        Then a rollout of several turns is one training sequence, provided that the answers have the
-        form of `parse_response` and the tokens that the tokenizer gives their text.
+
+        Then a rollout of several turns is one training sequence, on two conditions: the history
+        contains the answers as `parse_response` returned them, and the sampled tokens are those
+        that the tokenizer gives for the same text.
         """
         return self.format.abilities.extends
 
@@ -116,10 +118,12 @@ class Renderer:
         tokenises the answer's text again, which may give other tokens. If the answer was cut off,
         its end mark is added.
 
-        Returns None if there is no such prompt: the format rewrites history (see
-        `has_extension_property`); the answer has tokens after its end, or ends with another
-        end-of-sequence token than the format's; or it ends with the name of a role (role_colon)
-        other than the next message's.
+        Returns None in these cases, because no prompt can begin with P + sampled:
+
+        * The format rewrites history (see `has_extension_property`).
+        * The answer continues after its end.
+        * The answer ends with an end-of-sequence token that is not the format's stop token.
+        * In role_colon, the answer ends with `User:`, but another role writes the next message.
         """
         checked = read_messages(messages, self.format.abilities, self.name)
         ending = (
@@ -178,13 +182,13 @@ class Renderer:
         messages: Messages,
         train_on_what: TrainOnWhat | str = TrainOnWhat.LAST_ASSISTANT_MESSAGE,
     ) -> list[tuple[ModelInput, torch.Tensor]]:
-        """Return the examples that train every answer after the prompt that it is sampled from.
+        """Return examples in which each trained answer follows the prompt that sampling would use.
 
         If the format keeps history, this is the one example of `build_supervised_example`. If the
-        format strips history, there is one example for each user turn that has targets (with
-        qwen3_disable_thinking, for each assistant message, because a turn with tool calls has
-        several). Each message is a target once. ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES always
-        give one example.
+        format strips history, there is one example for each user turn that has targets.
+        qwen3_disable_thinking also rewrites the history within a turn with tool calls, so it has
+        one example for each assistant message. Each chosen message is a target in exactly one
+        example. ALL_TOKENS and ALL_USER_AND_SYSTEM_MESSAGES always give one example.
         """
         return [
             self.build_supervised_example(part, what)
@@ -249,9 +253,9 @@ class Renderer:
         """Parse sampled tokens, which include the stop token or stop string, into (message,
         termination).
 
-        The message is a dictionary with role and content (a string, or a list of parts if there is
-        reasoning) and, if there are any, tool_calls and unparsed_tool_calls. Never raises, whatever
-        the model wrote.
+        The message is a dictionary with role and content, and with tool_calls and
+        unparsed_tool_calls if there are any. The content is a string, or a list of parts if there
+        is reasoning. This method never raises, whatever the model wrote.
         """
         ids = tokens.tolist() if isinstance(tokens, np.ndarray) else list(tokens)
         return self.format.parse(self.codec, ids)
@@ -260,7 +264,9 @@ class Renderer:
         self, tools: Sequence[ToolSpec] | Sequence[Mapping[str, Any]], system_prompt: str = ""
     ) -> list[dict[str, Any]]:
         """Return the messages that offer `tools` to the model, for the start of a conversation.
-        They render like the chat template's. UnsupportedError if the format cannot express tools.
+
+        The rendered text equals that of the model's chat template. UnsupportedError if the format
+        cannot express tools.
         """
         if not self.format.abilities.tools:
             raise UnsupportedError(
@@ -275,7 +281,7 @@ class Renderer:
         return [{"role": "system", "content": system_prompt, "tools": list(tools)}]
 
     def _ending(self, message: Checked, sampled: list[int]) -> Ending | None:
-        """Return how a sampled message ends; None if no message can follow its last tokens."""
+        """Return how a sampled message ends, or None if a conversation cannot continue after it."""
         [stop] = self.get_stop_sequences()
         ends = eos_ids(self.codec)
         if isinstance(stop, int):

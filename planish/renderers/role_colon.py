@@ -2,9 +2,10 @@ r"""`User: ...\n\nAssistant: ...\n\n`: a transcript that any language model can 
 models.
 
 Roles are ordinary words, so text that contains `\n\nUser:` looks like a turn. Prompts may contain
-this string, as few-shot examples do. An answer that is trained on may not, because it would teach
-the model to stop in the middle. A model stops by writing the next `User:`. Therefore these tokens
-follow the last assistant message of a supervised example and are trained with it.
+this string, as few-shot examples do. An answer that contains the string is rejected as a training
+target, because it would teach the model to stop in the middle. A model stops by writing the next
+`User:`. Therefore these tokens follow the last assistant message of a supervised example, and are
+trained with that message.
 """
 
 from collections.abc import Sequence
@@ -27,27 +28,35 @@ class RoleColon:
 
     @property
     def abilities(self) -> Abilities:
+        """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"))
 
     def opening(self) -> tuple[Piece, ...]:
+        """Return the beginning-of-sequence token, if the tokenizer has one."""
         return (Control(self.bos),) if self.bos else ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
+        """Return one turn per message."""
         return [self._turn(index, message) for index, message in enumerate(messages)]
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
+        """Return the name of `role` with a colon."""
         return (f"{role.capitalize()}:",)
 
     def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return `text` as one piece of ordinary text."""
         return (text,)
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return `User:` after an answer, because the model writes it in order to stop."""
         return ("User:",) if last.role == "assistant" else ()
 
     def stop(self, codec: Codec) -> list[str]:
+        """Return the stop string, a blank line and `User:`."""
         return [STOP]
 
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
         ends = eos_ids(codec)
         eos_at = next((position for position, token in enumerate(tokens) if token in ends), None)
         text = codec.decode(tokens[:eos_at])

@@ -1,12 +1,16 @@
-"""Parses a sample while it grows, and yields what is new and certain, for streaming.
+"""Parse a sample while its tokens arrive, and return the new text that can be sent to a client.
 
-The tokens so far are parsed as a whole by the function that parses the finished sample, so the
-pieces of a stream add up to the answer without a stream. A sent piece cannot be taken back.
-Therefore an unfinished sample holds back the end of its text as long as it may change: white space,
-half a character, and the beginning of a stop string or of a mark. It also holds back an unfinished
-tool call, which may turn out to be text. If a grammar constrains the calls, that cannot happen, and
-the arguments of an unfinished call are sent as they grow. Parsing from the start each time takes
-time in proportion to the text, so a long text is parsed less often.
+All tokens so far are parsed by the function that also parses the finished sample. So the pieces of
+a stream add up to the answer of a request without streaming.
+
+A piece that was sent cannot be taken back. Therefore the end of an unfinished text is held back
+while later tokens may change its meaning. Such an end is white space, half a character, or the
+beginning of a stop string or of a mark. An unfinished tool call is held back too, because it may
+turn out to be text. If a grammar constrains the calls, an unfinished call cannot become text, so
+its arguments are sent as they grow.
+
+Parsing always begins at the start of the text, so it takes time in proportion to the text.
+Therefore a long text is parsed less often.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from planish.renderers import Renderer
 from planish.renderers.codec import Codec
 
 _READINGS = 256
-"""How often a text is parsed while its length doubles."""
+"""The approximate number of times that a text is parsed until it is twice as long."""
 _HALF_CHARACTER = "\ufffd"
 _MARKS = ("<think>", "</think>", "<tool_call>")
 _CALL_END = "</tool_call>"
@@ -132,8 +136,9 @@ class Growing:
         return len(self.tokens) >= self._next_reading
 
     def delta(self) -> Reading:
-        """Return what is certain and was not sent yet. An open call has all its arguments so far,
-        including those that were sent.
+        """Return the text and the calls that were not sent yet and that later tokens cannot change.
+
+        `open_call` has all its arguments so far, including those that were sent.
         """
         self._next_reading = len(self.tokens) + max(1, len(self.tokens) // _READINGS)
         reading = self._cut(self._read())
@@ -180,7 +185,10 @@ class Growing:
         return self._held_back(text, (*self.stops, *self.marks)).rstrip()
 
     def _held_back(self, text: str, marks: Sequence[str]) -> str:
-        """Return the text without an end that may be the beginning of a mark, or half a character."""
+        """Return the text without the end that must wait for later tokens.
+
+        This end is half a character, or the beginning of one of `marks`.
+        """
         text = text.rstrip(_HALF_CHARACTER)
         held = max((_overlap(text, mark) for mark in marks), default=0)
         return text[: len(text) - held]
@@ -201,13 +209,15 @@ def _before(text: str, stops: Sequence[str]) -> str:
 
 
 def _after(text: str, sent: str) -> str:
-    """Return the new part of a text. It is empty if the model wrote something unexpected, and the
-    parser changed its mind about what was sent.
+    """Return the part of a text that follows `sent`.
+
+    Return "" if the text does not begin with `sent`. This happens if later tokens make the parser
+    read the tokens of sent text in another way.
     """
     return text.removeprefix(sent) if text.startswith(sent) else ""
 
 
 def _overlap(text: str, mark: str) -> int:
-    """Return the length of the longest end of `text` that begins `mark` without being all of it."""
+    """Return the length of the longest suffix of `text` that is a proper prefix of `mark`."""
     longest = min(len(text), len(mark) - 1)
     return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)

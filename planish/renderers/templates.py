@@ -1,8 +1,8 @@
 """Find out what a model's chat template does, by rendering probe conversations with it.
 
 Templates are programs, and different sources can have the same effect. So a default system message
-is read from a template's output, and the renderer of a local model is the one whose text equals the
-template's on the probes. Templates run in jinja2's sandbox, as in `transformers`.
+is read from a template's output. The renderer of a local model is the one that writes the same text
+as the template for all probes. Templates run in jinja2's sandbox, as in `transformers`.
 """
 
 import json
@@ -78,7 +78,10 @@ def _refuse(message: str) -> None:
 
 
 def chat_template_of(tokenizer: ModelTokenizer) -> str | None:
-    """Return a tokenizer's chat template, or None; of several, the one named default."""
+    """Return a tokenizer's chat template, or None if it has none.
+
+    If the tokenizer has several templates, return the one that is named default.
+    """
     return choose_template(getattr(tokenizer, "chat_template", None))
 
 
@@ -123,7 +126,7 @@ def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str
         return False
     thought = "So be it."
     ours = format_text(chat_format, [HELLO, {**ANSWER, "reasoning_content": thought}], False)
-    # The template of gpt-oss has its own name for the key.
+    # The template of gpt-oss reads the reasoning from the key `thinking`.
     answer = {**ANSWER, "reasoning_content": thought, "thinking": thought}
     return render_template(template, [HELLO, answer], False, bos_token) in (ours, ours + "\n")
 

@@ -1,10 +1,11 @@
 """How a sampled message ended.
 
-`bool(termination)` is `is_clean`, because older interfaces return a success flag at this position
-and their callers write `if not ok:`. An enum member that is always true would silently accept every
-truncated answer. "Clean" means that the message is complete: the model closed it with the format's
-stop sequence or, as base models do, with its end-of-sequence token. `is_stop_sequence` is the
-stricter test.
+`bool(termination)` equals `is_clean`. Older interfaces return a success flag at this position, and
+their callers write `if not ok:`. Members of an ordinary enum are always true, so such callers would
+silently accept every truncated answer.
+
+"Clean" means that the message is complete: the model closed it with the format's stop sequence or,
+as base models do, with its end-of-sequence token. `is_stop_sequence` is the stricter test.
 """
 
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ class Termination(Enum):
 
     @property
     def is_stop_sequence(self) -> bool:
+        """Whether the message ended with the format's stop sequence."""
         return self is Termination.STOP_SEQUENCE
 
     def __bool__(self) -> bool:

@@ -75,10 +75,12 @@ def raw_call_pieces(
 
 
 def response_pieces(text: str) -> tuple[Piece, ...]:
+    """Return the text of a tool result between its tags."""
     return (RESPONSE, f"\n{text}\n", RESPONSE_END)
 
 
 def as_text(pieces: Sequence[Piece]) -> str:
+    """Return the text of pieces, with the text of each control."""
     return "".join(piece.text if isinstance(piece, Control) else piece for piece in pieces)
 
 
@@ -136,8 +138,9 @@ def read_calls(
 def read_named_call(
     name: str, arguments: str, id_: str | None = None
 ) -> tuple[dict[str, Any] | None, str | None]:
-    """Return (call, None) for a function's name and the text of its arguments, or (None, error) if
-    the name needs escaping or the text is not a JSON object.
+    """Return (call, None) for a function's name and the text of its arguments.
+
+    Return (None, error) if the name needs escaping or the text is not a JSON object.
     """
     arguments = arguments.strip()
     try:
@@ -156,8 +159,10 @@ def read_named_call(
 
 
 def answered_call(messages: Sequence[Checked], index: int) -> Call | None:
-    """Return the call that the tool result messages[index] answers: the one with its id, or the one
-    at the same position among the calls of the last assistant message. None if there is none.
+    """Return the call that the tool result messages[index] answers, or None if there is none.
+
+    Among the calls of the last assistant message, this is the call with the result's id. If no call
+    has that id, it is the call at the same position as the result.
     """
     first = index
     while first and messages[first - 1].role == "tool":

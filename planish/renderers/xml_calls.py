@@ -1,8 +1,8 @@
 """Tool calls as Qwen3.5 and Nemotron 3 write them: `<function=name>` with one `<parameter=name>`
 element for each argument, between `<tool_call>` tags.
 
-Strings are written as they are, so a string that looks like JSON (`1`, `true`) is read back as the
-JSON value. The schema of the tool would decide, but a response is parsed without it.
+Strings are written without quotes. So a string that looks like JSON (`1`, `true`) is read back as
+the JSON value. Only the tool's schema could tell the two apart, and the parser does not have it.
 """
 
 import json
@@ -49,8 +49,9 @@ _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", r
 
 
 def python_text(value: object) -> str:
-    """Return an argument as the templates of Qwen3.5 and Nemotron 3 do: JSON for lists and objects,
-    Python's text (True, None) for other values.
+    """Return the text of an argument as the templates of Qwen3.5 and Nemotron 3 write it.
+
+    Lists and objects are JSON. Other values have Python's text, such as True or None.
     """
     return json_text(value) if isinstance(value, (dict, list)) else str(value)
 
