@@ -52,11 +52,13 @@ They replace the rounded logits of the same tokens.
 """
 
 MIN_WEIGHT = 1e-20
-"""See `Backend.sample`. A token that is rarer than this by comparison with the likeliest token of
-the whole vocabulary may have a float32 weight of 0.
+"""The smallest float32 weight that a token may have in `Backend.sample`.
+
+The weight of a token is its probability divided by that of the likeliest token of the whole
+vocabulary. A smaller weight may be rounded to 0.
 """
 LORA_COLUMNS = 16
-"""The LoRA hidden states of the head are stored with a multiple of this many columns."""
+"""The number of columns of the head's LoRA hidden states is padded to a multiple of this."""
 
 
 def padded_lora_columns(columns: int) -> int:
@@ -95,13 +97,13 @@ class PackedMatrices(Protocol):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of A and of the Bs.
 
-        `x`, `grad`: the input and the gradient of the output. `lora_hidden`: the LoRA hidden states, as
-        `add_` returned them. `hidden_grad`: their gradient, as `backward_` returned it.
+        `x`, `grad`: the input and the gradient of the output. `lora_hidden`: the LoRA hidden
+        states, as `add_` returned them. `hidden_grad`: their gradient, as `backward_` returned it.
         """
         ...
 
     def expert(self, index: int) -> PackedMatrices:
-        """Return the matrices of one expert, if these are the matrices of a layer's experts."""
+        """Return the matrices of expert `index`. Only a target module of experts supports this."""
         ...
 
 
@@ -136,7 +138,7 @@ class LoraMatrices:
         return self.a.shape[-2] // len(self.bs)
 
     def expert(self, index: int) -> LoraMatrices:
-        """Return the matrices of one expert, if these are the matrices of a layer's experts."""
+        """Return the matrices of expert `index`. Only a target module of experts supports this."""
         packed = None if self.packed is None else self.packed.expert(index)
         return LoraMatrices(self.a[index], tuple(b[index] for b in self.bs), packed)
 
@@ -214,7 +216,7 @@ class Backend(Protocol):
     """Whether the sampler may return the logits of `base_logits` as they are.
 
     This is the case on a GPU without batch invariance, where logits are computed in float32.
-    Elsewhere `token_logits` recomputes the logits whose logprobs are returned.
+    Elsewhere the sampler recomputes the logits of returned logprobs with `token_logits`.
     """
     joins_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
@@ -228,8 +230,8 @@ class Backend(Protocol):
     """Whether tensors are in main memory, which is the case on a CPU.
 
     The operating system provides a page of main memory only when the page is first used, so
-    reserved memory costs nothing until then. On such a device the KV slot of a sample grows with
-    the sample, and the memory limits are fixed sizes instead of shares of the free memory.
+    reserved memory costs nothing until then. So on a CPU the KV slot of a sample grows with the
+    sample. The memory limits are fixed sizes instead of shares of the free memory.
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
@@ -270,7 +272,7 @@ class Backend(Protocol):
         *,
         keeps: bool = True,
     ) -> PackedLinear:
-        """Return linears that read the same input as one packed linear.
+        """Join linears that read the same input, and return them as one packed linear.
 
         `weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
         `keeps`: whether to keep unpacked float32 weights so that `PackedLinear.weight` works.
@@ -367,12 +369,16 @@ class Backend(Protocol):
         """Return the float32 gradient of `total`, the sum that `rms_norm` normed.
 
         `grad`: gradient of the normed output. `total`, `scale`: results of `rms_norm`.
-        `grad_total`: gradient that reaches `total` on other paths than through the norm, if any.
+        `grad_total`: the gradient of `total` from other uses than the norm, such as the residual
+        connection; or None.
         """
         ...
 
     def rope(self, x: Tensor, cos: Tensor, sin: Tensor, *, inverse: bool = False) -> Tensor:
-        """Return x [T, H, E] rotated by the angles of `cos` and `sin` [T, 1, E/2], or back."""
+        """Return x [T, H, E] rotated by the angles of `cos` and `sin` [T, 1, E/2].
+
+        `inverse`: rotate by the negative angles.
+        """
         ...
 
     def qk_norm_rope(
@@ -501,9 +507,11 @@ class Backend(Protocol):
 
         `logits`: float32 [R, V]. `temperatures`: [N]. `uniforms`: float64 [N]. `allowed`: the
         tokens that may be sampled, int32 [N, (V + 31) // 32], one bit per token, with bit 0 of word
-        0 first. Return the tokens, int64 [N], and the log-sum-exp of each whole row / temperature
-        [N]. The token is -1 if each allowed token is less likely than the row's likeliest token by
-        a factor of MIN_WEIGHT, because its float32 weight may then be 0.
+        0 first.
+
+        Return the tokens, int64 [N], and the log-sum-exp [N] of logits / temperature over the whole
+        row, including tokens that are not allowed. The token is -1 if the weight of every allowed
+        token is below MIN_WEIGHT.
         """
         ...
 

@@ -35,10 +35,10 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend of a base model.
 
-    `deterministic`: whether results are batch-invariant. None: only on a CPU, and only if padding
-    suffices, because padding costs almost nothing there. `gpu_families`: the families of Triton
-    kernels that passed their self-test for this model on this GPU. Raises UnsupportedError for a
-    model with gated delta-net layers on a GPU.
+    `deterministic`: whether results are batch-invariant. With None, results are batch-invariant on
+    a CPU where padding is enough to make them so, because padding costs almost nothing there.
+    `gpu_families`: the families of Triton kernels that passed their self-test for this model on
+    this GPU. Raises UnsupportedError for a model with gated delta-net layers on a GPU.
     """
     if config.delta_net is not None and Device(device).is_gpu:
         raise UnsupportedError(

@@ -1,10 +1,10 @@
 """The attention of trainer and sampler with the C++ kernels.
 
 The classes of this module describe which rows attend to which keys, as an `AttentionPlan` of
-cpp/ops.py. They cover the segments of prefix trees (training), prompt rows (prefill), and one new
-row per sample (decoding). The kernel has one interface for all three. A block of query rows attends
-to shared key ranges, and each row may then attend to one range of its own. A row's output does not
-depend on how rows form blocks, so sampler and trainer agree bit for bit.
+cpp/ops.py. They cover the segments of prefix trees (training), prompt rows (prefill), and the new
+rows of samples (decoding). The kernel has one interface for all three. A block of query rows
+attends to shared key ranges, and each row may then attend to one range of its own. A row's output
+does not depend on how rows form blocks, so sampler and trainer agree bit for bit.
 
 The reference implementations are attention.py, sampling_attention.py and ordered_attention.py in
 kernels/reference.
@@ -180,15 +180,15 @@ class CppDecodeAttention(StoringAttention):
 
         `windows`: the attention window of each layer (see `ModelConfig.windows`).
         """
-        # The kernel stores the keys and values of all rows before a row attends. So the rows of one
-        # sample are separate entries, and each attends to one position more than the one before.
+        # The kernel stores the keys and values of all rows before a row attends. So each row of a
+        # sample is an entry of its own, which attends to one position more than the row before it.
         found = [
             (sample, pool, number)
             for pool in samples.in_use()
             for sample in cast("list[SampleSlot]", pool.owners)
             for number in range(row_counts.get(sample, 1) if row_counts else 1)
         ]
-        # Samples of one prompt are neighbours.
+        # A block contains samples of one prompt, so sort them next to each other.
         found.sort(key=lambda item: (id(item[0].prompt), rows[item[0]], item[2]))
         pool_of = {owner: pool for pool in prompts.in_use() for owner in pool.owners}
         blocks, shared, visible = [], [], []
@@ -215,9 +215,10 @@ class CppDecodeAttention(StoringAttention):
 
 
 def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
-    """Return the key ranges of the first `count` positions of slots in all layers: [L, n] of Range.
+    """Return a key range for each slot in each layer: [L, n] of Range.
 
-    `owners`: (pool, slot, count) of each of the n slots. The ranges contain addresses, so they are
+    `owners`: (pool, slot, count) of each of the n slots. A range consists of the first `count`
+    positions of its slot. The ranges contain addresses, so they are
     valid until a pool reallocates its tensors.
     """
     if not owners:

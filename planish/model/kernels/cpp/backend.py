@@ -1,8 +1,11 @@
 """The C++ backend: kernels for CPUs with AVX2 or AVX-512, which are compiled at first use.
 
 Its matmuls and its attention are batch-invariant. torch computes what the kernels do not support:
-weights of odd width, adapters of linears whose sizes are not multiples of 16, attention heads whose
-size is not a multiple of 16, and families of kernels that failed their self-test.
+
+- weights of odd width
+- adapters of linears whose sizes are not multiples of 16
+- attention heads whose size is not a multiple of 16
+- families of kernels that failed their self-test
 """
 
 from __future__ import annotations
@@ -192,7 +195,7 @@ class CppBackend(TorchBackend):
         ]
 
     def packed_adapter_sizes(self, layout: LoraLayout) -> tuple[int, int]:
-        """Return the elements of an adapter's panels, with padding: (forward, backward)."""
+        """Return the number of elements of an adapter's panels: (forward, backward)."""
         forward = backward = 0
         for entries in layout.sites:
             *front, _, fan_in = entries[0].shape
@@ -210,7 +213,7 @@ class CppBackend(TorchBackend):
         return forward, backward
 
     def adapter_batch(self, adapters: Sequence[AdapterRows | StackRows]) -> AdapterBatch:
-        """Return the adapters of ranges of rows, which one kernel call per site applies."""
+        """Return an `AdapterBatch` that applies all adapters with one kernel call per module."""
         if not self.packs_layer_adapters:
             return super().adapter_batch(adapters)
         packed = [
@@ -418,7 +421,7 @@ class _CppHeadAdapters(TorchHeadAdapters):
 
 
 def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
-    """Return the layer for the native forward pass, or None unless all its weights are packed."""
+    """Return the layer for the native forward pass, or None if a weight of it is not packed."""
     mlp = cast("DenseMLP", layer.mlp)
     given: list[PanelWeight | QuantizedPanels | Tensor | None] = []
     for linear in (layer.qkv, layer.o, mlp.gate_up, mlp.down):
@@ -426,7 +429,7 @@ def _panel_layer(layer: Layer, window: int | None) -> PanelLayer | None:
         if not isinstance(packed, PanelWeight | QuantizedPanels) or packed.address is None:
             return None
         given += [packed, linear.bias]
-    # The pass needs all weights in one form. Only some of them are quantized if their sizes differ.
+    # The native pass needs all weights of a layer in one form, either quantized or not.
     if len({type(given[i]) for i in range(0, len(given), 2)}) > 1:
         return None
     norms = (layer.input_norm, layer.mlp_norm, layer.q_norm, layer.k_norm)

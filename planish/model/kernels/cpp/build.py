@@ -38,6 +38,7 @@ INSTRUCTIONS = {
     "AVX2": ("-mavx2", "-mfma"),
 }
 SECONDS = 600
+"""The time limit of the compiler."""
 
 
 class BuildError(Exception):
@@ -88,7 +89,7 @@ def _writable(cache: Path) -> Path:
         found = own.lstat()
     except OSError as error:
         raise BuildError(f"{cache} and {own} cannot be written to ({refused}; {error})") from error
-    # Another user could have put a library of their own into a directory that is open to them.
+    # If other users can write to the directory, one of them could have planted a library there.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise BuildError(f"{cache} cannot be written to ({refused}), and others can change {own}")
     _log.warning(

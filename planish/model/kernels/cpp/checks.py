@@ -142,7 +142,7 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def _quantized_matmul(dtype: torch.dtype) -> None:
-    """Compare with the matmul kernel of the dequantized weights, which `_matmul` has tested."""
+    """Compare with a matmul with the dequantized weights, whose kernel `_matmul` has tested."""
     for rows, sizes, fan_in in ((1, (16,), 64), (5, (144, 32), 128), (37, (320,), 192)):
         given = [torch.randn(size, fan_in).to(dtype) for size in sizes]
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
@@ -573,7 +573,7 @@ def _decode_model(dtype: torch.dtype, tolerance: float, *, is_gemma: bool) -> No
 
 
 def _delta_net() -> None:
-    """A tree whose root has two children, one of them with a child, and a sequence without any."""
+    """Check a tree whose root has two children and one grandchild, and a tree of one run."""
     spans, parents = ((0, 37), (37, 70), (70, 71), (71, 75), (75, 80)), (-1, 0, 1, 0, -1)
     tree = Runs(spans, parents)
     for values in (16, 48, 80):

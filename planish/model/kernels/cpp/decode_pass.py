@@ -1,9 +1,8 @@
 """The forward pass of a decoding step through all layers, as one call of the C++ kernels.
 
-A step has about three hundred operations, such as matmuls and norms. For few rows most of them take
-microseconds. If Python called each operation and allocated its result, a step would take twice as
-long.
-The pass calls the same kernels as model/decoder.py does, so its results are bit-identical.
+A step has about three hundred operations, such as matmuls and norms. For few rows, most operations
+take microseconds. If Python called each operation and allocated its result, a step would take twice
+as long. The pass calls the same kernels as model/decoder.py does, so its results are bit-identical.
 
 Shapes: T rows, D hidden, V vocabulary, E head_dim.
 """
@@ -103,8 +102,8 @@ class DecodePass:
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D].
 
-        `tokens`, `positions`: int64 [T]. The new keys and values are stored in the entries' own
-        ranges of `plan`.
+        `tokens`, `positions`: int64 [T]. The new keys and values of each row are stored in the own
+        range of its entry in `plan`.
         """
         out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
         given = _Pass(

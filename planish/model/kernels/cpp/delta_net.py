@@ -1,8 +1,9 @@
 """The recurrence of gated delta nets with the C++ kernels, for trainer and sampler.
 
-One thread computes a head of a prefix tree, or of the rows of one sequence, position by position. So
-a row's output does not depend on the rest of the batch. The reference implementation is
-kernels/reference/delta_net.py, which also computes the convolution and the gates.
+One thread computes one head of a prefix tree, position by position. In the sampler, the rows of
+each sequence take the place of a tree. So a row's output does not depend on the rest of the batch.
+The reference implementation is kernels/reference/delta_net.py, which also computes the convolution
+and the gates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.delta_net import Parts, SequenceRecurrence, TreeRecurrence
 
 _LANES = 16
-"""The columns of a state must be a multiple of this, the size of a vector register."""
+"""The number of columns of a state must be a multiple of this, the size of a SIMD vector."""
 _Run = np.dtype([(name, np.int64) for name in ("start", "stop", "parent", "before", "after")])
 """`struct DeltaRun` of src/delta_net.h. `before` and `after` are addresses of states, or 0."""
 
@@ -103,7 +104,7 @@ class _Scan(torch.autograd.Function):
         parts = _contiguous((q, k, v, decay, beta))
         ctx.save_for_backward(*parts)
         ctx.runs = runs
-        # The states after the runs that have children.
+        # Only runs that have children need a stored state after their last row.
         inner = sorted({parent for parent in runs.parents if parent >= 0})
         ends = q.new_empty(len(inner), q.shape[1], q.shape[2], v.shape[2])
         address = {run: end.data_ptr() for run, end in zip(inner, ends, strict=True)}

@@ -4,8 +4,8 @@ The kernels apply head adapters, compute single logits in float32, and sample to
 serves all rows of a batch, with any number of adapters. It is batch-invariant: the result of a row
 depends only on the row and its adapter.
 
-Shapes: R rows, D hidden, V vocabulary, P (row, token) pairs, r rank, L columns of `lora_hidden`, the LoRA
-hidden states.
+Shapes: R rows, D hidden, V vocabulary, P (row, token) pairs, r rank, L columns of `lora_hidden`,
+the LoRA hidden states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,10 @@ class HeadTable:
             )
             self.rows[index] = (b.data_ptr(), *matrices, rank, rank + rank % 2, start, stop - start)
         self.width = max((padded_lora_columns(b.shape[1]) for _, _, b, _ in members), default=0)
-        """The number of columns L of `lora_hidden`. Each row uses the first r, the rank of its adapter."""
+        """The number of columns L of `lora_hidden`.
+
+        A row uses only the first r columns, where r is the rank of its adapter.
+        """
 
     @property
     def address(self) -> int:
@@ -88,7 +91,7 @@ class HeadTable:
         return lora_hidden
 
     def add_(self, lora_hidden: Tensor, logits: Tensor) -> None:
-        """Add the LoRA outputs of the hidden states `lora_hidden` [R, L] to `logits` [R, V], in place."""
+        """Add the LoRA outputs of `lora_hidden` [R, L] to `logits` [R, V], in place."""
         ops.call(
             "add_head",
             lora_hidden.dtype,
@@ -105,8 +108,9 @@ class HeadTable:
 class SingleLogits:
     """Logits computed one at a time as float32 dot products.
 
-    A logit is the dot product of a row of `hidden` [R, D] and a row of the head's weight [V, D],
-    plus that of a row of `lora_hidden` [R, L] and a row of B, if the row has an adapter.
+    A logit is the dot product of a row of `hidden` [R, D] and a row of the head's weight [V, D].
+    If the row has an adapter, the dot product of its row of `lora_hidden` [R, L] and a row of B is
+    added.
     """
 
     hidden: Tensor

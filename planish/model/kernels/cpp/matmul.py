@@ -98,7 +98,7 @@ class PanelWeight:
     is_batch_invariant = True
 
     def __init__(self, weight: Tensor, arena: WeightArena, *, transposed: bool = False) -> None:
-        """`arena`: the arena of the panels. `transposed`: `weight` is given transposed, as [in, out]."""
+        """`arena`: the arena of the panels. `transposed`: `weight` is given as [in, out]."""
         self._fan_out, self._fan_in = weight.shape[::-1] if transposed else weight.shape
         self._panels = _packed([weight.contiguous()], arena, transposed=transposed)[0]
 
@@ -313,7 +313,7 @@ class PanelModule:
     ) -> tuple[Tensor, list[Tensor]]:
         """Return the gradients of A and of the Bs in float32, summed over all rows.
 
-        `lora_hidden` and `hidden_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
+        `lora_hidden`, `hidden_grad`: the results of `add_` and `backward_` for this `x` and `grad`.
         """
         rank, columns = self._columns // len(sizes), np.array(sizes, np.int64)
         grad_a = torch.empty(self._columns, x.shape[1], dtype=torch.float32)
@@ -344,7 +344,10 @@ class PanelAdapterRows:
         `sites`: the names of a layer's target modules, in the order of the adapters' matrices.
         """
         self.table = np.stack([panels.forward for _, _, panels in members], 1)
-        """[entries, members] of _LoraRows, the entries of all target modules of all layers."""
+        """[entries, members] of _LoraRows.
+
+        The entries are those of `PanelAdapter.forward`, for all target modules of all layers.
+        """
         starts, stops = (np.array(ends, np.int64) for ends in list(zip(*members, strict=True))[:2])
         self.table["first"] = starts
         self.table["count"] = np.where(self.table["a"] != 0, stops - starts, 0)

@@ -145,7 +145,7 @@ class AttentionPlan:
         )
 
     def own_ranges(self, layer: int) -> int | None:
-        """Return the address of the entries' own ranges of one layer, or None without any."""
+        """Return the address of `own` for one layer, or None if entries have no own ranges."""
         return None if self.own is None else self._own_address + layer * self.own.strides[0]
 
     @cached_property
@@ -184,10 +184,11 @@ class Library(ctypes.CDLL):
     refused: Collection[str] = frozenset()
     """The families (self_test.FAMILIES) that torch replaces."""
     uses_amx: bool = False
+    """Whether matmuls use AMX."""
 
 
 under_test: Library | None = None
-"""The library that `load_library` returns without a test; set only in the process of the self-test."""
+"""The untested library that `load_library` returns; set only in the process of the self-test."""
 
 
 @cache

@@ -37,7 +37,7 @@ _Codes = np.dtype(
         )
     ]
 )
-"""`Codes` of src/quantized.h: numbers and addresses."""
+"""`struct Codes` of src/quantized.h, whose fields are numbers and addresses."""
 _SCHEMES = {Int8Weight: 1, Nf4Weight: 2}
 
 
@@ -115,7 +115,8 @@ def _int8(weights: Sequence[Int8Weight], arena: WeightArena) -> dict[str, Tensor
 def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
     codes = torch.cat([weight.codes for weight in weights])
     blocks = [weight.scale_codes.numel() for weight in weights]
-    # The groups of each weight begin with its first block.
+    # A group of scales has blocks of one weight only. So the block numbers of each weight begin at
+    # a multiple of the group size, and block // _GROUP is the index of a group.
     groups = [0, *(-(-count // _GROUP) for count in blocks)]
     starts = torch.tensor(groups).cumsum(0) * _GROUP
     firsts = [
@@ -123,7 +124,7 @@ def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
         for start, weight in zip(starts[:-1], weights, strict=True)
     ]
     return {
-        # In a byte of the kernel, the lower four bits are the first input.
+        # The kernel expects the code of the first of two inputs in the lower four bits.
         "codes": _panels(((codes >> 4) | (codes << 4))[..., None], arena),
         "values": torch.tensor(NF4_VALUES),
         "scale_codes": _panels(torch.cat([weight.scale_codes for weight in weights])[..., None]),

@@ -89,8 +89,8 @@ def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
     found: dict[str, Verdict] = {}
     is_lasting = True
     environment = os.environ | {
-        # The parent may have imported planish from a directory of its own sys.path, or from its
-        # working directory, so the test process gets the same path.
+        # The parent may have imported planish from its working directory or from an entry that it
+        # added to sys.path. So the test process gets the same path.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
         # Threads that spin while they wait would take more time than the test.
         "OMP_WAIT_POLICY": "passive",

@@ -81,8 +81,8 @@ def limit_threads() -> None:
 def usable_cpus() -> int:
     """Return how many CPUs this process may keep busy.
 
-    This is the number of CPUs in its affinity mask. If the CPU quota of its control groups, rounded
-    up, is smaller, it is the quota.
+    This is the number of CPUs in its affinity mask, or the CPU quota of its control groups, rounded
+    up, if the quota is smaller.
     """
     quota = cpu_quota()
     return _affinity() if quota is None else max(1, min(_affinity(), math.ceil(quota)))
