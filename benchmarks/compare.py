@@ -65,11 +65,11 @@ class PeerSpec:
 
 SAMPLING = ("W1", "W1b", "W1c")
 PEERS = {
-    "ours": PeerSpec(OWN, "peers/ours.py", (*SAMPLING, "W2", "W3")),
+    "ours": PeerSpec(OWN, "peers/ours.py", (*SAMPLING, "W1j", "W2", "W3")),
     "limit": PeerSpec(OWN, "limits.py", (*SAMPLING, "W2", "W3")),
     "generate": PeerSpec("trl", "peers/transformers_generate.py", SAMPLING),
     "generate-repeated": PeerSpec("trl", "peers/transformers_repeated.py", ("W1", "W1c")),
-    "vllm": PeerSpec("vllm", "peers/vllm_cpu.py", SAMPLING),
+    "vllm": PeerSpec("vllm", "peers/vllm_cpu.py", (*SAMPLING, "W1j")),
     "peft": PeerSpec("trl", "peers/peft_training.py", ("W2",)),
     "peft-compiled": PeerSpec("trl", "peers/peft_training.py", ("W2",), {"PEFT_COMPILE": "1"}),
     "trl": PeerSpec("trl", "peers/trl_grpo.py", ("W3",)),

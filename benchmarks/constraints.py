@@ -15,24 +15,10 @@ import statistics
 import time
 
 import chz
+from works import LIST_SCHEMA
 
 import planish
 from planish.model.sources import DEFAULT_MODEL
-
-SCHEMA = {
-    "type": "array",
-    "items": {
-        "type": "object",
-        "properties": {
-            "name": {"type": "string"},
-            "age": {"type": "integer"},
-            "tags": {"type": "array", "items": {"type": "string"}},
-        },
-        "required": ["name", "age", "tags"],
-        "additionalProperties": False,
-    },
-    "minItems": 1000,
-}
 
 
 @chz.chz
@@ -44,7 +30,7 @@ class Work:
 
 
 def main(work: Work) -> None:
-    constraint = planish.Constraint("json_schema", json.dumps(SCHEMA))
+    constraint = planish.Constraint("json_schema", json.dumps(LIST_SCHEMA))
     with planish.ServiceClient() as service_client:
         sampler = service_client.create_sampling_client(base_model=work.model)
         tokens = sampler.get_tokenizer().encode("A list of people, as JSON:\n")

@@ -1,5 +1,6 @@
 """A GRPO iteration and its halves with planish's public API, on the rounds of works.py."""
 
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -41,7 +42,13 @@ def rollouts(client: planish.SamplingClient, work: Mapping[str, Any]) -> Groups:
 
 def rollouts_in_turn(clients: Sequence[planish.SamplingClient], work: Mapping[str, Any]) -> Groups:
     """Like `rollouts`, but distribute the prompts over the clients in turn."""
-    params = planish.SamplingParams(max_tokens=work["new_tokens"], stop=[], seed=work["seed"])
+    schema = work.get("schema")
+    params = planish.SamplingParams(
+        max_tokens=work["new_tokens"],
+        stop=[],
+        seed=work["seed"],
+        constraint=schema and planish.Constraint("json_schema", json.dumps(schema)),
+    )
     futures = [
         client.sample(
             prompt=planish.ModelInput.from_ints(prompt),

