@@ -1,14 +1,14 @@
 """The access log and the log's format: a record and a measurement for every request.
 
-Requests are grouped by the pattern of their route, never by their path, so that ids fill neither
-the metrics nor the log. Every request is a record of the logger planish.access, with the route's
-pattern, status, milliseconds and the tenant's name. Keys, prompts and samples are never logged.
-Requests that clients repeat all the time (polls for results, heartbeats, health, metrics) have the
-level debug as long as they succeed.
+The metrics and the log name the pattern of a request's route, never its path. A path contains ids,
+and each id would add a new series to the metrics. Every request is a record of the logger
+planish.access, with the route's pattern, status, milliseconds and the tenant's name. Keys, prompts
+and samples are never logged. Clients repeat some requests all the time: polls for results,
+heartbeats, health and metrics. Such a request has the level debug if it succeeds.
 
 A record is a message and fields, `_log.info("snapshot", extra=log_fields(model=..., seconds=...))`.
-On a terminal it is a line of text, elsewhere a JSON object per line, in which the fields are
-siblings of the message:
+On a terminal, the record is a line of text. Elsewhere, the record is one line with a JSON object,
+which has the fields beside `message`:
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access",
      "message": "...", ...}
@@ -44,7 +44,7 @@ _REPEATED = (
     "/telemetry",
 )
 TENANT = "planish.tenant"
-"""The entry of an ASGI scope with the tenant whose key the request was accepted with."""
+"""The entry of an ASGI scope with the tenant that owns the request's key."""
 _POLL_AGAIN = 408
 _CLOSED = 499
 """The status that proxies use when the client closed the connection before the response."""
@@ -161,8 +161,8 @@ def log_fields(**values: object) -> dict[str, Any]:
 
 
 def set_up_logging(log_format: LogFormat | None, level: str, stream: TextIO | None = None) -> None:
-    """Send the log to `stream` (stderr) and nowhere else. With `log_format` None it is text on a
-    terminal, JSON elsewhere.
+    """Send the log to `stream` (by default stderr) and nowhere else. With `log_format` None, a
+    terminal gets text, and any other stream gets JSON.
     """
     if level not in LEVELS:
         raise UserError(f"--log-level {level}: give one of {', '.join(LEVELS)}")
@@ -245,8 +245,8 @@ class JsonFormatter(logging.Formatter):
             for name, value in line.items()
         }
         text = orjson.dumps(line, default=str, option=orjson.OPT_NON_STR_KEYS).decode()
-        # orjson escapes the control characters below 32 only. The others occur within strings only,
-        # where JSON allows this escape.
+        # orjson escapes only the control characters below 32. All other characters of _UNPRINTABLE
+        # can occur only within JSON strings, where a \u escape is valid.
         return _UNPRINTABLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
@@ -264,7 +264,7 @@ class TextFormatter(logging.Formatter):
         return printable(f"{text}  {named}" if named else text)
 
     def formatException(self, ei: Any) -> str:
-        """Return the traceback, each line of it indented, so that none looks like a record."""
+        """Return the traceback with all lines indented, so that no line looks like a record."""
         lines = super().formatException(ei).split("\n")
         return "\n".join(f"    {printable(line)}" for line in lines)
 

@@ -7,10 +7,10 @@ with a valid key. Limits and timeouts ensure that keyless connections cannot kee
                from the limit of open files, and leaves files for the journal and checkpoints.
                When the total is reached, a new connection replaces an idle connection: the oldest
                keyless one, or else the least recently used one of a tenant.
-    keyless    If the server has keys, at most half of the total, but never more than 4,096. One
-               address (for IPv6, one /64 network) may have at most an eighth of the total, but
-               never more than 1,024. At either limit, a new keyless connection replaces the oldest
-               idle keyless one.
+    keyless    If the server has keys, keyless connections may take at most half of the total, but
+               never more than 4,096. One address (for IPv6, one /64 network) may have at most an
+               eighth of the total, but never more than 1,024. At either limit, a new keyless
+               connection replaces the oldest idle keyless connection.
     headers    A connection is closed if the headers of a request are not complete in time. A
                keyless connection is also closed if it sends no request in time.
     reading    A connection is closed if its client stops reading a response for too long.
@@ -156,7 +156,9 @@ class ConnectionTable:
     _begun: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
     """When the first byte of a request arrived on an idle connection of a tenant."""
     _unread: OrderedDict[Connection, float] = field(default_factory=OrderedDict)
-    """When each client that does not read its response stopped reading."""
+    """The connections whose client does not read its response. The value is the time at which the
+    client stopped reading.
+    """
 
     def opened(self, address: str, close: Callable[[], None]) -> Connection | None:
         """Return a new connection, which may replace an idle one. Return None if a limit
@@ -288,8 +290,8 @@ def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[C
 
 
 def _source(address: str) -> str:
-    """Return the address that the limits count for a client. IPv6 addresses are counted by /64
-    network, because one client usually has a whole network.
+    """Return the key under which the limits count a client's connections. The key of an IPv6
+    address is its /64 network, because one client usually has a whole network.
     """
     try:
         parsed = ipaddress.ip_address(address)

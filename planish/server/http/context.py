@@ -1,9 +1,9 @@
 """One HTTP request: who sends it, what its body says, and how errors are returned.
 
-Every endpoint is a function of a `RequestContext`. `endpoint` makes a route of it, which checks the
-key first and turns errors into their status with {"detail": message}. Bodies are limited one by one
-and all together, so that no client can exhaust the memory. Work on large bodies runs in a thread,
-so that the event loop stays free.
+Every endpoint is a function of a `RequestContext`. `endpoint` turns this function into a route. The
+route checks the key first, and answers an error with its HTTP status and {"detail": message}. One
+limit applies to each body, and another limit to all bodies together, so that no client can exhaust
+the memory. Work on large bodies runs in a thread, so that the event loop stays free.
 
 A key file has one key per line, `KEY` or `NAME KEY`; a comment begins with #. Keys with the same
 name belong to one tenant, so a key can be replaced without losing what was made with it. Without a
@@ -60,8 +60,8 @@ API = "/api/v1"
 MIB = 1 << 20
 SMALL_BODY, TELEMETRY_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
-"""Limit for the bodies of all requests together. It is four times TRAINING_BODY, so the largest
-body in compressed and decompressed form fits into the half that one tenant may use.
+"""Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
+This half holds the largest body (TRAINING_BODY) twice, compressed and decompressed.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
@@ -69,11 +69,15 @@ _READ_TOGETHER = 64 * MIB
 above the limit is decoded alone. Decoding takes many times the memory of the body.
 """
 _STALL_SECONDS = 30.0
-"""A request fails if its client sends nothing more of the body for this long."""
+"""A request fails if no bytes of its body arrive for this long."""
 _MIN_BODY_RATE = 4096
-"""Bytes per second, over the whole body, below which a request fails after `_STALL_SECONDS`."""
+"""The minimum rate of a body, in bytes per second. A request fails if its body takes
+`_STALL_SECONDS` longer than it would take at this rate.
+"""
 MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
-"""Downloads of checkpoints at once, of all tenants and of one. Each holds open files."""
+"""The maximum numbers of simultaneous checkpoint downloads, of all tenants and of one tenant. Each
+download keeps files open.
+"""
 _MAX_PAGE = 1000
 _EXTERNAL_SINCE = (0, 38)
 """The first release of the SDK that knows checkpoints of type `external`."""
@@ -87,11 +91,11 @@ class BodyBudget:
 
     limit: int = ALL_BODIES
     held: Counter[str] = field(default_factory=Counter)
-    """Bytes by tenant."""
+    """The reserved bytes of each tenant."""
 
     @property
     def used(self) -> int:
-        """Bytes of all tenants."""
+        """The reserved bytes of all tenants."""
         return self.held.total()
 
     def reserve(self, tenant: Tenant, size: int) -> None:
@@ -112,12 +116,13 @@ class DownloadSlots:
     """The downloads in progress."""
 
     running: Counter[str] = field(default_factory=Counter)
-    """The number by tenant."""
+    """The number of downloads of each tenant."""
 
     @contextmanager
     def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
-        """Hold a slot. It is released at the end of the block, or when the yielded stack is closed
-        if the block calls its `pop_all`. Raise Unavailable if there is none.
+        """Take a slot for the block, and yield an ExitStack that releases the slot. A block that
+        calls `pop_all` on the stack keeps the slot until the returned stack is closed. Raise
+        Unavailable if no slot is free.
         """
         if (
             self.running.total() >= MAX_DOWNLOADS
@@ -218,7 +223,9 @@ class RequestContext:
         return self.query("limit", default, 0, _MAX_PAGE), self.query("offset", 0, 0, 2**53)
 
     def check_scope(self) -> None:
-        """Check the scope of a list or a record. "owned" and "accessible" are the same here."""
+        """Raise UserError for an invalid `access_scope`, and UnsupportedError for a `project_id`.
+        The scopes "owned" and "accessible" have the same meaning on this server.
+        """
         scope = self.request.query_params.get("access_scope", "owned")
         if scope not in ("owned", "accessible"):
             raise UserError(f"access_scope={scope[:40]!r}: give 'owned' or 'accessible'")
@@ -273,7 +280,9 @@ class RequestContext:
             yield await self.compute(body, lambda: Fields.of(body))
 
     async def cancelled_by_stop(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """Return the result of `work`; None if the server begins to stop, which cancels it."""
+        """Return the result of `work`. If the server begins to stop, cancel `work` and return
+        None.
+        """
         working, stopping = (
             asyncio.ensure_future(work),
             asyncio.ensure_future(self.state.stopping.wait()),
@@ -286,8 +295,8 @@ class RequestContext:
             stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """Return `work()`. It runs in a thread if the body is large, and in the tenant's turn if
-        the body is very large.
+        """Return `work()`, which processes `body`. For a body above 64 KiB, `work` runs in a thread.
+        For a body above SMALL_BODY, `work` also waits for the tenant's turn.
         """
         if len(body) <= _INLINE_BODY:
             return work()
@@ -323,7 +332,7 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
             return await handler(context_of(request, request.headers.get("x-api-key")))
         except PlanishError as error:
             return error_response(error)
-        except ValueError as error:  # raised by numpy, for example, for values of the client
+        except ValueError as error:  # for example from numpy, for an invalid value in the body
             return error_response(UserError(str(error)))
         except ClientDisconnect:
             return error_response(
@@ -342,9 +351,9 @@ METRICS_READER = "metrics"
 
 
 def context_of(request: Request, key: str | None, is_metrics_page: bool = False) -> RequestContext:
-    """Return the context of a request. Raise Unauthorized if the key is unknown or is for other
-    pages, or if a web page sent the request to a server without keys. Raise Unavailable if the
-    tenant has too many connections.
+    """Return the context of a request. Raise Unauthorized if the key is missing, unknown, or not
+    allowed to read this page. On a server without keys, raise Unauthorized for a request that a web
+    page may have sent. Raise Unavailable if the tenant has too many connections.
     """
     state: HttpState = request.app.state.http
     has_keys = state.settings.keys is not None
@@ -367,7 +376,9 @@ def context_of(request: Request, key: str | None, is_metrics_page: bool = False)
 
 
 def error_response(error: PlanishError) -> Response:
-    """Return the response for an error: its message, and for our own client its class."""
+    """Return the response for an error. The body has the error's message, and the error's class for
+    planish's own client.
+    """
     status = status_of(error)
     if status >= 500:
         _log.warning("answered %d: %s", status, error)
@@ -425,7 +436,9 @@ _TENANT_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,100}")
 _COMMENT = re.compile(r"(?:^|\s)#")
 _KEY = re.compile(r"[\x21-\x7e]{8,500}")
 _NAME_AND_KEY = re.compile(r"[^=]=[^=]|.[:,;=]tml-")
-"""Matches NAME=KEY, which must not become a key without a name. Base64 has = at its end only."""
+"""Matches a line such as NAME=KEY, which is probably a mistake. Without this check, the whole word
+would become a key without a name. A base64 key does not match, because it has = only at its end.
+"""
 
 
 def read_keys(path: str | Path) -> dict[str, str]:

@@ -4,7 +4,7 @@
     planish_...             gauges
     planish_http_request_seconds   a histogram by route and status (access.py)
 
-On a server without keys, only programs on its machine can read the page, like all endpoints. A
+A server without keys answers only programs on its own machine, on this page as on all endpoints. A
 server with keys requires the key that is named `metrics` in the key file, as a bearer token or in
 X-API-Key. Other keys are rejected, because the page names all tenants.
 """

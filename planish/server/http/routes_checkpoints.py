@@ -1,9 +1,9 @@
 """Training runs, checkpoints and their files, and tokenizers.
 
 To download a checkpoint, a client first requests URLs with its key. It then reads these URLs
-without a key, like the signed URLs of an object store. A link is valid for an hour, also across a
-restart. Newer SDKs request one URL per file. Older
-SDKs request one archive, a tar file that is made while it is sent.
+without a key, like the signed URLs of an object store. A URL is valid for an hour, even if the
+server restarts in between. Newer SDKs request one URL per file. Older SDKs request one archive, a
+tar file that is made while it is sent.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ async def training_run(context: RequestContext) -> Response:
 
 
 async def run_checkpoints(context: RequestContext) -> Response:
-    """List the checkpoints of a run. The SDK asks for all of them, and gets as many as fit into a
-    page.
+    """List the checkpoints of a run. The SDK asks for all checkpoints, and gets as many as fit into
+    a page.
     """
     run_id, offset = context.path("run_id"), context.query("offset", 0, 0, 2**53)
     page = await context.server.list_checkpoints(context.tenant, run_id, None, offset)
@@ -92,7 +92,9 @@ async def publish(context: RequestContext) -> Response:
 
 
 async def unpublish(context: RequestContext) -> Response:
-    """Make a checkpoint private again, or delete a checkpoint with the name "publish"."""
+    """Make a checkpoint private again. If the path ends with weights/publish, delete the checkpoint
+    named "publish" instead.
+    """
     kind = context.path("checkpoint_id")
     # DELETE .../weights/publish deletes the checkpoint named "publish". DELETE
     # .../weights/NAME/publish makes the checkpoint NAME private.
@@ -115,7 +117,7 @@ async def set_ttl(context: RequestContext) -> Response:
 
 
 async def weights_info(context: RequestContext) -> Response:
-    """Describe what a checkpoint holds."""
+    """Answer with the contents of a checkpoint: its base model, LoRA rank and trained layers."""
     async with context.fields() as fields:
         path = stored_path(fields.text("tinker_path"))
     return json_response(
@@ -210,7 +212,7 @@ CHECKPOINT = _RUN + "/checkpoints/{checkpoint_id:path}"
 _VALID_SECONDS = 3600
 _BLOCK = 1 << 20
 _COMPLETE = "checkpoint_complete"
-"""An empty last member of an archive, which older SDKs look for."""
+"""The name of the empty file at the end of an archive. Older SDKs check that this file exists."""
 
 
 async def external_weights_urls(context: RequestContext) -> Response:
@@ -259,10 +261,12 @@ async def download(request: Request) -> Response:
 
 
 class _Download(StreamingResponse):
-    """A response with the content of open files. It closes them when it ends, however it ends."""
+    """A response with the content of open files. The files are closed when the response ends, even
+    if it fails.
+    """
 
     def __init__(self, files: Sequence[OpenFile], slot: ExitStack, is_archive: bool) -> None:
-        """`slot` is closed with the files."""
+        """`slot` is the download's slot, which is released when the files are closed."""
         size = files[0].size
         if is_archive:
             size = sum(tar_size(file.size) for file in files) + tar_size(0) + 2 * tarfile.BLOCKSIZE
@@ -306,13 +310,15 @@ def _open(files: CheckpointFiles, names: Sequence[str]) -> list[OpenFile]:
 
 
 async def pieces_of(opened: OpenFile) -> AsyncIterator[bytes]:
-    """Read a file piece by piece in a thread."""
+    """Yield the content of a file in pieces of 1 MiB. Each piece is read in a thread."""
     while piece := await asyncio.to_thread(opened.file.read, _BLOCK):
         yield piece
 
 
 def tar_size(content: int) -> int:
-    """Return the size of a member: its header, and its content padded to whole blocks."""
+    """Return the bytes that a file with `content` bytes takes in a tar file: its header, and its
+    content padded to whole blocks.
+    """
     return tarfile.BLOCKSIZE * (1 + -(-content // tarfile.BLOCKSIZE))
 
 
@@ -350,7 +356,7 @@ async def tokenizer(context: RequestContext) -> Response:
 
 
 def tokenizer_files(directory: Path) -> dict[str, str]:
-    """Return the text of each file of `directory` that a tokenizer is loaded from."""
+    """Return the text of each tokenizer file in `directory`, by file name."""
     found = {
         path.name: path
         for pattern in _TOKENIZER_FILES
@@ -376,7 +382,8 @@ ROUTES = [
     endpoint(_RUN, training_run, "GET"),
     endpoint(_RUN + "/checkpoints", run_checkpoints, "GET"),
     endpoint("/checkpoints", checkpoints, "GET"),
-    # Ids contain a slash, so these routes come before the one that ends with an id.
+    # A checkpoint id contains a slash, so the DELETE route of CHECKPOINT also matches /publish.
+    # Starlette takes the first match, so the routes of /publish come first.
     endpoint(CHECKPOINT + "/publish", publish, "POST"),
     endpoint(CHECKPOINT + "/publish", unpublish, "DELETE"),
     endpoint(CHECKPOINT + "/ttl", set_ttl, "PUT"),

@@ -1,10 +1,12 @@
-"""Samplers and samples, one by one for the SDK, or many in one request for planish's own client;
-and the results of all requests.
+"""Endpoints for samplers, for samples, and for the results of all requests.
+
+The SDK sends each sample request by itself (/asample). planish's own client sends many at once:
 
     POST /planish/draw     {"requests": [bodies of asample]}. The response is a stream of frames
-                           (planish/wire/client_frames.py): one for each request when it is accepted
-                           or rejected, and one when it is answered
-    POST /planish/release  {"sampler_id"}: the sampler is no longer used
+                           (planish/wire/client_frames.py). Each accepted request has a first frame
+                           with its id, and a last frame with its result or error. A rejected
+                           request has only a last frame.
+    POST /planish/release  {"sampler_id"}: closes the sampler
 
 Each request of a batch is treated like a single one: it is journaled, waits for its tenant's turn,
 and is identified by its sampler and number. So if the connection breaks, the client can send the
@@ -140,8 +142,8 @@ def _sample_requests(fields: Fields) -> list[SampleRequest | PlanishError]:
 async def _frames(
     context: RequestContext, requests: list[SampleRequest | PlanishError]
 ) -> AsyncIterator[bytes]:
-    """Yield the frames of a batch. Ends early when the server stops; the client then sends the
-    batch again.
+    """Yield the frames of a batch. The frames end early if the server stops. The client then sends
+    the batch again.
     """
     frames: asyncio.Queue[Frame | None] = asyncio.Queue()
     tasks = [
@@ -253,7 +255,9 @@ async def retrieve_future(context: RequestContext) -> Response:
 
 
 async def _outcome(context: RequestContext, request_id: str) -> Outcome:
-    """Return the answer of a request; TryAgain early if the server begins to stop."""
+    """Return the answer of a request. Return TryAgain if the request has no answer after
+    `poll_seconds`, or as soon as the server begins to stop.
+    """
     waiting = context.server.request_log.outcome(
         context.tenant, request_id, context.state.settings.poll_seconds
     )
@@ -271,8 +275,8 @@ def _result_response(done: Done, takes_protobuf: bool) -> Response:
 
 
 def _with_shown_path(done: Done) -> bytes:
-    """Replace type and path in the result of saving external weights, which are stored as a sampler
-    checkpoint.
+    """Return the content of a result as clients expect it. External weights are stored as a sampler
+    checkpoint, so the result of saving them needs another type and path.
     """
     if done.kind != "save_weights_for_sampler":
         return done.content

@@ -32,9 +32,9 @@ _FINISH_REASONS = ("success", "errored", "interrupted")
 
 
 async def client_config(context: RequestContext) -> Response:
-    """Answer with settings for the SDK. They make the SDK send one forward_backward call as one
-    request if possible, so that the engine computes shared prefixes of its data once. A larger call
-    is sent in several chunks, one after the other.
+    """Answer with settings for the SDK. With these settings, the SDK sends one forward_backward
+    call as one request if possible, so that the engine computes a prefix that several sequences
+    share only once. The SDK sends a larger call in several chunks, one after the other.
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
@@ -53,7 +53,7 @@ async def client_config(context: RequestContext) -> Response:
 
 
 async def dynamic_config(context: RequestContext) -> Response:
-    """Answer with settings that the SDK refreshes."""
+    """Answer with the settings that the SDK requests again every 300 seconds."""
     return json_response(
         {
             "refresh_interval_sec": 300,
@@ -112,7 +112,7 @@ async def session(context: RequestContext) -> Response:
 
 
 async def telemetry(context: RequestContext) -> Response:
-    """Accept and discard what clients report about themselves."""
+    """Accept and discard the telemetry of clients."""
     async with context.body(TELEMETRY_BODY):
         return json_response({"status": "accepted"})
 
@@ -148,7 +148,9 @@ def _session(record: SessionRecord) -> dict[str, object]:
 
 
 _SCANNED = 1000
-"""Sessions that one search request looks at. The next page continues there."""
+"""The maximum number of sessions that one search request reads. The request for the next page
+continues after the last of these sessions.
+"""
 _SCAN_BLOCK = 200
 
 
@@ -158,17 +160,18 @@ class Query:
 
     session_id: str | None
     words: tuple[str, ...]
-    """Lower-case words, all of which must be in the display name, whatever its case."""
+    """Lower-case words. The display name must contain all of them, in any case."""
     metadata: dict[str, str]
     states: tuple[str, ...]
     limit: int
     after: datetime | None
-    """Only sessions that are older, or as old and listed after `after_id`."""
+    """The creation time of the last session on the previous page; None for the first page."""
     after_id: str
+    """The id of the last session on the previous page; empty for the first page."""
 
     def matches(self, record: SessionRecord) -> bool:
-        """Return whether a session matches. If both an id and words are given, one of them is
-        enough.
+        """Return whether a session matches. If the query has both an id and words, a session that
+        matches only one of the two is returned as well.
         """
         metadata = record.spec.user_metadata
         if any(metadata.get(key) != value for key, value in self.metadata.items()):
@@ -248,7 +251,7 @@ def _query(fields: Fields) -> Query:
         owner = fields.optional(fields.object, "owner")
         if owner is not None and owner.text("type") not in ("own", "accessible"):
             raise UnsupportedError("owner: sessions of other keys cannot be searched; leave it out")
-        fields.skip("project_ids")  # a key has one project
+        fields.skip("project_ids")  # this server has no projects
         cursor = fields.optional(fields.object, "cursor")
         return Query(
             fields.optional(fields.text, "session_id"),

@@ -1,7 +1,7 @@
 """Requests that create, train, save and load models: each is decoded, submitted and acknowledged.
 
-A body whose model and number can be read, but not the rest, is rejected with 400 and has used up
-its number, because the client continues with the next one.
+If only the model id and the sequence number of a body are valid, the request is rejected with
+status 400. Its sequence number is used up, because the client continues with the next number.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def accepted_response(acceptance: Accepted) -> Response:
 
 @dataclass(frozen=True)
 class _Parsed:
-    """A body whose operation is still to be decoded."""
+    """A parsed body. `decode` returns its operation."""
 
     place: Place
     kind: str
@@ -89,7 +89,7 @@ async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Pars
 
 
 def submit_handler(kind: str, decode: Callable[[Fields], Operation[Any]]) -> Handler:
-    """Return the handler of a JSON body that `decode` reads."""
+    """Return the handler of a route with a JSON body. `decode` returns the body's operation."""
 
     def parse(body: bytes) -> _Parsed:
         fields = Fields.of(body)
