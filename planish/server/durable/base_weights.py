@@ -1,4 +1,4 @@
-"""A check at the start that no base model has other weights than at the last start.
+"""The check that the weights of the base models have not changed since the last start.
 
 Checkpoints and snapshots contain the fingerprint of their base weights. Requests in the journal and
 models without a snapshot do not, so the data directory keeps the fingerprint of each base model.

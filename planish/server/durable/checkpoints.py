@@ -4,23 +4,24 @@ are downloaded.
 A tenant sees its own checkpoints, and can read public ones of other tenants. The time to live is
 stored in a checkpoint's files. An expired checkpoint cannot be read, even before it is deleted.
 
-A client that saves external weights may name recipients. The files are then encrypted for a
-download with age (age-encryption.org), and only the recipients can decrypt them. The recipients are
-stored in the checkpoint's metadata. The server's own copy is not encrypted. Encryption would not
-protect that copy, because anybody who can read the server's disk can read the model's state there.
+External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
+planish has that layout already. So external weights NAME are stored as the sampler checkpoint
+`external:NAME`. Clients see them as `tinker://MODEL/external_weights/NAME`.
+
+A client that saves external weights may name recipients. A download is then encrypted with age
+(age-encryption.org), and only the recipients can decrypt it. The recipients are stored in the
+checkpoint's metadata. The server's own copy is not encrypted. Encryption would not protect that
+copy, because anybody who can read the server's disk can read the model's state there.
 
 Some names have a special meaning. The server makes private checkpoints for itself, in the runs of
 its models and samplers. Private checkpoints are not in the catalog, and clients cannot use their
 names:
 
     tinker://MODEL/weights/_planish.snapshot.SEQ          a snapshot of the model after request SEQ
-    tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of what request SEQ loaded
+    tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of the checkpoint that request SEQ
+                                                          loaded
     tinker://MODEL/sampler_weights/_planish.sampler.SEQ   a sampler published by request SEQ
     tinker://SAMPLER/sampler_weights/_planish.source      a copy of the checkpoint of a sampler
-
-External weights are adapters saved for other programs, in PEFT's layout. A sampler checkpoint of
-planish has that layout already. So external weights NAME are stored as the sampler checkpoint
-`external:NAME`. Clients see them as `tinker://MODEL/external_weights/NAME`.
 """
 
 from __future__ import annotations
@@ -154,8 +155,8 @@ class CheckpointCatalog:
         return CheckpointFiles(await self._engine.checkpoint_files(row.path), recipients)
 
     def changing(self, path: str) -> asyncio.Lock:
-        """Return the lock for making, changing or deleting a checkpoint. The caller holds the lock
-        until the change of the checkpoint's row is queued in the store.
+        """Return the lock for making, changing or deleting a checkpoint. The caller must change the
+        files and queue the write of the checkpoint's row before it releases the lock.
         """
         return self._changing.setdefault(path, asyncio.Lock())
 
@@ -218,8 +219,8 @@ class CheckpointCatalog:
         rows = await self._store.read(lambda db: db.execute(query).fetchall())
         lost, now = list[str](), time.time()
         for path, tenant, expires in rows:
-            # A crash may have interrupted the replacement of a checkpoint. Reading the checkpoint,
-            # as `_exists` does, restores the old one.
+            # A crash may have interrupted the replacement of a checkpoint. `_exists` reads the
+            # checkpoint, and this read restores the old checkpoint.
             if path in on_disk or await self._exists(path):
                 continue
             lost.append(path)
@@ -456,8 +457,8 @@ def loading_seq(path: str) -> int | None:
 
 
 def is_superseded(path: str, seq: int) -> bool:
-    """Return whether the server can delete this private checkpoint after a snapshot at request
-    `seq`.
+    """Return whether a snapshot at request `seq` makes this private checkpoint unnecessary, so that
+    the server can delete it.
     """
     loading = loading_seq(path)
     return (

@@ -7,20 +7,22 @@ next process watches its requests for an hour:
 
     marked     Before the engine gets a request, the database marks it as running. The answer
                removes the mark.
-    suspect    A request that was marked when the server crashed. The guard groups suspects by the
-               number of crashes during which each was marked. Only suspects of one group run
-               together, and only an eighth of the group at once. So after several crashes each
-               suspect runs alone. The server loads all base models before the first suspect, so
-               that a crash during the loading of a base model is not blamed on a request.
+    suspect    A request that was marked when the server crashed. Suspects that were marked at the
+               same number of crashes form a group. Only suspects of one group run together, and
+               only an eighth of the group at once. So after several crashes each suspect runs
+               alone. The server loads all base models before the first suspect, so that a crash
+               during the loading of a base model is not blamed on a request.
     abandoned  A suspect that was the only running request at `_ENDS_ALONE` crashes. An abandoned
                request without an answer fails. An abandoned replay or load of an adapter is
                rejected from then on.
 
-A request is thus abandoned after `_ENDS_ALONE` + 2 crashes or more. At the first crash no request
-is marked, and the second crash makes the request a suspect. A suspect that gets an answer is no
-longer a suspect. So an innocent request is abandoned only if the server crashes each time before
-the request is finished. A clean shutdown clears all records except the abandoned keys. An abandoned
-key gets one more try after the next start, because the server may have more memory then.
+A request is abandoned after `_ENDS_ALONE` + 2 crashes at the earliest. Before the first crash, the
+guard marks no requests. The second crash makes the request a suspect. A later crash counts only if
+no other request was running. A suspect that gets an answer is no longer a suspect. So an innocent
+request is abandoned only if the server crashes each time before the request is finished.
+
+A clean shutdown clears all records except the abandoned keys. After a clean shutdown, an abandoned
+key gets one more try, because the server may have more memory at its next start.
 
 Each request is identified by a key: the id of a journaled or replayed request, the model's id for
 loading a snapshot, the sampler's id for loading its weights, and a digest of the content for a
@@ -70,8 +72,8 @@ class _LookBack:
     suspects: dict[str, int] = field(default_factory=dict)
     """The number of crashes during which each suspect was running, by key."""
     abandoned: set[str] = field(default_factory=set)
-    """Abandoned keys of replays and loads of adapters. `enter` must reject them, because there is
-    no unanswered request that could be failed.
+    """Abandoned keys of replays and loads of adapters. `enter` rejects these keys. They do not
+    belong to an unanswered request, so there is no request that could fail instead.
     """
     failed: list[str] = field(default_factory=list)
     """The ids of unanswered requests that were abandoned and failed at this start."""
@@ -88,13 +90,13 @@ class CrashGuard:
         self._watched_until = 0.0
         self._suspects: dict[str, int] = {}
         self._widths: dict[int, int] = {}
-        """How many suspects with the same number of crashes may run at once, by that number."""
+        """Maps a number of crashes to how many suspects of this group may run at once."""
         self._abandoned: set[str] = set()
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
         self._level = 0
-        """The number of crashes that all running keys have in common; 0 if they are not
-        suspects.
+        """The group of the running suspects: the number of crashes at which each of them was
+        marked. It is 0 if the running keys are not suspects.
         """
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 
@@ -203,8 +205,8 @@ class CrashGuard:
 
     @asynccontextmanager
     async def reading(self, key: str) -> AsyncIterator[None]:
-        """Call `enter` before the block and `pause` after it. This is for a block that decodes a
-        request but does not answer it.
+        """Call `enter` before the block and `pause` after it. Use this for a block that decodes a
+        request but does not answer the request.
         """
         await self.enter(key)
         try:

@@ -1,14 +1,18 @@
-"""The bound on one tenant's rejected and failed requests in the journal.
+"""The size limit for each tenant's rejected and failed requests in the journal.
 
-Each of them has a row with an error message. A row is kept for `result_retention`, and longer if a
-replay of its model needs it. A tenant can send invalid requests for ever, so their rows have a
-bound: `rejected_request_bytes` per tenant, where a row counts as ROW_BYTES and its message. Beyond
-the bound, the server deletes the oldest rows before their time, down to three quarters of it.
+Each rejected or failed request has a row with an error message. The row is kept for
+`result_retention`, or longer if a replay of its model needs it. A tenant can send any number of
+invalid requests, so the rows of one tenant have a limit: `rejected_request_bytes`. The size of a
+row is ROW_BYTES plus the length of its message. When the rows reach the limit, the server deletes
+the oldest rows early, until the rest takes three quarters of the limit.
 
 A replay needs few of these rows. A failed forward_backward makes the next optim_step fail, and a
-failed optim_step clears the gradient. So of several failures in a row at most one has an effect,
-and other kinds have none. The model's row in the database records up to which sequence number the
-deleted requests have used up their numbers.
+failed optim_step clears the gradient. So only the first of several failed forward_backward requests
+matters, and a failed optim_step matters only if there is a gradient. Failed requests of all other
+kinds have no effect on the model.
+
+A model waits for missing sequence numbers. So that it does not wait for a deleted request, the
+deletion raises `passed` in the model's row above the numbers of the deleted requests.
 """
 
 from __future__ import annotations
@@ -30,14 +34,14 @@ from planish.server.settings import TenantSettings
 _MESSAGE_BYTES = "LENGTH(CAST(message AS BLOB))"
 _IS_FAILED = "state IN ('failed', 'refused')"
 _KEPT = 0.75
-"""The part of the bound that is left after rows were deleted."""
+"""The size of the rows after a deletion, as a fraction of the limit."""
 _RETRY_SECONDS = 5.0
-"""After a deletion that did not suffice, the next attempt is made this much later."""
+"""If the rows still reach the limit after a deletion, the next deletion waits for this long."""
 
 
 @dataclass(frozen=True)
 class AnsweredRow:
-    """What decides whether a replay of a model needs the row of one of its requests."""
+    """The columns of a request's row that decide whether a replay of the model needs the row."""
 
     id: str
     kind: str
@@ -55,27 +59,27 @@ class AnsweredRow:
 
 @dataclass
 class FailedRequests:
-    """The size of each tenant's rejected and failed requests in the journal, and its bound."""
+    """Tracks and limits the size of each tenant's rejected and failed requests in the journal."""
 
     _store: Store
     _settings: TenantSettings
     _bytes: Counter[str] = field(default_factory=Counter)
     _full: dict[str, float] = field(default_factory=dict)
-    """When the rows of a tenant were last found to exceed the bound although a replay needs all of
-    them, in seconds of the monotonic clock.
+    """The tenants whose rows still reached the limit after the last deletion. The value is the time
+    of this deletion, in seconds of the monotonic clock.
     """
 
     async def begin(self) -> None:
-        """Read the sizes of the rows that an earlier process left."""
+        """Read the sizes of the rows of earlier processes from the database."""
         self._bytes = Counter(await self._store.read(_sizes))
 
     def add(self, tenant: str, message: str | None) -> None:
-        """Count the row of a request that was rejected or failed with this message."""
+        """Add the size of one row: a request was rejected, or failed, with this message."""
         self._bytes[tenant] += ROW_BYTES + len((message or "").encode())
 
     async def check(self, tenant: str) -> None:
-        """Delete the tenant's oldest rows if they reach the bound. Raise TooManyRequests if a
-        replay needs so many of the rows that they still reach it.
+        """Delete the tenant's oldest rows if its rows reach the limit. Raise TooManyRequests if the
+        rows that a replay needs still reach the limit.
         """
         limit = self._settings.rejected_request_bytes
         if self._bytes[tenant] < limit:
@@ -91,7 +95,7 @@ class FailedRequests:
             )
 
     async def trim(self) -> None:
-        """Delete the oldest rows of every tenant that reaches the bound."""
+        """Delete the oldest rows of every tenant whose rows reach the limit."""
         for tenant, size in list(self._bytes.items()):
             if size >= self._settings.rejected_request_bytes:
                 await self._trim(tenant)
@@ -125,8 +129,8 @@ _COLUMNS = f"id, kind, seq, state, finished, {ROW_BYTES} + COALESCE({_MESSAGE_BY
 
 
 def _removable(source: Source, tenant: str) -> list[tuple[str, AnsweredRow]]:
-    """Return the failed rows that no replay needs, with their owners, in the order in which they
-    may be deleted: the oldest first, and those of one model in the order of `redundant`.
+    """Return (owner, row) for each failed row that no replay needs, oldest first. Rows of one model
+    keep the order of `redundant`, because the server must delete them in this order.
     """
     unneeded = source.execute(
         f"SELECT owner, {_COLUMNS} FROM requests "
@@ -156,12 +160,12 @@ def _removable(source: Source, tenant: str) -> list[tuple[str, AnsweredRow]]:
 
 
 def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterator[AnsweredRow]:
-    """Yield the failed rows of one model without which a replay does the same. They may be deleted
-    in this order: a replay does the same after every deletion.
+    """Yield the failed rows of one model that a replay does not need. If the server deletes the
+    rows in this order, a replay restores the same model after every single deletion.
 
-    `rows` are the requests from number `next_seq` on, in the order of their numbers. Missing
-    numbers below `passed` are skipped. The first other number without an answer ends the search,
-    because its request may still run.
+    `rows` are the model's requests from number `next_seq` on, in the order of their numbers. A
+    number below `passed` may be missing. The search ends at the first other missing number, and at
+    the first request without an answer, because these requests may still run.
     """
     has_gradient = False
     failed_part: AnsweredRow | None = None
@@ -178,13 +182,14 @@ def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterat
             yield row
         elif row.kind == "optim_step":
             if row.has_failed and failed_part is not None:
-                yield failed_part  # the failed optim_step clears the gradient without it
+                # The failed optim_step clears the gradient, so the failed part has no effect.
+                yield failed_part
             if row.has_failed and not has_gradient:
                 yield row
             has_gradient, failed_part = False, None
         elif row.kind == "load_weights" and not row.has_failed:
-            # The engine decides what becomes of a pending gradient. So keep the rows before, and
-            # the next failure too.
+            # The engine decides whether a load keeps a pending gradient. So keep the failed
+            # forward_backward before the load, and a failed optim_step after it.
             has_gradient, failed_part = True, None
         elif row.has_failed and row.kind not in ("create_model", "unload_model"):
             yield row
@@ -193,8 +198,8 @@ def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterat
 def _remove(
     transaction: Transaction, tenant: str, rows: list[tuple[str, AnsweredRow]], limit: int
 ) -> int:
-    """Delete rows, from the first on, until the tenant's rows have at most `limit` bytes. Return
-    what is left, in bytes.
+    """Delete the first of `rows`, until the tenant's failed rows take at most `limit` bytes. Return
+    the size of the tenant's remaining failed rows in bytes.
     """
     excess = _size(transaction, tenant) - limit
     chosen: list[str] = []

@@ -333,7 +333,8 @@ def operation_of(kind: str, body: bytes) -> Operation[Any]:
 
 def _seeded(operation: Operation[Any]) -> Operation[Any]:
     """Return the operation with a random seed if it needs a seed and has none. The seed is
-    journaled, so a repeated run after a crash samples the same tokens or the same initial weights.
+    journaled. So if the request runs again after a crash, it samples the same tokens, or
+    initializes the adapter with the same weights.
     """
     match operation:
         case Sample(sampling_params=params) if params.seed is None:

@@ -30,10 +30,12 @@ checkpoint was deleted or replaced.
 
 
 def stored_bytes(source: Source, tenant: str) -> int:
-    """Return the number of bytes that a tenant stores. They are its named checkpoints with their
-    manifests, the snapshots of its open models, the files of its samplers whose checkpoint is gone,
-    and the rows of its sessions and runs. Samplers without a name are not counted, because
-    `unnamed_sampler_bytes` limits them.
+    """Return the number of bytes that a tenant stores.
+
+    The sum includes named checkpoints with their manifests, snapshots of open models, and the rows
+    of sessions and runs. It includes the files of a sampler only if the sampler's checkpoint was
+    deleted or replaced. It does not include unnamed samplers, because `unnamed_sampler_bytes`
+    limits them.
     """
     return source.execute(_STORED_BYTES, [tenant]).fetchone()[0]
 

@@ -102,7 +102,9 @@ class QueuedRequest:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the request was rejected when it arrived, so that its row had its message then."""
+        """Whether the request was rejected when it arrived. Its row then has contained the error
+        message from the beginning.
+        """
         return self.row.state == "refused" and self.row.digest is None
 
     def measure(self, operation: Operation[Any]) -> None:
@@ -287,9 +289,9 @@ class RequestLog:
         """Answer a request, and write the answer to disk. The returned future is done when the
         answer is on disk. Only the first answer of a request counts.
 
-        A failure is written before it is sent. An answer with `also` is written first too, because
-        `also` writes the rows that the answer refers to. By default, `state` is "done" for a result
-        and "failed" for a failure.
+        A failure is written before it is sent. So is an answer with `also`, because `also` writes
+        rows that the answer refers to. By default, `state` is "done" for a result and "failed" for
+        a failure.
         """
         if request.written is not None:
             return request.written

@@ -416,7 +416,7 @@ class Store:
         """Open the connection of every reading thread now. An open connection still works if the
         directory is moved away later.
         """
-        # Each call waits here until all calls run. So each thread runs exactly one call.
+        # At the barrier, each call waits for the other calls, so no thread can run two calls.
         all_waiting = threading.Barrier(_READERS)
 
         def connect() -> None:
@@ -660,7 +660,7 @@ UPGRADES = {
     + _QUOTA_INDEXES,
     4: _FAILED_INDEX,
 }
-"""The SQL that upgrades a database to the next version, by the version that it upgrades."""
+"""Maps a database version to the SQL that upgrades a database of this version to the next one."""
 
 
 CRASH_POINTS = (

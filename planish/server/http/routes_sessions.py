@@ -33,8 +33,8 @@ _FINISH_REASONS = ("success", "errored", "interrupted")
 
 async def client_config(context: RequestContext) -> Response:
     """Answer with settings for the SDK. With these settings, the SDK sends one forward_backward
-    call as one request if possible, so that the engine computes a prefix that several sequences
-    share only once. The SDK sends a larger call in several chunks, one after the other.
+    call as one request if possible, so that the engine computes each shared prefix only once. The
+    SDK sends a larger call in several chunks, one after the other.
     """
     async with context.fields() as fields:
         fields.optional(fields.text, "sdk_version")
