@@ -5,10 +5,12 @@ requests resume. Models and samplers are loaded when they are used, or when one 
 is unanswered.
 
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
-end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. Nothing
-that a restart needs is removed: a request after its model's last snapshot keeps its row even when
-its result is deleted (failed_requests.py has the exception). Sessions and samplers are deleted a week after their end, with runs that have
-no checkpoint. Other runs are kept for good, because their checkpoints name them.
+end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. A replay
+needs the requests after its model's last snapshot, so their rows stay even if their results are
+deleted. The exception is in failed_requests.py.
+
+A week after a session's end, the server deletes the session, its samplers, and its runs without
+checkpoints. A run with checkpoints is kept, because the paths of the checkpoints contain its id.
 """
 
 from __future__ import annotations
@@ -50,7 +52,7 @@ class Recovered:
 
 @dataclass(frozen=True)
 class Recovery:
-    """Opens the sessions, models and samplers of an earlier process, and resumes its requests."""
+    """Opens the sessions, models and samplers of an earlier process, and resumes their requests."""
 
     _services: Services
     _models: ModelRegistry
@@ -64,7 +66,7 @@ class Recovery:
         resume the unanswered requests.
         """
         store, sessions = self._services.store, self._services.sessions
-        # Texts of clients are left out: all together they may be larger than the memory.
+        # Leave out the clients' texts, because all of them together may exceed the memory.
         session_rows = await store.read(select, SessionRow, "ended IS NULL", without="spec")
         still_open = "closed IS NULL ORDER BY created"
         models = await store.read(select, ModelRow, still_open, without="user_metadata")
@@ -126,7 +128,7 @@ class Recovery:
             self._close(sampler, "the request that should have published it failed")
 
     def _close(self, sampler: Sampler, reason: str) -> None:
-        """Close a sampler in the background: on a full disk, recording this waits for space."""
+        """Close a sampler in the background, because on a full disk the write waits for space."""
         task = asyncio.create_task(self._samplers.close(sampler, reason))
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
@@ -178,7 +180,7 @@ class Recovery:
 _TICK_SECONDS = 1.0
 _ROUND_SECONDS = 30.0
 _FRESH_SECONDS = 600.0
-"""No result younger than this is deleted to make room."""
+"""A result younger than this is not deleted, even if all results exceed `result_bytes`."""
 _ENDED_SECONDS = 7 * 86400.0
 """How long ended sessions and their samplers stay in the database."""
 _BATCH = 5000
@@ -187,12 +189,15 @@ _PAGES = 1000
 """Database pages that one transaction returns to the file system."""
 
 _JUMP_SECONDS = 60.0
-"""A larger change of the clock between two looks is a jump."""
+"""If the difference between the system's clock and the monotonic clock changes by more than this
+between two checks, the system's clock has jumped.
+"""
 
 
 class ClockWatch:
-    """Tells for how long the system's clock has not jumped. A wrong clock must not delete anything:
-    within minutes to an hour, time synchronization or an operator corrects it.
+    """Measures how long the system's clock has run without a jump. With a wrong clock, the server
+    would delete checkpoints that have not expired. Time synchronization or an operator usually
+    corrects a wrong clock within an hour.
     """
 
     def __init__(
@@ -200,14 +205,14 @@ class ClockWatch:
         clock: Callable[[], float] = lambda: time.time(),
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Both functions return seconds."""
+        """`clock` returns the system's time and `monotonic` a time without jumps, in seconds."""
         self._clock, self._monotonic = clock, monotonic
         self._since = monotonic()
         self._offset = clock() - self._since
 
     def steady_seconds(self) -> float:
         """Return the seconds since the start or the last jump. A suspended machine counts as a
-        jump. Must be called often, because it compares the clock with the previous call.
+        jump. Call this often, because each call compares the clocks with the previous call.
         """
         now = self._monotonic()
         offset = self._clock() - now
@@ -225,7 +230,7 @@ class ClockWatch:
 
 @dataclass(frozen=True)
 class Cleanup:
-    """Removes what has expired, in a background task."""
+    """Removes expired and excess data in a background task."""
 
     _services: Services
     _models: ModelRegistry
@@ -234,7 +239,7 @@ class Cleanup:
 
     @property
     def _may_expire(self) -> bool:
-        """Whether the clock can be trusted."""
+        """Whether the clock has run long enough without a jump to delete expired data."""
         return self._clock.steady_seconds() >= self._services.settings.expiry_delay
 
     async def run(self) -> None:
@@ -285,8 +290,9 @@ class Cleanup:
             await sessions.end(session_id, "its client was not heard of for too long")
 
     async def _close_samplers(self) -> None:
-        """Close the least recently used published samplers while those of a tenant are too many, or
-        while all together exceed their limit on disk. The tenant that stores most loses first.
+        """Close the least recently used unnamed samplers of a tenant that has more than
+        `max_samplers`. Then, while all unnamed samplers exceed `unnamed_sampler_bytes`, close the
+        least recently used one of the tenant that stores the most.
         """
         settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
         for sampler in sorted(self._samplers.all(), key=lambda sampler: sampler.used):
@@ -336,7 +342,7 @@ class Cleanup:
         )
 
     def _drop_large(self, transaction: Transaction, now: float) -> None:
-        """Delete the oldest results while all together exceed their limit."""
+        """Delete the oldest results until all results together take at most `result_bytes`."""
         query = "SELECT SUM(result_bytes) FROM requests WHERE finished IS NOT NULL"
         total = transaction.execute(query).fetchone()[0] or 0
         if total <= self._services.settings.result_bytes:

@@ -1,10 +1,10 @@
 """The limit of every field of every JSON and protobuf request.
 
 `python -m planish.server.limits_page` prints these limits as docs/limits.md. The tables use the
-same constants as the decoders. A test walks the decoders, and fails for a field that is not listed.
-It also sends every field of the JSON requests at its limit and one beyond. The limits of the
-OpenAI-compatible requests (/v1) are not listed here: limits_page reads them from the types that
-check those requests.
+same constants as the decoders. One test finds all fields that the decoders read, and fails for a
+field that is not listed here. For every field of the JSON requests, another test sends values at
+the limit and values just beyond it. The limits of the OpenAI-compatible requests (/v1) are not
+listed here: limits_page reads them from the types that check those requests.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Limit:
     limit: str
     """The limit in words. It is empty for an object whose fields have their own entries."""
     answer: str = ""
-    """A part of the message of the error (status 400) that answers a value beyond the limit."""
+    """A part of the error message for a value beyond the limit. The status is 400."""
     edges: Sequence[Any] = ()
     """Values at the limit, which are accepted."""
     beyond: Sequence[Any] = ()
@@ -433,6 +433,7 @@ BODIES: Sequence[tuple[str, str, str]] = (
     ("elements of all CSR tensors of a body, dense", f"{MAX_DENSE_ELEMENTS:,}", "400"),
     ("an unknown field", "null, false, 0, empty", "400: unknown fields are not ignored"),
 )
-"""Limits of a body as a whole: what is limited, the limit, and the answer beyond it. A limit of
-size applies to the body as it was sent, and again to the decompressed body.
+"""The limits that apply to a whole body. Each entry has the limited quantity, the limit, and the
+status of a request beyond the limit. A limit of size applies to the body as it was sent, and again
+to the decompressed body.
 """

@@ -1,17 +1,19 @@
-"""What the server takes and returns, and the errors that it raises, each with its HTTP status.
+"""The values that the server takes and returns, and the errors that it raises, with their statuses.
 
     ServerError          status, message, and after how many seconds a retry may succeed
-    |- BadRequest 400    the request is wrong
+    |- BadRequest 400    the request is invalid
     |- Unauthorized 401  no key, or an unknown one
-    |- NotFound 404      there is no such thing, or it is another tenant's; the two look alike.
-    |                    NoSuchCheckpoint and NoSuchBaseModel are subclasses
-    |- Conflict 409      publishing twice. The SDK retries a 409, so nothing else raises it
-    |- Gone 410          it existed: a session that ended, a result that expired
-    |- Abandoned 422     the request crashed the server again and again (crash_guard.py)
+    |- NotFound 404      the named object does not exist, or belongs to another tenant. The message
+    |                    is the same for both. NoSuchCheckpoint and NoSuchBaseModel are subclasses
+    |- Conflict 409      a public checkpoint was published again, or a private one unpublished. No
+    |                    other error has status 409, because the SDK retries it
+    |- Gone 410          the object existed: a session that ended, a result that expired
+    |- Abandoned 422     the request crashed the server repeatedly (crash_guard.py)
     |- TooManyRequests 429   a limit of the key; the SDK retries later
     `- Unavailable 503   no disk space, stopping, or overloaded; the SDK retries later
 
-Any other ValueError, UserError included, is 400 too; `status_of` knows every error.
+Any other ValueError, such as UserError, has status 400 too. `status_of` returns the status of any
+error.
 """
 
 from __future__ import annotations
@@ -85,7 +87,7 @@ class Failed:
 
 @dataclass(frozen=True)
 class TryAgain:
-    """There is no answer yet."""
+    """The request has no answer yet. The client must poll again."""
 
 
 Outcome = Done | Failed | TryAgain
@@ -113,7 +115,7 @@ class SessionSpec:
 
 @dataclass(frozen=True)
 class SessionRecord:
-    """A session as clients see it."""
+    """A session with the ids of its training runs and samplers."""
 
     session_id: str
     spec: SessionSpec
@@ -125,7 +127,7 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class TrainingRun:
-    """One model, in memory or not, open or closed."""
+    """One training run: a model that a tenant created, whether the model is open or closed."""
 
     training_run_id: str
     base_model: str
@@ -153,7 +155,7 @@ class ServerError(PlanishError):
 
 
 class BadRequest(ServerError, UserError):
-    """The request is wrong."""
+    """The request is invalid."""
 
     status = 400
 
@@ -165,13 +167,13 @@ class Unauthorized(ServerError):
 
 
 class NotFound(ServerError):
-    """There is no such thing for this tenant."""
+    """The object does not exist, or belongs to another tenant."""
 
     status = 404
 
 
 class NoSuchCheckpoint(NotFound, CheckpointError):
-    """There is no such checkpoint for this tenant."""
+    """The checkpoint does not exist, or this tenant may not read it."""
 
     pass
 
@@ -232,7 +234,7 @@ def status_of(error: BaseException) -> int:
             return error.status
         case BodyTooLargeError():
             return 413
-        case ValueError():  # including those that the constructors of planish.types raise
+        case ValueError():  # for example from the constructors of planish.types
             return 400
         case StorageError() | EngineClosedError():
             return 503

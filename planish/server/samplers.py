@@ -1,13 +1,16 @@
-"""Samplers of base models, of checkpoints and of a model's current weights, and their samples.
+"""Samplers, and the samples that run on them. A sampler serves a base model, a checkpoint, or the
+weights that a training model had at one moment.
 
-A sampler of a checkpoint has a private copy of the files, so that it does not change when the
-checkpoint is deleted or replaced, and survives a restart. A sampler that a model published is saved
-in the background. Until that is done it cannot leave memory, and after a crash it comes back when
-its model is replayed.
+A sampler of a checkpoint has a private copy of the files. So the sampler does not change when the
+checkpoint is deleted or replaced, and it can be loaded again after a restart.
 
-Each sample request is a task. It waits for its sampler, for its tenant's turn and for room in
-memory, and then for the engine. Samples have no order. After a crash, unanswered requests run again
-with the seeds that were journaled.
+A training model publishes its current weights as a sampler without a name (PublishSampler). The
+server saves the weights of this sampler in the background. Until they are on disk, the sampler
+cannot leave memory, and after a crash only a replay of its model restores it.
+
+Each sample request is a task. The task waits for its sampler, for its tenant's turn and for memory,
+and then for the engine. Samples have no order. After a crash, unanswered requests run again with
+the seeds that were journaled.
 """
 
 from __future__ import annotations
@@ -65,11 +68,11 @@ class Sampler:
         """Describe the sampler of `row` without loading it."""
         self.row = row
         self.origin = origin
-        """The model that publishes the sampler."""
+        """The training model that publishes the sampler; None for other samplers."""
         self.failure: str | None = None
         """Why the sampler cannot be used: its creation failed, or it is closed."""
         self.ready = asyncio.Event()
-        """Set once the sampler was created or published, or that failed (`failure`)."""
+        """Set once the sampler is created or published, or when its creation fails."""
         self.used = time.time()
         self._engine = engine
         self._crash_guard = crash_guard
@@ -119,8 +122,9 @@ class Sampler:
             assert row.model is None, f"{row.id} can only come back through its model"
             return CreateSampler(row.id, row.base_model)
         made_for = (await self._engine.checkpoint_info(row.source)).base_model
-        # The engine accepts a base model with other weights than the checkpoint's only if the
-        # operation names it. The client named another base model if the two names differ.
+        # The engine rejects a checkpoint that was trained on other base weights, unless the
+        # operation names the base model. A row does not store whether the client named one. If the
+        # row's base model differs from the checkpoint's, the client must have named it.
         return CreateSampler(
             row.id, row.base_model if row.base_model != made_for else None, row.source
         )
@@ -135,22 +139,24 @@ class Samplers:
         self._check_base_model = check_base_model
         self._samplers: dict[str, Sampler] = {}
         self._published: dict[tuple[str, int], Sampler] = {}
-        """By model and number of the request that publishes it."""
+        """The published samplers. The key is the model's id and the sequence number of the request
+        that publishes the sampler.
+        """
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """Held while a sampler is created, by its id."""
+        """Locks by sampler id. A caller holds the lock while it creates the sampler."""
         self._checked_models: set[str] = set()
-        """Base models that are loaded, because their first check has loaded them."""
+        """Base models for which a request was checked before. The first check loads the model."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The unanswered samples, by request id."""
         self._in_engine: set[str] = set()
-        """The unanswered samples that the engine has, by request id."""
+        """The ids of the requests that run in the engine."""
         self._postponed: set[asyncio.Task[None]] = set()
         """Tasks that were cancelled by a stop. The next start runs their requests."""
 
     # Finding.
 
     def get(self, sampler_id: str) -> Sampler | None:
-        """Return an open sampler."""
+        """Return an open sampler, or None."""
         return self._samplers.get(sampler_id)
 
     def all(self) -> list[Sampler]:
@@ -171,15 +177,15 @@ class Samplers:
         return rows[0]
 
     async def info(self, tenant: Tenant, sampler_id: str) -> SamplerInfo:
-        """Return a sampler's base model and checkpoint. Raise NotFound if there is none."""
+        """Return a sampler's base model and checkpoint. Raise NotFound for an unknown sampler."""
         row = await self.row(tenant, sampler_id)
         return SamplerInfo(sampler_id, row.base_model, row.model_path)
 
     # Creating and closing.
 
     async def create(self, tenant: Tenant, operation: CreateSampler) -> str:
-        """Return the sampler's id once it is ready to sample. A repeated request waits for the same
-        sampler; a different request with the same id is a BadRequest.
+        """Create a sampler, and return its id when it can sample. A repeated request waits for the
+        same sampler. Raise BadRequest if a different request has used this id.
         """
         await self._services.sessions.touch(tenant, session_of(operation.sampler_id))
         lock = self._creating.setdefault(operation.sampler_id, asyncio.Lock())
@@ -270,7 +276,7 @@ class Samplers:
         return sampler
 
     async def published(self, sampler: Sampler) -> None:
-        """Note that the engine has published a sampler. If it was closed by then, release it."""
+        """Note that the engine has published a sampler. Release a sampler that was closed by then."""
         if sampler.failure is not None:
             await self._services.engine.perform(ReleaseSampler(sampler.id))
             return
@@ -278,7 +284,9 @@ class Samplers:
         sampler.ready.set()
 
     def not_published(self, model_id: str, seq: int, message: str) -> None:
-        """Note that request `seq` of a model failed, in case it should have published a sampler."""
+        """Note that request `seq` of a model failed. If the request should have published a
+        sampler, the sampler fails with `message`.
+        """
         sampler = self._published.get((model_id, seq))
         if sampler is not None:
             self._fail(sampler, message)
@@ -315,7 +323,9 @@ class Samplers:
 
     @asynccontextmanager
     async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
-        """Keep a sampler in memory for the block. Raises what prevents it from being loaded."""
+        """Load a sampler, and keep it in memory for the block. Raise UserError if the sampler is
+        closed or failed, and any error of loading it.
+        """
         await sampler.ready.wait()
         sampler.check()
         sampler.used = time.time()
@@ -337,11 +347,11 @@ class Samplers:
     # Samples.
 
     async def check(self, tenant: Tenant, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if no sampler of the base model could ever serve the tenant's request."""
+        """Raise ValueError if the request is invalid for every sampler of this base model."""
         operation = replace(operation, cache_owner=tenant.name)
         stop = operation.sampling_params.stop
         has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())
-        # A constraint is compiled by the check, which may take some tenths of a second.
+        # The check compiles a constraint, which may take some tenths of a second.
         is_long = (
             operation.prompt.length > _INLINE_TOKENS
             or operation.sampling_params.constraint is not None
@@ -353,8 +363,8 @@ class Samplers:
             self._services.engine.check_sample_now(base_model, operation)
 
     async def submit(self, tenant: Tenant, seq_id: int, operation: Sample) -> Accepted:
-        """Journal a sample request and start it. A repeated request returns the same request id; a
-        different request with the same number is a BadRequest.
+        """Journal a sample request and start it. A repeated request returns the same request id.
+        Raise BadRequest if a different request has used this number.
         """
         sampler = self.get(operation.sampler_id)
         if sampler is None or sampler.row.tenant != tenant.name:
@@ -389,9 +399,9 @@ class Samplers:
             self._tasks[request_id].cancel()
 
     async def sample(self, tenant: Tenant, operation: Sample) -> SampleResponse:
-        """Sample for a client that keeps its connection open. The request is not journaled, but
-        waits for its tenant's turn like any other. Cancelling this call cancels the sample. Raise
-        Gone if the sampler was closed.
+        """Sample for a client that keeps its connection open. The request is not journaled, but it
+        waits for its tenant's turn like a journaled request. Cancelling this call cancels the
+        sample. Raise Gone if the sampler was closed.
         """
         sampler = self.get(operation.sampler_id)
         if sampler is None:
@@ -406,8 +416,8 @@ class Samplers:
             return await self._sample(tenant.name, operation)
 
     async def stop(self, seconds: float) -> None:
-        """Let the engine finish the samples that it has, for up to `seconds`. Samples that wait for
-        their turn, and unfinished ones, run after the next start.
+        """Wait up to `seconds` for the samples in the engine. Waiting and unfinished samples run
+        again after the next start.
         """
         await self._postpone(self._tasks.keys() - self._in_engine)
         if self._tasks:
@@ -439,12 +449,12 @@ class Samplers:
         self._services.request_log.settle(request, answer)
 
     async def _answer(self, sampler: Sampler, request: QueuedRequest) -> Done:
-        """Sample when the turn of the request has come. Only then is the operation read from the
-        journal, so that waiting requests need no memory.
+        """Wait for the turn of the request, and then sample. The operation is read from the journal
+        only after this wait, so that waiting requests need no memory.
         """
         request_log, tenant = self._services.request_log, request.row.tenant
         await sampler.ready.wait()
-        if not request.sequences:  # the request is of an earlier process
+        if not request.sequences:  # an earlier process accepted the request
             request.measure(await request_log.operation(request))
         async with self._turn(tenant, request.sequences, request.tokens):
             operation = await request_log.operation(request)
@@ -479,7 +489,7 @@ class Samplers:
             response = await self._services.engine.perform(
                 replace(operation, on_token=on_token, cache_owner=tenant)
             )
-        finally:  # a cancelled request pays for the tokens that were sampled for it
+        finally:  # a cancelled request is charged for the tokens sampled so far
             queue.charge(tenant, sampled)
             self._services.limits.use(tenant, sampled)
             counters.sampled_tokens[tenant] += sampled
@@ -489,6 +499,8 @@ class Samplers:
 
 
 def _guard_key(tenant: str, operation: Sample) -> str:
-    """Return a name for a sample that is not journaled; a repeated request gets the same name."""
+    """Return the crash guard's key for a sample that is not journaled. A repeated request has the
+    same key.
+    """
     entry = encode_request(replace(operation, sampler_id="", on_token=None), 0)
     return f"a draw of {tenant} ({entry.digest.hex()})"

@@ -1,4 +1,4 @@
-"""When requests run: whose turn comes next, and which adapters are in memory.
+"""Scheduling: which tenant's request runs next, and which adapters are in memory.
 
 Turns. `FairQueue` gives the next turn to the tenant that has used the fewest tokens. Requests of
 one tenant wait in the order in which they were sent. The engine gets enough requests to be busy,
@@ -44,7 +44,7 @@ class _Waiting:
 
 
 class Turn:
-    """A request's slots in the engine, until they are given back."""
+    """The slots of one request in the engine. The request holds them until `give_back`."""
 
     def __init__(self, give_back: Callable[[], None]) -> None:
         """`give_back` returns the slots to the queue. It is called once."""
@@ -92,7 +92,7 @@ class FairQueue:
         tokens, so that a tenant that was absent has no advantage over the others.
         """
         self._now = 0
-        """Tokens that the tenant with the last granted turn had used before this turn."""
+        """The tokens of the tenant that got the last turn, counted before that turn."""
 
     @property
     def waiting(self) -> int:
@@ -107,9 +107,11 @@ class FairQueue:
         return self._held.total()
 
     async def turn(self, tenant: str, size: int, tokens: int, ahead: int = 0) -> Turn:
-        """Wait for the tenant's turn. `tokens` is the known cost of the request. `ahead` is the
-        cost of earlier requests that must finish while this one already holds its slots; it only
-        helps to decide whether the request is long.
+        """Wait for the tenant's turn.
+
+        `tokens` is the known cost of the request. `ahead` is the cost of earlier requests of the
+        same model that are still running. The request also holds its slots while these requests
+        run, so `tokens + ahead` decides whether it is long.
         """
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
@@ -153,7 +155,9 @@ class FairQueue:
             request.granted.set_result(None)
 
     def _next(self) -> str | None:
-        """Return the tenant whose turn it is, if its request fits."""
+        """Return the tenant whose turn it is. Return None if no tenant may have a turn, or if the
+        request of this tenant does not fit yet.
+        """
         limit = self._capacity if self._is_alone() else self._max_per_tenant
         for tenant in sorted(self._tenants_waiting(), key=self._clock):
             request, held = self._queues[tenant][0], self._held[tenant]
@@ -292,8 +296,8 @@ class AdapterCache:
         self._changed.set()
 
     async def unload_idle(self, seconds: float) -> None:
-        """Unload adapters that were idle for `seconds`, and the least recently used ones until the
-        rest fits the budget.
+        """Unload adapters that were idle for `seconds`. Then unload the least recently used
+        adapters until the others fit the budget.
         """
         latest = time.monotonic() - seconds
         for entry in self._idle():

@@ -255,7 +255,7 @@ class Server:
         )
 
     def _closings(self, session_id: str) -> list[Callable[[], Awaitable[None]]]:
-        """Return one closing function for each open model and sampler of a session."""
+        """Return the functions that close the open models and samplers of a session, one each."""
         models = [m for m in self.models.open.values() if m.row.session == session_id]
         samplers = [s for s in self.samplers.all() if s.row.session == session_id]
         return [
@@ -406,8 +406,8 @@ class Server:
     # Training runs. Every model that a tenant made is a run, whether it is open or closed.
 
     async def training_runs(self, tenant: Tenant, limit: int, offset: int) -> Page[TrainingRun]:
-        """Return a page of the tenant's runs, newest first. A page ends early when its metadata
-        exceed PAGE_BYTES. The `limit` of such a page is the number of its items.
+        """Return a page of the tenant's runs, newest first. A page ends early when the metadata of
+        its runs exceed PAGE_BYTES. `Page.limit` is then the number of runs on the page.
         """
         newest_first = "tenant = ? ORDER BY created DESC LIMIT ? OFFSET ?"
         found, total = await self.store.read(
@@ -462,8 +462,9 @@ class Server:
         model_seq_id: int,
         ttl_seconds: int | None,
     ) -> str:
-        """Copy a checkpoint into a new run, and return the path of the copy. The run has the id
-        `{session}:train:{n}` and no model. A repeated request returns the path of the first copy.
+        """Copy a checkpoint into a new run, and return the path of the copy. The id of the run is
+        `{session}:train:{n}`, as for a model, but no model is created. A repeated request returns
+        the path of the first copy.
         """
         self.check_open()
         await self.sessions.touch(tenant, session_id)

@@ -1,4 +1,4 @@
-"""The parts of a server that models, samplers and maintenance work with, and the open models."""
+"""The shared parts of a server (`Services`), and the registry of its open models."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Services:
     counters: Counters
     clock: DeviceClock = field(default_factory=DeviceClock)
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the server begins to stop. From then on, models take nothing from their queues."""
+    """Set when the server begins to stop. Models then take no more requests from their queues."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,9 @@ class ModelRegistry:
     open: dict[str, Model] = field(default_factory=dict)
 
     async def stop(self, seconds: float) -> None:
-        """Take nothing more from the queues, let the engine finish what it has, and take final
-        snapshots, all within `seconds`.
+        """Stop all models: wait until the engine has finished their running requests, and then take
+        a final snapshot of each loaded model. After `seconds`, give up on the rest. Queued requests
+        stay in the journal.
         """
         self.services.stopping.set()
         models = list(self.open.values())

@@ -40,14 +40,18 @@ from planish.server.settings import TenantSettings
 ENDED = "its session ended"
 
 _AWAY_SECONDS = 300.0
-"""The server looks for stale sessions every 30 seconds. If the pause between two such looks was
-longer than `_AWAY_SECONDS`, the process or its machine was suspended.
+"""The server checks for stale sessions every 30 seconds. If more time than this passed between two
+checks, the process or its machine was suspended.
 """
 _RETURN_SECONDS = 600.0
-"""How long no session counts as stale after a start or a suspension, so that clients can return."""
+"""After a start or a suspension, no session counts as stale for this long. In this time, clients
+can reconnect.
+"""
 
 _MAX_DETAIL = 1000
-"""Characters that are kept of the reason that a client gives for ending its session."""
+"""The maximum length, in characters, of a client's reason for ending its session. The rest is cut
+off.
+"""
 
 _log = logging.getLogger(__name__)
 
@@ -62,9 +66,9 @@ class Sessions:
         check_disk: Callable[[int], None],
         closings: Callable[[str], Sequence[Callable[[], Awaitable[None]]]],
     ) -> None:
-        """`check_disk(size)` raises Unavailable if the disk has no room for `size` bytes.
-        `closings(session_id)` returns a function for each model and sampler of the session that
-        closes it.
+        """`check_disk(size)` raises Unavailable if the disk has no space for `size` bytes.
+        `closings(session_id)` returns the functions that close the session's models and samplers,
+        one function each.
         """
         self._store = store
         self._settings = settings
@@ -72,7 +76,7 @@ class Sessions:
         self._closings = closings
         self._open: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
-        """The time of the last request of each session that was not written to disk yet."""
+        """The time of each session's last request, for the times that are not on disk yet."""
         self._clearing: set[asyncio.Task[None]] = set()
         self._looked = self._returned = time.time()
 
@@ -114,7 +118,7 @@ class Sessions:
 
     async def touch(self, tenant: Tenant, session_id: str) -> SessionRow:
         """Note that the client sent a request, and return its open session. Raise NotFound if the
-        tenant has no such session, Gone if it has ended.
+        tenant has no such session, and Gone if the session has ended.
         """
         row = self._open.get(session_id)
         if row is None:
@@ -131,7 +135,7 @@ class Sessions:
         self, tenant: Tenant, session_id: str, reason: str, detail: str | None
     ) -> None:
         """End a session at its client's request. `reason` is success, errored or interrupted.
-        Finishing a session twice is fine.
+        Finishing an ended session does nothing.
         """
         try:
             await self.touch(tenant, session_id)
@@ -149,13 +153,13 @@ class Sessions:
         self.clear(session_id)
 
     def clear_if_ended(self, session_id: str) -> None:
-        """Clear a session if it ended while something was being made for it."""
+        """Clear a session if it ended while one of its models or samplers was being created."""
         if session_id not in self._open:
             self.clear(session_id)
 
     def clear(self, session_id: str) -> None:
-        """In the background, finish what was accepted for an ended session, and close its models
-        and samplers.
+        """Close the models and samplers of an ended session in the background. Each model first
+        runs the requests that it has accepted.
         """
         task = asyncio.create_task(self._clear(session_id), name=f"end of session {session_id}")
         self._clearing.add(task)
@@ -242,7 +246,7 @@ class Sessions:
         return Page(found, offset, limit, total)
 
     async def record(self, tenant: Tenant, session_id: str) -> SessionRecord:
-        """Return a session, open or ended. Raise NotFound if the tenant has none with this id."""
+        """Return a session, open or ended. Raise NotFound if the tenant has no such session."""
         row = await self._row(tenant, session_id)
         models, samplers = await self._store.read(
             lambda db: (
@@ -270,8 +274,9 @@ class Sessions:
 
 
 def drop_sessions(transaction: Transaction, where: str, values: Sequence[Any]) -> None:
-    """Delete the selected sessions that have no open model or sampler, with their closed samplers,
-    and with those of their runs that have no checkpoint.
+    """Delete the selected sessions, except sessions with an open model or sampler. The closed
+    samplers of a deleted session, and its runs without checkpoints, are deleted too. `where` is an
+    SQL condition, which may end with an order and a limit.
     """
     open_parts = " OR ".join(
         f"EXISTS (SELECT 1 FROM {table} WHERE session = sessions.id AND closed IS NULL)"

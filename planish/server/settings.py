@@ -13,7 +13,7 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 @dataclass(frozen=True)
 class _Positive:
-    """Settings that are all numbers above 0."""
+    """A group of settings. Every value must be a number above 0, else UserError."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -34,60 +34,66 @@ class MemorySettings(_Positive):
     """How much memory a server uses besides the engine."""
 
     adapter_memory_bytes: int = 4 * _GIB
-    """Adapters in memory at once, for training and sampling; others wait on disk. One adapter is
-    always loaded.
+    """Memory for adapters, for training and sampling together. Adapters that do not fit stay on
+    disk. An adapter larger than this limit is loaded alone.
     """
     idle_seconds: float = 900
-    """An adapter leaves memory when it was not used for this long."""
+    """An adapter that is not used for this long is moved to disk."""
     request_memory_bytes: int = 256 * _MIB
-    """Accepted requests that are kept decoded; others are read from the journal when their turn
-    comes.
+    """Memory for the decoded operations of accepted requests, measured by their journaled bodies.
+    The operations of further requests are read from the journal when their turn comes.
     """
     result_memory_bytes: int = 64 * _MIB
-    """Results that are kept in memory as well as on disk."""
+    """Memory for recent results, which are also on disk."""
 
 
 @dataclass(frozen=True)
 class SlotSettings(_Positive):
-    """How much work the engine gets at once. The rest waits in fair queues."""
+    """How many operations and sequences run in the engine at once. Others wait in fair queues."""
 
     training_slots: int = 4
-    """Training operations in the engine at once. The last slot is for operations of few tokens,
-    which run between the micro-batches of the others.
+    """Training operations in the engine at once. One slot is reserved for small operations, which
+    run between the micro-batches of the large operations.
     """
     max_training_slots_per_tenant: int = 2
-    """Training slots of one tenant while others are active."""
+    """Training slots of one tenant while other tenants are active."""
     sampling_slots: int = 320
-    """Sequences in the engine at once: a full batch, and some that wait to join it."""
+    """Sequences in the engine at once. The default is more than a batch, so that the engine always
+    has waiting sequences for a free place in the batch.
+    """
     max_sampling_slots_per_tenant: int = 224
     """Sequences of one tenant while other tenants are active. The default is less than a batch, so
-    that newcomers need not wait until this tenant's sequences end.
+    that the first sequence of another tenant need not wait until this tenant's sequences end.
     """
 
 
 @dataclass(frozen=True)
 class TenantSettings(_Positive):
-    """What one tenant may use."""
+    """Limits for each tenant."""
 
     max_queued_requests: int = 20_000
+    """Unanswered requests."""
     max_queued_bytes: int = 2 * _GIB
+    """Size of the bodies of all unanswered requests."""
     tokens_per_minute: int = 1 << 40
-    """Tokens in prompts and training data, and sampled tokens."""
+    """Tokens in prompts and training data, and sampled tokens. The default is no limit."""
     storage_bytes: int = 1 << 50
     """Size of everything that a tenant stores: named checkpoints, snapshots of its models, and the
-    records of its sessions and runs.
+    records of its sessions and runs. The default is no limit.
     """
     max_sessions: int = 5000
-    """Sessions, open and ended. Ended ones are removed early to make room."""
+    """Sessions, open and ended. When a new session exceeds the limit, the oldest ended sessions are
+    removed.
+    """
     max_models: int = 1000
     """Open training models."""
     max_samplers: int = 10_000
-    """Open samplers of base models and checkpoints. Of the unnamed samplers that models publish,
-    just as many are kept: the least recently used are closed.
+    """Open samplers of base models and checkpoints. The same limit applies separately to the
+    unnamed samplers that the tenant's models publish. The least recently used of these are closed.
     """
     rejected_request_bytes: int = 16 * _MIB
-    """Rows of rejected and failed requests in the database. Each counts as 512 bytes and its
-    message. Beyond this, the oldest are deleted before `result_retention`.
+    """Size of the rows of rejected and failed requests in the database. A row counts as 512 bytes
+    plus its message. At this limit, the oldest rows are deleted earlier than `result_retention`.
     """
 
 
@@ -114,32 +120,38 @@ class DiskSettings(_Positive):
     """How much disk space a server uses."""
 
     result_bytes: int = 4 * _GIB
-    """Size of all results on disk. The oldest are deleted first, but none in its first ten minutes.
+    """Size of all results on disk. Beyond it, the oldest results are deleted. No result is deleted
+    in its first ten minutes.
     """
     unnamed_sampler_bytes: int = 16 * _GIB
-    """Size on disk of samplers without a name. The least recently used are deleted first."""
+    """Size of all unnamed samplers on disk. Beyond it, the least recently used ones are closed and
+    deleted.
+    """
     min_free_disk_bytes: int = 512 * _MIB
-    """With less free space than this, no new work is accepted."""
+    """Free disk space to keep. With less free space, the server accepts no new work."""
 
     journal_bytes: int = 8 * _GIB
-    """Data of one gradient, which no snapshot can hold. A forward_backward beyond it is rejected
-    until the next optim_step.
+    """Size of the requests that contribute to one gradient. A snapshot cannot contain a gradient,
+    so the journal keeps these requests. Beyond the limit, every forward_backward is rejected until
+    the next optim_step.
     """
 
 
 @dataclass(frozen=True)
 class ReplaySettings(_Positive):
-    """When a model takes a snapshot: as soon as it reaches one of these limits.
+    """A model takes a snapshot when its requests since the last snapshot reach one of these limits.
 
-    So a crash makes the server replay about this much at most.
+    So after a crash, the server replays at most about this much work.
     """
 
     replay_seconds: float = 30
     """Device time of the requests since the last snapshot."""
     replay_bytes: int = 64 * _MIB
-    """Size of the bodies of these requests."""
+    """Size of the bodies of the requests since the last snapshot."""
     replay_requests: int = 20_000
-    """Requests of any kind. Each has a row in the database until a snapshot covers it."""
+    """Requests of any kind since the last snapshot. Each request has a row in the database until a
+    snapshot includes it.
+    """
 
 
 @dataclass(frozen=True)

@@ -93,9 +93,9 @@ class CheckpointCatalog:
     async def page(
         self, tenant: Tenant, run_id: str | None, limit: int | None, offset: int
     ) -> Page[Checkpoint]:
-        """Return a page of the tenant's checkpoints, or of one of its runs, newest first. A page
-        ends early when its metadata exceed PAGE_BYTES. The `limit` of such a page is the number of
-        its items.
+        """Return a page of the tenant's checkpoints, or of the checkpoints of one run, newest
+        first. A page ends early when the metadata of its checkpoints exceed PAGE_BYTES.
+        `Page.limit` is then the number of checkpoints on the page.
         """
         where, values = f"tenant = ? AND {_ALIVE}", [tenant.name, time.time()]
         if run_id is not None:

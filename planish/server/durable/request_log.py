@@ -102,8 +102,8 @@ class QueuedRequest:
 
     @property
     def is_rejected(self) -> bool:
-        """Whether the request was rejected when it arrived. Its row then has contained the error
-        message from the beginning.
+        """Whether the request was rejected when it arrived. In this case, the row was inserted with
+        the error message.
         """
         return self.row.state == "refused" and self.row.digest is None
 
