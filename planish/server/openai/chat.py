@@ -1,8 +1,8 @@
 """POST /v1/chat/completions: the model's renderer builds the prompt and parses the samples.
 
-Reasoning goes into `reasoning_content`, as in other open servers. The arguments of tool calls are
-streamed as they grow if the calls are constrained, and otherwise once a call is complete. The
-renderer rejects messages that its format cannot express.
+Reasoning goes into `reasoning_content`, as in vLLM and SGLang. If a grammar constrains the tool
+calls, their arguments are streamed while the model writes them. Otherwise a call is sent when it is
+complete. The renderer rejects messages that its format cannot express.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TopTokens = Sequence[tuple[int, float]]
 
 @dataclass(frozen=True)
 class Chat:
-    """A parsed request."""
+    """A parsed chat request."""
 
     model: Served
     options: ChatRequest
@@ -178,13 +178,14 @@ class _Streamed:
     scored: list[Scored] = field(default_factory=list)
     """The sampled tokens that no chunk contains yet."""
     calls: int = 0
-    """The number of complete tool calls sent so far."""
+    """The number of complete tool calls sent so far. It is also the index of the open call."""
     open_arguments: str | None = None
-    """The arguments sent of the tool call number `calls`, or None if it has not begun."""
+    """The part of the open call's arguments that was sent. None if there is no open call."""
 
     def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
-        """Yield the choices that stream the new text and tool calls of `reading`. The first choice
-        of a call has its name, and the others its arguments, as in OpenAI's API.
+        """Yield the choices that stream the new text and tool calls of `reading`. As in OpenAI's
+        API, the first choice of a call has the function's name, and the next choices have parts of
+        the arguments.
         """
         delta = {"reasoning_content": reading.reasoning, "content": reading.content}
         if delta := {name: text for name, text in delta.items() if text}:
@@ -196,7 +197,9 @@ class _Streamed:
             yield from self._call_chunks(reading.open_call["function"])
 
     def _call_chunks(self, function: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield the choices with what was not sent yet of call number `calls`."""
+        """Yield the choices for the part of a call that was not sent yet. `function` is the call as
+        far as it is known.
+        """
         if self.open_arguments is None:
             head = _call({"function": {**function, "arguments": ""}})
             yield self.choice({"tool_calls": [{"index": self.calls, **head}]})
@@ -209,7 +212,7 @@ class _Streamed:
             self.open_arguments += new
 
     def choice(self, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        """Return a choice with `delta` and with the tokens that no chunk contains yet."""
+        """Return a choice with `delta`, and with the tokens that no earlier chunk contains."""
         scored, self.scored = self.scored, []
         ids = (
             {"token_ids": [one.token for one in scored]}
@@ -318,9 +321,9 @@ def build_prompt(
     given: Sequence[Mapping[str, Any]],
     tools: Sequence[Tool],
 ) -> ModelInput:
-    """Return the prompt for the messages in `given`. Its system message offers `tools` to the
-    model. Raise WrongParameterError, which names the field, if the renderer cannot express a
-    message or tool.
+    """Return the prompt for the messages in `given`. If there are `tools`, the system message of
+    the prompt describes them. Raise WrongParameterError, which names the field, if the renderer
+    cannot express a message or tool.
     """
     functions = [tool.function.model_dump(exclude={"strict"}, exclude_none=True) for tool in tools]
     for name, value in (("messages", given), ("tools", functions)):

@@ -1,8 +1,9 @@
 """POST /v1/completions: continues a prompt as it is, for base models and evaluation tools.
 
-A request has one prompt (a string or a list of token ids) or a list of prompts, with `n` choices
-for each. With `echo` and `logprobs` the response has the logprobs of the prompt. So a tool can
-score a text with max_tokens 0, which samples nothing, or max_tokens 1.
+A request has one prompt (a string or a list of token ids) or a list of prompts. The response has
+`n` choices for each prompt. With `echo` and `logprobs`, the response has the logprobs of the
+prompt. So an evaluation tool can score a text with `max_tokens=1`, or with `max_tokens=0`, which
+samples no tokens.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ prompt is higher, that limit applies instead.
 
 @dataclass(frozen=True)
 class Completion:
-    """A parsed request."""
+    """A parsed completion request."""
 
     model: Served
     options: CompletionRequest
     operations: list[Sample]
-    """One per prompt."""
+    """One sample request for each prompt."""
     prompt_texts: list[str]
     """The text of each prompt."""
 
@@ -175,7 +176,7 @@ class Scores:
         return {name: getattr(self, name) for name in names}
 
     def taken(self) -> dict[str, Any]:
-        """Return the entries that were added since the last call, and remove them."""
+        """Return the four lists with the entries added since the last call, and empty the lists."""
         body = self.to_json()
         self.tokens, self.token_logprobs, self.top_logprobs, self.text_offset = [], [], [], []
         return body
@@ -221,8 +222,9 @@ def _choices(completion: Completion, prompt: int, response: SampleResponse) -> l
 def _token_ids(
     completion: Completion, prompt: int, tokens: list[int], is_first: bool = True
 ) -> dict[str, Any]:
-    """Return the token ids of a whole choice or of one chunk. With `is_first` (a whole choice, or
-    the first chunk of one), the prompt's token ids are included.
+    """Return the token ids of a whole choice, or of one streamed chunk of a choice. `is_first` is
+    True for a whole choice and for the first chunk of a choice. The result then includes the
+    prompt's token ids.
     """
     if not completion.options.return_token_ids:
         return {}

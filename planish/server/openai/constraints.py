@@ -38,12 +38,12 @@ _ANY_OBJECT = {"type": "object"}
 
 @dataclass(frozen=True)
 class Answer:
-    """A constraint on the answer's text. It stands alone, or is part of a larger grammar."""
+    """A constraint on the answer's text. It is used alone, or as a part of a larger grammar."""
 
     parameter: str
     """The request parameter that contains the constraint."""
     constraint: Callable[[], Constraint]
-    """Creates the constraint for an answer that is nothing but this text."""
+    """Creates the constraint for an answer that consists only of this text."""
     rule: str | None
     """A Lark expression for the text, to be used in a larger grammar. None if the constraint is
     itself a grammar of several rules.
@@ -51,7 +51,9 @@ class Answer:
 
 
 def text_constraint(request: SampleRequest) -> Constraint | None:
-    """Return the constraint of plain text, or None. Raise WrongParameterError if it is invalid."""
+    """Return the constraint of a text completion, or None if the request has no constraint. Raise
+    WrongParameterError if the constraint is invalid.
+    """
     answer = _answer(request)
     return None if answer is None else _checked(answer.parameter, answer.constraint)
 
@@ -59,7 +61,8 @@ def text_constraint(request: SampleRequest) -> Constraint | None:
 def chat_constraint(
     request: ChatRequest, tools: Sequence[Tool], renderer: Renderer
 ) -> Constraint | None:
-    """Return the constraint of a message, or None. `tools` are the tools offered to the model.
+    """Return the constraint of a chat message, or None if the request has no constraint. `tools`
+    are the tools offered to the model.
 
     Calls are constrained to the schemas of the tools if the model must call one, if a tool is
     strict, or if `parallel_tool_calls` is false. Raise WrongParameterError if the request has an
@@ -71,7 +74,8 @@ def chat_constraint(
         must_call = _must_call(request)
         callable_tools = _callable(tools, choice if must_call else None)
         instead = None if must_call else _rule(answer) if answer else ANY_TEXT
-        # A named function is called once, as in vLLM: a small model would repeat it without end.
+        # Allow only one call of a named function, as in vLLM. Otherwise a small model could repeat
+        # the call until the context is full.
         several = request.parallel_tool_calls and not isinstance(choice, NamedTool)
         rules = calls_rules(renderer, callable_tools, several=several, instead=instead)
         return _checked("tools", lambda: Constraint("lark", message_grammar(renderer, rules)))

@@ -1,13 +1,13 @@
-"""Finds the models of the OpenAI-compatible endpoints by name, and keeps their samplers. A model is
-named by a base model's name, or by the path of a checkpoint that the tenant may read.
+"""Finds the models of the OpenAI-compatible endpoints by name, and keeps their samplers. The name
+of a model is a base model's name, or the path of a checkpoint that the tenant may read.
 
 Each tenant has a session for these samplers. The session begins at the first request and ends like
 any other session. If a checkpoint is saved again under its name, it gets a new sampler, and the old
 sampler is closed.
 
-Requests are not journaled, because their clients hold a connection to this process. Otherwise they
-are treated like other requests: they wait for their tenant's turn, count against its limits, and
-have their sampler loaded.
+Requests are not journaled, because a client's connection ends when the process ends. Otherwise
+these requests are treated like journaled requests: they wait for their tenant's turn, count against
+the tenant's limits, and load their sampler if necessary.
 
 The module also converts single tokens to text and bytes, for lists of logprobs. A token may be only
 a part of a character. The token's text then contains a replacement character, but its bytes are
@@ -50,12 +50,13 @@ _MAX_SAMPLERS = 16
 
 
 CHARACTERS_PER_TOKEN = 16
-"""Limit for the characters of a text, per token of the model's context. English and code have 3 to
-5. Only long runs of one character, such as spaces, have tokens of more than 16 characters.
+"""Limit for the characters of a text, per token of the model's context. A token of English or code
+has 3 to 5 characters on average. Only long runs of one character, such as spaces, have tokens of
+more than 16 characters.
 """
 BYTES_PER_CHARACTER = 540
-"""Memory that a tokenizer needs for a character while it runs: 90 to 360 bytes for ASCII, 540 for
-an emoji of three tokens (measured with SmolLM2's tokenizer).
+"""The maximum memory that a tokenizer needs per character of its input, in bytes. We measured 90 to
+360 bytes for ASCII and 540 bytes for an emoji of three tokens, with SmolLM2's tokenizer.
 """
 TEXT_AT_ONCE = 1 << 20
 """Limit for the bodies of all requests that are tokenized at the same time, in bytes. One tenant
@@ -88,7 +89,7 @@ class BaseTexts:
         self._renderers: dict[str, Renderer] = {}
 
     def renderer(self, name: str | None) -> Renderer:
-        """Return the renderer `name`, or the model's recommended renderer if `name` is None.
+        """Return the renderer `name`, or the model's recommended renderer if `name` is None. Raise
         UserError if there is no such renderer.
         """
         name = name or self._recommended
@@ -112,8 +113,8 @@ class Served:
     base_model: str
     texts: BaseTexts
     renderer_name: str | None
-    """The renderer with which the checkpoint was trained, according to its metadata. None if the
-    metadata names no known renderer, or for a base model.
+    """The renderer with which the checkpoint was trained, according to the checkpoint's metadata.
+    None for a base model, and if the metadata does not name a known renderer.
     """
     made: float
     """When the checkpoint was saved, in seconds since 1970; 0 for a base model. If this time

@@ -81,7 +81,7 @@ def check_size(operations: Sequence[Sample], context: int) -> None:
 
 
 def _max_bytes(operation: Sample, context: int) -> int:
-    """Return an upper estimate of an answer's memory in bytes, as Python objects and JSON."""
+    """Return the most memory that the answer may need for its Python objects and JSON, in bytes."""
     drawn = (
         0
         if operation.prompt_only

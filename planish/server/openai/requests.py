@@ -1,9 +1,9 @@
 """The requests of the OpenAI-compatible endpoints, as pydantic types that validate them. GET
 /openapi.json returns the schemas of these types.
 
-Unknown parameters are rejected by name. So are values that would change the answer and that planish
-does not support. An unsupported parameter of OpenAI, vLLM or SGLang is accepted if its value does
-not change the answer. null, and parameters that only describe the client, are accepted too.
+An unknown parameter is rejected with an error that names it. An unsupported parameter of OpenAI,
+vLLM or SGLang is accepted only with a value that does not change the answer. A parameter with the
+value null counts as absent. Parameters that only describe the client are ignored.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ _TEXT_TOKENS = 16
 
 
 def _whole(value: Any) -> Any:
-    """Return a float such as 3.0 as an integer. Clients whose language has no integers may send
-    such floats.
+    """Return a float such as 3.0 as an integer. Some languages have no integers, so their clients
+    may send such floats.
     """
     if isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
@@ -129,7 +129,7 @@ class Request(Part):
 
 
 class StreamOptions(Part):
-    """The contents of a stream in addition to the answer."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     include_obfuscation: Literal[False] = False
@@ -256,6 +256,7 @@ class SampleRequest(Request):
             raise WrongParameterError(name, str(error).replace("SamplingParams.", "")) from None
 
     def check(self) -> None:
+        """Raise WrongParameterError if the request has `stream_options` but no `stream`."""
         if self.stream_options is not None and not self.stream:
             raise WrongParameterError("stream_options", "stream_options needs stream=true")
 
@@ -317,13 +318,16 @@ class ChatRequest(SampleRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
+        """`max_completion_tokens`, or else the older `max_tokens`."""
         return self.max_completion_tokens or self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
+        """`top_logprobs`, by default 0, if `logprobs` is true. Otherwise None."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
+        """Raise WrongParameterError if two parameters contradict each other."""
         super().check()
         if self.top_logprobs is not None and not self.logprobs:
             raise WrongParameterError("top_logprobs", "top_logprobs needs logprobs=true")
@@ -344,10 +348,12 @@ class CompletionRequest(SampleRequest):
 
     @property
     def wanted_tokens(self) -> int | None:
+        """`max_tokens`, by default 16."""
         return self.max_tokens
 
     @property
     def wanted_logprobs(self) -> int | None:
+        """`logprobs`."""
         return self.logprobs
 
 
@@ -406,8 +412,8 @@ def read_request(kind: type[R], fields: Fields) -> R:
 
 
 def _kinds(value: Any) -> tuple[type, ...]:
-    """Return the JSON types in which a client may write `value`. The type must be compared as well
-    as the value, because True == 1 in Python.
+    """Return the Python types that a JSON value equal to `value` may have. A comparison with == is
+    not enough, because True == 1 in Python.
     """
     return (int, float) if type(value) is int else (type(value),)
 
