@@ -182,11 +182,11 @@ _ROUND_SECONDS = 30.0
 _FRESH_SECONDS = 600.0
 """A result younger than this is not deleted, even if all results exceed `result_bytes`."""
 _ENDED_SECONDS = 7 * 86400.0
-"""How long ended sessions and their samplers stay in the database."""
+"""How long ended sessions and their samplers stay in the database, in seconds."""
 _BATCH = 5000
-"""Rows that one transaction deletes."""
+"""The maximum number of rows that one transaction deletes."""
 _PAGES = 1000
-"""Database pages that one transaction returns to the file system."""
+"""The maximum number of database pages that one transaction returns to the file system."""
 
 _JUMP_SECONDS = 60.0
 """If the difference between the system's clock and the monotonic clock changes by more than this

@@ -58,7 +58,7 @@ class Limit:
     edges: Sequence[Any] = ()
     """Values at the limit, which are accepted."""
     beyond: Sequence[Any] = ()
-    """Values one beyond the limit."""
+    """Values just beyond the limit, which are rejected."""
     covers_all_within: bool = False
     """Whether this limit also applies to every field inside this one, so that none of them needs an
     entry of its own.

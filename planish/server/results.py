@@ -9,7 +9,7 @@
     |                    other error has status 409, because the SDK retries it
     |- Gone 410          the object existed: a session that ended, a result that expired
     |- Abandoned 422     the request crashed the server repeatedly (crash_guard.py)
-    |- TooManyRequests 429   a limit of the key; the SDK retries later
+    |- TooManyRequests 429   the tenant has reached a limit; the SDK retries later
     `- Unavailable 503   no disk space, stopping, or overloaded; the SDK retries later
 
 Any other ValueError, such as UserError, has status 400 too. `status_of` returns the status of any
@@ -105,7 +105,7 @@ class Page(Generic[T]):
 
 @dataclass(frozen=True)
 class SessionSpec:
-    """What a client says about itself when it creates a session."""
+    """The description that a client gives when it creates a session."""
 
     tags: Sequence[str] = ()
     user_metadata: Mapping[str, str] = field(default_factory=dict)
@@ -203,13 +203,13 @@ class Abandoned(ServerError):
 
 
 class TooManyRequests(ServerError):
-    """The key has reached one of its limits."""
+    """The tenant has reached one of its limits."""
 
     status = 429
 
 
 class Unavailable(ServerError):
-    """The server cannot take the request now."""
+    """The server cannot accept the request now."""
 
     status = 503
 

@@ -276,7 +276,9 @@ class Samplers:
         return sampler
 
     async def published(self, sampler: Sampler) -> None:
-        """Note that the engine has published a sampler. Release a sampler that was closed by then."""
+        """Note that the engine has published a sampler. If the sampler was closed before, release
+        it.
+        """
         if sampler.failure is not None:
             await self._services.engine.perform(ReleaseSampler(sampler.id))
             return

@@ -291,7 +291,7 @@ class AdapterCache:
         entry.is_loaded, entry.reserved, entry.used = True, adapter.memory_bytes, time.monotonic()
 
     def discard(self, adapter: CachedAdapter) -> None:
-        """Remove an adapter that has left memory for good."""
+        """Remove the entry of an adapter without unloading it. The caller unloads the adapter."""
         self._entries.pop(adapter.id, None)
         self._changed.set()
 

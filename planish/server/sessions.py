@@ -1,7 +1,8 @@
-"""Sessions: everything that one client made belongs to its session and is closed with it, except
-named checkpoints.
+"""Sessions. The models and samplers of a client belong to the client's session, and are closed when
+the session ends. Named checkpoints are kept.
 
-A session ends at its client's request, or when the client has sent nothing for a long time.
+A session ends when its client asks for it, or when the client has sent no request for
+`session_timeout`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The settings of a server. Every value is checked when the settings are made."""
+"""The settings of a server. The constructor of each class checks its values."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Positive:
 
 @dataclass(frozen=True)
 class MemorySettings(_Positive):
-    """How much memory a server uses besides the engine."""
+    """How much memory the adapters, requests and results of a server use."""
 
     adapter_memory_bytes: int = 4 * _GIB
     """Memory for adapters, for training and sampling together. Adapters that do not fit stay on
@@ -99,11 +99,12 @@ class TenantSettings(_Positive):
 
 @dataclass(frozen=True)
 class TimeSettings(_Positive):
-    """How long a server waits, and how long it keeps things."""
+    """How long a server waits, and how long it keeps results and sessions."""
 
     missing_request_timeout: float = 600
-    """How long the server waits for a missing sequence number, in seconds. After that, the requests
-    with higher numbers fail. Clients retry a request for 5 minutes.
+    """How long the server waits for a missing sequence number, in seconds. After that, the waiting
+    requests with higher numbers fail. The default is longer than the 5 minutes for which clients
+    retry a request.
     """
     session_timeout: float = 24 * 3600
     """A session ends when its client has sent nothing for this long, in seconds."""
@@ -166,7 +167,7 @@ class ServerSettings(
 ):
     """Limits of a server, in bytes, seconds and counts. Every value is above 0.
 
-    A part of the server that needs one group of settings takes the group's class.
+    A part of the server that needs only one group of settings has a parameter of the group's class.
     """
 
 
@@ -184,7 +185,7 @@ RENAMED_SETTINGS = {
 
 @dataclass(frozen=True)
 class HttpSettings:
-    """How the routes behave."""
+    """Settings of the HTTP routes."""
 
     poll_seconds: float = 22.0
     """How long the server holds a poll for a result open (long polling). Clients give up after 45

@@ -22,8 +22,8 @@ async def check(store: Store, engine: EngineClient, base_models: Sequence[str]) 
     new fingerprints.
 
     Raise UserError if a fingerprint changed while models or samplers of this base model are open,
-    because their requests would run on other weights. A base model whose files cannot be read does
-    not raise here. Its requests fail later.
+    because their requests would run on other weights. If the files of a base model cannot be read,
+    log an error. Only the requests of this base model fail later.
     """
     for name in base_models:
         try:

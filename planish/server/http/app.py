@@ -5,9 +5,9 @@
     routes_training       creating, training, saving and loading models
     routes_sampling       samplers, samples, and the results of all requests
     routes_checkpoints    training runs, checkpoints and their files, tokenizers
-    this module           endpoints that are not offered, and the reasons
+    this module           the application, health checks, and endpoints that are not offered
 
-A route decodes a body, calls one method of the server, and encodes what it returns.
+A route decodes a body, calls one method of the server, and encodes the result.
 
 Endpoints of the protocol that this server does not have return status 404. The SDK then raises an
 error at once and does not retry. Unsupported options of supported endpoints are rejected by the
@@ -47,7 +47,7 @@ from planish.server.settings import HttpSettings
 
 _GROUPS = (routes_sessions, routes_training, routes_sampling, routes_checkpoints)
 STOP_SECONDS = 30
-"""How long a shutdown waits for running requests."""
+"""How long a shutdown waits for running requests, in seconds."""
 
 _log = logging.getLogger("planish.server")
 
@@ -102,7 +102,9 @@ async def healthz(request: Request) -> Response:
 
 
 async def readyz(request: Request) -> Response:
-    """Answer 200 if new work is accepted and starts at once, else 503. The request needs no key."""
+    """Answer 200 if the server accepts new work and is not loading base models. Otherwise answer
+    503. The request needs no key.
+    """
     state: HttpState = request.app.state.http
     if state.stopping.is_set() or not state.server.is_healthy():
         return json_response({"status": "stopping"}, 503)

@@ -148,7 +148,8 @@ class HttpState:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the server begins to stop, which ends waiting polls."""
     is_loading: bool = False
-    """Whether base models are still being loaded. Requests are accepted, and wait for their model.
+    """Whether the server is still loading base models. It accepts requests, which wait for their
+    base model.
     """
 
     @cached_property
@@ -234,8 +235,9 @@ class RequestContext:
 
     @asynccontextmanager
     async def body(self, limit: int) -> AsyncIterator[bytes]:
-        """Yield the decompressed body, of at most `limit` bytes. Unless the body is small, it counts
-        against the budget of all bodies until the block ends.
+        """Yield the decompressed body, of at most `limit` bytes. A body above 64 KiB counts against
+        the budget of all bodies until the block ends. Raise Unavailable if the budget is exhausted,
+        or if the body arrives too slowly.
         """
         budget, held, size = self.state.body_budget, 0, 0
 
@@ -295,8 +297,8 @@ class RequestContext:
             stopping.cancel()
 
     async def compute(self, body: bytes, work: Callable[[], T]) -> T:
-        """Return `work()`, which processes `body`. For a body above 64 KiB, `work` runs in a thread.
-        For a body above SMALL_BODY, `work` also waits for the tenant's turn.
+        """Return `work()`, which processes `body`. `work` runs in a thread if the body is above 64
+        KiB. It also waits for the tenant's turn if the body is above SMALL_BODY.
         """
         if len(body) <= _INLINE_BODY:
             return work()
@@ -347,7 +349,7 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
 
 
 METRICS_READER = "metrics"
-"""The name in the key file whose key reads the page /metrics, and nothing else."""
+"""The name of the key that may read only the page /metrics."""
 
 
 def context_of(request: Request, key: str | None, is_metrics_page: bool = False) -> RequestContext:

@@ -170,7 +170,7 @@ def _choice(chat: Chat, index: int, sequence: SampledSequence) -> dict[str, Any]
 
 @dataclass
 class _Streamed:
-    """The state of one sample while the answer is streamed."""
+    """The state of one sample while its answer is streamed."""
 
     chat: Chat
     index: int
@@ -290,7 +290,9 @@ def _scored(sequence: SampledSequence) -> list[Scored]:
 
 
 def _logprobs(chat: Chat, scored: Sequence[Scored]) -> dict[str, Any] | None:
-    """Return the logprobs of every token except the one that ended the sample."""
+    """Return the `logprobs` object for the tokens in `scored`, without stop tokens. Return None if
+    the request did not ask for logprobs.
+    """
     if chat.options.wanted_logprobs is None:
         return None
     texts = chat.model.texts.tokens

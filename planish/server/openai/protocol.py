@@ -29,7 +29,7 @@ T = TypeVar("T")
 _MAX_ANSWER = 1 << 30
 """Limit for the memory of one answer, in bytes."""
 _TOKEN_BYTES, _SCORE_BYTES = 32, 300
-"""Estimated memory of one sampled token, and of one logprob with its token's text."""
+"""Estimated bytes of memory for one sampled token, and for one logprob with the token's text."""
 
 
 def check_text(name: str, given: Any, max_characters: int) -> None:
