@@ -7,7 +7,8 @@ is unanswered.
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
 end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. A replay
 needs the requests after its model's last snapshot, so their rows stay even if their results are
-deleted. The exception is in failed_requests.py.
+deleted. Only failed requests that a replay does not need are deleted earlier
+(failed_requests.py).
 
 A week after a session's end, the server deletes the session, its samplers, and its runs without
 checkpoints. A run with checkpoints is kept, because the paths of the checkpoints contain its id.

@@ -5,8 +5,8 @@ A sampler of a checkpoint has a private copy of the files. So the sampler does n
 checkpoint is deleted or replaced, and it can be loaded again after a restart.
 
 A training model publishes its current weights as a sampler without a name (PublishSampler). The
-server saves the weights of this sampler in the background. Until they are on disk, the sampler
-cannot leave memory, and after a crash only a replay of its model restores it.
+server saves the weights of this sampler in the background. Until these weights are on disk, the
+sampler cannot leave memory, and after a crash only a replay of its model restores it.
 
 Each sample request is a task. The task waits for its sampler, for its tenant's turn and for memory,
 and then for the engine. Samples have no order. After a crash, unanswered requests run again with

@@ -76,10 +76,10 @@ class TenantSettings(_Positive):
     max_queued_bytes: int = 2 * _GIB
     """Size of the bodies of all unanswered requests."""
     tokens_per_minute: int = 1 << 40
-    """Tokens in prompts and training data, and sampled tokens. The default is no limit."""
+    """Tokens of prompts, training data and samples. The default is practically unlimited."""
     storage_bytes: int = 1 << 50
     """Size of everything that a tenant stores: named checkpoints, snapshots of its models, and the
-    records of its sessions and runs. The default is no limit.
+    records of its sessions and runs. By default, practically unlimited.
     """
     max_sessions: int = 5000
     """Sessions, open and ended. When a new session exceeds the limit, the oldest ended sessions are

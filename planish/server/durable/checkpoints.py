@@ -13,9 +13,8 @@ A client that saves external weights may name recipients. A download is then enc
 checkpoint's metadata. The server's own copy is not encrypted. Encryption would not protect that
 copy, because anybody who can read the server's disk can read the model's state there.
 
-Some names have a special meaning. The server makes private checkpoints for itself, in the runs of
-its models and samplers. Private checkpoints are not in the catalog, and clients cannot use their
-names:
+The server makes private checkpoints for itself, in the runs of its models and samplers. Private
+checkpoints are not in the catalog, and clients cannot use their names:
 
     tinker://MODEL/weights/_planish.snapshot.SEQ          a snapshot of the model after request SEQ
     tinker://MODEL/KIND/_planish.loaded.SEQ               a copy of the checkpoint that request SEQ
