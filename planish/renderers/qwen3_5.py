@@ -168,7 +168,8 @@ class Qwen35:
             header = (*header, *EMPTY_THOUGHT)
         text = message.text.strip()
         calls: list[Piece] = []
-        value_text = python_text if self.effort is None else json_text
+        from_qwen36 = self.preserves or self.effort is not None
+        value_text = json_text if from_qwen36 else python_text
         for number, call in enumerate(xml_call_pieces(message, value_text)):
             calls += ["\n" if number else "\n\n" if text else "", *call]
         output = (*frame, text, *calls, END)

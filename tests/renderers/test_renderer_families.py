@@ -316,6 +316,19 @@ def test_broken_calls_are_kept_and_rendered_unchanged(name):
     assert sample_of(renderer, message) == tokens
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("qwen3_5", "True"), ("qwen3_5_preserve_thinking", "true"), ("qwen3_8_low_reasoning", "true")],
+)
+def test_qwen_writes_boolean_arguments_as_its_template_does(name, text):
+    """The template of Qwen3.5 writes Python's text, and those of Qwen3.6 and 3.8 write JSON."""
+    renderer = MADE[name]
+    message = with_one_call(renderer, "")
+    message["tool_calls"][0]["function"]["arguments"] = '{"a": true}'
+    sampled = str(renderer.tokenizer.decode(sample_of(renderer, message)))
+    assert f"<parameter=a>\n{text}\n</parameter>" in sampled
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_thinking_can_be_switched_within_a_family(name):
     renderer = MADE[name]
