@@ -308,8 +308,8 @@ class TrainingClient(RefusesMethods):
         return self._session.service.submit(operation)
 
     def result(self, timeout: float | None = None) -> TrainingClient:
-        """Return this client. This method lets callers treat the client, which
-        `create_lora_training_client` and similar methods return, as a future.
+        """Return this client. `create_lora_training_client` and similar methods return a client.
+        With this method, callers can treat that client as a future.
         """
         return self
 

@@ -121,9 +121,10 @@ class Engine:
         `models` maps names of base models to directories or .gguf files. `data_dir` is the
         directory of the checkpoints. `memory` divides the device's memory among the base models.
 
-        By default each base model reserves its share when it is loaded. On a GPU the first base
-        model reserves all memory, unless `models` or PLANISH_MODELS name several directories. Then
-        each base model leaves memory for the next.
+        Without `memory`, each base model reserves memory when it is loaded. On a GPU, that is all
+        free memory if `models` and PLANISH_MODELS together name at most one directory. If they name
+        several, each base model leaves a third of the free memory for further base models, provided
+        that a base model of the same size fits into that third.
 
         With `only_these_models`, every base model outside of `models` is unknown. A server needs
         this: otherwise a name in a request could be a path on its machine, or start a download.
@@ -133,8 +134,8 @@ class Engine:
         given = checked_mapping(models)
         named = {*given.values(), *environment_models().values()}
         memory = memory or DeviceMemory(self._settings, reserves_for_next=len(named) > 1)
-        # An entry that maps a name to itself gives no path. It was needed above only, to count the
-        # base models that share the memory.
+        # An entry that maps a name to itself gives no directory, so it is dropped here. Only the
+        # count of base models that share the memory, in `named`, includes it.
         if not only_these_models:
             given = {name: path for name, path in given.items() if name != path}
         self._models = BaseModels(given, self._settings, memory, only_these_models)

@@ -77,7 +77,8 @@ async def evaluate(
     room for an answer is then an error of that question only. Without `context_window`, such a
     prompt ends the evaluation.
 
-    `out` is a directory in which answers are saved; an evaluation that is in it is resumed.
+    `out` is a directory in which answers are saved. If `out` already contains this evaluation, the
+    evaluation is resumed.
 
     `model_name` is the model's name in the files; by default its checkpoint or its base model.
 

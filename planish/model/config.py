@@ -211,8 +211,8 @@ class ModelConfig:
     layers_without_rope: tuple[int, ...] = ()
     """The layers whose queries and keys are not rotated (SmolLM3)."""
     rotary_dims: int | None = None
-    """The number of dimensions of each head that RoPE rotates, the first ones (Phi-4 mini). None:
-    all.
+    """RoPE rotates only the first `rotary_dims` dimensions of each head (Phi-4 mini). None: RoPE
+    rotates all dimensions.
     """
     input_norms: bool = True
     """Whether the inputs of attention and MLP pass an RMSNorm (all families except OLMo 3)."""
@@ -227,7 +227,7 @@ class ModelConfig:
     `query_scale_interval` (Ministral 3). None: they are not.
     """
     query_scale_interval: int = 1
-    """The length N, in positions, of each interval with a constant factor of the queries."""
+    """The N of `query_scale_beta`: the factor is constant over each interval of N positions."""
     num_experts: int = 0
     """The number of experts of each mixture-of-experts layer; 0: every layer has a dense MLP."""
     experts_per_token: int = 0

@@ -409,8 +409,9 @@ class _Loader:
         def output_norm(name: str) -> Tensor | None:
             return norm(name) if config.output_norms else None
 
-        # Attention scales scores by head_dim ** -0.5. Scaling the norm of the queries gives the
-        # scale that the config asks for, because RoPE is linear.
+        # Attention multiplies scores by head_dim ** -0.5, but some configs ask for another factor.
+        # So the weight of the query norm is multiplied by the ratio of the two factors. RoPE, which
+        # comes after the norm, is linear and keeps that ratio.
         scale = (config.head_dim / (config.query_scalar or config.head_dim)) ** 0.5
         before_mlp = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"

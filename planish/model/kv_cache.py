@@ -288,7 +288,7 @@ class GappedKVPool(KVPool):
             self._close_gaps()
 
     def _close_gaps(self) -> None:
-        """Reallocate the pool for the owners only, in slots 0 .. n - 1."""
+        """Shrink the pool to one slot per owner. The n owners get the slots 0 .. n - 1."""
         count = len(self.owners)
         if not count:  # Indexing would launch a kernel per layer to copy nothing.
             self._slots_in_use, self._gaps = [], []

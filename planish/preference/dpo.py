@@ -4,8 +4,11 @@ reward model.
     reward(answer) = beta * (log p(answer) - log p_reference(answer))
     loss           = mean over pairs of -log sigmoid(reward(chosen) - reward(rejected))
 
-IPO has another cost; SimPO has another cost and another reward (planish/preference/losses.py). The
-reference is a base model or a checkpoint, chosen when the run begins and recorded in
+Two related losses differ from these formulas (planish/preference/losses.py). IPO applies another
+function than -log sigmoid to the difference of the rewards. SimPO defines the reward without a
+reference, and subtracts a margin from the difference.
+
+The reference is a base model or a checkpoint, chosen when the run begins and recorded in
 reference.json. A resumed run uses the recorded reference, not the weights that it resumes from. The
 training loop, its files and its resume are those of planish/supervised.
 """
@@ -347,7 +350,7 @@ def dpo_loss(
     reference_D: Sequence[float],
     beta: float,
 ) -> tuple[torch.Tensor, Metrics]:
-    """Return the DPO loss and its metrics, which include the loss, in the form of a custom loss."""
+    """Return the DPO loss and its metrics, as a custom loss does. One metric is the loss itself."""
     loss, measured = pair_loss(DPOLoss(beta), data, logprobs_D, reference_D)
     return loss, {"dpo_loss": float(loss.detach()), **measured}
 

@@ -176,7 +176,7 @@ def choose_renderer(
 
 
 def origin_metadata(recipe_name: str | None, renderer_name: str | None) -> dict[str, str]:
-    """Return the metadata of a run's checkpoints that tell which recipe and renderer made them."""
+    """Return checkpoint metadata with the names of the run's recipe and renderer, if not None."""
     named = {"recipe_name": recipe_name, "renderer_name": renderer_name}
     return {name: value for name, value in named.items() if value is not None}
 

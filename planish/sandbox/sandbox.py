@@ -150,17 +150,18 @@ class Sandbox:
         self, contents: Mapping[str, bytes], stdin: bytes, arguments: Sequence[str]
     ) -> Execution:
         process = SandboxProcess(self.limits.output_bytes)
-        # The work is a separate, shielded task. A cancellation between the start of the process and
-        # its end would otherwise leave the process running.
+        # A cancellation of this method must not interrupt `_execute`, which has to wait for the end
+        # of the process. So `_execute` runs in a separate, shielded task.
         work = asyncio.create_task(self._execute(process, contents, stdin, arguments))
         try:
             return await asyncio.shield(work)
         finally:
             if not work.done():
+                # This method was cancelled, so kill the program. No caller reads the ending.
                 process.end(Ending.EXITED)
                 await asyncio.wait([work])
-                # asyncio logs a traceback for an exception that is never retrieved. Here the
-                # exception only means that the program was killed, so retrieve and ignore it.
+                # asyncio logs a traceback for an exception that is never retrieved. After a
+                # cancellation no caller is left to receive the exception, so retrieve and drop it.
                 if not work.cancelled():
                     work.exception()
 

@@ -110,8 +110,10 @@ class WorkerProcess:
             start = stack.enter_context(memory_file(START_SOURCE))
             system_calls = stack.enter_context(memory_file(compiled_filter(False)))
             command = _command(start, system_calls, self._program, self._arguments)
-            # Ctrl-C must reach only this process, which then kills the worker. bubblewrap stays in
-            # our process group, so that a signal to the whole terminal or job ends the worker too.
+            # A terminal sends Ctrl-C to the whole process group, but only this process should react
+            # and kill the worker. So bubblewrap starts with SIGINT and SIGTERM blocked. bubblewrap
+            # stays in our process group, so other signals to the group, such as SIGHUP from a
+            # closed terminal, still end the worker.
             with blocked_interrupts():
                 self._process = process = self._started(command, (start, system_calls))
         try:

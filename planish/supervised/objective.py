@@ -1,7 +1,7 @@
 """The objectives of supervised training: the loss that is minimised, and its metrics.
 
-The training loop depends on neither. To train with another loss, write a class with the two methods
-of `Objective`.
+The training loop works with any loss and any metrics. To train with another loss, write a class
+with the two methods of `Objective`.
 """
 
 from collections.abc import Sequence

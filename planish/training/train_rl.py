@@ -41,9 +41,9 @@ async def main(config: Config, service_client: ServiceClient | None = None) -> P
 async def train(
     config: Config, service_client: ServiceClient, shaping: AdvantageShaping | None = None
 ) -> Path:
-    """Train a run, and return its directory. `shaping` changes the advantages. If it is None, the
-    KL penalty of the options is used, if they have one. UnsupportedError for `shaping` together
-    with `stream_minibatch_config`.
+    """Train a run, and return its directory. `shaping` changes the advantages. If `shaping` is
+    None, the KL penalty of `config` changes them, or nothing does if `config` has no KL penalty.
+    UnsupportedError for `shaping` together with `stream_minibatch_config`.
     """
     if shaping is not None and config.stream_minibatch_config is not None:
         raise UnsupportedError(
@@ -131,8 +131,8 @@ def planned(train_set: RLDataset, config: Config) -> RLDataset:
 
 
 def built_evaluators(config: Config, test_set: RLDataset | None) -> list[Evaluator]:
-    """Return the test set's evaluator, if there is a test set, and those of the options. Empty if
-    `eval_every` is 0.
+    """Return the evaluators of a run: one for the test set, if there is a test set, and one for
+    each of `config.evaluator_builders`. The list is empty if `eval_every` is 0.
     """
     if config.eval_every == 0:
         return []

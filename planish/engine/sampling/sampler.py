@@ -71,10 +71,11 @@ _MASK_SECONDS = 0.02
 mask is still missing gets no token in this step, so that other samples do not wait any longer.
 """
 _FORCED_SECONDS, _FORCED_SAMPLES = 0.001, 16
-"""The limits of the wait for forced tokens before a decoding step. If masks of at most
-_FORCED_SAMPLES samples are pending, the step waits for these masks up to _FORCED_SECONDS. The step
-then also decodes the forced tokens that came with the masks. If more masks are pending, the step
-does not wait, because the grammar workers would need longer than that.
+"""The limits of the wait for forced tokens before a decoding step. Forced tokens are the tokens
+that a grammar determines completely, so they are not sampled. A grammar worker computes them
+together with the mask. If masks of at most _FORCED_SAMPLES samples are pending, the step waits for
+these masks up to _FORCED_SECONDS. The step then decodes their forced tokens too. If more masks are
+pending, the step does not wait, because the grammar workers would need longer than that.
 """
 _NO_TOKENS = np.zeros(0, np.int64)
 
@@ -391,7 +392,10 @@ class Sampler:
         return RecurrentState(config, self._decoder.dtype, self._decoder.device)
 
     def _state_runs(self, prompt: Prompt, row: int, count: int) -> list[StateRun]:
-        """Return the runs of the next `count` positions of a prompt, which start at batch row `row`.
+        """Split the next `count` positions of a prompt into runs of a recurrent model (`StateRun`).
+
+        The first of these positions is at batch row `row`, and the others follow. Return an empty
+        list if the model has no recurrent state.
 
         Each run ends at the end of a chunk, or at the last of these positions. `_states` receives
         the state after the last run. `_chunk_states` receives the states after whole chunks, as far
@@ -659,9 +663,10 @@ class Sampler:
     def _needed_capacity(self, sample: RunningSample) -> int:
         """Return the capacity of the slot that the sample needs for its next rows.
 
-        On a CPU a slot grows with its sample, because memory costs nothing until it is touched.
-        On a GPU the sample gets its final slot at once. A move would take more kernel launches
-        than a decoding step.
+        On a CPU a slot grows with its sample. The operating system provides memory at the first
+        write, and a pool that moves or clears a slot writes all of it. So a full-size slot could
+        take memory for positions that the sample never reaches. On a GPU the sample gets its final
+        slot at once, because a move would take more kernel launches than a decoding step.
         """
         limit = sample_capacity(sample.prompt.length, sample.request.max_tokens)
         if self._backend.uses_main_memory:
@@ -775,12 +780,13 @@ class Sampler:
     ) -> tuple[
         list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
     ]:
-        """Return the tokens to sample: their samples, rows and places, and the adjustments.
+        """Return (samples, rows, places, adjustments, exhausted) for the tokens to sample.
 
-        The place of a token is its index within its sample. The keys of the adjustments are indices
-        of the three lists. A sample with forced tokens is in the lists once per token. Samples
-        whose mask is missing, and samples whose grammar failed, are left out. The last result has
-        the samples whose text is complete and cannot be continued.
+        Item i of the first three lists is the sample, the row and the place of token i. The place
+        of a token is its index within its sample. The keys of `adjustments` are indices i. A
+        sample with forced tokens is in the lists once per token. Samples whose mask is missing, and
+        samples whose grammar failed, are left out. `exhausted` has the samples whose text is
+        complete and cannot be continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:

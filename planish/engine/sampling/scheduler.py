@@ -110,8 +110,9 @@ class Prompt:
     version: Hashable
     weights: LoraWeights | None
     scored_for: Request | None
-    """The request that wants scores of this prompt. No other request shares the prompt then. The
-    cached prefix is still used, unless tokens are sampled at the prompt's positions.
+    """The request that wants scores of this prompt; None without such a request. A prompt with
+    scores is not shared with other requests. It still starts from the cached prefix, unless the
+    request wants alternative tokens sampled at each position of the prompt.
     """
     slot: int = -1
     """The slot's index in its pool; -1 without a slot."""

@@ -18,8 +18,8 @@ from planish.types import SamplingParams
 
 _MAX_KNOWN = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared. The stop strings
-of a request have at most 4,096 bytes. A text that spells all of them needs about one entry per
-byte.
+of a request have at most 4,096 bytes together. A text that contains all of them adds about one
+entry per byte.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -203,15 +203,16 @@ class StopMatcher:
         self._condition = condition
         self._begun = b""
         self._unknown_until = 0
-        """While the sample has at most this many tokens, the text is decoded after every token. The
-        bytes of one of its recent tokens are unknown.
+        """While the sample has at most this many tokens, the text is decoded after every token,
+        because the bytes of one of the recent tokens are unknown.
         """
 
     def is_met(self, tokens: Sequence[int]) -> bool:
         """Return whether the last of `tokens` completes a stop token or stop string.
 
         The caller must call this method after every token. A match of the bytes is confirmed in the
-        decoded text, because some tokenizers decode the start of a text in another way.
+        decoded text, because some tokenizers decode the first token of a text differently from
+        later tokens.
         """
         condition, token = self._condition, tokens[-1]
         if token in condition.token_ids:

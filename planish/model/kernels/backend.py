@@ -229,9 +229,9 @@ class Backend(Protocol):
     uses_main_memory: bool
     """Whether tensors are in main memory, which is the case on a CPU.
 
-    The operating system provides a page of main memory only when the page is first used, so
-    reserved memory costs nothing until then. So on a CPU the KV slot of a sample grows with the
-    sample. The memory limits are fixed sizes instead of shares of the free memory.
+    The operating system provides a page of main memory only when the page is first used. So on a
+    CPU the KV slot of a sample grows with the sample, and a sample that ends early uses little
+    memory. The memory limits are fixed sizes instead of shares of the free memory.
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""
