@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import uvicorn
-from disk_shim import configure, preloaded
+from disk_shim import Shim, configure, kill_between_calls, preloaded
 from server_client import make_core
 
 from planish.engine.checkpoints.store import CheckpointStore
@@ -91,6 +91,11 @@ class CrashServer:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def kill_between_calls(self, shim: Shim) -> None:
+        """Kill the process while no file call is unrecorded."""
+        if self._process.is_alive():
+            kill_between_calls(self.pid, shim)
 
     def kill(self, sig: int = signal.SIGKILL) -> None:
         if self._process.is_alive():

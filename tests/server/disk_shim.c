@@ -60,6 +60,8 @@ struct control {
   int64_t allocations;     /* since fail_allocation was set */
   int64_t fail_allocation; /* the number of the allocation that fails, from 1; 0: none */
   int64_t failed_allocations;
+  int64_t is_busy;      /* whether a call has begun that is not recorded yet */
+  int64_t record_delay; /* microseconds between a call and its record */
   char failed_call[64];
 };
 
@@ -82,6 +84,7 @@ int shim_configure(const char *new_root, const char *log, const char *control_fi
   root_size = strlen(root);
   log_fd = log_low;
   control = mapped;
+  control->is_busy = 0;
   return 0;
 }
 
@@ -155,11 +158,12 @@ static void record(uint32_t kind, uint64_t inode, int64_t offset, const struct i
     head.size += parts[i].iov_len;
   }
   int before = errno;
+  if (control->record_delay) usleep(control->record_delay);
   ssize_t written = syscall(SYS_writev, log_fd, all, count + 1);
   if (written != (ssize_t)(sizeof head + head.size)) {
     static const char message[] = "disk_shim: the log cannot be written\n";
     syscall(SYS_write, 2, message, sizeof message - 1);
-    _exit(98);
+    syscall(SYS_exit_group, 98);
   }
   records++;
   errno = before;
@@ -181,6 +185,7 @@ static int must_fail(const char *name) {
     return 0;
   if (!control->failed++) snprintf(control->failed_call, sizeof control->failed_call, "%s", name);
   if (!control->fail_errno) kill(getpid(), SIGKILL);
+  dprintf(2, "disk_shim: %s fails with errno %d\n", name, (int)control->fail_errno);
   errno = control->fail_errno;
   return 1;
 }
@@ -201,11 +206,13 @@ static uint64_t inode_at(const char *path) {
   return inode;
 }
 
-#define LOCKED(...)                  \
-  do {                               \
-    pthread_mutex_lock(&mutex);      \
-    __VA_ARGS__;                     \
-    pthread_mutex_unlock(&mutex);    \
+#define LOCKED(...)                                            \
+  do {                                                         \
+    pthread_mutex_lock(&mutex);                                \
+    __atomic_store_n(&control->is_busy, 1, __ATOMIC_SEQ_CST);  \
+    __VA_ARGS__;                                               \
+    __atomic_store_n(&control->is_busy, 0, __ATOMIC_SEQ_CST);  \
+    pthread_mutex_unlock(&mutex);                              \
   } while (0)
 
 static int opened(int directory, const char *path, int flags, mode_t mode) {
@@ -277,7 +284,7 @@ static ssize_t written(const char *name, int fd, const struct iovec *parts, int 
         if (left) {
           static const char message[] = "disk_shim: a write of too many parts\n";
           syscall(SYS_write, 2, message, sizeof message - 1);
-          _exit(98);
+          syscall(SYS_exit_group, 98);
         }
         record(WRITE, inode_of(fd), end - size, kept, used);
       }
@@ -441,6 +448,12 @@ int rmdir(const char *path) { return unlinkat(AT_FDCWD, path, AT_REMOVEDIR); }
 int remove(const char *path) {
   int status = unlink(path);
   return status && errno == EISDIR ? rmdir(path) : status;
+}
+
+/* End the process between two calls. */
+void _exit(int status) {
+  pthread_mutex_lock(&mutex);
+  for (;;) syscall(SYS_exit_group, status);
 }
 
 static int synced(const char *name, int fd, int number) {

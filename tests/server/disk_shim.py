@@ -10,10 +10,12 @@ import hashlib
 import mmap
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -34,6 +36,8 @@ class _Fields(ctypes.Structure):
         ("allocations", ctypes.c_int64),
         ("fail_allocation", ctypes.c_int64),
         ("failed_allocations", ctypes.c_int64),
+        ("is_busy", ctypes.c_int64),
+        ("record_delay", ctypes.c_int64),
         ("failed_call", ctypes.c_char * 64),
     ]
 
@@ -109,6 +113,32 @@ def configure(root: Path, log: Path, control: Path) -> None:
         raise RuntimeError("the shim is not in LD_PRELOAD of this process") from None
     if switch(*(os.fsencode(path) for path in (root, log, control))):
         raise RuntimeError(f"the shim could not use {log} and {control}")
+
+
+def kill_between_calls(pid: int, shim: Shim) -> None:
+    """Kill a process while no thread is between a file call and its record. The call would stay in
+    the page cache, and the model of the disk would not know it: later syncs would not save it from
+    a power loss.
+    """
+    with suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, signal.SIGSTOP)
+            while not (states := _thread_states(pid)) <= set("TtZX"):
+                time.sleep(0.0002)
+            if not shim.fields.is_busy or states <= set("ZX"):
+                os.kill(pid, signal.SIGKILL)
+                return
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.001)
+
+
+def _thread_states(pid: int) -> set[str]:
+    """Return the letters of the states of a process's threads."""
+    states = set[str]()
+    for task in Path(f"/proc/{pid}/task").glob("*"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # the thread has ended
+            states.add((task / "stat").read_text().rpartition(")")[2].split()[0])
+    return states
 
 
 def compiler() -> str | None:

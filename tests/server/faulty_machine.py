@@ -13,6 +13,7 @@ import shutil
 import signal
 import sqlite3
 import tempfile
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -78,7 +79,8 @@ class Machine:
         """Kill the server, which starts again; with a power loss, the disk forgets meanwhile."""
         if self._server is not None and not self._is_killed:
             self._is_killed, self._loses_power = True, with_power_loss
-            self._server.kill()
+            self.note("the server is killed")
+            self._server.kill_between_calls(self.shim)
 
     async def pause(self, seconds: float) -> None:
         """Stop the server's process for a while."""
@@ -91,7 +93,9 @@ class Machine:
     def lose_power(self) -> None:
         """Let the disk forget what was not synced. No server may run."""
         self.power_losses += 1
-        self._disk.lose_power(self._chance.choice(LOSSES), self._chance)
+        loss = self._chance.choice(LOSSES)
+        self.note(f"power loss: {loss}")
+        self._disk.lose_power(loss, self._chance)
 
     async def run(self, work: Awaitable[R], memory_error_at: int | None = None) -> R:
         """Serve until `work` is done, and kill the server then. AssertionError if the server ends
@@ -110,7 +114,7 @@ class Machine:
             self._is_ended = True
             working.cancel()
             if self._server is not None:
-                self._server.kill()
+                self._server.kill_between_calls(self.shim)
             await asyncio.wait([serving])
 
     async def _serve(self, memory_error_at: int | None) -> None:
@@ -121,8 +125,10 @@ class Machine:
                 replace(self._start, shim=self.shim.files, memory_error_at=memory_error_at)
             )
             status = await self._server.died()
+            self.note(f"the server ended with status {status}")
             memory_error_at = None
             self._disk.replay(self.shim.log)
+            self._disk.check()
             if self._is_killed or self._is_ended:
                 if self._loses_power:
                     self.lose_power()
@@ -133,6 +139,11 @@ class Machine:
                 assert "rror" in log, "the server ended without a word"
                 assert is_intact(self.data_dir), "the database is damaged"
                 self.shim.heal()
+
+    def note(self, event: str) -> None:
+        """Append a line about the machine to the server's log."""
+        with open(self.log, "a") as file:
+            file.write(f"MACHINE at {time.monotonic():.3f} s: {event}\n")
 
     def log_end(self, characters: int = 3000) -> str:
         """Return the end of the server's log."""

@@ -323,7 +323,9 @@ async def misfortunes(machine: Machine, seed: int, most: int, counts: Counter[st
                 machine.shim.fields.clock_offset = offset
             case "disk fault":
                 error = chance.choice([errno.EIO, errno.ENOSPC])
-                machine.shim.fail(chance.randint(1, 60), error, chance.choice([1, 1, 1, 6]))
+                call, number = chance.randint(1, 60), chance.choice([1, 1, 1, 6])
+                machine.note(f"{errno.errorcode[error]} in {number} calls, {call} calls from now")
+                machine.shim.fail(call, error, number)
     machine.shim.heal()
 
 
@@ -369,7 +371,9 @@ async def play(
             counts["power loss"] += 1
         await machine.run(asyncio.wait_for(asyncio.gather(*(p.check() for p in programs)), 60))
     except BaseException:
-        print(machine.log_end(), file=sys.stderr)
+        kept = Path(tempfile.mkdtemp(prefix=f"planish-history-{seed}-"))
+        shutil.copytree(directory, kept, dirs_exist_ok=True)
+        print(f"{machine.log_end()}\nthe whole log and the data are in {kept}", file=sys.stderr)
         raise
     finally:
         await asyncio.gather(*(wire.close() for wire in wires))

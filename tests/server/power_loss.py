@@ -83,6 +83,12 @@ class _Write:
 class _File:
     synced: bytearray = field(default_factory=bytearray)
     writes: list[_Write] = field(default_factory=list)
+    seen: bytearray = field(default_factory=bytearray)
+    """The content as the processes see it."""
+
+    def write(self, write: _Write) -> None:
+        write.apply(self.seen)
+        self.writes.append(write)
 
     def sync(self, before: int) -> None:
         """Make the writes whose numbers are below `before` durable."""
@@ -184,6 +190,12 @@ class Disk:
             self._apply(number, record)
         self._settle_numbers()
 
+    def check(self) -> None:
+        """AssertionError if `root` is not as the processes must see it, so that a change was not
+        recorded. A power loss would then lose it although it was synced.
+        """
+        _check_directory(self._top, self.root)
+
     def after_power_loss(self, loss: Loss, chance: random.Random) -> _Directory:
         """Return the tree that is found when the power is back."""
         kept: dict[int, _File | _Directory] = {}
@@ -216,7 +228,7 @@ class Disk:
             elif inode in self._inodes:  # a hard link
                 found.entries[entry.name] = self._inodes[inode]
             else:
-                content = _File(bytearray(entry.read_bytes()))
+                content = _File(bytearray(entry.read_bytes()), seen=bytearray(entry.read_bytes()))
                 self._inodes[inode] = found.entries[entry.name] = content
         found.synced = dict(found.entries)
         return found
@@ -232,7 +244,7 @@ class Disk:
                 file = self._inodes[record.inode]
                 assert isinstance(file, _File)
                 data = record.payload if record.kind == WRITE else None
-                file.writes.append(_Write(number, record.offset, data))
+                file.write(_Write(number, record.offset, data))
             case 5:  # RENAME
                 old_parent, old = self._entry(record.paths[0])
                 parent, name = self._entry(record.paths[1])
@@ -299,6 +311,20 @@ def _surviving_directory(
                 known[id(node)] = _surviving_file(node, loss, chance)
             found.synced[name] = known[id(node)]
     return found
+
+
+def _check_directory(directory: _Directory, path: Path) -> None:
+    # SQLite changes its -shm file through a mapping, and rebuilds the file after a crash.
+    found = {entry.name for entry in path.iterdir() if not entry.name.endswith("-shm")}
+    known = {name for name in directory.entries if not name.endswith("-shm")}
+    assert found == known, f"changes of {path} were not recorded: {found ^ known}"
+    for name in known:
+        match directory.entries[name]:
+            case _Directory() as below:
+                _check_directory(below, path / name)
+            case _File() as file:
+                content = (path / name).read_bytes()
+                assert content == file.seen, f"a write to {path / name} was not recorded"
 
 
 def _surviving_file(file: _File, loss: Loss, chance: random.Random) -> _File:
