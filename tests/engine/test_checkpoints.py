@@ -426,6 +426,26 @@ def test_a_save_whose_last_sync_fails_leaves_its_name_as_it_was(
     assert store.manifest(TRAINING).step == 2
 
 
+def test_a_checkpoint_that_the_disk_fails_to_find_is_not_reported_as_missing(
+    store, model_dir, monkeypatch
+):
+    store.save(Label(TRAINING), saved(trained(model_dir)))
+    found, target = Path.stat, store.directory / "run:train:0" / "weights" / "a"
+
+    def failing(path, **options):
+        if path == target:
+            raise OSError(errno.EIO, "Input/output error")
+        return found(path, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "stat", failing)
+        with pytest.raises(OSError, match="Input/output error"):
+            store.exists(TRAINING)
+        with pytest.raises(StorageError):
+            store.delete(TRAINING)
+    assert store.exists(TRAINING)
+
+
 WRITER = """
 import sys, torch
 from planish.engine.training.adapters import Adapter

@@ -194,7 +194,25 @@ class Disk:
         """AssertionError if `root` is not as the processes must see it, so that a change was not
         recorded. A power loss would then lose it although it was synced.
         """
-        _check_directory(self._top, self.root)
+        self._check(self._top, self.root)
+
+    def _check(self, directory: _Directory, path: Path) -> None:
+        # SQLite changes its -shm file through a mapping, and rebuilds the file after a crash.
+        found = {each.name: each for each in path.iterdir() if not each.name.endswith("-shm")}
+        for name in found.keys() - directory.entries.keys():
+            # A library may have renamed the file by a system call that the shim does not see.
+            node = self._inodes.get(found[name].stat().st_ino)
+            for old in [old for old, known in directory.entries.items() if known is node]:
+                directory.change(-1, {old: None, name: node})
+        known = {name for name in directory.entries if not name.endswith("-shm")}
+        assert found.keys() == known, f"changes of {path} were not recorded: {found.keys() ^ known}"
+        for name in known:
+            match directory.entries[name]:
+                case _Directory() as below:
+                    self._check(below, path / name)
+                case _File() as file:
+                    content = (path / name).read_bytes()
+                    assert content == file.seen, f"a write to {path / name} was not recorded"
 
     def after_power_loss(self, loss: Loss, chance: random.Random) -> _Directory:
         """Return the tree that is found when the power is back."""
@@ -311,20 +329,6 @@ def _surviving_directory(
                 known[id(node)] = _surviving_file(node, loss, chance)
             found.synced[name] = known[id(node)]
     return found
-
-
-def _check_directory(directory: _Directory, path: Path) -> None:
-    # SQLite changes its -shm file through a mapping, and rebuilds the file after a crash.
-    found = {entry.name for entry in path.iterdir() if not entry.name.endswith("-shm")}
-    known = {name for name in directory.entries if not name.endswith("-shm")}
-    assert found == known, f"changes of {path} were not recorded: {found ^ known}"
-    for name in known:
-        match directory.entries[name]:
-            case _Directory() as below:
-                _check_directory(below, path / name)
-            case _File() as file:
-                content = (path / name).read_bytes()
-                assert content == file.seen, f"a write to {path / name} was not recorded"
 
 
 def _surviving_file(file: _File, loss: Loss, chance: random.Random) -> _File:

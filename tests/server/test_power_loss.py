@@ -3,17 +3,20 @@ acknowledged.
 """
 
 import asyncio
+import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from crash_run import CALM, SETTINGS, Power, differences, play, power_losses
-from disk_shim import Shim, compiler
+from disk_shim import Shim, compiler, kill_between_calls, library
 from power_loss import LOSSES, Disk, Loss
 from wire_client import Refused
 
@@ -143,6 +146,13 @@ sync('a'); sync()
     assert left(changed(tmp_path, code), STRICTEST) == {"a": "new"}
 
 
+def test_a_rename_before_the_end_of_a_process_is_seen(tmp_path):
+    disk = changed(tmp_path, "write('aside', 'new'); sync()")
+    (disk.root / "aside").rename(disk.root / "a")
+    disk.check()
+    assert left(disk, ALL_KEPT) == {"a": "new"}
+
+
 def test_the_nth_call_can_fail_or_kill(tmp_path):
     root = tmp_path / "disk"
     root.mkdir()
@@ -167,6 +177,87 @@ def test_the_nth_call_can_fail_or_kill(tmp_path):
     shim.heal()
     shim.fail(1, 0)
     assert run().returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("is_between_calls", [True, False])
+def test_a_change_without_a_record_is_noticed(tmp_path, is_between_calls):
+    root = tmp_path / "disk"
+    root.mkdir()
+    shim, disk = Shim(tmp_path / "shim", root), Disk(root)
+    code = "while True: open('a', 'ab', buffering=0).write(b'more')"
+    command = [sys.executable, "-S", "-c", code]
+    shim.fields.record_delay = 20_000
+    with subprocess.Popen(command, cwd=root, env=shim.environment()) as process:
+        while not (root / "a").exists() or (root / "a").stat().st_size < 8:
+            time.sleep(0.01)
+        if is_between_calls:
+            kill_between_calls(process.pid, shim)
+        else:
+            process.kill()
+    disk.replay(shim.log)
+    if is_between_calls:
+        disk.check()
+    else:  # almost all of the process's time lies between a call and its record
+        with pytest.raises(AssertionError, match="recorded"):
+            disk.check()
+
+
+WRITER = """
+import asyncio, errno, os, signal, sys
+from pathlib import Path
+from disk_shim import Shim, configure
+from planish.errors import StorageError
+from planish.server.durable.store import Store
+
+root, shim = Path(sys.argv[1]), Shim(Path(sys.argv[2]), Path(sys.argv[1]))
+name, must_fail = sys.argv[3], sys.argv[4] == "True"
+configure(*shim.files)
+
+async def write(store):
+    for number in range(1, 50):
+        if must_fail:
+            shim.fail(number, errno.EIO)
+        key = f"{name} {number}"
+        insert = lambda change: change.execute("INSERT INTO meta VALUES (?, x'')", (key,))
+        try:
+            await store.write(insert)
+            print(key)
+        except StorageError:
+            if shim.fields.failed_call == b"fdatasync":
+                return
+        if not must_fail:
+            return
+
+asyncio.run(write(Store(root)))
+sys.stdout.flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_commit_after_one_whose_sync_failed_in_a_killed_process_is_kept(tmp_path):
+    root = tmp_path / "data"
+    root.mkdir()
+    disk = Disk(root)
+    acknowledged = list[str]()
+    for number, must_fail in enumerate([False, True, False]):
+        shim = tmp_path / f"shim {number}"
+        command = [sys.executable, "-c", WRITER, root, shim, f"process {number}", str(must_fail)]
+        path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+        ended = subprocess.run(
+            command,
+            env={**os.environ, "LD_PRELOAD": str(library()), "PYTHONPATH": path},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert ended.returncode == -signal.SIGKILL
+        acknowledged += ended.stdout.splitlines()
+        disk.replay(shim / "log 0")
+        disk.check()
+    assert acknowledged[-1] == "process 2 1"
+    disk.lose_power(STRICTEST, random.Random(0))
+    with closing(sqlite3.connect(root / "server.db")) as connection:
+        found = {row[0] for row in connection.execute("SELECT key FROM meta")}
+    assert set(acknowledged) <= found
 
 
 def test_the_clock_can_jump(tmp_path):

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -251,7 +252,7 @@ class CheckpointStore:
         try:
             self._restore_previous(target)
             # Check for the checkpoint first, because acquiring the lock could create a lock file.
-            if not target.is_dir():
+            if not _is_directory(target):
                 raise FileNotFoundError
             with self._locked(target.parent.parent):
                 _remove(target)
@@ -281,7 +282,7 @@ class CheckpointStore:
     def _read_manifest(self, path: CheckpointPath) -> Manifest:
         """Return the current manifest without a lock, even if the checkpoint has expired."""
         target = self._directory_of(path)
-        if not target.is_dir():
+        if not _is_directory(target):
             raise CheckpointError(
                 f"there is no checkpoint {path} under {self.directory}; wait for the result of the save that makes it, "
                 "and use the same data_dir or PLANISH_DATA as where it was saved"
@@ -460,6 +461,16 @@ def name_taken(path: CheckpointPath) -> CheckpointError:
     return CheckpointError(
         f"name={path.name!r}: {path} exists; give another name, overwrite=True, or delete it first"
     )
+
+
+def _is_directory(path: Path) -> bool:
+    """Return whether `path` is a directory. Raise OSError if the disk fails to tell: `Path.is_dir`
+    returns False then since Python 3.14, and the server would drop the checkpoint's row.
+    """
+    try:
+        return stat.S_ISDIR(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def _has_expired(manifest: Manifest) -> bool:

@@ -70,6 +70,7 @@ DATABASE, BODIES = "server.db", "bodies"
 _DIRECTORY_MODE, _FILE_MODE = 0o700, 0o600
 _SPARE, _SPARE_BYTES = ".server.spare", 1 << 20
 _INLINE_BYTES = 1 << 18
+_LOG_PIECE_BYTES = 1 << 20
 _GROUP = 512
 _RETRY_SECONDS = 0.5
 _OUT_OF_MEMORY = "the server is out of memory; send the request again later"
@@ -352,19 +353,39 @@ class Store:
         again.
         """
         try:
+            self._rewrite_log()
             return self._opened()
-        except sqlite3.OperationalError as error:
+        except (OSError, sqlite3.OperationalError) as error:
             spare = self.directory / _SPARE
             if not _is_refusal(error) or not spare.exists():
                 raise
-            self._connections.pop().close()
+            while self._connections:
+                self._connections.pop().close()
             spare.unlink()
             _log.warning(
                 "%s: the database could not be opened (%s), so the spare space was freed",
                 self.directory,
                 error,
             )
+            self._rewrite_log()
             return self._opened()
+
+    def _rewrite_log(self) -> None:
+        """Write SQLite's log once more in place, and sync it.
+
+        An earlier process may have ended after a sync of the log failed. Then a part of the log is
+        only in the page cache: Linux does not write it again at the next sync. SQLite would read
+        this part as valid and append to it, so a power loss would lose all later transactions.
+        """
+        # SQLite's locks are not on this file, so closing it here releases none of them.
+        with (
+            suppress(FileNotFoundError),
+            open(self.directory / (DATABASE + "-wal"), "r+b", buffering=0) as log,
+        ):
+            at = 0
+            while piece := os.pread(log.fileno(), _LOG_PIECE_BYTES, at):
+                at += os.pwrite(log.fileno(), piece, at)
+            os.fsync(log.fileno())
 
     def _keep_spare(self) -> None:
         """Create a spare file, which reserves 1 MiB of disk space for the next start. SQLite needs
