@@ -272,7 +272,7 @@ class Trainer:
                 unique = self._score(call, packed, pairs)
             # Compute the losses on the CPU: they are small sums, and on a GPU the check for finite
             # values would synchronize once per datum. This way the GPU synchronizes once.
-            known = torch.cat([unique.detach().cpu(), unique.new_zeros(1, device="cpu")])
+            known = torch.cat([unique.detach().cpu(), torch.zeros(1, dtype=unique.dtype)])
             logprobs = known[pairs.place].requires_grad_(call.backward)
             with torch.set_grad_enabled(call.backward):
                 losses = _losses(call, packed, logprobs)
