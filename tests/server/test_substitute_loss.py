@@ -13,8 +13,7 @@ pytestmark = pytest.mark.slow
 TOLD = "substituted_loss/stable_reinforce=cispo:max"
 
 
-def test_a_substitute_loss_is_computed_and_reported(tmp_path, monkeypatch):
-    monkeypatch.setenv("PLANISH_HOME", str(tmp_path / "home"))
+def test_a_substitute_loss_is_computed_and_reported(tmp_path):
     model = tiny_model(tmp_path / "model")
     options = ("--substitute-loss", "stable_reinforce=cispo")
     inputs = {"target_tokens": [2, 3], "logprobs": [-1.0, -1.0], "advantages": [1.0, -1.0]}
