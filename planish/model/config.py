@@ -9,7 +9,7 @@ architecture from the hub and from a GGUF file compares equal.
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
@@ -239,14 +239,14 @@ class ModelConfig:
     dense_layers: tuple[int, ...] = ()
     """The layers with a dense MLP in a model with experts."""
 
-    def has_experts(self, layer: int) -> bool:
-        """Return whether the MLP of a layer is a mixture of experts."""
-        return self.num_experts > 0 and layer not in self.dense_layers
-
     output_gate: bool = False
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
     delta_net: DeltaNetConfig | None = None
     """The gated delta-net layers (Qwen3.5). None: every layer has attention."""
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether the MLP of a layer is a mixture of experts."""
+        return self.num_experts > 0 and layer not in self.dense_layers
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -262,31 +262,32 @@ class ModelConfig:
         """Return the RoPE of a layer, or None if it has none."""
         if layer in self.layers_without_rope:
             return None
-        has_own = self.local_rope is not None and self.window(layer) is not None
-        return self.local_rope if has_own and self.local_rope is not None else self.rope
+        uses_local = self.local_rope is not None and self.window(layer) is not None
+        return self.local_rope if uses_local and self.local_rope is not None else self.rope
 
     def __post_init__(self) -> None:
         """Raise UnsupportedError or DamagedFileError if the values contradict each other."""
         if self.query_scalar is not None and (not self.qk_norm or self.joint_qk_norm):
             raise UnsupportedError(
-                f"query_pre_attn_scalar is {self.query_scalar}; the decoder supports it only with norms of queries"
+                f"query_pre_attn_scalar is {self.query_scalar}; planish supports this field only "
+                "in models with a norm per query head (Gemma 3)"
             )
         if self.num_heads % self.num_kv_heads:
             raise UnsupportedError(
-                f"num_attention_heads {self.num_heads} is not a multiple of num_key_value_heads {self.num_kv_heads}"
+                f"num_attention_heads is {self.num_heads}, which is not a multiple of "
+                f"num_key_value_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
-            raise UnsupportedError(
-                f"head_dim {self.head_dim} is odd; rotary embedding needs an even one"
-            )
+            raise UnsupportedError(f"head_dim is {self.head_dim}; RoPE needs an even number")
         if not 0 <= self.experts_per_token <= self.num_experts:
             raise UnsupportedError(
-                f"num_experts_per_tok {self.experts_per_token} is more than num_experts {self.num_experts}"
+                f"num_experts_per_tok is {self.experts_per_token}; it must be at least 0, and at "
+                f"most num_experts, which is {self.num_experts}"
             )
-        outside = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
-        if outside:
+        invalid_ids = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
+        if invalid_ids:
             raise DamagedFileError(
-                f"eos_token_id {outside} is outside the vocabulary of {self.vocab_size}; "
+                f"eos_token_id {invalid_ids} is outside the vocabulary of {self.vocab_size}; "
                 "config.json or generation_config.json belongs to another model; copy both again"
             )
 
@@ -312,30 +313,31 @@ class ModelConfig:
             fields = _DEFAULTS.get(family, {}) | fields
             if family == "ministral3" and not rope_parameters(fields):
                 fields["rope_parameters"] = _MINISTRAL3_ROPE
-            _refuse_unsupported(fields, family)
+            _reject_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
             raise UnsupportedError(f"{directory}/config.json: {error}") from error
         except (KeyError, TypeError) as error:
             raise DamagedFileError(
-                f"{directory}/config.json is incomplete: {error.args[0]}; copy it from the model again"
+                f"{directory}/config.json is incomplete or wrong: {error.args[0]}. "
+                "Copy it from the model again"
             ) from error
 
     def fingerprint(self) -> str:
         """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
         logits: all except `eos_token_ids` and `max_context`.
         """
-        found = asdict(self)
-        del found["eos_token_ids"], found["max_context"]
+        values = asdict(self)
+        del values["eos_token_ids"], values["max_context"]
         # Checkpoints contain fingerprints, so a new field of ModelConfig must not change those of
         # existing models. Existing models have the field's default, so leave out defaults.
         for field in fields(self):
-            if field.default is not MISSING and found[field.name] == field.default:
-                del found[field.name]
-        found["rope"]["kind"] = type(self.rope.scaling).__name__
+            if field.default is not MISSING and values[field.name] == field.default:
+                del values[field.name]
+        values["rope"]["kind"] = type(self.rope.scaling).__name__
         if self.local_rope is not None:
-            found["local_rope"]["kind"] = type(self.local_rope.scaling).__name__
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode()).hexdigest()[:16]
+            values["local_rope"]["kind"] = type(self.local_rope.scaling).__name__
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -347,20 +349,20 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path} is not JSON ({error}); copy it from the model again"
         ) from error
     if not isinstance(content, dict):
-        raise DamagedFileError(f"{path} holds no JSON object; copy it from the model again")
+        raise DamagedFileError(f"{path} contains no JSON object; copy it from the model again")
     return content
 
 
 def _architecture(fields: Mapping[str, Any], directory: Path) -> str:
     """Return the supported architecture that config.json names. UnsupportedError for any other."""
     model_type = fields.get("model_type")
-    types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
-    types |= {name: own_type for name, (own_type, _) in MULTIMODAL.items()}
+    model_types = {name: MODEL_TYPES.get(name, family) for name, family in FAMILIES.items()}
+    model_types |= {name: own_type for name, (own_type, _) in MULTIMODAL.items()}
     architectures = fields.get("architectures") or [
-        name for name, own_type in types.items() if own_type == model_type
+        name for name, own_type in model_types.items() if own_type == model_type
     ]
     for name in architectures:
-        if name in types and model_type in (None, types[name]):
+        if name in model_types and model_type in (None, model_types[name]):
             return str(name)
     raise UnsupportedError(
         f"{directory}/config.json: the architecture is {', '.join(map(str, architectures)) or 'not named'} "
@@ -385,23 +387,38 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     text = fields.get("text_config")
     if not isinstance(text, Mapping):
         raise TypeError(f"text_config is {text!r}, not an object")
-    inner = next(names for own, names in MULTIMODAL.values() if own == fields["model_type"])
-    types = {MODEL_TYPES.get(name, FAMILIES[name]): name for name in inner}
-    model_type = text.get("model_type", next(iter(types)))
-    if model_type not in types:
+    text_architectures = next(
+        names for outer_type, names in MULTIMODAL.values() if outer_type == fields["model_type"]
+    )
+    architectures_by_type = {
+        MODEL_TYPES.get(name, FAMILIES[name]): name for name in text_architectures
+    }
+    model_type = text.get("model_type", next(iter(architectures_by_type)))
+    if model_type not in architectures_by_type:
         raise UnsupportedError(
-            f"the text model is of model_type {model_type!r}; inside {fields['model_type']} planish supports "
-            f"{', '.join(types)}"
+            f"the text_config has model_type {model_type!r}; inside {fields['model_type']}, "
+            f"planish supports {', '.join(architectures_by_type)}"
         )
-    kept = ("quantization_config", "eos_token_id", "dtype", "torch_dtype", "tie_word_embeddings")
-    outer = {key: fields[key] for key in kept if key in fields}
+    shared_keys = (
+        "quantization_config",
+        "eos_token_id",
+        "dtype",
+        "torch_dtype",
+        "tie_word_embeddings",
+    )
+    outer_fields = {key: fields[key] for key in shared_keys if key in fields}
     if fields["model_type"] == "qwen3_5":
         # In transformers, only the outer config decides whether the head of this model is tied.
         text = {**text, "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False))}
-    return {**outer, **text, "model_type": model_type, "architectures": [types[model_type]]}
+    return {
+        **outer_fields,
+        **text,
+        "model_type": model_type,
+        "architectures": [architectures_by_type[model_type]],
+    }
 
 
-def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
+def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if stored := fields.get("quantization_config"):
         method = stored.get("quant_method") if isinstance(stored, Mapping) else None
         raise UnsupportedError(
@@ -409,98 +426,119 @@ def _refuse_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             "weights; use the unquantized checkpoint, with quantize='int8' or 'nf4' to save memory"
         )
     if family == "gemma3":
-        _refuse_gemma_options(fields)
+        _reject_gemma_options(fields)
     elif fields.get("hidden_act", "silu") not in ("silu", "swish"):
         raise UnsupportedError(
-            f"hidden_act {fields['hidden_act']!r}; the decoder supports only silu"
+            f"hidden_act is {fields['hidden_act']!r}; planish supports only silu in this family"
         )
     if fields.get("attention_bias") and family != "qwen2":
-        raise UnsupportedError("attention_bias is true; biases are supported only for Qwen2")
+        raise UnsupportedError(
+            "attention_bias is true; planish supports these biases only in Qwen2 models"
+        )
     if fields.get("mlp_bias"):
-        raise UnsupportedError("mlp_bias is true; the decoder's MLP has no biases")
+        raise UnsupportedError("mlp_bias is true; planish supports no biases in the MLP")
     if (fields.get("pretraining_tp") or 1) > 1:
         raise UnsupportedError(
-            f"pretraining_tp is {fields['pretraining_tp']}; set it to 1 if the weights are not split"
+            f"pretraining_tp is {fields['pretraining_tp']}; planish supports only 1. Set it to 1 "
+            "in config.json if the weights are not split"
         )
     if fields.get("rope_interleaved"):
-        raise UnsupportedError("rope_interleaved is true; the decoder rotates halves")
-    experts = family != "qwen3_moe" and [
+        raise UnsupportedError(
+            "rope_interleaved is true; planish supports only RoPE that pairs dimension i with "
+            "dimension i + head_dim / 2"
+        )
+    expert_keys = family != "qwen3_moe" and [
         key
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
         if (fields.get(key) or 0) > 1
     ]
-    if experts:
+    if expert_keys:
         raise UnsupportedError(
-            f"{experts[0]} is {fields[experts[0]]}; mixtures of experts are supported only for Qwen3"
+            f"{expert_keys[0]} is {fields[expert_keys[0]]}; planish supports mixtures of experts "
+            "only in Qwen3 models"
         )
-    share = rope_parameters(fields).get(
+    rotary_fraction = rope_parameters(fields).get(
         "partial_rotary_factor", fields.get("partial_rotary_factor")
     )
-    if family not in PARTIAL_ROPE and share not in (None, 1, 1.0):
+    if family not in PARTIAL_ROPE and rotary_fraction not in (None, 1, 1.0):
         raise UnsupportedError(
-            f"partial_rotary_factor is {share}; the decoder rotates whole heads in this family"
+            f"partial_rotary_factor is {rotary_fraction}; planish supports only 1 in this family"
         )
 
 
-def _refuse_gemma_options(fields: Mapping[str, Any]) -> None:
+def _reject_gemma_options(fields: Mapping[str, Any]) -> None:
     activation = fields.get("hidden_activation") or "gelu_pytorch_tanh"
     if activation != "gelu_pytorch_tanh":
         raise UnsupportedError(
-            f"hidden_activation {activation!r}; the decoder supports gelu_pytorch_tanh for Gemma 3"
+            f"hidden_activation is {activation!r}; planish supports only gelu_pytorch_tanh in "
+            "Gemma 3 models"
         )
     for key in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.get(key) is not None:
-            raise UnsupportedError(f"{key} is {fields[key]}; the decoder has no softcapping")
+            raise UnsupportedError(f"{key} is {fields[key]}; planish does not support softcapping")
     if fields.get("use_bidirectional_attention"):
         raise UnsupportedError(
-            "use_bidirectional_attention is true; the decoder's attention is causal"
+            "use_bidirectional_attention is true; planish supports only causal attention"
         )
 
 
 def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[int | None, ...]:
     """Return the attention window of each layer (see `ModelConfig.windows`)."""
     layers = positive(fields, "num_hidden_layers")
-    kinds = fields.get("layer_types")
+    layer_types = fields.get("layer_types")
     if family == "qwen3_5":
         return ()  # Its layer types are read in `_delta_net`.
     if family in ("mistral", "ministral3", "phi3"):
-        kinds = ["sliding_attention"] * layers
+        layer_types = ["sliding_attention"] * layers
     elif family == "gemma3":
         pattern = fields.get("sliding_window_pattern", fields.get("_sliding_window_pattern", 6))
-        kinds = kinds or _alternating(layers, pattern)
+        layer_types = layer_types or _alternating(layers, pattern)
     elif family == "olmo3":
-        kinds = kinds or _alternating(layers, 4)
+        layer_types = layer_types or _alternating(layers, 4)
     elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3", "qwen3_moe"):
-        kinds = None
+        layer_types = None
     elif family in ("qwen2", "qwen3", "qwen3_moe"):
-        first = min(layers, fields.get("max_window_layers", 28))
-        kinds = kinds or ["full_attention"] * first + ["sliding_attention"] * (layers - first)
-    elif fields.get("use_sliding_window") and (family == "llama" or not kinds):
+        num_full = min(layers, fields.get("max_window_layers", 28))
+        layer_types = layer_types or ["full_attention"] * num_full + ["sliding_attention"] * (
+            layers - num_full
+        )
+    elif fields.get("use_sliding_window") and (family == "llama" or not layer_types):
         raise UnsupportedError(
-            "use_sliding_window is true; the decoder supports windows of this family only with layer_types"
+            "use_sliding_window is true, but layer_types is missing; it must name each layer's type"
             if family != "llama"
-            else "use_sliding_window is true; Llama's attention has no window"
+            else "use_sliding_window is true; planish supports no sliding windows in Llama models"
         )
-    kinds = kinds or ["full_attention"] * layers
-    if len(kinds) != layers or not set(kinds) <= {"sliding_attention", "full_attention"}:
-        raise TypeError(
-            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
-            f"of sliding_attention and full_attention for each of {layers} layers"
-        )
-    if "sliding_attention" not in kinds or fields.get("sliding_window") is None:
+    layer_types = layer_types or ["full_attention"] * layers
+    _check_layer_types(layer_types, layers, "sliding_attention")
+    if "sliding_attention" not in layer_types or fields.get("sliding_window") is None:
         return ()
     window = positive(fields, "sliding_window")
     if window >= context and family not in _LAYER_ROPES:
         # A window that covers the whole context masks nothing. The families of _LAYER_ROPES keep
         # it anyway, because the window also determines which RoPE a layer uses.
         return ()
-    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+
+
+def _check_layer_types(layer_types: Sequence[object], layers: int, other: str) -> None:
+    """Raise TypeError unless each of the `layers` layers is of type full_attention or `other`."""
+    if len(layer_types) != layers:
+        raise TypeError(
+            f"layer_types has {len(layer_types)} entries, and num_hidden_layers is {layers}; "
+            "layer_types needs one entry for each layer"
+        )
+    unknown = sorted({repr(kind) for kind in layer_types if kind not in (other, "full_attention")})
+    if unknown:
+        raise TypeError(
+            f"layer_types contains {', '.join(unknown)}; each entry must be {other!r} or "
+            "'full_attention'"
+        )
 
 
 def _alternating(layers: int, period: int) -> list[str]:
     """Return the types of `layers` layers. Every `period`-th layer has full attention."""
-    kinds = ("sliding_attention", "full_attention")
-    return [kinds[(layer + 1) % period == 0] for layer in range(layers)]
+    layer_types = ("sliding_attention", "full_attention")
+    return [layer_types[(layer + 1) % period == 0] for layer in range(layers)]
 
 
 def _from_fields(
@@ -516,10 +554,11 @@ def _from_fields(
         head_dim = hidden_size // num_heads
     else:
         raise TypeError(
-            f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of the {num_heads} heads"
+            f"head_dim is missing, and hidden_size {hidden_size} is not a multiple of "
+            f"num_attention_heads {num_heads}"
         )
-    full, local = _LAYER_ROPES.get(family, (None, None))
-    rope = read_rope(fields, full)
+    full_source, local_source = _LAYER_ROPES.get(family, (None, None))
+    rope = read_rope(fields, full_source)
     context = max_context(fields, rope)
     windows = _windows(fields, family, context)
     has_kv_heads = fields.get("num_key_value_heads") is not None or family not in (
@@ -544,7 +583,7 @@ def _from_fields(
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
         windows=windows,
-        local_rope=read_rope(fields, local) if local is not None else None,
+        local_rope=read_rope(fields, local_source) if local_source is not None else None,
         rotary_dims=rotary_dims(fields, head_dim) if family in PARTIAL_ROPE else None,
         **_family_fields(fields, family),
     )
@@ -554,18 +593,20 @@ def _expert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `ModelConfig` that describe the experts of Qwen3's mixtures."""
     layers = positive(fields, "num_hidden_layers")
     # transformers 5 writes num_local_experts, older versions num_experts.
-    count = {"num_experts": fields.get("num_local_experts", 128), **fields}
-    step = positive({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step")
-    dense = fields.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or any(not isinstance(layer, int) for layer in dense):
-        raise TypeError(f"mlp_only_layers is {dense!r}, not a list of layers")
+    expert_fields = {"num_experts": fields.get("num_local_experts", 128), **fields}
+    sparse_step = positive({"decoder_sparse_step": 1, **fields}, "decoder_sparse_step")
+    dense_layers = fields.get("mlp_only_layers") or []
+    if not isinstance(dense_layers, list) or any(
+        not isinstance(layer, int) for layer in dense_layers
+    ):
+        raise TypeError(f"mlp_only_layers is {dense_layers!r}; it must be a list of layer indices")
     return {
-        "num_experts": positive(count, "num_experts"),
+        "num_experts": positive(expert_fields, "num_experts"),
         "experts_per_token": positive({"num_experts_per_tok": 8, **fields}, "num_experts_per_tok"),
         "expert_size": positive({"moe_intermediate_size": 768, **fields}, "moe_intermediate_size"),
         "normalizes_expert_weights": bool(fields.get("norm_topk_prob", False)),
         "dense_layers": tuple(
-            layer for layer in range(layers) if layer in dense or (layer + 1) % step
+            layer for layer in range(layers) if layer in dense_layers or (layer + 1) % sparse_step
         ),
     }
 
@@ -617,48 +658,52 @@ def _delta_net(fields: Mapping[str, Any]) -> DeltaNetConfig | None:
     """Return the gated delta-net layers of Qwen3.5, or None if all layers have attention."""
     layers = positive(fields, "num_hidden_layers")
     interval = positive(fields, "full_attention_interval")
-    kinds = fields.get("layer_types") or [
+    layer_types = fields.get("layer_types") or [
         "linear_attention" if (layer + 1) % interval else "full_attention"
         for layer in range(layers)
     ]
-    if len(kinds) != layers or not set(kinds) <= {"linear_attention", "full_attention"}:
-        raise TypeError(
-            f"layer_types has {len(kinds)} entries ({', '.join(sorted(map(str, set(kinds))))}), not one "
-            f"of linear_attention and full_attention for each of {layers} layers"
-        )
-    recurrent = tuple(layer for layer, kind in enumerate(kinds) if kind == "linear_attention")
+    _check_layer_types(layer_types, layers, "linear_attention")
+    recurrent = tuple(layer for layer, kind in enumerate(layer_types) if kind == "linear_attention")
     if len(recurrent) == layers:
-        raise UnsupportedError("layer_types has no full_attention; the decoder needs one at least")
-    keys, values = (positive(fields, f"linear_num_{part}_heads") for part in ("key", "value"))
-    if values % keys:
         raise UnsupportedError(
-            f"linear_num_value_heads {values} is not a multiple of linear_num_key_heads {keys}"
+            "layer_types has no full_attention layer; planish needs at least one"
         )
-    width = positive(fields, "linear_conv_kernel_dim")
-    if width < 2:
-        raise UnsupportedError("linear_conv_kernel_dim is 1; the decoder needs at least 2")
+    num_key_heads, num_value_heads = (
+        positive(fields, f"linear_num_{part}_heads") for part in ("key", "value")
+    )
+    if num_value_heads % num_key_heads:
+        raise UnsupportedError(
+            f"linear_num_value_heads is {num_value_heads}, which is not a multiple of "
+            f"linear_num_key_heads {num_key_heads}"
+        )
+    conv_width = positive(fields, "linear_conv_kernel_dim")
+    if conv_width < 2:
+        raise UnsupportedError("linear_conv_kernel_dim is 1; it must be at least 2")
     if fields.get("attn_output_gate", True) is not True:
-        raise UnsupportedError("attn_output_gate is false; the decoder needs the gate of Qwen3.5")
+        raise UnsupportedError(
+            "attn_output_gate is false; planish supports Qwen3.5 only with this gate"
+        )
     if not recurrent:
         return None
     return DeltaNetConfig(
         layers=recurrent,
-        num_key_heads=keys,
-        num_value_heads=values,
+        num_key_heads=num_key_heads,
+        num_value_heads=num_value_heads,
         key_dim=positive(fields, "linear_key_head_dim"),
         value_dim=positive(fields, "linear_value_head_dim"),
-        conv_width=width,
+        conv_width=conv_width,
     )
 
 
 def _eos_token_ids(directory: Path, fields: Mapping[str, Any]) -> tuple[int, ...]:
     generation = directory / "generation_config.json"
-    found = read_json(generation).get("eos_token_id") if generation.is_file() else None
-    if found is None:
-        found = fields.get("eos_token_id")
-    listed = found if isinstance(found, list) else [] if found is None else [found]
-    if any(isinstance(token, bool) or not isinstance(token, int) for token in listed):
+    eos = read_json(generation).get("eos_token_id") if generation.is_file() else None
+    if eos is None:
+        eos = fields.get("eos_token_id")
+    token_ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if any(isinstance(token, bool) or not isinstance(token, int) for token in token_ids):
         raise DamagedFileError(
-            f"eos_token_id in {directory} is {found!r}, not token ids; get the file again"
+            f"eos_token_id in {directory} is {eos!r}; it must be a token id or a list of them. "
+            "Download config.json and generation_config.json again"
         )
-    return tuple(dict.fromkeys(listed))
+    return tuple(dict.fromkeys(token_ids))

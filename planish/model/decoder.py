@@ -89,10 +89,10 @@ class Decoder:
         """
         self.config, self.backend = backend.config, backend
         config, loader = backend.config, _Loader(weights, backend, quantize)
-        self.embedding = loader.one("model.embed_tokens.weight")
+        self.embedding = loader.weight("model.embed_tokens.weight")
         """[V, D] in the model's dtype."""
         self.head = backend.pack(
-            [self.embedding if config.tied_head else loader.one("lm_head.weight")]
+            [self.embedding if config.tied_head else loader.weight("lm_head.weight")]
         )
         self.final_norm = loader.norm("model.norm")
         ropes = [config.rope_of(layer) for layer in range(config.num_layers)]
@@ -105,7 +105,9 @@ class Decoder:
         self.layers = [loader.layer(i, tables[rope]) for i, rope in enumerate(ropes)]
         recurrent = config.delta_net.layers if config.delta_net is not None else ()
         kinds = (config.attention_layers, recurrent)
-        self._numbers = {layer: number for kind in kinds for number, layer in enumerate(kind)}
+        self._index_in_kind = {
+            layer: index for layers in kinds for index, layer in enumerate(layers)
+        }
         """For each layer, its index among the layers of its kind (attention or gated delta net)."""
         self.head_order: Tensor | None = None
         """The order of each head's dimensions in queries and keys: int64 [E] (see
@@ -177,12 +179,12 @@ class Decoder:
         tables = dict.fromkeys(layer.rope for layer in self.layers)
         rotations = {table: table(positions) for table in tables}
         scales = None if self.query_scales is None else self.query_scales[positions].view(-1, 1, 1)
-        run = _Forward(
+        forward_pass = _ForwardPass(
             self.backend,
             rotations,
             attend,
             adapters,
-            self._numbers,
+            self._index_in_kind,
             recurrence,
             scales,
             self.head_order,
@@ -191,7 +193,7 @@ class Decoder:
         for index, layer in enumerate(self.layers):
             if recompute and torch.is_grad_enabled():
                 x, residual = checkpoint(
-                    run.layer,
+                    forward_pass.layer,
                     index,
                     layer,
                     x,
@@ -200,12 +202,12 @@ class Decoder:
                     preserve_rng_state=False,
                 )
             else:
-                x, residual = run.layer(index, layer, x, residual)
-        return run.add_norm(x, residual, self.final_norm)[1]
+                x, residual = forward_pass.layer(index, layer, x, residual)
+        return forward_pass.add_rms_norm(x, residual, self.final_norm)[1]
 
 
 @dataclass(frozen=True)
-class _Forward:
+class _ForwardPass:
     """The inputs that all layers of one forward pass share."""
 
     backend: Backend
@@ -213,7 +215,7 @@ class _Forward:
     """The cos and sin of the rows' positions, for each RoPE table of the model."""
     attend: Attend
     adapters: LoraWeights | AdapterBatch | None
-    numbers: Mapping[int, int]
+    index_in_kind: Mapping[int, int]
     """For each layer, its index among the layers of its kind (attention or gated delta net)."""
     recurrence: Recurrence | None = None
     query_scales: Tensor | None = None
@@ -231,14 +233,14 @@ class _Forward:
         hidden state after this layer's attention, and the output of its MLP. They are `x` and
         `residual` of the next layer.
         """
-        x, h = self.add_norm(x, residual, layer.input_norm)
+        x, h = self.add_rms_norm(x, residual, layer.input_norm)
         projected = self.linear(h, layer.qkv, index, "attn_in")
         if layer.delta_net is None:
             mixed = self.attention(projected, layer, index)
         else:
             mixed = self.delta_net(h, projected, layer.delta_net, index)
         out = self.linear(mixed, layer.o, index, "attn_out")
-        x, h = self.add_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
+        x, h = self.add_rms_norm(x, self.output_norm(out, layer.attn_output_norm), layer.mlp_norm)
         out = self.mlp(h, layer.mlp, index)
         return x, self.output_norm(out, layer.mlp_output_norm)
 
@@ -257,12 +259,14 @@ class _Forward:
         config, gate = self.backend.config, None
         if config.output_gate:
             # q_proj has the query and the gate of each head side by side.
-            queries = 2 * config.num_heads * config.head_dim
-            both, rest = projected.split([queries, projected.shape[1] - queries], 1)
-            q, gate = both.unflatten(1, (config.num_heads, 2, -1)).unbind(2)
-            projected, gate = torch.cat([q.flatten(1), rest], 1), gate.flatten(1)
+            query_columns = 2 * config.num_heads * config.head_dim
+            queries_and_gates, keys_values = projected.split(
+                [query_columns, projected.shape[1] - query_columns], 1
+            )
+            q, gate = queries_and_gates.unflatten(1, (config.num_heads, 2, -1)).unbind(2)
+            projected, gate = torch.cat([q.flatten(1), keys_values], 1), gate.flatten(1)
         q, k, v = self.qkv(projected, layer)
-        attended = self.attend(self.numbers[index], q, k, v).flatten(-2)
+        attended = self.attend(self.index_in_kind[index], q, k, v).flatten(-2)
         return attended if gate is None else gated_output(attended, gate)
 
     def delta_net(
@@ -275,7 +279,9 @@ class _Forward:
         """
         config = self.backend.config.delta_net
         assert config is not None
-        assert self.recurrence is not None, "a model with gated delta nets needs a recurrence"
+        assert self.recurrence is not None, (
+            "recurrence is None; a model with gated delta nets needs one"
+        )
         qkv, z = projected.split([config.channels, projected.shape[1] - config.channels], 1)
         # in_proj_b and in_proj_a have no adapter.
         if torch.is_grad_enabled():
@@ -283,15 +289,15 @@ class _Forward:
         else:
             beta_decay = self.backend.matmul(h, weights.beta_decay)
         inputs = DeltaNetInputs(qkv, beta_decay, weights)
-        out = self.recurrence(self.numbers[index], inputs)
-        normed = self.add_norm(out, None, weights.norm)[1].flatten(1)
+        out = self.recurrence(self.index_in_kind[index], inputs)
+        normed = self.add_rms_norm(out, None, weights.norm)[1].flatten(1)
         return gated(self.backend, torch.cat([z, normed], 1))
 
     def output_norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         """Return the RMSNorm of `x` [T, D], or `x` if the model has no norm here."""
-        return x if weight is None else self.add_norm(x.float(), None, weight)[1]
+        return x if weight is None else self.add_rms_norm(x.float(), None, weight)[1]
 
-    def add_norm(
+    def add_rms_norm(
         self, x: Tensor, residual: Tensor | None, weight: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return x + residual, and its RMSNorm in the model's dtype. Without a weight, the second
@@ -311,8 +317,8 @@ class _Forward:
         norms = None
         if layer.q_norm is not None and layer.k_norm is not None:
             norms = (layer.q_norm, layer.k_norm)
-        is_plain = self.query_scales is None and self.head_order is None
-        if is_plain and not config.joint_qk_norm and not torch.is_grad_enabled():
+        can_fuse = self.query_scales is None and self.head_order is None
+        if can_fuse and not config.joint_qk_norm and not torch.is_grad_enabled():
             eps = config.rms_norm_eps
             return *self.backend.qk_norm_rope(qkv, heads, norms, eps, cos, sin), v
         if norms is not None:
@@ -327,7 +333,7 @@ class _Forward:
     def head_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return the RMSNorm of queries or keys [T, H, E], per head or over all heads together."""
         joint = x.flatten(1) if self.backend.config.joint_qk_norm else x
-        return self.add_norm(joint.float(), None, weight)[1].view(x.shape)
+        return self.add_rms_norm(joint.float(), None, weight)[1].view(x.shape)
 
     def linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
         """Return the outputs [T, out] of the linears that share the input `x` [T, in].
@@ -353,33 +359,33 @@ class _Loader:
     backend: Backend
     quantize: str | None = None
 
-    def one(self, name: str) -> Tensor:
+    def weight(self, name: str) -> Tensor:
         """Return one weight."""
         # A CPU weight that already has the right dtype stays memory-mapped, because `to` then
         # returns the same tensor.
         return self.weights[name].to(device=self.backend.device, dtype=self.backend.dtype)
 
-    def several(self, names: Sequence[str]) -> Sequence[Tensor]:
+    def joint_weights(self, names: Sequence[str]) -> Sequence[Tensor]:
         """Return the weights that one matmul reads; on a GPU they share one contiguous tensor."""
         if not self.backend.joins_weights:
-            return [self.one(name) for name in names]
-        given = [self.weights[name] for name in names]
+            return [self.weight(name) for name in names]
+        stored = [self.weights[name] for name in names]
         # Copy each weight straight into the joint buffer. torch.cat on the device would need twice
         # the memory, and the freed half would stay fragmented in torch's caching allocator.
-        whole = torch.empty(
-            sum(map(len, given)),
-            *given[0].shape[1:],
+        joint = torch.empty(
+            sum(map(len, stored)),
+            *stored[0].shape[1:],
             dtype=self.backend.dtype,
             device=self.backend.device,
         )
-        parts = whole.split([len(weight) for weight in given])
-        for part, weight in zip(parts, given, strict=True):
+        parts = joint.split([len(weight) for weight in stored])
+        for part, weight in zip(parts, stored, strict=True):
             part.copy_(weight)
         return parts
 
     def norm(self, name: str, factor: float = 1.0) -> Tensor:
         """Return the float32 weight of an RMSNorm, with the config's offset, times `factor`."""
-        weight = self.one(f"{name}.weight").float()
+        weight = self.weight(f"{name}.weight").float()
         offset = self.backend.config.norm_offset
         # Do not copy a weight that is used as it is.
         return weight if offset == 0.0 and factor == 1.0 else (weight + offset) * factor
@@ -391,14 +397,14 @@ class _Loader:
         has_qk_norm = config.qk_norm and not is_recurrent
 
         def linear(*names: str) -> PackedLinear:
-            biased = f"{prefix}{names[0]}.bias" in self.weights
-            biases = [self.one(f"{prefix}{name}.bias") if biased else None for name in names]
-            found = [f"{prefix}{name}.weight" for name in names]
+            has_bias = f"{prefix}{names[0]}.bias" in self.weights
+            biases = [self.weight(f"{prefix}{name}.bias") if has_bias else None for name in names]
+            weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
-                stored = [self.weights[name].to(self.backend.device) for name in found]
+                stored = [self.weights[name].to(self.backend.device) for name in weight_names]
                 return self.backend.pack_quantized(stored, biases, self.quantize)
-            return self.backend.pack(self.several(found), biases, keeps=False)
+            return self.backend.pack(self.joint_weights(weight_names), biases, keep_unpacked=False)
 
         def norm(name: str, factor: float = 1.0) -> Tensor:
             return self.norm(prefix + name, factor)
@@ -413,7 +419,7 @@ class _Loader:
         # So the weight of the query norm is multiplied by the ratio of the two factors. RoPE, which
         # comes after the norm, is linear and keeps that ratio.
         scale = (config.head_dim / (config.query_scalar or config.head_dim)) ** 0.5
-        before_mlp = (
+        mlp_norm_name = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
         )
         attn_in, attn_out, mlp_in, mlp_out = fused_modules(config, index)
@@ -436,7 +442,7 @@ class _Loader:
             k_norm=norm("self_attn.k_norm") if has_qk_norm else None,
             o=linear(*attn_out),
             attn_output_norm=output_norm("post_attention_layernorm"),
-            mlp_norm=input_norm(before_mlp),
+            mlp_norm=input_norm(mlp_norm_name),
             mlp=mlp(),
             mlp_output_norm=output_norm("post_feedforward_layernorm"),
             rope=rope,
@@ -446,15 +452,15 @@ class _Loader:
     def delta_net(self, prefix: str) -> DeltaNetWeights:
         """Return the weights of the gated delta net whose weight names start with `prefix`."""
 
-        def wide(name: str) -> Tensor:
+        def float32_weight(name: str) -> Tensor:
             # No matmul reads these weights, so they stay float32.
             return self.weights[prefix + name].to(self.backend.device, torch.float32)
 
-        projections = self.several([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
+        projections = self.joint_weights([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
         return DeltaNetWeights(
-            beta_decay=self.backend.pack(projections, (None, None), keeps=False),
-            conv=wide("conv1d.weight").squeeze(1),
-            decay_rate=-wide("A_log").exp(),
-            decay_bias=wide("dt_bias"),
-            norm=wide("norm.weight"),
+            beta_decay=self.backend.pack(projections, (None, None), keep_unpacked=False),
+            conv=float32_weight("conv1d.weight").squeeze(1),
+            decay_rate=-float32_weight("A_log").exp(),
+            decay_bias=float32_weight("dt_bias"),
+            norm=float32_weight("norm.weight"),
         )

@@ -107,18 +107,18 @@ class KVPool:
         """Return the number of slots in use."""
         return len(self.owners)
 
-    def reserve(self, additional: int) -> None:
-        """Provide slots for this many additional owners with at most one reallocation.
+    def ensure_free_slots(self, additional: int) -> None:
+        """Allocate slots for this many additional owners, with at most one reallocation.
 
         Growing one slot at a time would copy the pool once per slot or leave unused slots.
         """
-        if len(self.owners) + additional > self.slots:
+        if len(self.owners) + additional > self.num_slots:
             self._resize(len(self.owners) + additional)
 
     def allocate(self, owner: SlotOwner) -> None:
         """Assign a slot to `owner`, growing the pool if it is full."""
-        if len(self.owners) == self.slots:
-            self._resize(self.slots + max(4, self.slots // 8))
+        if len(self.owners) == self.num_slots:
+            self._resize(self.num_slots + max(4, self.num_slots // 8))
         owner.slot = len(self.owners)
         self.owners.append(owner)
 
@@ -133,28 +133,28 @@ class KVPool:
 
     def trim(self) -> None:
         """Free the memory of unused slots."""
-        if self.slots > len(self.owners):
+        if self.num_slots > len(self.owners):
             self._resize(len(self.owners))
 
     @property
-    def slots(self) -> int:
+    def num_slots(self) -> int:
         """The number of allocated slots, in use or not."""
         return self.keys[0].shape[0]
 
     def move(self, owners: Sequence[SlotOwner], target: KVPool) -> None:
         """Move owners and their contents from this pool to `target`, whose slots are larger."""
         old_slots = [owner.slot for owner in owners]
-        target.reserve(len(owners))
+        target.ensure_free_slots(len(owners))
         for owner in owners:
             target.allocate(owner)
         new, old = (
             on_device(x, torch.int64, self.spec.device)
             for x in ([owner.slot for owner in owners], old_slots)
         )
-        for to, source in zip(
+        for target_tensor, source_tensor in zip(
             (*target.keys, *target.values), (*self.keys, *self.values), strict=True
         ):
-            to[new, :, : self.capacity] = source[old]
+            target_tensor[new, :, : self.capacity] = source_tensor[old]
         self._free_slots(old_slots)
 
     def read(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
@@ -195,10 +195,12 @@ class KVPool:
         positions = (first[:, None] + torch.arange(count, device=first.device)).clamp_(
             max=source_pool.capacity - 1
         )
-        for to, source in zip(
+        for target_tensor, source_tensor in zip(
             (*self.keys, *self.values), (*source_pool.keys, *source_pool.values), strict=True
         ):
-            to[targets, :, :count] = source[sources[:, None], :, positions].transpose(1, 2)
+            target_tensor[targets, :, :count] = source_tensor[
+                sources[:, None], :, positions
+            ].transpose(1, 2)
 
     def _free_slots(self, slots: Sequence[int]) -> None:
         """Free these slots by moving the last slots into them.
@@ -209,9 +211,11 @@ class KVPool:
         gaps = [slot for slot in slots if slot < count]
         last_slots = [slot for slot in range(count, len(self.owners)) if slot not in freed]
         if gaps:
-            to, source = (on_device(x, torch.int64, self.spec.device) for x in (gaps, last_slots))
+            gap_slots, moved_slots = (
+                on_device(x, torch.int64, self.spec.device) for x in (gaps, last_slots)
+            )
             for tensor in (*self.keys, *self.values):
-                tensor[to] = tensor[source]
+                tensor[gap_slots] = tensor[moved_slots]
         for gap, last in zip(gaps, last_slots, strict=True):
             self.owners[gap] = self.owners[last]
             self.owners[gap].slot = gap
@@ -224,7 +228,7 @@ class KVPool:
 
     def _is_mostly_unused(self, count: int) -> bool:
         """Return whether the pool should shrink if `count` of its slots stay in use."""
-        return self.slots > 2 * count + 8
+        return self.num_slots > 2 * count + 8
 
     def _resize(self, slots: int) -> None:
         # The loop copies one layer at a time, so only one layer is in memory twice.
@@ -284,7 +288,7 @@ class GappedKVPool(KVPool):
 
     def trim(self) -> None:
         """Free the memory of unused slots. Owners may get other slots."""
-        if self.slots > len(self.owners):
+        if self.num_slots > len(self.owners):
             self._close_gaps()
 
     def _close_gaps(self) -> None:
@@ -320,7 +324,7 @@ class KVBudget:
     @property
     def allocated_positions(self) -> int:
         """The number of positions that the pools have allocated, in use or not."""
-        return sum(pool.slots * pool.capacity for pool in self.pools)
+        return sum(pool.num_slots * pool.capacity for pool in self.pools)
 
     def fits(self, positions: int) -> bool:
         """Return whether `positions` more positions fit into the budget."""
@@ -334,7 +338,7 @@ class KVBudget:
         Trimming a pool copies its slots in use. So this method trims as few pools as possible: it
         starts with the pool that has the most unused positions.
         """
-        spare = {pool: pool.slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
+        spare = {pool: pool.num_slots - len(pool) - wanted.get(pool, 0) for pool in self.pools}
         missing = sum(-n * pool.capacity for pool, n in spare.items() if n < 0)
         missing -= self.max_positions - self.allocated_positions
         for pool in sorted(spare, key=lambda pool: -spare[pool] * pool.capacity):
@@ -366,13 +370,13 @@ class KVPools:
             self._budget.pools.append(self._pools[capacity])
         return self._pools[capacity]
 
-    def reserve(self, capacities: Iterable[int]) -> None:
+    def ensure_free_slots(self, capacities: Iterable[int]) -> None:
         """Allocate one additional slot for each of these capacities (which may repeat)."""
         self._drop_empty()
         wanted = {self.pool_for(capacity): count for capacity, count in Counter(capacities).items()}
         self._budget.reclaim_for(wanted)
         for pool, count in wanted.items():
-            pool.reserve(count)
+            pool.ensure_free_slots(count)
 
     def _drop_empty(self) -> None:
         """Remove the pools that have no slots.
@@ -381,7 +385,7 @@ class KVPools:
         hundreds of empty pools.
         """
         for capacity, pool in list(self._pools.items()):
-            if not pool.slots:
+            if not pool.num_slots:
                 del self._pools[capacity]
                 self._budget.pools.remove(pool)
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # importing torch takes seconds, and commands that list model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """The prefixes of the text model's tensors in a multimodal checkpoint, with their replacements."""
 _SKIPPED_PREFIXES = tuple(
@@ -57,13 +57,14 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
     directory = Path(directory)
     with ExitStack() as stack:
         handles = {
-            file: stack.enter_context(_open(directory / file)) for file in weight_files(directory)
+            file: stack.enter_context(_open_safetensors(directory / file))
+            for file in weight_files(directory)
         }
-        files = _files_by_tensor(directory, handles)
-        _check(directory, config, files)
-        weights = {name: files[name].tensor() for name in expected_shapes(config)}
-        if config.tied_head and "lm_head.weight" in files:
-            _check_tied(directory, weights, files["lm_head.weight"].tensor())
+        tensors = _stored_tensors(directory, handles)
+        _check_names_and_shapes(directory, config, tensors)
+        weights = {name: tensors[name].tensor() for name in expected_shapes(config)}
+        if config.tied_head and "lm_head.weight" in tensors:
+            _check_tied_head(directory, weights, tensors["lm_head.weight"].tensor())
     return weights
 
 
@@ -83,19 +84,19 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     hidden = config.hidden_size
-    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    for site in fused_modules(config, layer):
-        for name in () if num_experts_of(config, site) else site:
+    query_size, key_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for group in fused_modules(config, layer):
+        for name in () if num_experts_of(config, group) else group:
             shape = linear_shape(config, name)
             yield f"{name}.weight", shape
-            if config.qkv_bias and site[0] == "self_attn.q_proj":
+            if config.qkv_bias and group[0] == "self_attn.q_proj":
                 yield f"{name}.bias", shape[:1]
     if config.delta_net is not None and layer in config.delta_net.layers:
         yield from _delta_net_shapes(config.delta_net, hidden)
     elif config.qk_norm:
         is_joint = config.joint_qk_norm
-        yield "self_attn.q_norm.weight", (queries if is_joint else config.head_dim,)
-        yield "self_attn.k_norm.weight", (keys if is_joint else config.head_dim,)
+        yield "self_attn.q_norm.weight", (query_size if is_joint else config.head_dim,)
+        yield "self_attn.k_norm.weight", (key_size if is_joint else config.head_dim,)
     if config.input_norms:
         yield "input_layernorm.weight", (hidden,)
         if config.output_norms:
@@ -106,12 +107,12 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     if config.output_norms:
         yield "post_feedforward_layernorm.weight", (hidden,)
     if config.has_experts(layer):
-        inner = config.expert_size
+        expert_size = config.expert_size
         yield "mlp.gate.weight", (config.num_experts, hidden)
         for expert in range(config.num_experts):
-            yield f"mlp.experts.{expert}.gate_proj.weight", (inner, hidden)
-            yield f"mlp.experts.{expert}.up_proj.weight", (inner, hidden)
-            yield f"mlp.experts.{expert}.down_proj.weight", (hidden, inner)
+            yield f"mlp.experts.{expert}.gate_proj.weight", (expert_size, hidden)
+            yield f"mlp.experts.{expert}.up_proj.weight", (expert_size, hidden)
+            yield f"mlp.experts.{expert}.down_proj.weight", (hidden, expert_size)
 
 
 def _delta_net_shapes(
@@ -138,11 +139,12 @@ def weight_files(directory: str | Path) -> list[str]:
         return [SINGLE_FILE]
     if (directory / INDEX_FILE).is_file():
         return sorted(set(_weight_map(directory).values()))
-    pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
+    pickles = sorted(path.name for pattern in PICKLE_PATTERNS for path in directory.glob(pattern))
     if pickles:
         raise UnsupportedError(
-            f"{directory} has pickled weights ({pickles[0]}), which planish never loads because unpickling runs code; "
-            "convert them to safetensors: AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(NEW_PATH)"
+            f"{directory} has pickled weights ({pickles[0]}), which planish never loads, because "
+            "unpickling runs code; convert them to safetensors: "
+            "AutoModelForCausalLM.from_pretrained(PATH).save_pretrained(NEW_PATH)"
         )
     raise UnknownModelError(
         f"{directory} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE}; finish the download"
@@ -176,7 +178,8 @@ def _weight_map(directory: Path) -> dict[str, str]:
         # The index was downloaded, so a name in it must not point outside the directory.
         if not isinstance(file, str) or Path(file).name != file:
             raise DamagedFileError(
-                f"{directory / INDEX_FILE} names {file!r}, which is not a plain file name; get the index again"
+                f"{directory / INDEX_FILE} names {file!r}, which must be a file name without a "
+                "directory; download the index again"
             )
         if not (directory / file).is_file():
             raise DamagedFileError(
@@ -185,17 +188,17 @@ def _weight_map(directory: Path) -> dict[str, str]:
     return weight_map
 
 
-def _open(path: Path) -> Any:
+def _open_safetensors(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(
-            f"{path} cannot be read ({error}); it is truncated or altered: get it again"
+            f"{path} cannot be read ({error}): the file is truncated or damaged. Download it again"
         ) from error
 
 
 @dataclass(frozen=True)
-class _Stored:
+class _StoredTensor:
     """A tensor of an open safetensors file, or one expert's part of it."""
 
     handle: Any
@@ -208,20 +211,20 @@ class _Stored:
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, memory-mapped."""
-        found: torch.Tensor = self.handle.get_tensor(self.name)
+        tensor: torch.Tensor = self.handle.get_tensor(self.name)
         if self.expert is not None:
-            found = found[self.expert]
-        return found if self.rows is None else found[slice(*self.rows)]
+            tensor = tensor[self.expert]
+        return tensor if self.rows is None else tensor[slice(*self.rows)]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """The tensor's shape."""
-        found = list(self.handle.get_slice(self.name).get_shape())
+        shape = list(self.handle.get_slice(self.name).get_shape())
         if self.expert is not None:
-            found = found[1:]
+            shape = shape[1:]
         if self.rows is not None:
-            found[0] = self.rows[1] - self.rows[0]
-        return tuple(found)
+            shape[0] = self.rows[1] - self.rows[0]
+        return tuple(shape)
 
     @property
     def dtype(self) -> str:
@@ -229,7 +232,7 @@ class _Stored:
         return str(self.handle.get_slice(self.name).get_dtype())
 
 
-def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
+def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _StoredTensor]]:
     """Yield a tensor, or its part for each expert, under the names of `expected_shapes`.
 
     In checkpoints on the hub, each expert has its own tensors. transformers 5 instead stores two
@@ -246,29 +249,35 @@ def _by_expert(name: str, stored: _Stored) -> Iterator[tuple[str, _Stored]]:
         if part == "down_proj":
             yield f"{prefix}down_proj.weight", replace(stored, expert=expert)
             continue
-        for own, bounds in (("gate", (0, rows // 2)), ("up", (rows // 2, rows))):
-            yield f"{prefix}{own}_proj.weight", replace(stored, expert=expert, rows=bounds)
+        for projection, row_range in (("gate", (0, rows // 2)), ("up", (rows // 2, rows))):
+            yield (
+                f"{prefix}{projection}_proj.weight",
+                replace(stored, expert=expert, rows=row_range),
+            )
 
 
-def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _Stored]:
+def _stored_tensors(directory: Path, handles: Mapping[str, Any]) -> dict[str, _StoredTensor]:
     """Return the text model's stored tensors by their name in a text model.
 
     Raises DamagedFileError if two files contain the same tensor.
     """
-    files: dict[str, _Stored] = {}
+    tensors: dict[str, _StoredTensor] = {}
     skipped: list[str] = []
     for file, handle in handles.items():
-        names: list[str] = handle.keys()
-        for stored in names:
-            if stored.startswith(_SKIPPED_PREFIXES):
-                skipped.append(stored)
+        stored_names: list[str] = handle.keys()
+        for stored_name in stored_names:
+            if stored_name.startswith(_SKIPPED_PREFIXES):
+                skipped.append(stored_name)
                 continue
-            for name, tensor in _by_expert(text_name(stored), _Stored(handle, stored)):
-                if name in files:
+            for name, tensor in _split_by_expert(
+                text_name(stored_name), _StoredTensor(handle, stored_name)
+            ):
+                if name in tensors:
                     raise DamagedFileError(
-                        f"{directory / file} repeats {name} of another shard; get the model again"
+                        f"{directory / file} contains {name}, which another file contains too; "
+                        "download the model again"
                     )
-                files[name] = tensor
+                tensors[name] = tensor
     if skipped:
         _log.info(
             "%s: skipped %d tensors that the text model does not need (%s and others)",
@@ -276,7 +285,7 @@ def _files_by_tensor(directory: Path, handles: Mapping[str, Any]) -> dict[str, _
             len(skipped),
             skipped[0],
         )
-    return files
+    return tensors
 
 
 def text_name(stored: str) -> str:
@@ -290,17 +299,19 @@ def text_name(stored: str) -> str:
     return stored
 
 
-def _check(directory: Path, config: ModelConfig, files: Mapping[str, _Stored]) -> None:
+def _check_names_and_shapes(
+    directory: Path, config: ModelConfig, tensors: Mapping[str, _StoredTensor]
+) -> None:
     expected = expected_shapes(config)
-    ignored = {name for name in files if name.endswith("rotary_emb.inv_freq")}
+    ignored = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
     if config.tied_head:
         ignored.add("lm_head.weight")
-    missing = [name for name in expected if name not in files]
-    unexpected = [name for name in files if name not in expected and name not in ignored]
-    found = {name: files[name] for name in expected if name in files}
+    missing = [name for name in expected if name not in tensors]
+    unexpected = [name for name in tensors if name not in expected and name not in ignored]
+    present = {name: tensors[name] for name in expected if name in tensors}
     wrong_shape = [
         f"{name} is {stored.shape}, not {expected[name]}"
-        for name, stored in found.items()
+        for name, stored in present.items()
         if stored.shape != expected[name]
     ]
     problems = [
@@ -308,27 +319,30 @@ def _check(directory: Path, config: ModelConfig, files: Mapping[str, _Stored]) -
         for kind, names in (
             ("missing", missing),
             ("unexpected", unexpected),
-            ("of another shape", wrong_shape),
+            ("of the wrong shape", wrong_shape),
         )
         if names
     ]
     if problems:
         raise DamagedFileError(
-            f"the weights in {directory} do not fit its config.json ({config.family}); {'; '.join(problems)}. "
-            "Get weights and config.json of the same model"
+            f"the weights in {directory} do not match its config.json ({config.family}); "
+            f"{'; '.join(problems)}. Download the weights and config.json of one model"
         )
-    for name, stored in found.items():
+    for name, stored in present.items():
         if stored.dtype not in FLOAT_DTYPES:
             raise UnsupportedError(
-                f"{name} in {directory} is stored as {stored.dtype}; planish loads {', '.join(FLOAT_DTYPES)}: "
-                "use the unquantized checkpoint"
+                f"{name} in {directory} is stored as {stored.dtype}; planish loads only "
+                f"{', '.join(FLOAT_DTYPES)}. Use the unquantized checkpoint"
             )
 
 
-def _check_tied(directory: Path, weights: Mapping[str, torch.Tensor], head: torch.Tensor) -> None:
+def _check_tied_head(
+    directory: Path, weights: Mapping[str, torch.Tensor], head: torch.Tensor
+) -> None:
     # Versions of transformers disagree on whether such a head is used, so reject it.
     if not head.equal(weights["model.embed_tokens.weight"]):
         raise UnsupportedError(
-            f"{directory}: tie_word_embeddings is true, yet lm_head.weight differs from the embedding; set it to "
-            "false in config.json if the head is its own, or remove lm_head.weight"
+            f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from the "
+            "embedding. Set tie_word_embeddings to false in config.json if the model has its own "
+            "head; otherwise remove lm_head.weight"
         )

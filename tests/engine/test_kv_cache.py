@@ -38,10 +38,10 @@ def test_slots_stay_dense_and_keep_their_contents():
         kept = [(n, owner) for n, owner in kept if n != number]
         assert sorted(owner.slot for _, owner in kept) == list(range(len(kept)))
         assert all(held(pool, owner) == {n} for n, owner in kept)
-        assert pool.slots <= 2 * len(kept) + 8
+        assert pool.num_slots <= 2 * len(kept) + 8
     for _, owner in kept:
         pool.free(owner)
-    assert pool.slots == 0
+    assert pool.num_slots == 0
 
 
 def test_gaps_stay_open_until_most_slots_are_free():
@@ -63,26 +63,26 @@ def test_gaps_stay_open_until_most_slots_are_free():
     for number in (*range(2, 17), 18, 19, 20):
         pool.free(owners[number])
     kept = [(number, owner) for number, owner in kept if owner.slot >= 0]
-    assert pool.slots == len(kept) == 11
+    assert pool.num_slots == len(kept) == 11
     assert pool.reallocations == replaced + 1
     assert pool.owners == [owner for _, owner in kept]
     assert all(held(pool, owner) == {float(number)} for number, owner in kept)
-    pool.reserve(2)
+    pool.ensure_free_slots(2)
     for owner in (extra := [Owner(), Owner()]):
         pool.allocate(owner)
     assert [owner.slot for owner in extra] == [len(kept), len(kept) + 1]
     for owner in list(pool.owners):
         pool.free(owner)
-    assert pool.slots == 0
+    assert pool.num_slots == 0
 
 
 def test_reserve_allocates_exactly_the_reserved_slots():
     pools = KVPools(SHAPE)
-    pools.reserve([64, 256, 64, 64])
-    assert (pools.pool_for(64).slots, pools.pool_for(256).slots) == (3, 1)
+    pools.ensure_free_slots([64, 256, 64, 64])
+    assert (pools.pool_for(64).num_slots, pools.pool_for(256).num_slots) == (3, 1)
     for _ in range(3):
         pools.pool_for(64).allocate(Owner())
-    assert pools.pool_for(64).slots == 3
+    assert pools.pool_for(64).num_slots == 3
     assert pools.in_use() == [pools.pool_for(64)]
 
 
@@ -92,16 +92,16 @@ def test_unused_slots_are_freed_for_other_pools(kind):
     budget = KVBudget(max_positions=9 * 256)
     prompts, samples = KVPools(SHAPE, kind, budget), KVPools(SHAPE, kind, budget)
     long = [Owner() for _ in range(8)]
-    prompts.reserve([256] * 8)
+    prompts.ensure_free_slots([256] * 8)
     for number, owner in enumerate(long):
         prompts.pool_for(256).allocate(owner)
         fill(prompts.pool_for(256), owner, number)
     prompts.pool_for(256).free(*long[1:4])
-    assert (budget.allocated_positions, prompts.pool_for(256).slots) == (8 * 256, 8)
-    samples.reserve([128, 128, 64, 64])
+    assert (budget.allocated_positions, prompts.pool_for(256).num_slots) == (8 * 256, 8)
+    samples.ensure_free_slots([128, 128, 64, 64])
     for capacity in (128, 128, 64, 64):
         samples.pool_for(capacity).allocate(Owner())
-    assert (budget.allocated_positions, prompts.pool_for(256).slots) == (5 * 256 + 384, 5)
+    assert (budget.allocated_positions, prompts.pool_for(256).num_slots) == (5 * 256 + 384, 5)
     kept = [(float(number), owner) for number, owner in enumerate(long) if owner.slot >= 0]
     assert len(kept) == 5
     assert all(held(prompts.pool_for(256), owner) == {number} for number, owner in kept)
@@ -120,7 +120,7 @@ def test_removing_many_owners_reallocates_once(kind):
     assert pool.reallocations == before + 1
     assert all(held(pool, owners[number]) == {float(number)} for number in stay)
     pool.free(*(owners[number] for number in stay))
-    assert pool.slots == 0
+    assert pool.num_slots == 0
 
 
 @pytest.mark.parametrize("kind", [KVPool, GappedKVPool])
@@ -193,13 +193,13 @@ def test_only_as_many_pools_are_trimmed_as_needed(kind):
     pools = KVPools(SHAPE, kind, budget)
     owners = {capacity: [Owner() for _ in range(4)] for capacity in (64, 128)}
     for capacity, some in owners.items():
-        pools.reserve([capacity] * 4)
+        pools.ensure_free_slots([capacity] * 4)
         for owner in some:
             pools.pool_for(capacity).allocate(owner)
         pools.pool_for(capacity).free(*some[1:])
     assert budget.allocated_positions == 4 * 64 + 4 * 128
-    pools.reserve([64, 64, 384])
-    assert {pool.capacity: pool.slots for pool in budget.pools} == {64: 4, 128: 1, 384: 1}
+    pools.ensure_free_slots([64, 64, 384])
+    assert {pool.capacity: pool.num_slots for pool in budget.pools} == {64: 4, 128: 1, 384: 1}
     assert budget.allocated_positions <= budget.max_positions
 
 
@@ -207,8 +207,8 @@ def test_empty_pools_are_dropped_from_the_budget():
     budget = KVBudget()
     pools, owner = KVPools(SHAPE, GappedKVPool, budget), Owner()
     for capacity in (64, 128, 192):
-        pools.reserve([capacity])
+        pools.ensure_free_slots([capacity])
         pools.pool_for(capacity).allocate(owner)
         pools.pool_for(capacity).free(owner)
-    pools.reserve([256])
+    pools.ensure_free_slots([256])
     assert [pool.capacity for pool in budget.pools] == [256]

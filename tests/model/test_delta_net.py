@@ -192,7 +192,7 @@ def test_a_gpu_is_refused(tmp_path):
     ("changes", "named"),
     [
         ({"layer_types": ["linear_attention"] * 2}, "layer_types has no full_attention"),
-        ({"linear_num_value_heads": 5}, "linear_num_value_heads 5"),
+        ({"linear_num_value_heads": 5}, "linear_num_value_heads is 5"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim"),
         ({"attn_output_gate": False}, "attn_output_gate"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.2}}, "partial_rotary"),

@@ -260,14 +260,14 @@ def test_config_reads_the_hubs_name_of_the_number_of_experts(tmp_path):
 def test_more_chosen_experts_than_experts_are_an_error(tmp_path):
     tiny_model(tmp_path, "qwen3_moe")
     change_config(tmp_path, num_experts_per_tok=9)
-    with pytest.raises(UnsupportedError, match="num_experts_per_tok 9 is more than num_experts 6"):
+    with pytest.raises(UnsupportedError, match="num_experts_per_tok is 9; .* num_experts.* is 6"):
         ModelConfig.from_directory(tmp_path)
 
 
 def test_experts_of_another_family_are_an_error(tmp_path):
     tiny_model(tmp_path, "qwen3")
     change_config(tmp_path, num_experts=8)
-    with pytest.raises(UnsupportedError, match="supported only for Qwen3"):
+    with pytest.raises(UnsupportedError, match="num_experts is 8; .* only in Qwen3 models"):
         ModelConfig.from_directory(tmp_path)
 
 

@@ -29,7 +29,7 @@ def route(request):
             pytest.skip("this machine has no kernels of our own")
         return backend_of, "PanelWeight"
     if request.param == "onednn":
-        return torch_backend, "BlockedWeight" if onednn_packs_bfloat16() else "NoneType"
+        return torch_backend, "OneDnnWeight" if onednn_packs_bfloat16() else "NoneType"
 
     def plain(dtype: torch.dtype) -> TorchBackend:
         backend = torch_backend(dtype)
@@ -42,11 +42,11 @@ def route(request):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [1, 3, 70])
-@pytest.mark.parametrize("keeps", [False, True])
-def test_joined_linears_equal_separate_linears(dtype, biased, rows, keeps, route):
+@pytest.mark.parametrize("keep_unpacked", [False, True])
+def test_joined_linears_equal_separate_linears(dtype, biased, rows, keep_unpacked, route):
     weights, biases = linears(dtype, biased)
     backend = route[0](dtype)
-    linear = backend.pack(weights, biases, keeps=keeps)
+    linear = backend.pack(weights, biases, keep_unpacked=keep_unpacked)
     x, grad = (
         torch.randn(rows, 64).to(dtype).requires_grad_(),
         torch.randn(rows, sum(SIZES)).to(dtype),
@@ -80,5 +80,5 @@ def test_weights_on_a_gpu_are_used_without_a_copy():
     backend = TorchBackend(CONFIG, torch.float32, torch.device("meta"))
     assert backend.pack([whole]).weight is whole
     linear = backend.pack(whole.split((64, 16)))
-    assert linear._whole.shape == (80, 64)
-    assert linear._whole.untyped_storage()._cdata == whole.untyped_storage()._cdata
+    assert linear._joint_weight.shape == (80, 64)
+    assert linear._joint_weight.untyped_storage()._cdata == whole.untyped_storage()._cdata

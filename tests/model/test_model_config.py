@@ -319,7 +319,7 @@ def test_a_model_without_end_of_sequence_tokens_has_none(tmp_path):
         (
             {"model_type": "mistral3", "text_config": {"model_type": "qwen2"}},
             {},
-            "'qwen2'; inside mistral3 planish supports mistral, ministral3",
+            "'qwen2'; inside mistral3, planish supports mistral, ministral3",
         ),
         (LLAMA_32_1B, {"num_key_value_heads": 5}, "num_key_value_heads"),
         (LLAMA_32_1B, {"head_dim": 63}, "head_dim"),
@@ -440,7 +440,12 @@ def test_a_ministral3_without_rope_parameters_has_the_published_ones(tmp_path):
             "mscale is 0",
         ),
         ({"eos_token_id": 128256}, "outside the vocabulary"),
-        ({"eos_token_id": "end"}, "not token ids"),
+        ({"eos_token_id": "end"}, "eos_token_id .* is 'end'; it must be a token id"),
+        ({"layer_types": ["full_attention"]}, "layer_types has 1 entries.*num_hidden_layers is 16"),
+        (
+            {"layer_types": ["full_attention"] * 15 + ["chunked_attention"]},
+            "layer_types contains 'chunked_attention'; each entry must be 'sliding_attention' or",
+        ),
     ],
 )
 def test_invalid_config_fields_are_named(tmp_path, changes, named):

@@ -66,7 +66,7 @@ def test_matmul_results_are_rounded_as_in_torch(normal):
     )
     weight, bias = torch.tensor([[1.0, 0.0]], dtype=dtype).expand(96, 2), normal(96)
     bias[0] = 3.38e38
-    found = PanelWeight(weight, WeightArena(0)).product(x, bias)
+    found = PanelWeight(weight, WeightArena(0)).matmul(x, bias)
     expected = (x[:, :1].float() + bias.float()).to(dtype)
     assert torch.equal(found.isnan(), expected.isnan())
     assert torch.equal(found.nan_to_num(), expected.nan_to_num())

@@ -205,7 +205,7 @@ def test_matmuls_equal_float64(rows, fan_out, fan_in, biased, dtype):
     """The terms cancel, so a missing or repeated term changes the result."""
     x, weight = (tensor.to(dtype) for tensor in cancelling(rows, fan_out, fan_in))
     bias = normal(fan_out, dtype=dtype) if biased else None
-    found = panels(weight).product(x, bias)
+    found = panels(weight).matmul(x, bias)
     expected = x.double() @ weight.double().t() + (0.0 if bias is None else bias.double())
     assert found.dtype == dtype
     # With more than 1538 columns, the terms are larger, and so are the errors.
@@ -224,16 +224,16 @@ def test_weights_in_one_arena_do_not_overlap():
     together = [PanelWeight(weight, arena) for weight in weights]
     for weight, packed in zip(weights, together, strict=True):
         given = x.to(weight.dtype)
-        assert torch.equal(packed.product(given, None), panels(weight).product(given, None))
+        assert torch.equal(packed.matmul(given, None), panels(weight).matmul(given, None))
 
 
 @pytest.mark.parametrize(("fan_out", "fan_in"), [(32, 2), (101, 50), (176, 576)])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_transposed_matrix_can_be_packed(fan_out, fan_in, dtype):
     weight, x = normal(fan_out, fan_in, dtype=dtype), normal(7, fan_in, dtype=dtype)
-    expected = panels(weight).product(x, None)
+    expected = panels(weight).matmul(x, None)
     assert torch.equal(
-        PanelWeight(weight.t(), WeightArena(), transposed=True).product(x, None), expected
+        PanelWeight(weight.t(), WeightArena(), transposed=True).matmul(x, None), expected
     )
 
 
@@ -250,13 +250,13 @@ def test_unpacking_returns_the_packed_matrix(fan_out, fan_in):
 def test_matmul_rows_do_not_depend_on_batch_or_threads(dtype):
     x, weight = (tensor.to(dtype) for tensor in cancelling(1500, 224, 576))
     packed = panels(weight)
-    whole = packed.product(x, None)
+    whole = packed.matmul(x, None)
     threads = torch.get_num_threads()
     try:
         for count in (1, 2, 3, 17):
             torch.set_num_threads(count)
             for rows in (*range(1, 40), 456, 1500):
                 for part in (slice(rows), slice(1500 - rows, 1500)):
-                    assert torch.equal(packed.product(x[part], None), whole[part])
+                    assert torch.equal(packed.matmul(x[part], None), whole[part])
     finally:
         torch.set_num_threads(threads)

@@ -32,8 +32,8 @@ def test_forward_and_backward_equal_those_of_the_dequantized_weights(sizes, fan_
     bias = torch.randn(sum(sizes)).to(dtype)
     for rows in (1, 6, 7, 130):
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
-        assert torch.equal(panels.product(x, bias), forward.product(x, bias))
-        assert torch.equal(panels.product_backward(grad), backward.product(grad, None))
+        assert torch.equal(panels.matmul(x, bias), forward.matmul(x, bias))
+        assert torch.equal(panels.matmul_backward(grad), backward.matmul(grad, None))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

@@ -298,7 +298,7 @@ class Sampler:
         """Start the requests that fit, prefill prompts, and sample the next tokens."""
         self._drop_finished_requests()
         admitted = self._scheduler.admit(self._cache)
-        self._prompts.reserve(prompt.capacity for prompt in admitted)
+        self._prompts.ensure_free_slots(prompt.capacity for prompt in admitted)
         for prompt in admitted:
             self._start_prompt(prompt)
         batch = self._scheduler.prefill_batch()
@@ -638,7 +638,7 @@ class Sampler:
 
     def _grow_slots(self, needs: list[tuple[RunningSample, int]]) -> None:
         """Move each sample to a new slot of the given capacity, or assign its first slot."""
-        self._samples.reserve(need for _, need in needs)
+        self._samples.ensure_free_slots(need for _, need in needs)
         fresh: dict[tuple[int, int], list[RunningSample]] = {}
         grown: dict[tuple[int, int], list[RunningSample]] = {}
         for sample, need in needs:

@@ -270,12 +270,13 @@ class Backend(Protocol):
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None] = (None,),
         *,
-        keeps: bool = True,
+        keep_unpacked: bool = True,
     ) -> PackedLinear:
         """Join linears that read the same input, and return them as one packed linear.
 
         `weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
-        `keeps`: whether to keep unpacked float32 weights so that `PackedLinear.weight` works.
+        `keep_unpacked`: whether to keep unpacked float32 weights, so that `PackedLinear.weight`
+        works.
         """
         ...
 

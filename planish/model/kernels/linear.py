@@ -43,7 +43,7 @@ class PackedLinear:
         *,
         packer: Packer,
         joined: bool = False,
-        keeps: bool = True,
+        keep_unpacked: bool = True,
     ) -> None:
         """`weights`: [out_i, in] each. `biases`: one bias per weight, or None for every weight.
 
@@ -52,14 +52,16 @@ class PackedLinear:
         restored from the packed weights.
         """
         self.sizes = [len(weight) for weight in weights]
-        given = [bias for bias in biases if bias is not None]
-        assert len(given) in (0, len(weights))
-        self.bias = torch.cat(given) if given else None
+        present = [bias for bias in biases if bias is not None]
+        assert len(present) in (0, len(weights))
+        self.bias = torch.cat(present) if present else None
         self._packer = packer
         self.packed = packer(weights, False)
         """The packed weights, or None if torch multiplies by the unpacked weights."""
         self._packed_backward: PackedWeight | None = None
-        self._weights: tuple[Tensor, ...] = tuple(weights) if keeps or self._unpack is None else ()
+        self._weights: tuple[Tensor, ...] = (
+            tuple(weights) if keep_unpacked or self._unpack is None else ()
+        )
         self._joined = joined or len(weights) == 1
 
     @property
@@ -77,11 +79,11 @@ class PackedLinear:
         """Return x @ weights.T plus the bias: [T, out], without gradients. `x`: [T, in]."""
         call_before_matmul()
         if self.packed is not None:
-            return self.packed.product(x, self.bias)
+            return self.packed.matmul(x, self.bias)
         if self._joined:
-            return F.linear(x, self._whole, self.bias)
-        found = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
-        return found if self.bias is None else found.add_(self.bias)
+            return F.linear(x, self._joint_weight, self.bias)
+        out = torch.cat([F.linear(x, weight) for weight in self._weights], 1)
+        return out if self.bias is None else out.add_(self.bias)
 
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
@@ -94,9 +96,9 @@ class PackedLinear:
         if self.packed is not None and self._packed_backward is None:
             self._packed_backward = self._packer(self._weights, True)
         if self._packed_backward is not None:
-            return self._packed_backward.product(grad, None)
+            return self._packed_backward.matmul(grad, None)
         if self._joined:
-            return grad @ self._whole
+            return grad @ self._joint_weight
         parts = zip(grad.split(self.sizes, 1), self._weights, strict=True)
         return torch.stack([part @ weight for part, weight in parts]).sum(0)
 
@@ -105,7 +107,7 @@ class PackedLinear:
         return None if self.packed is None else self.packed.unpack
 
     @property
-    def _whole(self) -> Tensor:
+    def _joint_weight(self) -> Tensor:
         """The joint weight tensor [out, in] of all linears, a view."""
         first = self._weights[0]
         return first.as_strided(
@@ -133,8 +135,8 @@ class QuantizedLinear(PackedLinear):
         `packed`: the weights packed for a kernel, or None if torch computes the matmuls.
         """
         self.sizes = [weight.shape[0] for weight in weights]
-        given = [bias for bias in biases if bias is not None]
-        self.bias = torch.cat(given) if given else None
+        present = [bias for bias in biases if bias is not None]
+        self.bias = torch.cat(present) if present else None
         self.packed = self._packed = packed
         self._quantized = () if packed is not None else tuple(weights)
         self._dtype = dtype
@@ -143,14 +145,14 @@ class QuantizedLinear(PackedLinear):
         """Return x @ weights.T plus the bias: [T, out], without gradients. `x`: [T, in]."""
         call_before_matmul()
         if self._packed is not None:
-            return self._packed.product(x, self.bias)
+            return self._packed.matmul(x, self.bias)
         return F.linear(x, dequantized(self._quantized, self._dtype), self.bias)
 
     def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weights, the gradient of the input: [T, in]. `grad`: [T, out]."""
         call_before_matmul()
         if self._packed is not None:
-            return self._packed.product_backward(grad)
+            return self._packed.matmul_backward(grad)
         return grad @ dequantized(self._quantized, self._dtype)
 
 
@@ -160,7 +162,7 @@ class PackedWeight(Protocol):
     is_batch_invariant: bool
     """Whether a row of the output is bit-identical for any number of rows."""
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias: [T, out]."""
         ...
 
@@ -176,7 +178,7 @@ class PackedWeight(Protocol):
 class PackedQuantizedWeight(PackedWeight, Protocol):
     """Quantized weights [out, in] in the layout of a kernel, for the forward and backward pass."""
 
-    def product_backward(self, grad: Tensor) -> Tensor:
+    def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weight: [T, in]. `grad`: [T, out]."""
         ...
 
@@ -195,7 +197,7 @@ def call_before_matmul() -> None:
         function()
 
 
-class BlockedWeight:
+class OneDnnWeight:
     """A weight [out, in], packed for oneDNN."""
 
     is_batch_invariant = False
@@ -204,7 +206,7 @@ class BlockedWeight:
     def __init__(self, weight: Tensor) -> None:
         self._blocks = torch.ops.mkldnn._reorder_linear_weight(weight.detach().contiguous(), None)
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias: [T, out]."""
         return torch.ops.mkldnn._linear_pointwise(x, self._blocks, bias, "none", [], "")  # type: ignore[no-any-return]
 

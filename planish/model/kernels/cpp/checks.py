@@ -130,13 +130,13 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
         weight, x = torch.randn(fan_out, fan_in).to(dtype), torch.randn(rows, fan_in).to(dtype)
         bias = torch.randn(fan_out).to(dtype)
         panels = PanelWeight(weight, WeightArena(0))
-        found = panels.product(x, bias)
+        found = panels.matmul(x, bias)
         _close("the product", found, x.double() @ weight.double().t() + bias.double(), tolerance)
         part = slice(rows // 2, rows // 2 + 1)
-        _same("the product", panels.product(x[part], bias), found[part])
+        _same("the product", panels.matmul(x[part], bias), found[part])
         if fan_out % 2 == 0:
             grad = torch.randn(rows, fan_out).to(dtype)
-            back = PanelWeight(weight, WeightArena(0), transposed=True).product(grad, None)
+            back = PanelWeight(weight, WeightArena(0), transposed=True).matmul(grad, None)
             _close("the gradient", back, grad.double() @ weight.double(), tolerance)
     _quantized_matmul(dtype)
 
@@ -150,10 +150,10 @@ def _quantized_matmul(dtype: torch.dtype) -> None:
             weights = [quantize(weight, scheme) for weight in given]
             whole = dequantized(weights, dtype)
             panels = QuantizedPanels(weights, WeightArena(0))
-            expected = PanelWeight(whole, WeightArena(0)).product(x, None)
-            _equal(f"the products with {scheme}", panels.product(x, None), expected)
-            expected = PanelWeight(whole, WeightArena(0), transposed=True).product(grad, None)
-            _equal(f"the gradients with {scheme}", panels.product_backward(grad), expected)
+            expected = PanelWeight(whole, WeightArena(0)).matmul(x, None)
+            _equal(f"the products with {scheme}", panels.matmul(x, None), expected)
+            expected = PanelWeight(whole, WeightArena(0), transposed=True).matmul(grad, None)
+            _equal(f"the gradients with {scheme}", panels.matmul_backward(grad), expected)
 
 
 def _lora(dtype: torch.dtype, tolerance: float) -> None:

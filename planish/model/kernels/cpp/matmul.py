@@ -116,7 +116,7 @@ class PanelWeight:
         panels = self._panels.split(PANEL * self._fan_in)
         return torch.cat([panel.view(self._fan_in, -1).t() for panel in panels])[: self._fan_out]
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
         x, missing = x.contiguous(), -self._fan_out % _VECTOR
         if bias is not None and missing:

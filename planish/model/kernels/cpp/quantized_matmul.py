@@ -88,11 +88,11 @@ class QuantizedPanels:
         """The address of the record `Codes`, for kernels that run several matmuls in one call."""
         return self._record.ctypes.data
 
-    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+    def matmul(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return x @ weight.T plus the bias [out]: [T, out]. `x`: [T, in]."""
         return self._product(x, bias, self._fan_out, transposed=False)
 
-    def product_backward(self, grad: Tensor) -> Tensor:
+    def matmul_backward(self, grad: Tensor) -> Tensor:
         """Return grad @ weight: [T, in]. `grad`: [T, out]."""
         return self._product(grad, None, self._fan_in, transposed=True)
 

@@ -32,7 +32,7 @@ from planish.model.kernels.backend import (
 )
 from planish.model.kernels.device import Device
 from planish.model.kernels.linear import (
-    BlockedWeight,
+    OneDnnWeight,
     PackedLinear,
     PackedQuantizedWeight,
     PackedWeight,
@@ -153,18 +153,22 @@ class TorchBackend:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None] = (None,),
         *,
-        keeps: bool = True,
+        keep_unpacked: bool = True,
     ) -> PackedLinear:
         """Return linears that read the same input as one; bf16 is packed for oneDNN on a CPU."""
         return PackedLinear(
-            weights, biases, packer=self._packed, joined=self.joins_weights, keeps=keeps
+            weights,
+            biases,
+            packer=self._packed,
+            joined=self.joins_weights,
+            keep_unpacked=keep_unpacked,
         )
 
     def _packed(self, weights: Sequence[Tensor], transposed: bool) -> PackedWeight | None:
         if not self._packs or weights[0].dtype != self.dtype:
             return None
         whole = joint(weights)
-        return BlockedWeight(whole.t() if transposed else whole)
+        return OneDnnWeight(whole.t() if transposed else whole)
 
     def pack_quantized(
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
