@@ -58,9 +58,10 @@ class ChatFormat(Protocol):
         ...
 
     def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return the part of the next header that the model itself writes after `last` to stop.
+        """Return the pieces of the next message's header that the model writes in order to stop.
 
-        Most formats have a stop token, and return no pieces. In role_colon the part is `User:`.
+        `last`: the message before that header. A format with a stop token returns no pieces. In
+        role_colon the model stops by writing `User:`, so the pieces after an answer are `User:`.
         """
         ...
 

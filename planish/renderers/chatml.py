@@ -57,7 +57,7 @@ class Thinking(StrEnum):
 
 @dataclass(frozen=True)
 class ChatML:
-    """The ChatML format, with an optional default system message and one way of thinking."""
+    """The ChatML format, with an optional default system message and one kind of `Thinking`."""
 
     default_system: str | None = None
     thinking: Thinking = Thinking.NONE
@@ -72,8 +72,8 @@ class ChatML:
             calls=QWEN_CALLS,
             required=(START.text, END.text),
             extends=self.thinking in (Thinking.NONE, Thinking.KEEP_HISTORY),
-            # As in the template, the next prompt leaves out the empty think block with which this
-            # prompt ends.
+            # With DISABLED, this prompt ends with an empty think block. The template omits that
+            # block from the history, so the next prompt does not extend this prompt.
             extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
@@ -106,7 +106,9 @@ class ChatML:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
-        """Return the header of the next message, with an empty think block if that ends prompts."""
+        """Return the header of the next message. With thinking disabled, an assistant's header
+        includes an empty think block.
+        """
         lead = ("\n",) if messages else ()
         closed = self.thinking is Thinking.DISABLED and role == "assistant"
         return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if closed else ()))

@@ -13,8 +13,9 @@ a special token. Only then is the text encoded again, by a private copy of the t
 guarded tokens. The option `split_special_tokens` is no alternative: it would change the tokenizer
 for other threads, and it does not cover added tokens that are not special.
 
-Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. If a format
-tokenises the continuation of a text separately, another private copy encodes it without the blank.
+Tokenizers made from SentencePiece (Mistral 7B, Llama 2) put a blank before every text. That blank
+would be wrong within a text. So if a format splits a text and tokenises the parts separately,
+another private copy encodes the later parts without the blank.
 """
 
 import json
@@ -82,8 +83,8 @@ class Codec:
         """Return the id of `text` as one token, or None if the vocabulary has no such token."""
         if text not in self._control_ids:
             id_ = self.tokenizer.convert_tokens_to_ids(text)
-            # A text that is not in the vocabulary maps to the id of the unknown token, which may be
-            # any token.
+            # The tokenizer returns the unknown token's id for a text outside the vocabulary. So
+            # check that the id maps back to the text.
             known = isinstance(id_, int) and self.tokenizer.convert_ids_to_tokens(id_) == text
             self._control_ids[text] = id_ if known else None
         return self._control_ids[text]
@@ -193,7 +194,7 @@ class Codec:
 
     @cached_property
     def _blanks(self) -> tuple[bool, bool]:
-        """Whether the tokenizer puts a blank before text (at the start, after a special token)."""
+        """Whether the tokenizer puts a blank before text: (at the start, after a special token)."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         mark = next(iter(self.guarded.values()), None)
 

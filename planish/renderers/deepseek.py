@@ -95,7 +95,9 @@ class DeepSeekV3:
         return turns
 
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
-        """Return the header of the next message, with the think tag at which the model starts."""
+        """Return the header of the next message. An assistant's header ends with `<think>`, or with
+        `</think>` if thinking is disabled. After a tool result it is empty.
+        """
         if role == "user":
             return (USER,)
         if role == "system" or messages[-1].role == "tool":

@@ -90,7 +90,9 @@ def calls_rules(
     several: bool = True,
     instead: str | None = None,
 ) -> str:
-    """Return the rule `content` for one tool call, or with `several` for one or more.
+    """Return the rule `content` for a message with tool calls.
+
+    `several`: whether the message may have more than one call.
 
     If `instead` is None, the message must consist of calls. If `instead` is ANY_TEXT, the message
     is any text, which may end with calls. If `instead` is another Lark expression, the message is
@@ -101,7 +103,7 @@ def calls_rules(
         raise UnsupportedError(
             f"renderer {renderer.name} has no form for tool calls; use {MODELS_WITH_TOOLS}"
         )
-    # The text before the calls ends where their first piece begins.
+    # The first piece of the first call marks the end of the text before it.
     first, *opening = [*form.opening, *form.begin]
     head, begin = _lark(renderer, [first]), _lark(renderer, form.begin)
     one = f"{_lark(renderer, opening)} call"

@@ -6,8 +6,9 @@ package `openai-harmony`:
 
 * A system message of the conversation becomes Harmony's developer message, which contains
   instructions and tools.
-* Harmony's own system message states the date and the reasoning effort. Without an effort there is
-  no such message, unless the conversation has tools: then it consists of the line for tools.
+* Harmony's own system message states the date and the reasoning effort. If the conversation has
+  tools, one more line names the channel for their calls. Without an effort, the message consists of
+  this line alone, or is omitted if there are no tools.
 * The last answer ends with `<|return|>`. A later prompt replaces this token by `<|end|>`.
   Reasoning before the last answer is left out. So prompts of different turns never extend each
   other.

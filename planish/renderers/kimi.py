@@ -4,8 +4,9 @@ The rules follow the models' chat templates:
 
 * A default system message is written if the conversation has none. Tools are declared before it, as
   JSON (K2) or as TypeScript (K2.5, K2.6).
-* Every assistant message has a think block. In history the think blocks are empty, unless history
-  is preserved. History ends with the last answer without tool calls that another message follows.
+* Every assistant message has a think block. In history the think blocks are empty, unless the
+  format keeps all reasoning. History ends with the last assistant message that has no tool calls
+  and is not the last message of the conversation.
 * A tool result names the id of its call. Ids have the form `functions.name:0`.
 * Prompts of K2.5 and K2.6 end with `<think>`, or with `<think></think>` if thinking is disabled.
 """
@@ -58,7 +59,7 @@ class Kimi:
     """The format of Kimi K2 Thinking, or with `opens` of Kimi K2.5 and K2.6."""
 
     opens: bool = False
-    """Whether prompts contain the beginning of the think block, and tools are in TypeScript."""
+    """Whether prompts end with `<think>` and tools are declared in TypeScript (K2.5 and K2.6)."""
     thinks: bool = True
     """Whether the model samples reasoning. Otherwise prompts end with an empty think block."""
     preserves: bool = False

@@ -114,7 +114,9 @@ class Abilities:
     extends: bool = True
     """Whether every prompt of a conversation begins with the earlier prompts and their answers."""
     extends_in_turn: bool = True
-    """Whether prompts extend each other within one user turn, where tool results separate them."""
+    """Whether prompts extend each other within one user turn. Such a turn has several prompts if
+    the model calls tools: one before each assistant message.
+    """
 
     @property
     def tools(self) -> bool:
@@ -290,7 +292,10 @@ THINK_BLOCK = re.compile(r"\s*<think>(.*?)</think>\n*(.*)", re.DOTALL)
 
 
 def split_thinking(text: str) -> tuple[str, str | None]:
-    """Return (text, thinking) of a string, or (text, None) if no think block begins it."""
+    """Split a think block off the start of a string and return (rest, thinking).
+
+    Return (text, None) if the string does not begin with a complete think block.
+    """
     block = THINK_BLOCK.fullmatch(text)
     if block is None:
         return text, None

@@ -2,12 +2,12 @@ r"""Nemotron 3 and 3.5: ChatML with open think blocks, XML tool calls and XML to
 
 The rules follow the models' chat templates, which differ from Qwen3.5's in these points:
 
-* A system message is always written, empty if there is none. The tools follow its text.
-* Every assistant message has a think block, `<think></think>` without reasoning. Messages before
-  the last user message lose their reasoning unless history is preserved.
+* A conversation without a system message gets an empty one. The tools follow the system text.
+* Every assistant message has a think block. Without reasoning, the block is `<think></think>`.
+  Messages before the last user message lose their reasoning, unless history is preserved.
 * The text of messages is not trimmed, except for the end of assistant messages.
 * Ultra and 3.5 write no line breaks around `</think>`; Nano and Super write one on each side.
-* An effort is a remark at the end of the last user message.
+* The reasoning effort, if there is one, is appended to the last user message.
 
 A prompt ends with `<think>\n`, but the template writes an answer without reasoning as
 `<think></think>`. No sample can have that form, so such an answer cannot be trained with a renderer

@@ -9,9 +9,10 @@ The rules follow the models' chat templates:
 * Qwen3.8 states a reasoning effort at the start of the system message, and adds a system message
   for it if there is none. It leaves out an empty system message.
 
-An answer without reasoning begins, after the prompt's `<think>\n`, with another line break. In
-history the two line breaks are one token. So with thinking, a prompt may fail to extend the prompt
-before it.
+With thinking, a prompt may not extend the prompt before it. A sampled answer without reasoning
+begins with a line break, directly after the line break that ends the prompt's `<think>\n`. When a
+later prompt contains this answer as history, the tokenizer merges the two line breaks into one
+token.
 """
 
 from collections.abc import Sequence

@@ -1,9 +1,9 @@
 """Find the renderer that a model was trained with, from its name or the files of a local directory.
 
 For a directory, the right renderer is the one that writes the same text as its chat template. Base
-models often contain their family's template without having been trained on it. They are recognised
-by an end-of-sequence token that is not the template's end of turn. For a name, the model family
-decides. An unknown model is an error that lists the renderers.
+models often contain their family's template without having been trained on it. If the
+end-of-sequence token is not the template's end of turn, the model is such a base model. For a name,
+the model family decides. An unknown model is an error that lists the renderers.
 """
 
 import re
@@ -71,7 +71,7 @@ ARCHITECTURES = (
     "olmo3",
     "phi3",
 )
-"""Model types of config.json. Without a chat template, their directories get role_colon."""
+"""The model types (config.json) for which a directory without a chat template gets role_colon."""
 
 
 def recommended_renderer_name(model_name_or_path: str | Path) -> str:
@@ -169,8 +169,9 @@ def _candidates(template: str, bos: str) -> list[tuple[str, ChatFormat]]:
 
 
 def _is_base(path: Path, tokens: dict[str, Any], config: dict[str, Any]) -> bool:
-    """Return whether the end-of-sequence tokens are known by name and ChatML's end of turn is not
-    one of them.
+    """Return whether a model with a ChatML template is a base model.
+
+    It is one if its files name end-of-sequence tokens and `<|im_end|>` is not among them.
     """
     generation = _read_if_there(path / "generation_config.json") or {}
     ids: set[int] = set()

@@ -161,8 +161,9 @@ _ALWAYS_THINKING = (
 
 
 def with_thinking(name: str, thinks: bool) -> str:
-    """Return the renderer of the same models as `name` with thinking, or without it.
+    """Return the name of the renderer for the same models as `name` that thinks, or does not.
 
+    `thinks`: whether the returned renderer samples reasoning.
     UnsupportedError if the models cannot do what `thinks` asks for.
     """
     if not thinks and name in _ALWAYS_THINKING:

@@ -3,10 +3,12 @@
 A Renderer combines a tokenizer with a chat format. Its invariants hold for every format:
 
 * Text of messages never becomes a control token.
-* `build_generation_prompt(messages[:-1])` is a prefix of `build_supervised_example(messages)` when
-  the last message is the assistant's, so the model is trained on the positions it samples at.
+* If the last message is the assistant's, `build_generation_prompt(messages[:-1])` is a prefix of
+  `build_supervised_example(messages)`. So training sees the answer after the same tokens as
+  sampling.
 * There is one weight per token, 0.0 or 1.0, unshifted: weights[i] belongs to token i as a target.
-* A message that a model samples is tokenised separately from its header, as in sampling.
+* No token spans the boundary between a header and an answer, because sampling begins there. So the
+  two are tokenised separately.
 * Time is linear in the length of the conversation.
 """
 
@@ -69,9 +71,9 @@ class Renderer:
     def has_extension_property(self) -> bool:
         """Whether each prompt of a conversation begins with the earlier prompts and their answers.
 
-        Then a rollout of several turns is one training sequence, on two conditions: the history
-        contains the answers as `parse_response` returned them, and the sampled tokens are those
-        that the tokenizer gives for the same text.
+        If so, a rollout of several turns can be one training sequence. Two conditions must hold.
+        The history contains the answers as `parse_response` returned them. And the tokenizer gives
+        the sampled tokens for their text.
         """
         return self.format.abilities.extends
 
@@ -110,8 +112,10 @@ class Renderer:
     def build_continuation(
         self, messages: Messages, answer: int, sampled: Sequence[int]
     ) -> list[int] | None:
-        """Return the tokens that follow `sampled`, the sampled tokens of messages[answer], in the
-        next prompt of the conversation `messages`.
+        """Return the tokens between an answer's sampled tokens and the end of the next prompt.
+
+        `messages`: the conversation so far. `answer`: the index of the answer in it. `sampled`: the
+        answer's tokens as they were sampled.
 
         If `sampled` was sampled from the prompt P, then P + sampled + continuation is the next
         prompt with exactly the sampled tokens. `build_generation_prompt(messages)` instead

@@ -25,7 +25,7 @@ from planish.renderers import Renderer
 from planish.renderers.codec import Codec
 
 _READINGS = 256
-"""The approximate number of times that a text is parsed until it is twice as long."""
+"""A text is parsed about this many times while its length doubles."""
 _HALF_CHARACTER = "\ufffd"
 _MARKS = ("<think>", "</think>", "<tool_call>")
 _CALL_END = "</tool_call>"
@@ -44,8 +44,8 @@ class Reading:
     spoiled: tuple[str, ...] = ()
     """Tool calls that cannot be parsed, as written. An unfinished call is one of them."""
     open_call: dict[str, Any] | None = None
-    """The unfinished call after `calls`, with the arguments so far, if a grammar constrains the
-    calls.
+    """The unfinished call after `calls`, with its arguments so far. None unless a grammar constrains
+    the calls.
     """
 
     def with_spoiled(self) -> Reading:

@@ -86,7 +86,10 @@ def chat_template_of(tokenizer: ModelTokenizer) -> str | None:
 
 
 def choose_template(template: Any) -> str | None:
-    """Return `template` if it is a string; of a list or mapping, the template named default."""
+    """Return the template named default if `template` is a list or mapping of several templates.
+
+    Return `template` itself if it is a string, and None for anything else.
+    """
     if isinstance(template, list):
         template = {
             entry.get("name"): entry.get("template")
@@ -134,8 +137,9 @@ def writes_reasoning_like(template: str, chat_format: ChatFormat, bos_token: str
 def format_text(
     chat_format: ChatFormat, messages: Sequence[Mapping[str, Any]], prompt: bool
 ) -> str:
-    """Return the text that a format writes for `messages`, with a prompt for the assistant if
-    `prompt`.
+    """Return the text that a format writes for `messages`.
+
+    `prompt`: whether to append the header of the assistant's next message.
     """
     checked = read_messages(messages, chat_format.abilities, type(chat_format).__name__)
     pieces = list(chat_format.opening())

@@ -39,8 +39,8 @@ OPTIMIZER = "optimizer.safetensors"
 MANIFEST = "planish.json"
 FORMAT = 1
 MAX_MANIFEST_BYTES = 4 << 20
-"""The largest manifest that is read. Metadata have at most 131,072 characters (MAX_METADATA of the
-model and of the checkpoint), which are 1.5 MiB of JSON at most.
+"""The size of the largest manifest that is read. A manifest has the metadata of the model and of
+the checkpoint, at most MAX_METADATA characters each. As JSON they take at most 1.5 MiB together.
 """
 
 _PEFT_PREFIX = "base_model.model."
@@ -207,9 +207,9 @@ def peft_config(layout: LoraLayout, base_model: str) -> dict[str, Any]:
 def _targets(layout: LoraLayout) -> dict[str, list[str]]:
     """Return the fields of adapter_config.json that name the adapted linears.
 
-    PEFT adapts the experts of a layer as 3-D parameters. In such a model it takes the names of MLP
-    linears in target_modules for those of experts, so the linears of dense layers are parameters
-    too.
+    PEFT adapts the experts of a layer as 3-D parameters. In a model with experts, PEFT applies the
+    names of MLP linears in target_modules to the experts. So the linears of dense layers are listed
+    as parameters too.
     """
     targets = {entry.target for entry in layout.entries}
     if not layout.model.num_experts:

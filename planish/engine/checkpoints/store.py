@@ -8,9 +8,10 @@ Replacing a checkpoint takes two renames under a lock file of the run. If the pr
 between them, the old checkpoint keeps a temporary name, and the next reader renames it back.
 Readers take no lock. They repeat a read or a copy if the checkpoint was replaced meanwhile.
 
-Expired checkpoints are rejected, and removed by a reader that finds them a day after another reader
-has found them expired: the clock may be wrong when the first one looks. The modification time of an
-expired checkpoint's directory tells when that was. A run without checkpoints has no directory.
+Readers reject expired checkpoints. The first reader that finds a checkpoint expired records the
+present time as the modification time of the checkpoint's directory. A reader that finds the
+checkpoint expired at least a day later removes it. Because of this delay, a clock that is wrong for
+a moment deletes nothing. A run without checkpoints has no directory.
 """
 
 from __future__ import annotations
@@ -428,16 +429,17 @@ class CheckpointStore:
             shutil.rmtree(leftover, ignore_errors=True)
 
     def _remove_expired(self, target: Path) -> None:
-        """Remove the checkpoint if it was found expired a day ago, and its run is not locked. Note
-        the present time if this is the first reader that finds it expired.
+        """Remove an expired checkpoint if a reader found it expired at least a day ago.
 
-        Readers reject an expired checkpoint even if it is not removed.
+        The first reader that finds it expired only records the present time. Nothing happens if
+        the run is locked. Readers reject an expired checkpoint even if it is not removed.
         """
         with suppress(OSError, DamagedFileError), FileLock(target.parent.parent / _LOCK, timeout=0):
             manifest, now = read_manifest(target), time.time()
             if manifest.expires_at is None or not _has_expired(manifest):
                 return
-            # No entry of the directory has changed since it was written, before it expired.
+            # The checkpoint was written before it expired. So a modification time after the expiry
+            # is one that a reader has recorded.
             noted = target.stat().st_mtime
             if not manifest.expires_at.timestamp() <= noted <= now:
                 os.utime(target, (now, now))
@@ -464,8 +466,10 @@ def name_taken(path: CheckpointPath) -> CheckpointError:
 
 
 def _is_directory(path: Path) -> bool:
-    """Return whether `path` is a directory. Raise OSError if the disk fails to tell: `Path.is_dir`
-    returns False then since Python 3.14, and the server would drop the checkpoint's row.
+    """Return whether `path` is a directory. Raise OSError if the disk cannot be read.
+
+    Since Python 3.14, `Path.is_dir` returns False in that case. The server would then drop the
+    checkpoint's row.
     """
     try:
         return stat.S_ISDIR(path.stat().st_mode)
@@ -545,8 +549,8 @@ def _rename_into_place(temporary: Path, target: Path) -> None:
         os.rename(target, previous)
     try:
         os.rename(temporary, target)
-        # A process that was killed, or whose sync failed, may have made the run's directories or
-        # the data directory without syncing their entries.
+        # An earlier process may have created some of these directories without syncing their
+        # entries, if it was killed or its sync failed. So sync the entries of all of them.
         for directory in target.parents[:4]:
             with suppress(PermissionError):  # an unreadable parent was not made by planish
                 sync(directory)

@@ -9,9 +9,10 @@ fixed addresses: tokens, positions, the attended ranges (kernels/triton/sampling
 the adapters of the rows (kernels/triton/adapters.py). A batch is padded to the next recorded size.
 The padding rows attend to no keys, and their results are discarded.
 
-This model runner is not batch-invariant. The order of sums depends on the number of rows, and on
-the pieces into which attention divides each slot's positions. So the last bits of a logprob depend
-on the batch. With deterministic=True the sampler uses `EagerRunner` instead.
+This model runner is not batch-invariant. The order of sums depends on the number of rows. In
+attention, it also depends on how the positions of each slot are divided into pieces. So the last
+bits of a logprob depend on the batch. With deterministic=True the sampler uses `EagerRunner`
+instead.
 """
 
 from __future__ import annotations

@@ -41,7 +41,9 @@ COMPILE_SECONDS = 5.0
 MAX_GRAMMARS_PER_OWNER = 32
 MAX_GRAMMARS = 512
 MAX_COMPILING = 4
-"""Limits of the cache of compiled grammars, and of the threads that compile for one owner."""
+"""The maximum numbers of cached grammars of one owner, of cached grammars of all owners, and of
+threads that compile grammars of one owner.
+"""
 _WORKERS = min(4, os.cpu_count() or 1)
 
 _LIMITS = {
@@ -200,7 +202,7 @@ class GrammarCache:
                 state.done = done
 
     def _grammar(self, constraint: Constraint, owner: str) -> Future[Grammar]:
-        """Return the compiled grammar, or the one that is being compiled."""
+        """Return the future of a compiled grammar. Start to compile it if it is not in the cache."""
         key = (owner, constraint)
         with self._lock:
             future = self._compiled.get(key)

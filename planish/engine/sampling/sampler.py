@@ -780,7 +780,7 @@ class Sampler:
     ) -> tuple[
         list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
     ]:
-        """Return (samples, rows, places, adjustments, exhausted) for the tokens to sample.
+        """Prepare the tokens to sample: return (samples, rows, places, adjustments, exhausted).
 
         Item i of the first three lists is the sample, the row and the place of token i. The place
         of a token is its index within its sample. The keys of `adjustments` are indices i. A
@@ -804,9 +804,9 @@ class Sampler:
             if sample.request.is_adjusted:
                 if sample.grammar is not None and not _has_mask(sample, sample.grammar):
                     continue
-                # If the mask was computed during this step, there may be new forced tokens, and the
-                # sample has only one row. So it takes the first of these tokens now, and the next
-                # step decodes the others.
+                # A mask that was computed during this step may bring new forced tokens, for which
+                # this step has no rows. So the sample takes only as many forced tokens as it has
+                # rows. The next step decodes the others.
                 forced = sample.forced[: sample.num_rows]
                 for number, token in enumerate(forced):
                     adjustments[len(able)] = Adjustment(None, _NO_TOKENS, (), token)
@@ -833,8 +833,8 @@ class Sampler:
         """Return the tokens that may become token number `place` (see `Adjustment.allowed`).
 
         For a sample without a constraint, None means that all tokens are allowed. For a sample with
-        a constraint, None means that no token is allowed. Its text is then complete, no text can
-        follow, and the request has no stop tokens.
+        a constraint, None means that no token is allowed. This happens if the text is complete, the
+        grammar allows no further text, and the request has no stop tokens.
         """
         stop_tokens = sample.request.stop_bits(self._decoder.config.vocab_size)
         may_stop = place >= sample.request.op.sampling_params.min_tokens
@@ -902,7 +902,7 @@ class Sampler:
             request.future.set_result(response)
 
     def _drop_finished_requests(self) -> None:
-        """Remove the requests that were cancelled or have failed on their own."""
+        """Remove the requests whose futures are done: cancelled requests and failed requests."""
         for request in [request for request in self._requests if request.future.done()]:
             # Without this call, concurrent.futures.wait() would never see a cancellation.
             request.claim()

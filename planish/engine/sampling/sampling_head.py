@@ -58,7 +58,10 @@ class SamplingHead:
     def token_logits(
         self, hidden: Tensor, rows: Tensor, tokens: Tensor, adapters: list[AdapterRows]
     ) -> Tensor:
-        """Return the logits [B] of tokens[i] at row rows[i] of `hidden`: float32 dot products."""
+        """Return single logits, computed as float32 dot products: float32 [B].
+
+        Logit i is that of token tokens[i] at row rows[i] of `hidden`.
+        """
         members = _members(adapters)
         return exact_logits(self._backend, hidden, self._head, rows, tokens, members)
 

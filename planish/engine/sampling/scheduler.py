@@ -196,9 +196,9 @@ class RunningSample:
     def awaits_mask(self) -> bool:
         """Whether no token can be sampled in this step, because the mask is missing.
 
-        A sample joins its first step only after its first mask is computed. Later masks are
-        computed while the decoder runs, so the sample joins a later step before its mask is ready.
-        If that step ends without the mask, the sample waits until the mask is ready.
+        The first token is sampled only after the first mask is computed. Later masks are computed
+        while the decoder runs, so a step may begin before the sample's mask is ready. If the mask
+        is still missing at the end of that step, no token is sampled until it is ready.
         """
         grammar = self.grammar
         if grammar is None or grammar.is_ready:

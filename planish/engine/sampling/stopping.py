@@ -17,9 +17,10 @@ from functools import cached_property
 from planish.types import SamplingParams
 
 _MAX_KNOWN = 4096
-"""The maximum number of entries in a condition's cache. A full cache is cleared. The stop strings
-of a request have at most 4,096 bytes together. A text that contains all of them adds about one
-entry per byte.
+"""The maximum number of entries in a condition's cache. A full cache is cleared.
+
+The stop strings of a request have at most 4,096 bytes together. Even a text that contains all of
+these strings adds only about one entry per byte.
 """
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _REPLACEMENT = "\ufffd"
@@ -134,9 +135,9 @@ class StopCondition:
         """The number of tokens that are decoded to confirm a match.
 
         Every token with text adds at least one byte. So a stop string of n bytes starts at most n
-        tokens before its end. The window has three more tokens, because some tokenizers change the
-        start of the text that they decode. Some drop a leading space. Some replace a whole run of
-        byte tokens that starts in the middle of a character.
+        tokens before its end. The window has three more tokens, because some tokenizers decode the
+        first tokens of a text differently. Some drop a leading space. Others return replacement
+        characters for a whole run of byte tokens that starts in the middle of a character.
         """
         return max(len(string) for string in self._sorted) + 3
 
@@ -203,8 +204,8 @@ class StopMatcher:
         self._condition = condition
         self._begun = b""
         self._unknown_until = 0
-        """While the sample has at most this many tokens, the text is decoded after every token,
-        because the bytes of one of the recent tokens are unknown.
+        """The number of tokens up to which the text is decoded after every token. A token with
+        unknown bytes sets this number, because a stop string may include that token.
         """
 
     def is_met(self, tokens: Sequence[int]) -> bool:

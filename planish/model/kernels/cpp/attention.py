@@ -35,7 +35,8 @@ from planish.model.prefix_tree import Packed
 _LANE = 8
 """The maximum number of rows of one prompt in a block.
 
-More rows would still fit into the cache, but then a few prompts could not keep all threads busy.
+With larger blocks, a few prompts would not have enough blocks to keep all threads busy. The size of
+the CPU's cache would allow larger blocks.
 """
 _PARTS = 24
 """The approximate number of work units of a backward pass.
@@ -218,8 +219,8 @@ def _ranges(owners: Sequence[tuple[KVPool, int, int]]) -> np.ndarray:
     """Return a key range for each slot in each layer: [L, n] of Range.
 
     `owners`: (pool, slot, count) of each of the n slots. A range consists of the first `count`
-    positions of its slot. The ranges contain addresses, so they are
-    valid until a pool reallocates its tensors.
+    positions of its slot. The ranges contain addresses, so they are valid until a pool reallocates
+    its tensors.
     """
     if not owners:
         return np.zeros((1, 0), ops.Range)

@@ -142,7 +142,7 @@ def _matmul(dtype: torch.dtype, tolerance: float) -> None:
 
 
 def _quantized_matmul(dtype: torch.dtype) -> None:
-    """Compare with a matmul with the dequantized weights, whose kernel `_matmul` has tested."""
+    """Compare quantized matmuls with matmuls of the dequantized weights, which `_matmul` tests."""
     for rows, sizes, fan_in in ((1, (16,), 64), (5, (144, 32), 128), (37, (320,), 192)):
         given = [torch.randn(size, fan_in).to(dtype) for size in sizes]
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
@@ -321,7 +321,7 @@ def _sampling() -> None:
     kept = torch.rand(rows, vocab) < 0.1
     kept[:2] = False
     kept[1, 5] = True
-    logits[1, 5] = -100  # the weight of the only token is too small
+    logits[1, 5] = -100  # The weight of this row's only allowed token is below MIN_WEIGHT.
     scaled = logits.double() / temperatures.double()[:, None]
     words = np.packbits(F.pad(kept, (0, -vocab % 32)).numpy(), axis=1, bitorder="little")
     ends = torch.where(kept, scaled, -torch.inf)[2:].softmax(1).cumsum(1)
@@ -478,8 +478,8 @@ class _DecodeStep:
 def _decode(dtype: torch.dtype, tolerance: float) -> None:
     """Check a decoding step through two layers with query and key norms, biases and adapters.
 
-    The second check adds what Gemma 3 has: norms of outputs, GELU, scaled embeddings, and a layer
-    with a window and another RoPE.
+    A second check uses a model with the features of Gemma 3: norms of outputs, GELU, scaled
+    embeddings, and a layer with a window and another RoPE.
     """
     _decode_model(dtype, tolerance, is_gemma=False)
     _decode_model(dtype, tolerance, is_gemma=True)

@@ -102,8 +102,8 @@ class DecodePass:
     ) -> Tensor:
         """Return the hidden states after the final norm: [T, D].
 
-        `tokens`, `positions`: int64 [T]. The new keys and values of each row are stored in the own
-        range of its entry in `plan`.
+        `tokens`, `positions`: int64 [T]. Each row's new key and value are stored at the end of the
+        row's own range in `plan`.
         """
         out = self.embedding.new_empty(len(tokens), self.embedding.shape[1])
         given = _Pass(

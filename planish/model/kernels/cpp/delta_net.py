@@ -1,7 +1,7 @@
 """The recurrence of gated delta nets with the C++ kernels, for trainer and sampler.
 
-One thread computes one head of a prefix tree, position by position. In the sampler, the rows of
-each sequence take the place of a tree. So a row's output does not depend on the rest of the batch.
+One thread computes one head of a prefix tree, position by position. In the sampler, each sequence
+is a tree without branches. So a row's output does not depend on the rest of the batch.
 The reference implementation is kernels/reference/delta_net.py, which also computes the convolution
 and the gates.
 """
@@ -136,7 +136,9 @@ def _contiguous(parts: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _delta(parts: Sequence[Tensor], runs: np.ndarray, trees: np.ndarray) -> _Delta:
-    """Return the arguments of the kernels. `parts` and the arrays must outlive it."""
+    """Return the arguments of the kernels. They contain addresses, so `parts` and the arrays must
+    outlive them.
+    """
     q, _, v, _, _ = parts
     return _Delta(
         *(part.data_ptr() for part in parts),

@@ -80,7 +80,7 @@ class WeightArena:
         self._left = torch.empty(0)
 
     def take(self, size: int, dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory for `size` elements, which no other call returns."""
+        """Return uninitialised memory for `size` elements. Every call returns different memory."""
         if size > len(self._left) or self._left.dtype != dtype:
             self._left = torch.empty(max(size, self._min_elements), dtype=dtype)
             found = ops.load_library()
@@ -168,11 +168,11 @@ class PanelAdapter:
         serves: bool = True,
         firsts: Sequence[int] | None = None,
     ) -> None:
-        """`sites`: the matrices of each target module, or None if the adapter does not train it.
+        """`sites`: the matrices of each entry; None if the adapter does not train the entry.
 
-        `serves`: whether the kernel may be used at all. `firsts`: for each target module, the index
-        of its first entry in `sites`. A layer's experts share a target module, and have one entry
-        each. None: each target module has one entry.
+        An entry is a target module, or one expert's part of a target module of experts. `firsts`:
+        for each target module, the index of its first entry in `sites`. None: each target module
+        has one entry. `serves`: whether the kernel may be used at all.
         """
         self.firsts = range(len(sites)) if firsts is None else firsts
         self._sites = [
@@ -208,7 +208,7 @@ class PanelAdapter:
 
     @property
     def forward(self) -> np.ndarray:
-        """The packed matrices of each entry: [sites] of _LoraRows.
+        """The addresses and sizes of the packed matrices of each entry: [entries] of _LoraRows.
 
         The fields `first` and `count` are 0, because no rows are assigned yet. All fields are 0 if
         the kernel does not support the module.

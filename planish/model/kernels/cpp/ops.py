@@ -1,7 +1,7 @@
 """The C++ kernels (src/) as functions on tensors.
 
-`Backend` documents the operations that it shares with this module. The functions of the attention
-are documented here.
+Most functions do the same as the operation of `Backend` with the same name, and are documented
+there. The functions of the attention are documented here.
 
 By default the kernels are used if the CPU has AVX2 or AVX-512 and a C++ compiler is found;
 otherwise one log line gives the reason. With PLANISH_KERNELS=native, missing kernels are an error.
@@ -425,7 +425,7 @@ def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor |
 
 
 class StoringAttention:
-    """The attention of one new row per entry, which first stores the row's key and value.
+    """An attention that stores the key and value of each entry's new row, and then attends.
 
     An instance is an `Attend` of the decoder.
     """

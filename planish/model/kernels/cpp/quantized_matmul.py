@@ -115,8 +115,8 @@ def _int8(weights: Sequence[Int8Weight], arena: WeightArena) -> dict[str, Tensor
 def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
     codes = torch.cat([weight.codes for weight in weights])
     blocks = [weight.scale_codes.numel() for weight in weights]
-    # A group of scales has blocks of one weight only. So the block numbers of each weight begin at
-    # a multiple of the group size, and block // _GROUP is the index of a group.
+    # Blocks of different weights never share a group of scales. So the blocks of each weight are
+    # numbered from a multiple of the group size. Then block // _GROUP is the index of the group.
     groups = [0, *(-(-count // _GROUP) for count in blocks)]
     starts = torch.tensor(groups).cumsum(0) * _GROUP
     firsts = [
@@ -136,7 +136,10 @@ def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
 
 
 def _panels(codes: Tensor, arena: WeightArena | None = None) -> Tensor:
-    """Return codes [out, pairs, n] as panels [out / 64, pairs, 64, n], the last one narrower."""
+    """Return codes [out, pairs, n] as consecutive panels of 64 outputs, each [pairs, 64, n].
+
+    The last panel has fewer outputs if `out` is not a multiple of 64.
+    """
     size = codes.numel()
     flat = codes.new_empty(size) if arena is None else arena.take(size, codes.dtype)
     parts = zip(flat.split(PANEL * codes[0].numel()), codes.split(PANEL), strict=True)

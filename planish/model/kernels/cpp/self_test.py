@@ -50,9 +50,9 @@ _KERNEL_FAULTS = (signal.SIGILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, s
 def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
     """Return a verdict for each family of kernels, from the file beside the library if it is valid.
 
-    If the file is missing or damaged, run the self-test and write it. If the file cannot be
-    written, or if the test ended for a reason outside the kernels, only this process uses the
-    verdicts.
+    If the file is missing or damaged, run the self-test and write the file. The verdicts are not
+    stored if the test failed for a reason outside the kernels, or if the file cannot be written.
+    Then only this process uses them.
     """
     path = verdict_file(library.parent, "cpu", library.name, *_machine())
     families = [family for family in FAMILIES if has_tiles or family != "amx"]
@@ -66,7 +66,7 @@ def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
 
 
 def _machine() -> list[str]:
-    """Return facts besides the library on which the verdicts depend: CPU, torch version, test."""
+    """Return the CPU, the version of torch and the source of the test: the verdicts depend on them."""
     facts = [platform.machine(), torch.__version__]
     facts.append(Path(__file__).with_name("checks.py").read_text())
     try:
@@ -92,7 +92,7 @@ def _run(library: Path, families: Sequence[str]) -> tuple[list[Verdict], bool]:
         # The parent may have imported planish from its working directory or from an entry that it
         # added to sys.path. So the test process gets the same path.
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-        # Threads that spin while they wait would take more time than the test.
+        # By default, OpenMP threads spin while they wait. That would take more time than the test.
         "OMP_WAIT_POLICY": "passive",
     }
     while left := [family for family in families if family not in found]:
