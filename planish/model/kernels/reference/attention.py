@@ -4,11 +4,11 @@ Forward pass: the rows of each segment attend to the path from the root to thems
 the path are gathered into one contiguous sequence. The batch-invariant attention of
 ordered_attention.py then reproduces the sampler's output for each row bit for bit.
 
-Backward pass: the (query, key) pairs are divided into plain rectangles and triangles. In
-depth-first order (model/prefix_tree.py) the descendants of a segment are the rows directly after the segment.
-So exactly two blocks of queries attend to the keys of a segment: its own rows, causally, and all
-rows of its descendants. Every pair lies in exactly one of these pieces, no pair is masked out
-except in the causal triangles, and a segment has at most two pieces.
+Backward pass: the (query, key) pairs are divided into pieces, plain rectangles and triangles. In
+depth-first order (model/prefix_tree.py) the descendants of a segment are the rows directly after
+the segment. So exactly two blocks of queries attend to the keys of a segment: its own rows,
+causally, and all rows of its descendants. Each block is one piece, a triangle or a rectangle. Every
+pair lies in exactly one piece, and only the triangles mask pairs.
 
 Given the final output and log-sum-exp of each row, the gradients of a piece are those of ordinary
 attention (Dao et al. 2022). The gradients of all pieces are summed, so a shared prefix gets the
@@ -122,7 +122,9 @@ class Kernel(Protocol):
 
 
 def rectangles(packed: Packed) -> tuple[Rectangle, ...]:
-    """Return the rectangles of all segments: the segment's keys, its descendants' queries."""
+    """Return one rectangle per segment with descendants. It has the segment's rows as keys, and the
+    descendants' rows as queries.
+    """
     return tuple(
         Rectangle(s.end, s.subtree_end, s.start, s.end)
         for s in packed.segments
@@ -306,7 +308,8 @@ class _Forest(torch.autograd.Function):
             held = grad[rows].mul_(real[:, None, None])
             tensors = (_batch(x, length) for x in (held, q[rows], k[rows], v[rows], out[rows]))
             batch_lse = lse[rows].unflatten(0, (-1, length)).transpose(1, 2)
-            # Within a segment, the distance of two rows is that of their positions.
+            # The rows of a segment are at consecutive positions. A window needs only differences
+            # of positions, so row numbers can replace the positions.
             number = torch.arange(length, device=q.device)
             window = None if ctx.window is None else Window(ctx.window, number, number)
             parts = plan.kernel.backward(*tensors, batch_lse, True, window)

@@ -83,7 +83,9 @@ _REPLACED = {
     "swiglu": ("swiglu", "swiglu_backward"),
     "log_sum_exp": ("log_sum_exp", "log_sum_exp_backward_"),
 }
-"""The operations by family of kernels whose C++ and Triton functions have the same signatures."""
+"""Maps families of kernels to the operations that `use_kernels` replaces. The C++ and the Triton
+functions of these families have the same signatures.
+"""
 _ANY_ROWS = RowTiling()
 # Number of rows per matmul with the head, on a CPU and on a GPU. Fewer rows would not fill a GPU.
 _HEAD_ROWS = (256, 2048)
@@ -155,7 +157,10 @@ class TorchBackend:
         *,
         keep_unpacked: bool = True,
     ) -> PackedLinear:
-        """Return linears that read the same input as one; bf16 is packed for oneDNN on a CPU."""
+        """Join linears that read the same input, and return them as one packed linear.
+
+        On a CPU, bf16 weights are packed for oneDNN.
+        """
         return PackedLinear(
             weights,
             biases,
@@ -276,7 +281,7 @@ class TorchBackend:
     def rms_norm_backward(
         self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
-        """Return the float32 gradient of the sum: that of its norm plus `grad_total`."""
+        """Return the float32 gradient of `total`: the gradient through the norm, plus `grad_total`."""
         weighted = grad.to(total.dtype) * weight
         inner = (
             torch.linalg.vecdot(weighted, total)
@@ -505,7 +510,7 @@ class TorchBackend:
         self._filter_(weights, params)
 
     def invert(self, weights: Tensor, uniforms: Tensor) -> Tensor:
-        """Sample tokens [N, K] at the uniform numbers, which are always within the vocabulary."""
+        """Sample tokens [N, K] (see `Backend.invert`). Every token is within the vocabulary."""
         # The tokens of a row that is not finite are undefined, but never outside the vocabulary.
         return invert(weights, uniforms).clamp_(max=weights.shape[1] - 1)
 

@@ -5,9 +5,10 @@ same sums over the size of a head. On a CPU, torch has two versions of `exp`, wh
 differ: one for whole vector registers and one for the remaining elements of a tensor. So on a CPU,
 operations that call `exp` run in float64 and are rounded to float32, which hides the difference.
 
-Only the inputs of a layer are stored for the backward pass. It recomputes the states, starting at
-the roots of the prefix trees, and has those of `BLOCK` positions in memory at a time. The gradient
-of a parent's state is the sum of its children's gradients, in the order of the rows.
+Only the inputs of a layer are stored for the backward pass. The backward pass recomputes the
+states, starting at the roots of the prefix trees. At any time, it has the states of `BLOCK`
+consecutive positions in memory. The gradient of a parent's state is the sum of its children's
+gradients, in the order of the rows.
 
 Shapes: T rows, C channels, W width of the convolution, Hk key heads, Hv value heads, Dk and Dv the
 sizes of a key and a value head, n sequences that are computed at the same time.
@@ -117,7 +118,8 @@ class SequenceRecurrence:
         self._parents = parents
         self._levels = _levels([(run.start, run.stop) for run in runs], parents)
         # The convolution reads one tensor: first W - 1 rows per run, from the run's stored state,
-        # and then the rows of the batch. `previous` has the row of each row's previous position.
+        # and then the rows of the batch. previous[i] is the row with the position before that of
+        # row i.
         width = config.conv_width - 1
         first = width * len(runs)
         previous = np.arange(-1, first + rows - 1)
@@ -187,7 +189,8 @@ class _ConvSilu(torch.autograd.Function):
         found = _convolved(x, taps, weight)
         gate = sigmoid(found)
         grad = grad * (gate * (1 + found * (1 - gate)))
-        # The additional last row receives the gradients of taps before position 0 (index -1).
+        # Positions before 0 have the index -1, which selects the additional last row. Their
+        # gradients are discarded with that row.
         total = grad.new_zeros(x.shape[0] + 1, x.shape[1])
         for tap in range(taps.shape[1]):
             total.index_add_(0, taps[:, tap] % len(total), grad * weight[:, tap])

@@ -80,8 +80,8 @@ def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) ->
     `found`: scores [G, H, M, L], which are overwritten. `sums` None: start at zero. `sums` may be
     modified in place.
 
-    Both L and the position of key 0 in the sequence must be multiples of SPAN, because the order
-    of a sum depends on its length.
+    L must be a multiple of SPAN, and so must the position of key 0 in the sequence. Then each sum
+    is over one whole span, whatever the batch. The order of a sum depends on its length.
     """
     assert values.shape[2] % SPAN == 0
     weights = found.sub_(peak).exp_()
@@ -103,8 +103,7 @@ def attend(
     """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
     Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. The
-    keys start at position 0, and their
-    number must be a multiple of SPAN.
+    keys start at position 0, and their number must be a multiple of SPAN.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)

@@ -12,10 +12,10 @@ a fixed number of rows. All tiles use the same kernel, so they are batch-invaria
 LoRA matmuls are probed in the form in which the decoder runs them. A few common ranks are probed
 when the model is loaded. Each rank that is used is probed at its first use.
 
-The C++ matmuls (cpp/matmul.py) are not probed, because their order of additions does not
-depend on the number of rows. The probe covers the matmuls that torch computes: all matmuls if the
-C++ kernels are not in use, else those with unsupported shapes. One example is the LoRA of a head
-whose vocabulary size is not a multiple of 16.
+The C++ matmuls (cpp/matmul.py) are not probed, because their order of additions does not depend on
+the number of rows. The probe covers the matmuls that torch computes. Those are all matmuls if the
+C++ kernels are not in use, and otherwise the matmuls with unsupported shapes. One example is the
+LoRA of a head whose vocabulary size is not a multiple of 16.
 
 In practice only small row counts differ. oneDNN uses another kernel for one row of more than 1024
 columns. torch uses its own loops for matmuls of up to 16 ** 3 multiplications, for example for a
@@ -49,15 +49,16 @@ _ROWS = (
 _PROBE_COLUMNS = 4096
 _QUERY_ROWS = (1, 2, 4, 8)
 _LORA_RANKS = (8, 16, 32)
-"""The LoRA ranks for which the padding chosen when a model is loaded must be valid.
+"""The LoRA ranks that are probed when a model is loaded.
 
-The needs of every rank in use are probed separately, at its first use.
+The padding that is chosen then must be valid for all of these ranks. The needs of every rank in use
+are probed separately, at its first use.
 """
 _LORA_LEAST = (*_LEAST, 64, 128, 256)
 """Candidates for the minimum number of rows of LoRA matmuls.
 
-A low rank may need more rows: torch uses its own loops for up to 16 ** 3 multiplications. For rank
-1 of a narrow model that happens below about a hundred rows.
+A low rank may need more rows, because torch uses its own loops for matmuls of up to 16 ** 3
+multiplications. In a narrow model, a rank-1 matmul is that small up to about a hundred rows.
 """
 _LORA_ROWS = 32
 """The minimum number of rows that a probe of LoRA matmuls compares.
@@ -161,7 +162,7 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     """Return the cheapest padding that makes this machine's matmuls batch-invariant; None if no
     tested padding does.
 
-    Low ranks may need a hundred rows or more. They are padded that far only with `at_any_cost`.
+    Low ranks may need padding to a hundred rows or more. They get it only with `at_any_cost`.
     """
     config, dtype, device = backend.config, backend.dtype, backend.device
     shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
@@ -225,9 +226,9 @@ def cancelling(
     order of additions changes a large part of all entries. With ordinary inputs, rounding to bf16
     hides the difference in all but one of thousands of entries.
 
-    Pairs alone are not enough, because the product of two bf16 numbers has only 16 significant
-    bits. So float32 adds a few such products without rounding, and the pairs then sum to exactly 0
-    in every order. The smaller terms make the additions round.
+    Pairs alone are not enough. The product of two bf16 numbers has only 16 significant bits, so
+    float32 adds a few such products without rounding. The pairs would then sum to exactly 0 in
+    every order. The smaller terms have bits below those of the pairs, so the additions round.
 
     Sums of one or two terms have only one order; their inputs are ordinary random numbers.
     """

@@ -178,7 +178,8 @@ class DecodeAttention:
         for part, rows, score in zip(self._parts, where, found, strict=True):
             peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
         for part, rows, score in zip(self._parts, where, found, strict=True):
-            # A row's sums begin with its prompt, so only its own part continues earlier sums.
+            # A row's sums begin in the part with its prompt's slot. So only the parts with samples'
+            # own slots continue earlier sums.
             before = self._so_far(part, sums) if part in self._own else None
             after = add_spans(score, self._placed(part, peak), part.values(layer), before)
             sums.values[rows] = part.taken(after.values, grouped.shape[2])
@@ -216,8 +217,8 @@ class _Part:
     visible: Tensor
     """The number of positions that the rows of each slot attend to: [n, 1, 1]."""
     ends: Tensor
-    """The number of positions up to and including a row's own, counted from position 0 of the slot:
-    [n, lane]. A window ends there.
+    """The end of each row's window: [n, lane]. It is the position after the row's own, relative to
+    position 0 of the slot that the part reads.
     """
     width: int
     """The number of positions to read from every slot, at least the maximum of `visible`."""

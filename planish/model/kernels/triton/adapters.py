@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _MATRICES = 4
 """The number of matrices of a site (target module): A and up to three Bs."""
 _ALIGNMENT = 16
-"""The number of bytes that one load instruction reads from an address that is a multiple of it."""
+"""The bytes that the widest load instruction reads. Its address must be a multiple of this number.
+"""
 
 
 class AdapterTables:

@@ -23,7 +23,9 @@ from planish.model.kernels.triton.tree_attention import GpuForest
 from planish.model.prefix_tree import Packed
 
 _OF_HEADS = ("attention", "tree attention", "lora", "graphs")
-"""The families that work only with supported head sizes, or only together with such families."""
+"""The families that need a supported head size: the attention kernels, and the families that are
+used only together with them.
+"""
 
 
 class TritonBackend(TorchBackend):
@@ -42,8 +44,8 @@ class TritonBackend(TorchBackend):
         if config.head_dim % 16 or config.head_dim > 256 or any(config.windows):
             families = set(families).difference(_OF_HEADS)
         if config.num_experts:
-            # The number of rows of each expert is known only when the layer runs, so that a CUDA
-            # graph cannot contain experts.
+            # The number of rows of each expert is known only when the layer runs. So a CUDA graph
+            # cannot contain experts.
             families = set(families).difference(("lora", "graphs"))
         super().__init__(config, dtype, device)
         self.use_kernels(kernels, families)

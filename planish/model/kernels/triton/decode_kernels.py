@@ -49,12 +49,15 @@ Row = _record("pool", "slot", "capacity", "position", "part", "parts")
 A row with capacity 0 stores nothing.
 """
 Entry = _record("row", "part")
-"""One row of a piece: its batch row, and the index of the first of the row's parts."""
+"""One row of a piece: its batch row, and the index of that row's first part.
+
+The parts of a batch row are consecutive.
+"""
 Piece = _record("pool", "slot", "capacity", "first", "stop", "entry", "entries", "number")
 """A piece: positions first .. stop - 1 of a slot, and the rows that attend to them.
 
-The rows are those of entries entry .. entry + entries - 1. `number`: the index that the piece's
-part has among the parts of a row.
+The rows are those of entries entry .. entry + entries - 1. `number`: the piece writes part `number`
+of each of its rows.
 """
 Block = _record("pool", "slot", "capacity", "position", "row", "rows")
 """A block of a prefill: batch rows row .. row + rows - 1, at consecutive positions of a slot.
@@ -130,9 +133,9 @@ def _attend(
     The state is the max `peak` [M], the sum of weights `weights` [M] and the weighted sum of values
     `sums` [M, BLOCK_E].
 
-    MASKED: a row attends to the keys before its `visible` [M], which include at least one key of
-    the first block. Otherwise all rows attend to all keys, and stop - first is a multiple of
-    BLOCK_N.
+    MASKED: each row attends only to the keys before its `visible` [M]. Every row must attend to at
+    least one key of the first block. Without MASKED, all rows attend to all keys, and stop - first
+    is a multiple of BLOCK_N.
     """
     e = tl.arange(0, BLOCK_E)
     for block in range(bound(tl.cdiv(stop - first, BLOCK_N))):
@@ -234,7 +237,7 @@ def _pieces_kernel(
             BLOCK_N,
             BLOCK_E,
         )
-    # The programs that had one prompt piece less than the others take the next pieces first.
+    # Some programs computed one prompt piece less than the others. They start with the next pieces.
     program += turns * step
     for turn in range(bound(tl.cdiv(tl.maximum(every - program, 0), step))):
         work = program + turn * step

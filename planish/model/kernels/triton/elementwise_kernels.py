@@ -4,9 +4,9 @@ They correspond to the C++ functions in cpp/ops.py; `Backend` documents the oper
 
 The kernels can be captured in CUDA graphs: no call waits for the device, and the launches depend
 only on shapes and dtypes. The kernels are batch-invariant: how a row is divided and summed depends
-only on its length. Triton compiles a separate kernel for row lengths that are multiples of 16.
-Every row then begins at an aligned address, so that kernel can use wide loads. Numbers of rows are
-not specialized, so every batch size runs the same compiled kernel.
+only on its length. If the row length is a multiple of 16, every row begins at an aligned address.
+Triton compiles a separate kernel with wide loads for such lengths. Numbers of rows are not
+specialized, so every batch size runs the same compiled kernel.
 
 Some kernels overwrite their input. So a tile has at least as many entries as its program has
 threads: each entry then belongs to one thread, and no thread reads what another has overwritten.

@@ -40,7 +40,7 @@ class HeadShape:
 
 
 def wants_graphs() -> bool:
-    """Return whether decoding steps may be CUDA graphs, by PLANISH_GRAPHS.
+    """Return whether PLANISH_GRAPHS allows CUDA graphs for decoding steps. It does by default.
 
     Raises UserError for an unknown value.
     """

@@ -3,10 +3,11 @@
 
 The rows of a batch are divided into tiles of at most TILE rows with the same adapter. The kernel
 `shrink` multiplies each tile by its adapter's A. The kernel `expand` multiplies the LoRA hidden
-states by the Bs and adds the result to the base model's output. Tables on the device name the rows,
-the adapter and the addresses of its matrices, which are read in place. Grids and arguments do not
-depend on the batch, because a fixed number of programs share the tiles of the tables. So a captured
-CUDA graph serves any later batch once the tables have changed.
+states by the Bs and adds the result to the base model's output. Tables on the device contain the
+rows and the adapter of each tile, and the addresses of the adapters' matrices. The kernels read the
+matrices in place. Grids and arguments do not depend on the batch, because a fixed number of
+programs share the tiles of the tables. So a captured CUDA graph serves any later batch once the
+tables have changed.
 
 The kernels are batch-invariant: a row's result depends only on the row and its adapter. A sum over
 `in` is divided into a few parts, whose number depends only on `in`. Each part is summed in float32,
@@ -62,7 +63,8 @@ _SHRINKS, _EXPANDS = 4, 8
 def _segment(x_rows, a_rows, has_row, has_column, first, segment, inner, BLOCK_IN: tl.constexpr):
     """Return one part of x @ A.T: [TILE, BLOCK_LOW].
 
-    The part is the sum over the columns first .. first + segment - 1 of `in`, as far as they exist.
+    The part is the sum over the columns first .. first + segment - 1 of `in`. The last part may
+    have fewer columns.
     """
     total = tl.zeros((has_row.shape[0], has_column.shape[0]), tl.float32)
     for begin in range(bound(first), bound(tl.minimum(first + segment, inner)), BLOCK_IN):

@@ -33,7 +33,8 @@ from planish.model.transfer import on_device, staged
 _PROGRAMS = 8
 """The programs per multiprocessor.
 
-A multiprocessor runs two or three at a time and starts another when one with short pieces ends.
+A multiprocessor runs two or three programs at a time. It starts the next program when one of them
+ends, so programs with short pieces leave no multiprocessor idle.
 """
 _INTERPRETED = 2
 """The assumed number of multiprocessors if a CPU interprets the kernels."""
@@ -159,8 +160,8 @@ class DecodeTables:
         kernels, shape, device = _kernels(), bases.shape, bases.shape.device
         self._bases, self._heads = bases, _heads(shape, q_heads)
         self._programs = _PROGRAMS * _multiprocessors(device)
-        # A slot has one piece, or more if it is cut. This is the maximum number of additional
-        # pieces, which `_chunk` ensures.
+        # Each slot has one piece, and additional pieces if it is cut. `_cuts` is the maximum number
+        # of additional pieces of all slots together. `_chunk` ensures this maximum.
         self._cuts = max(1, self._programs // shape.heads)
         pieces, parts = 2 * max_rows + self._cuts, 2 * max_rows + self._heads.lane * self._cuts
         self._tables = _Tables(
@@ -226,8 +227,8 @@ class DecodeTables:
     def _cut(self, start: int, slots: _Slots, chunk: int, **of_slots: np.ndarray | int) -> int:
         """Write the pieces of these slots from index `start` on, and return the end index.
 
-        `of_slots`: the values of other fields of the pieces, one value per slot. In `number`, the
-        value is that of the slot's first piece; each later piece has the next number.
+        `of_slots`: the values of other fields of the pieces, one value per slot. The value of the
+        field `number` is for the slot's first piece. Each later piece gets the next number.
         """
         counts = _pieces_of(slots.count, chunk)
         slot = np.repeat(np.arange(len(counts)), counts)

@@ -210,7 +210,7 @@ def _read(out: str) -> tuple[list[Verdict], str | None]:
 
 
 def is_lasting(verdict: Verdict) -> bool:
-    """Return whether to store the verdict: the family passed, or the user cannot remedy it."""
+    """Return whether to store the verdict. A failure that the user can remedy is not stored."""
     mendable = _names(verdict.reason, (*_COMPILER, *_MEMORY, "timeout", "cannot be started"))
     return verdict.passed or not mendable
 

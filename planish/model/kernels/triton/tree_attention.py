@@ -131,7 +131,7 @@ class KeyPlan:
 def query_plan(until: np.ndarray, tiles: Tiles, group: int) -> QueryPlan:
     """Return the key tiles that each query tile attends to.
 
-    The key tiles of which all pairs are visible come first; the others need a mask. `group`: G.
+    Key tiles whose pairs are all visible come first. The others need a mask. `group`: G.
     """
     rows = tiles.forward.queries // group
     first = np.arange(0, len(until), rows)[:, None]

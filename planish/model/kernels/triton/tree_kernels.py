@@ -289,7 +289,7 @@ def _store(base, at, x, there, E: tl.constexpr, EP: tl.constexpr):
 
 @triton.jit
 def _queries(tile, rows, G: tl.constexpr, M: tl.constexpr):
-    """Return three values for each of the M queries of a tile: row, head within the group, is real.
+    """Return (row, head within the group, whether it is real) of the M queries of a tile: [M] each.
 
     A query is real unless it is padding. Padding repeats a real row, so that sums stay finite.
     """
@@ -441,7 +441,8 @@ def backward_keys(
 ):  # fmt: skip
     """Compute the gradients of one key tile for one key head, from one run of query tiles.
 
-    If other programs have the tile's other query tiles, the sums go to `parts`, for `add_parts`.
+    If several programs share the query tiles of a key tile, each program writes its sums to
+    `parts`. The kernel `add_parts` then adds them.
     """
     item = items + tl.program_id(0) * 6
     tile, first, end, place = tl.load(item), tl.load(item + 1), tl.load(item + 4), tl.load(item + 5)
