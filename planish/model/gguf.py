@@ -138,7 +138,8 @@ SPLITS = {
     "tekken": TEKKEN_SPLIT,
     "gpt-4o": GPT4O_SPLIT,
 }
-"""The regular expression of each pre-tokenizer that splits a text with one."""
+"""The regular expressions with which some pre-tokenizers split a text, by the pre-tokenizer's name.
+"""
 
 IGNORES_MERGES = ("llama-bpe", "tekken")
 """The pre-tokenizers whose tokenizers apply no merges to a word that is itself a token. By default,

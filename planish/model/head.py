@@ -23,7 +23,7 @@ from torch import Tensor
 from planish.model.kernels.backend import Backend, HeadAdapters, HeadMember, LoraMatrices
 from planish.model.kernels.linear import PackedLinear
 
-# Number of logits per row, the largest ones, that are recomputed in float32.
+# How many of the largest logits of each row are recomputed in float32.
 _EXACT = 16
 # A remainder of fewer rows joins the last chunk, because matmuls of few rows may not be
 # batch-invariant (kernels/reference/row_tiling.py).

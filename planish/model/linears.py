@@ -25,8 +25,8 @@ _EXPERT_MODULES = (
     ("mlp.experts.gate_up_proj",),
     ("mlp.experts.down_proj",),
 )
-"""The linears of a layer with a mixture of experts. One name stands for that linear in all experts
-of the layer. Gate and up share one A, as in PEFT.
+"""The linears of a layer with a mixture of experts. The name "mlp.experts.down_proj", for instance,
+stands for the down projections of all experts of the layer. Gate and up share one A, as in PEFT.
 """
 _DELTA_NET_MODULES = (
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),

@@ -133,7 +133,7 @@ class LoraLayout:
     """The numerator of the LoRA scaling alpha / rank."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig) -> None:
-        """Lay out the adapter `lora` of `model`: its rank, and which linears it trains."""
+        """Lay out an adapter of `model`. `lora`: its rank, and the linears that it trains."""
         self.model = model
         self.lora = lora
         self.scaling = self.ALPHA / lora.rank

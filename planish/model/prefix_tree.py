@@ -112,10 +112,11 @@ def _cut(lengths: list[int], shared: list[int], budget: int) -> list[int]:
 
     A cut costs `_CUT_COST` plus the length of the shared prefix, which must be computed again.
 
-    The cost of a micro-batch start .. stop - 1 depends only on `start`. For each stop, the starts
-    whose rows fit into the budget are consecutive. As stop grows, the first of these starts never
-    decreases, so they form a sliding window. A monotonic queue has the cheapest start of the window
-    at its head. So one pass over the sequences is enough.
+    This is a dynamic program over the border `stop`. It chooses the start of the micro-batch that
+    ends there, and the cost of a start does not depend on `stop`. The starts whose rows fit into
+    the budget form a sliding window: the first of them never decreases as `stop` grows. A monotonic
+    queue has the cheapest start of the window at its head. So one pass over the sequences is
+    enough.
     """
     n = len(lengths)
     total = [

@@ -115,8 +115,8 @@ def _sources(name: str, fetch: bool) -> list[tuple[str, Callable[[str], Path]]]:
 
 
 def environment_models() -> dict[str, str]:
-    """Return PLANISH_MODELS as a mapping. Commas separate its entries, so paths must not have any.
-    UserError for a malformed entry or a repeated name.
+    """Return PLANISH_MODELS as a mapping. Commas separate its entries, so a path must not contain a
+    comma. UserError for a malformed entry or a repeated name.
     """
     mapping: dict[str, str] = {}
     for entry in os.environ.get("PLANISH_MODELS", "").split(","):

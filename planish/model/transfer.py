@@ -1,8 +1,8 @@
 """Copies from host memory to the device that do not wait for the device.
 
-A copy from pageable memory to a GPU starts only after all queued work, and blocks until it is done.
-A decoding step that copies a dozen small tensors this way would leave the GPU idle while its next
-kernels are launched. A copy from pinned memory is asynchronous.
+A copy from pageable memory to a GPU starts only after all queued work, and the caller waits until
+the copy is done. A decoding step that copies a dozen small tensors this way would leave the GPU
+idle while the next kernels are launched. A copy from pinned memory is asynchronous.
 """
 
 from __future__ import annotations

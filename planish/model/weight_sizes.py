@@ -15,7 +15,9 @@ SCHEMES = ("int8", "nf4")
 NF4_BLOCK = 64
 """The number of inputs that share a scale in nf4."""
 _QUANTIZED = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
-"""How the names of quantized weights end: the linears of decoder layers that adapters train."""
+"""The suffixes in the names of quantized weights. Quantization changes those linears of decoder
+layers that adapters train.
+"""
 
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:

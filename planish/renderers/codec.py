@@ -6,7 +6,7 @@ tokenizer does between two marks, so the ids equal those of the rendered chat te
 
 Invariants: encoding a string never gives the id of a guarded token (a special token, or another
 added token of the form <...>, such as <think>). A Control that the vocabulary lacks is written as
-ordinary text; formats list those that they require. Time is linear in the text.
+ordinary text; a format lists the Controls that it requires. Time is linear in the text.
 
 A text is first encoded by the tokenizer itself. The result contains a guarded id if the text spells
 a special token. Only then is the text encoded again, by a private copy of the tokenizer without

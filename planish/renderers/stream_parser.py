@@ -44,8 +44,8 @@ class Reading:
     spoiled: tuple[str, ...] = ()
     """Tool calls that cannot be parsed, as written. An unfinished call is one of them."""
     open_call: dict[str, Any] | None = None
-    """The unfinished call after `calls`, with its arguments so far. None unless a grammar constrains
-    the calls.
+    """The unfinished call after `calls`, with its arguments so far. It is None unless a grammar
+    constrains the calls.
     """
 
     def with_spoiled(self) -> Reading:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from planish.renderers.codec import Codec
 
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
-"""End-of-sequence tokens that instruction tokenizers have besides their end-of-turn token."""
+"""End-of-sequence tokens of instruction tokenizers, which also have an end-of-turn token."""
 
 
 class Termination(Enum):

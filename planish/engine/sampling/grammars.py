@@ -202,7 +202,7 @@ class GrammarCache:
                 state.done = done
 
     def _grammar(self, constraint: Constraint, owner: str) -> Future[Grammar]:
-        """Return the future of a compiled grammar. Start to compile it if it is not in the cache."""
+        """Return the future of a compiled grammar. If it is not cached, start to compile it."""
         key = (owner, constraint)
         with self._lock:
             future = self._compiled.get(key)

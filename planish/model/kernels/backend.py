@@ -196,7 +196,9 @@ class Backend(Protocol):
     dtype: torch.dtype
     """The dtype of weights and matmuls."""
     tiling: RowTiling | None
-    """The row counts that make torch's matmuls batch-invariant; None if that is not promised."""
+    """The row counts that make torch's matmuls batch-invariant. None: these matmuls may depend on
+    the batch.
+    """
     families: frozenset[str]
     """The families of compiled kernels in use."""
     packs_layer_adapters: bool
@@ -216,7 +218,7 @@ class Backend(Protocol):
     """Whether the sampler may return the logits of `base_logits` as they are.
 
     This is the case on a GPU without batch invariance, where logits are computed in float32.
-    Elsewhere the sampler recomputes the logits of returned logprobs with `token_logits`.
+    Otherwise the sampler recomputes the logit of each sampled token with `token_logits`.
     """
     joins_weights: bool
     """Whether `pack` needs the weights of several linears as adjacent views of one tensor."""
@@ -231,7 +233,8 @@ class Backend(Protocol):
 
     The operating system provides a page of main memory only when the page is first used. So on a
     CPU the KV slot of a sample grows with the sample, and a sample that ends early uses little
-    memory. The memory limits are fixed sizes instead of shares of the free memory.
+    memory. By default, each memory limit has a fixed maximum on a CPU. On a GPU the limits are
+    shares of the free memory.
     """
     workspace_bytes: int
     """The memory of a decoding step in addition to its activations and logits."""

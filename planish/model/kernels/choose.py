@@ -35,8 +35,8 @@ def choose_backend(
 ) -> TorchBackend:
     """Return the backend of a base model.
 
-    `deterministic`: whether results are batch-invariant. With None, results are batch-invariant on
-    a CPU where padding is enough to make them so, because padding costs almost nothing there.
+    `deterministic`: whether results are batch-invariant. None means no on a GPU. On a CPU it means
+    yes if padding of the matmuls is enough, because padding costs almost nothing there.
     `gpu_families`: the families of Triton kernels that passed their self-test for this model on
     this GPU. Raises UnsupportedError for a model with gated delta-net layers on a GPU.
     """

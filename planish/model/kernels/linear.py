@@ -130,7 +130,7 @@ class QuantizedLinear(PackedLinear):
         dtype: torch.dtype,
         packed: PackedQuantizedWeight | None,
     ) -> None:
-        """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `dtype`: that of matmuls.
+        """`weights`: [out_i, in] each. `biases`: as in PackedLinear. `dtype`: the matmuls' dtype.
 
         `packed`: the weights packed for a kernel, or None if torch computes the matmuls.
         """

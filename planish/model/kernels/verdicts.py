@@ -55,7 +55,7 @@ def read_verdicts(path: Path) -> list[Verdict] | None:
 def write_verdicts(path: Path, verdicts: Iterable[Verdict]) -> bool:
     """Replace this file's verdicts atomically. Return False where the directory is read-only."""
     text = json.dumps([asdict(verdict) for verdict in verdicts], indent=1)
-    # Not a private temporary file: other users may share the cache.
+    # Other users may share the cache, and they could not read a private temporary file.
     unfinished = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

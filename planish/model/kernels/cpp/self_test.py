@@ -66,7 +66,7 @@ def verdicts_of(library: Path, has_tiles: bool) -> list[Verdict]:
 
 
 def _machine() -> list[str]:
-    """Return the CPU, the version of torch and the source of the test: the verdicts depend on them."""
+    """Return facts that determine the verdicts: the CPU, torch's version, the test's source."""
     facts = [platform.machine(), torch.__version__]
     facts.append(Path(__file__).with_name("checks.py").read_text())
     try:

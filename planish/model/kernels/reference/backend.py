@@ -281,7 +281,7 @@ class TorchBackend:
     def rms_norm_backward(
         self, grad: Tensor, total: Tensor, weight: Tensor, scale: Tensor, grad_total: Tensor | None
     ) -> Tensor:
-        """Return the float32 gradient of `total`: the gradient through the norm, plus `grad_total`."""
+        """Return the float32 gradient of `total`: `grad_total` plus the gradient of its norm."""
         weighted = grad.to(total.dtype) * weight
         inner = (
             torch.linalg.vecdot(weighted, total)
