@@ -104,8 +104,8 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "full_attention_interval": 4,
     },
 }
-"""The defaults of `transformers` for each family, where they differ from the other families'. They
-include dimensions, because published configs of Gemma 3 omit dimensions that have their default.
+"""The defaults of `transformers` that are specific to a family. They include dimensions, because
+published configs of Gemma 3 omit dimensions that have their default.
 """
 
 _MINISTRAL3_ROPE = {
@@ -224,7 +224,7 @@ class ModelConfig:
     """
     query_scale_beta: float | None = None
     """Queries at position p are multiplied by 1 + beta * log(1 + floor(p / N)), where N is
-    `query_scale_interval` (Ministral 3). None: they are not.
+    `query_scale_interval` (Ministral 3). None: the scale of queries does not depend on p.
     """
     query_scale_interval: int = 1
     """The N of `query_scale_beta`: the factor is constant over each interval of N positions."""

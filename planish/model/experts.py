@@ -49,7 +49,7 @@ class ExpertRows:
         self.num_rows, self.per_row = chosen.shape
         flat = chosen.flatten()
         sorted_experts, self.order = flat.sort(stable=True)
-        """`order`: int64 [P]. Sorted pair i is pair order[i] of `chosen`, flattened."""
+        """`order`: int64 [P], the index in the flattened `chosen` of each sorted pair."""
         self.rows = self.order // self.per_row
         """int64 [P]: the row of each sorted pair."""
         self._experts = sorted_experts
@@ -67,10 +67,10 @@ class ExpertRows:
         return self.parts_of(0, self.num_rows)
 
     def bounds(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the range of each expert's pairs of the rows start .. stop - 1: two int64 arrays
-        [N].
+        """Return where each expert's pairs of rows start .. stop - 1 are: two int64 arrays [N].
 
-        The first array has the index of the first sorted pair, the second the number of pairs.
+        These pairs of an expert are consecutive. The first array has the index of the first sorted
+        pair of each expert, and the second has the number of pairs.
         """
         first = np.arange(self._num_experts) * self.num_rows
         begin = np.searchsorted(self._keys, first + start)
@@ -170,10 +170,11 @@ class _Experts(torch.autograd.Function):
     """The experts with one adapter or none, and their gradients.
 
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
-    stored. The backward pass recomputes the activations, but not the experts' outputs. The gradient
-    of a pair's weight is the dot product of the expert's output with the output's gradient. The
-    output is linear in the activations. So the dot product of the activations with their gradient
-    has the same value, and the backward pass computes that one.
+    stored. The backward pass recomputes the activations, but not the experts' outputs. By
+    definition, the gradient of a pair's weight is the dot product of the expert's output and the
+    output's gradient. The output is linear in the activations. So the dot product of the
+    activations and their gradient has the same value. The backward pass computes this second dot
+    product, which does not need the outputs.
     """
 
     @staticmethod
@@ -196,9 +197,9 @@ class _Experts(torch.autograd.Function):
         backend, rows = run.backend, run.rows
         hidden = activated(backend, gate_up)
         of_pair = weights.flatten()[rows.order].unsqueeze(1)
-        # The gradient of the pair's weight needs `of_hidden` without that weight. So `grad` is not
-        # multiplied with the weights here. The LoRA gradients are products with `hidden` and
-        # `low_out`, so these two are multiplied instead.
+        # `grad` is not multiplied by the pairs' weights here, because the gradient of a weight
+        # needs `of_hidden` without that weight. The LoRA gradients do need the weights. They are
+        # products of `grad` with `hidden` and `low_out`, so these two are multiplied instead.
         narrow = of_pair.to(hidden.dtype)
         given = (hidden * narrow, None if low_out is None else low_out * narrow)
         of_hidden, grads_out = _backward(
@@ -252,7 +253,7 @@ def _backward(
     linears: Sequence[PackedLinear],
     lora: LoraMatrices | None,
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the gradient of the experts' inputs [P, in], and those of the LoRA matrices, if any.
+    """Return the gradients of the experts' inputs [P, in] and of the LoRA matrices, if any.
 
     `grad`: gradient of the outputs [P, out]. `x`, `low`: the inputs [P, in] and the LoRA hidden
     states from which the gradients of the LoRA matrices are computed.

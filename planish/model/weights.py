@@ -101,8 +101,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         yield "input_layernorm.weight", (hidden,)
         if config.output_norms:
             yield "pre_feedforward_layernorm.weight", (hidden,)
-    # This name is that of the norm of the attention's output if the family has output norms.
-    # Otherwise, it is that of the norm of the MLP's input.
+    # Checkpoints use this name for two different norms. In families with output norms, it is the
+    # norm of the attention's output. In all other families, it is the norm of the MLP's input.
     yield "post_attention_layernorm.weight", (hidden,)
     if config.output_norms:
         yield "post_feedforward_layernorm.weight", (hidden,)
@@ -257,7 +257,8 @@ def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _S
 
 
 def _stored_tensors(directory: Path, handles: Mapping[str, Any]) -> dict[str, _StoredTensor]:
-    """Return the text model's stored tensors by their name in a text model.
+    """Return the stored tensors of the text model by name, without the prefixes of a multimodal
+    checkpoint.
 
     Raises DamagedFileError if two files contain the same tensor.
     """
@@ -289,7 +290,7 @@ def _stored_tensors(directory: Path, handles: Mapping[str, Any]) -> dict[str, _S
 
 
 def text_name(stored: str) -> str:
-    """Return a tensor's or module's name in a text model.
+    """Return the name of a tensor or module without the prefix of a multimodal model.
 
     `stored`: its name in a multimodal or text model.
     """
