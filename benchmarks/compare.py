@@ -139,6 +139,7 @@ def main(options: Options) -> None:
     pythons = {spec.environment: interpreter(spec.environment) for spec in specs.values()}
     model = resolve_model(options.model)
     report = header(options)
+    options.directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="planish-benchmark-") as scratch:
         path = Path(scratch) / "works.json"
         write_works(options.model, path, works, options.rounds)

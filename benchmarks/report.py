@@ -254,6 +254,7 @@ TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "avx2-iteration": peers_table,
     "float32": peers_table,
     "peers": peers_table,
+    "constrained": peers_table,
     "llama": peers_table,
     "iteration": peers_table,
     "quantized": peers_table,
