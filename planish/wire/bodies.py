@@ -1,4 +1,4 @@
-"""Decompression of request bodies with a size limit: a small body that expands must not fill the
+"""Decompression of request bodies. A size limit keeps a small compressed body from filling the
 memory.
 """
 
@@ -10,10 +10,11 @@ import zstandard
 
 from planish.errors import UserError
 
-# The window of a frame: the largest that the zstd command accepts by default.
+# The largest window of a zstd frame, in bytes. The zstd command has the same default.
 _MAX_WINDOW = 1 << 27
-# Compressed bytes per step. They contain at most 512 blocks of 128 KiB, so at most 64 MiB are
-# decompressed before the size is checked.
+# The number of compressed bytes that are decompressed before each check of the size. A zstd block
+# with content takes at least 4 bytes, and has at most 128 KiB. So _SLICE bytes contain at most 512
+# such blocks, or 64 MiB.
 _SLICE = 1 << 11
 
 
@@ -30,7 +31,9 @@ def too_large(limit: int) -> BodyTooLargeError:
 
 
 def open_body(body: bytes, encoding: str, limit: int) -> bytes:
-    """Return the body without its `Content-Encoding`. BodyTooLargeError above `limit` bytes."""
+    """Return the body, decompressed as `Content-Encoding` says. Raise BodyTooLargeError if the
+    result has more than `limit` bytes, and UserError if the body cannot be decompressed.
+    """
     match encoding.strip().lower():
         case "" | "identity":
             opened = body

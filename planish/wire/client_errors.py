@@ -1,8 +1,8 @@
 """planish's errors on the wire: an error has the name of its class in addition to its message, so
 that a client can raise the same class.
 
-The name is an addition of planish to the protocol. If it is missing or unknown, the client raises a
-UserError for an error that the call has caused.
+The name is an addition of planish to the protocol. If the name is missing or unknown, the client
+raises a UserError for a rejected request or an error of category "user".
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from planish.errors import (
 )
 
 ERROR_CLASS = "error_class"
-"""The field with the name, beside "detail" or "error"."""
+"""The JSON field with the name of the class, next to the message in "detail" or "error"."""
 
 _CLASSES = {
     kind.__name__: kind
@@ -33,8 +33,8 @@ _CLASSES = {
 
 
 def name_of(error: BaseException) -> str | None:
-    """Return the name of the error's class, or of its nearest base class that clients know. None
-    for an error that the call has not caused.
+    """Return the name of the error's class, or of its nearest base class that clients know. Return
+    None if clients know neither, for example for a fault of the server.
     """
     return next((kind.__name__ for kind in type(error).__mro__ if kind.__name__ in _CLASSES), None)
 

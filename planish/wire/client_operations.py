@@ -1,8 +1,9 @@
 """The client's side of the protocol: the path and body of each operation, and how its result is
 read.
 
-Ids of operations are the server's: model `{session}:train:{n}`, sampler `{session}:sample:{n}`. A
-body is built once, because a repeated request must be the same.
+Operations have the ids that the server uses: `{session}:train:{n}` for a model, and
+`{session}:sample:{n}` for a sampler. A client builds the body of a request once and keeps it,
+because a repeated request must have the same body.
 """
 
 from __future__ import annotations

@@ -33,13 +33,16 @@ MAX_MAP = 64
 """Maximum number of entries of an object whose keys are chosen by the client."""
 _MAX_SHOWN = 80
 MAX_CONTAINERS = 1 << 20
-"""Limit of objects and lists in a body. As Python objects they take up to 40 times their bytes."""
+"""Limit of objects and lists in a body. Parsed into Python objects, they take up to 40 times the
+memory of their JSON text.
+"""
 MAX_VALUES = 1 << 24
 """Limit of values in a body, and of token ids in one request. Each takes up to 40 bytes of memory
 while the body is read.
 """
 MAX_DEPTH = 64
-"""Limit of objects and lists within each other. Code that walks a body may call itself as often."""
+"""Limit of the nesting depth of objects and lists. Recursive code can process a body of this depth.
+"""
 
 
 class Fields:
@@ -66,7 +69,7 @@ class Fields:
         try:
             value = orjson.loads(body.removeprefix(codecs.BOM_UTF8))
         except orjson.JSONDecodeError as error:
-            if "Not enough memory" in str(error):  # which orjson reports as an invalid text
+            if "Not enough memory" in str(error):  # orjson reports a lack of memory as invalid JSON
                 raise MemoryError from None
             raise UserError(f"the body is not JSON: {error}") from None
         if containers > MAX_DEPTH and _depth_exceeds(value, MAX_DEPTH):
@@ -104,7 +107,7 @@ class Fields:
         return iter(self._values)
 
     def path(self, name: str) -> str:
-        """Return how errors name a field."""
+        """Return the path of a field in the body, for error messages."""
         name = name if len(name) <= _MAX_SHOWN else f"{name[:_MAX_SHOWN]}..."
         return f"{self._where}.{name}" if self._where else name
 
@@ -170,7 +173,9 @@ class Fields:
         return value
 
     def alone(self) -> Fields:
-        """Return the object as a body of its own, so that errors do not name its position."""
+        """Return the same object as a separate body. Errors then name its fields without the path
+        of the object.
+        """
         return Fields(self._values)
 
     def array(self, name: str, most: int = MAX_LIST) -> list[Any]:
@@ -233,7 +238,7 @@ class Fields:
 
 
 def _depth_exceeds(value: Any, most: int) -> bool:
-    """Return whether more than `most` objects and lists are within each other."""
+    """Return whether objects and lists are nested more than `most` deep."""
     level = [value]
     for _ in range(most):
         level = [
@@ -256,7 +261,7 @@ def check_identifier(name: str, value: str) -> None:
 
 
 def shown(value: Any) -> str:
-    """Return how an error shows a value; long values are shortened."""
+    """Return the text of a value for an error message. Long values are shortened."""
     match value:
         case list():
             return "[...]"

@@ -103,8 +103,8 @@ def create_model_to_json(operation: CreateModel, place: SessionPlace) -> dict[st
 
 
 def load_weights_from_json(fields: Fields) -> LoadWeights | CreateModel:
-    """Read a load_weights: with `model_id`, into an existing model; with `session_id`, into a new
-    model.
+    """Read a load_weights. A body with `model_id` loads a checkpoint into an existing model. A body
+    with `session_id` creates a model from a checkpoint.
     """
     with fields:
         fields.skip("type")
@@ -177,12 +177,12 @@ def save_weights_from_json(fields: Fields) -> SaveWeights:
 
 
 def save_weights_for_sampler_from_json(fields: Fields) -> SaveWeightsForSampler | PublishSampler:
-    """Read a save_weights_for_sampler: with `path`, a checkpoint with that name; with
-    `sampling_session_seq_id`, a sampler without a named checkpoint.
+    """Read a save_weights_for_sampler. A body with `sampling_session_seq_id` publishes a sampler.
+    Any other body saves a checkpoint under the name in `path`.
 
-    The protocol allows a sampler of kind "inflight" to change with the model's weights during
-    training. In planish it keeps its weights, as one of kind "snapshot" does. `overwrite` is an
-    addition of planish.
+    The protocol allows the weights of a sampler of kind "inflight" to change during training. In
+    planish they do not change, so the kinds "inflight" and "snapshot" have the same meaning.
+    `overwrite` is an addition of planish.
     """
     with fields:
         place = place_from_json(fields)

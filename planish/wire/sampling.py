@@ -1,7 +1,7 @@
 """asample: its request, and its answer in both encodings.
 
 Undefined logprobs are NaN in planish's arrays. On the wire, an undefined prompt logprob is NaN in
-protobuf and null in JSON, and an undefined row of top tokens is token 0 at -99999.
+protobuf and null in JSON. An undefined entry of the top tokens has token 0 and logprob -99999.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class SampleRequest:
 def sample_request_from_json(fields: Fields) -> SampleRequest:
     """Read a sample request.
 
-    `prompt_only` is an addition of planish. So are, within `sampling_params`, `min_p`,
-    `stop_token_ids`, `min_tokens`, the penalties and `constraint`.
+    Some fields are additions of planish: `prompt_only`, and in `sampling_params` the fields
+    `min_p`, `stop_token_ids`, `min_tokens`, the penalties and `constraint`.
     """
     with fields:
         fields.skip("type")

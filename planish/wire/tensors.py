@@ -2,8 +2,8 @@
 in JSON.
 
 A CSR tensor stays sparse here; the code that uses it converts it to dense form. A small body can
-claim a huge shape. So before any dense tensor is allocated, the elements of all CSR tensors of a
-body in dense form are counted and limited to `MAX_DENSE_ELEMENTS`. The number of datums, chunks and
+have a CSR tensor with a huge shape. So the reader adds up the sizes that all CSR tensors of a body
+have in dense form, and rejects a sum above `MAX_DENSE_ELEMENTS`. The number of datums, chunks and
 tensors is limited too. planish reads only chunks of text tokens.
 """
 
@@ -56,8 +56,9 @@ def numbers(data: bytes, dtype: np.dtype[Any] | str, where: str) -> np.ndarray:
 
 
 def stored_numbers(data: bytes, dtype: int, where: str) -> tuple[np.ndarray, TensorDtype]:
-    """Return the values of a tensor as int64 or float32, and which of the two. The bytes may have
-    any of the wire's four types.
+    """Return the values of a tensor, as int64 or float32, and the name of their dtype. `dtype` is
+    the type of the bytes: float32, int64, int32 or bfloat16 (messages.py). Raise UserError for
+    another type.
     """
     if dtype not in _STORED:
         raise UserError(f"{where}: dtype {dtype} is unknown; give 1 (float32) or 2 (int64)")

@@ -54,9 +54,9 @@ from planish.wire.tensors import (
 _REQUEST = ForwardBackwardRequestMessage.DESCRIPTOR.name
 _DATA_FIELD = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].number
 MAX_FIELDS = 1 << 20
-"""Limit for the number of protobuf fields in one body, its datums and their tensors together. The
-fields are counted before parsing, because an empty field takes 30 times its bytes when it is
-parsed.
+"""Limit for the number of protobuf fields in one body, including the fields of its datums and
+tensors. The fields are counted before parsing, because a parsed empty field takes 30 times the
+memory of its encoding.
 """
 _DATUM = ForwardBackwardRequestMessage.DESCRIPTOR.fields_by_name["data"].message_type
 _ENTRY = _DATUM.fields_by_name["loss_fn_inputs"].message_type
@@ -119,8 +119,9 @@ def parse_forward_backward(body: bytes) -> Any:
 
 
 def _walk(body: bytes) -> Iterator[tuple[tuple[int, ...], int, int]]:
-    """Yield (numbers of the fields around it and its own, start of its content, end) for each field
-    that may be repeated, at any depth.
+    """Yield (path, start of the content, end) for each field of the body and of the messages in
+    `_WALKED`: datums, the entries of their `loss_fn_inputs`, and the tensors of these entries. A
+    path has the field numbers of the enclosing fields and of the field itself.
     """
     pending: list[tuple[tuple[int, ...], Iterator[tuple[int, int, int, int]]]] = [
         ((), _fields_of(body, 0, len(body)))
@@ -173,7 +174,7 @@ def forward_backward_to_message(operation: ForwardBackward, seq_id: int) -> byte
 
 
 def forward_backward_from_json(fields: Fields, forward_only: bool) -> ForwardBackward:
-    """Read the body of /forward_backward, or with `forward_only` that of /forward."""
+    """Read the body of /forward if `forward_only` is True, else the body of /forward_backward."""
     with fields:
         place = place_from_json(fields)
         with fields.object("forward_input" if forward_only else "forward_backward_input") as given:
