@@ -46,15 +46,15 @@ class EngineClient:
     """Calls the engine from the event loop. Slow calls run in threads."""
 
     def __init__(self, service: HostedService, data_dir: Path) -> None:
-        """Errors name files relative to `data_dir`. Most errors reach clients, and clients need not
-        know where the server stores its data.
+        """`service` is the engine. Errors of this class name files relative to `data_dir`, because
+        most errors reach clients, and clients must not learn where the server stores its data.
         """
         self._service = service
         self._directory = re.compile(rf"{re.escape(str(data_dir))}(/|(?![\w.-]))")
         # Loading a model or waiting for a disk must not block submissions.
         self._quick = ThreadPoolExecutor(_QUICK_THREADS, thread_name_prefix="planish-submit")
         self.fault: str | None = None
-        """Why the engine does nothing any more, if it failed."""
+        """The error that stopped the engine; None while the engine works."""
         self._is_closed = False
         self._slow = ThreadPoolExecutor(_SLOW_THREADS, thread_name_prefix="planish-load")
 
@@ -200,8 +200,9 @@ class EngineClient:
 
 
 class DeviceClock:
-    """Divides the time of one device among requests. A request is charged for the time from the end
-    of the previous request, or from its own submission if that was later, until its own end.
+    """Divides the time of one device among requests. The charge of a request ends when the request
+    ends. It begins when the previous request ended or when the request was submitted, whichever was
+    later.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -214,8 +215,8 @@ class DeviceClock:
         return self._clock()
 
     def spent(self, submitted: float) -> float:
-        """Return the seconds that a request which ends now is charged for. The charges of all
-        requests add up to at most the time that has passed.
+        """Return the charge, in seconds, of a request that ends now. `submitted` is the time of its
+        submission. The charges of all requests add up to at most the time that has passed.
         """
         now = self._clock()
         spent = now - max(submitted, self._last)

@@ -6,9 +6,9 @@ is unanswered.
 
 Later, idle adapters leave memory, expired results and checkpoints are deleted, and stale sessions
 end. If results or unnamed samplers exceed their limits on disk, the oldest are deleted. A replay
-needs the requests after its model's last snapshot, so their rows stay even if their results are
-deleted. Only failed requests that a replay does not need are deleted earlier
-(failed_requests.py).
+needs the requests after its model's last snapshot. So the rows of these requests stay, even if
+their results are deleted. Only the rows of failed requests that no replay needs may be deleted
+before `result_retention` has passed (failed_requests.py).
 
 A week after a session's end, the server deletes the session, its samplers, and its runs without
 checkpoints. A run with checkpoints is kept, because the paths of the checkpoints contain its id.
@@ -121,7 +121,9 @@ class Recovery:
             await self._decide_published(sampler, f"{row.model}:{row.seq}")
 
     async def _decide_published(self, sampler: Sampler, request_id: str) -> None:
-        """Open or close a published sampler, depending on the request that publishes it."""
+        """Open a published sampler if the request that publishes it succeeded, and close the
+        sampler if the request failed. If the request has no answer yet, the sampler stays as it is.
+        """
         row = await self._services.store.read(journal.row, request_id)
         if row is not None and row.state == "done":
             sampler.ready.set()
@@ -159,8 +161,8 @@ class Recovery:
                 request_log.settle(request, why, state="refused")
 
     async def _delete_unnamed(self) -> None:
-        """Delete private checkpoints that no row names. A crash between making and recording a
-        private checkpoint leaves one.
+        """Delete private checkpoints that no row names. Such a checkpoint exists if the server
+        crashed after it made the checkpoint and before it wrote the row.
         """
         sources = {sampler.row.source for sampler in self._samplers.all()}
         for path in await self._services.engine.checkpoint_paths():
@@ -292,8 +294,8 @@ class Cleanup:
 
     async def _close_samplers(self) -> None:
         """Close the least recently used unnamed samplers of a tenant that has more than
-        `max_samplers`. Then, while all unnamed samplers exceed `unnamed_sampler_bytes`, close the
-        least recently used one of the tenant that stores the most.
+        `max_samplers`. Then close samplers until the rest take at most `unnamed_sampler_bytes`
+        together: each time, the least recently used one of the tenant that stores the most.
         """
         settings, saved = self._services.settings, defaultdict[str, list[Sampler]](list)
         for sampler in sorted(self._samplers.all(), key=lambda sampler: sampler.used):

@@ -1,9 +1,9 @@
 """The server's counters and gauges. Each part of the server updates its own counters, and no
 decision depends on them.
 
-Counters only grow from the start of the process; gauges are current values. A field with a metric
-is shown at /metrics under the metric's name. Labels are tenants' names, and kinds and states of
-requests (results.Done).
+Counters only grow from the start of the process; gauges are current values. A field that `metric`
+or `described` declares is shown at /metrics under the declared name. The labels are tenants' names,
+and kinds and states of requests (results.Done).
 """
 
 from __future__ import annotations

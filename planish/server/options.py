@@ -32,8 +32,8 @@ class ServeOptions:
     port: int = 8000
     data_dir: Path = Path("~/.local/share/planish/server")
     models: Mapping[str, str] = field(default_factory=dict)
-    """Names and their directories or .gguf files. The embedded model is served too if it is on this
-    machine, or if there is no other.
+    """Maps the names of base models to their directories or .gguf files. The embedded model is also
+    served if it is on this machine, or if this mapping is empty.
     """
     api_key_file: Path | None = None
     engine: EngineSettings = field(default_factory=EngineSettings)

@@ -6,7 +6,7 @@
     |- NotFound 404      the named object does not exist, or belongs to another tenant. The message
     |                    is the same for both. NoSuchCheckpoint and NoSuchBaseModel are subclasses
     |- Conflict 409      a public checkpoint was published again, or a private one unpublished. No
-    |                    other error has status 409, because the SDK retries it
+    |                    other error has status 409, because the SDK retries requests with it
     |- Gone 410          the object existed: a session that ended, a result that expired
     |- Abandoned 422     the request crashed the server repeatedly (crash_guard.py)
     |- TooManyRequests 429   the tenant has reached a limit; the SDK retries later

@@ -6,11 +6,12 @@ checkpoint is deleted or replaced, and it can be loaded again after a restart.
 
 A training model publishes its current weights as a sampler without a name (PublishSampler). The
 server saves the weights of this sampler in the background. Until these weights are on disk, the
-sampler cannot leave memory, and after a crash only a replay of its model restores it.
+sampler stays in memory. After a crash before that, a replay of the model publishes the sampler
+again.
 
 Each sample request is a task. The task waits for its sampler, for its tenant's turn and for memory,
-and then for the engine. Samples have no order. After a crash, unanswered requests run again with
-the seeds that were journaled.
+and then for the engine. Samples may run in any order. After a crash, unanswered requests run again
+with the seeds that were journaled.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ class Sampler:
 
     async def unload(self) -> None:
         """Remove the sampler from the engine."""
-        with suppress(UserError):  # closing it may have removed it at this very moment
+        with suppress(UserError):  # a simultaneous `close` may have removed it
             await self._engine.perform(ReleaseSampler(self.id))
 
     async def _creation(self) -> CreateSampler:
@@ -145,7 +146,9 @@ class Samplers:
         self._creating: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Locks by sampler id. A caller holds the lock while it creates the sampler."""
         self._checked_models: set[str] = set()
-        """Base models for which a request was checked before. The first check loads the model."""
+        """Base models that an earlier check has loaded. The first check of a base model loads it,
+        so this check runs in a thread.
+        """
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """The unanswered samples, by request id."""
         self._in_engine: set[str] = set()
@@ -326,7 +329,7 @@ class Samplers:
     @asynccontextmanager
     async def pinned(self, sampler: Sampler) -> AsyncIterator[None]:
         """Load a sampler, and keep it in memory for the block. Raise UserError if the sampler is
-        closed or failed, and any error of loading it.
+        closed or could not be created. An error of loading the sampler is raised too.
         """
         await sampler.ready.wait()
         sampler.check()
@@ -349,7 +352,9 @@ class Samplers:
     # Samples.
 
     async def check(self, tenant: Tenant, base_model: str, operation: Sample) -> None:
-        """Raise ValueError if the request is invalid for every sampler of this base model."""
+        """Raise ValueError if the request is invalid. The check needs only the base model, so the
+        result is the same for all samplers of this base model.
+        """
         operation = replace(operation, cache_owner=tenant.name)
         stop = operation.sampling_params.stop
         has_text = isinstance(stop, str) or any(isinstance(item, str) for item in stop or ())

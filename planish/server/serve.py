@@ -292,9 +292,10 @@ def _listener(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
-        # Accepted sockets inherit TCP_NODELAY. asyncio sets the option only for sockets that were
-        # made with the protocol number of TCP. A response's body is sent after its headers, and
-        # without TCP_NODELAY it would wait 40 ms for the client's delayed acknowledgement.
+        # Accepted sockets inherit TCP_NODELAY from this socket. asyncio does not set the option
+        # here, because `create_server` makes a socket with protocol number 0 instead of
+        # IPPROTO_TCP. A response's body is sent after its headers. Without TCP_NODELAY, the body
+        # would wait 40 ms for the client's delayed acknowledgement.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return listener
     except OSError as error:

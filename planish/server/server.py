@@ -274,8 +274,9 @@ class Server:
         await self.sessions.touch(tenant, session_of(model_id))
         accepted = Accepted(f"{model_id}:0", model_id)
         entry = await self.request_log.encode(operation, 0)
-        # Read the models before the requests. If the same request is journaled in between, then
-        # `repeats` or `accept` still recognizes the repetition.
+        # Read the table of models before the table of requests. The same request may be journaled
+        # between the two reads. `repeats` then finds its row, and it counts as a repetition. In the
+        # opposite order, it would be rejected because the id is used.
         is_used = bool(await self.store.read(select, ModelRow, "id = ?", [model_id]))
         if await self.request_log.repeats(accepted.request_id, entry.digest):
             return accepted

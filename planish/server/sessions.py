@@ -77,7 +77,7 @@ class Sessions:
         self._closings = closings
         self._open: dict[str, SessionRow] = {}
         self._seen: dict[str, float] = {}
-        """The time of each session's last request, for the times that are not on disk yet."""
+        """The times of last requests that are not on disk yet, by session id."""
         self._clearing: set[asyncio.Task[None]] = set()
         self._looked = self._returned = time.time()
 
@@ -145,7 +145,7 @@ class Sessions:
         await self.end(session_id, f"{reason}: {detail[:_MAX_DETAIL]}" if detail else reason)
 
     async def end(self, session_id: str, reason: str) -> None:
-        """End a session: its client can send nothing more."""
+        """End a session. The server accepts no further work for it."""
         if self._open.pop(session_id, None) is None:
             return
         now = time.time()

@@ -40,8 +40,9 @@ class MemorySettings(_Positive):
     idle_seconds: float = 900
     """An adapter that is not used for this long is moved to disk."""
     request_memory_bytes: int = 256 * _MIB
-    """Memory for the decoded operations of accepted requests, measured by their journaled bodies.
-    The operations of further requests are read from the journal when their turn comes.
+    """Memory for the decoded operations of accepted requests. The size of an operation is taken
+    from its journaled body. Beyond the limit, an operation is read from the journal when its turn
+    comes.
     """
     result_memory_bytes: int = 64 * _MIB
     """Memory for recent results, which are also on disk."""
@@ -157,7 +158,8 @@ class ReplaySettings(_Positive):
 
 @dataclass(frozen=True)
 class ServerSettings(
-    # A dataclass takes the fields of its last base first.
+    # The fields of a dataclass begin with those of its last base class. So this list is in reverse
+    # order.
     ReplaySettings,
     DiskSettings,
     TimeSettings,
@@ -167,7 +169,8 @@ class ServerSettings(
 ):
     """Limits of a server, in bytes, seconds and counts. Every value is above 0.
 
-    A part of the server that needs only one group of settings has a parameter of the group's class.
+    Each base class is one group of settings. A component that needs only one group takes an
+    argument of that class.
     """
 
 

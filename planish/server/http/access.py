@@ -1,4 +1,4 @@
-"""The access log and the log's format: a record and a measurement for every request.
+"""The format of the log, and the middleware that logs and measures every HTTP request.
 
 The metrics and the log name the pattern of a request's route, never its path. A path contains ids,
 and each id would add a new series to the metrics. Every request is a record of the logger
@@ -7,8 +7,8 @@ and samples are never logged. Clients repeat some requests all the time: polls f
 heartbeats, health and metrics. Such a request has the level debug if it succeeds.
 
 A record is a message and fields, `_log.info("snapshot", extra=log_fields(model=..., seconds=...))`.
-On a terminal, the record is a line of text. Elsewhere, the record is one line with a JSON object,
-which has the fields beside `message`:
+On a terminal, the record is a line of text. Elsewhere, the record is one line with a JSON object.
+The fields are then entries of this object, next to `message`:
 
     {"time": "2026-01-01T12:00:00.000+00:00", "level": "info", "logger": "planish.access",
      "message": "...", ...}

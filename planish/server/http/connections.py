@@ -290,8 +290,9 @@ def _before(since_when: OrderedDict[Connection, float], latest: float) -> list[C
 
 
 def _source(address: str) -> str:
-    """Return the key under which the limits count a client's connections. The key of an IPv6
-    address is its /64 network, because one client usually has a whole network.
+    """Return the name under which `ConnectionTable` counts the connections from an address. It is
+    the address itself for IPv4, and the /64 network for IPv6, because one client usually has a
+    whole network.
     """
     try:
         parsed = ipaddress.ip_address(address)

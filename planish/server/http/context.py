@@ -61,7 +61,8 @@ MIB = 1 << 20
 SMALL_BODY, TELEMETRY_BODY, SAMPLE_BODY, TRAINING_BODY = 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB
 ALL_BODIES = 1024 * MIB
 """Limit for the bodies of all requests together, in bytes. One tenant may use half of the limit.
-This half holds the largest body (TRAINING_BODY) twice, compressed and decompressed.
+Two bodies of the largest size (TRAINING_BODY) fit into this half, because a compressed body is in
+memory together with its decompressed copy.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
@@ -120,8 +121,8 @@ class DownloadSlots:
 
     @contextmanager
     def slot(self, tenant: Tenant) -> Iterator[ExitStack]:
-        """Take a slot for the block, and yield an ExitStack that releases the slot. A block that
-        calls `pop_all` on the stack keeps the slot until the returned stack is closed. Raise
+        """Take a slot, and yield an ExitStack that releases the slot at the end of the block. To
+        keep the slot longer, call `pop_all` on the stack, and close the returned stack later. Raise
         Unavailable if no slot is free.
         """
         if (

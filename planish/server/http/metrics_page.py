@@ -84,7 +84,7 @@ def _families(
 
 @dataclass(frozen=True, eq=False)
 class SubstitutedLosses(Collector):
-    """A collector of how often an engine computed a substitute for another loss."""
+    """A collector that counts how often an engine computed a substitute for the requested loss."""
 
     counts: Mapping[tuple[str, str], int]
     """Maps (requested loss, computed loss) to a number of operations."""

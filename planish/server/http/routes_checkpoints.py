@@ -92,12 +92,12 @@ async def publish(context: RequestContext) -> Response:
 
 
 async def unpublish(context: RequestContext) -> Response:
-    """Make a checkpoint private again. If the path ends with weights/publish, delete the checkpoint
-    named "publish" instead.
+    """Make a checkpoint private again. This route also gets the requests that delete a checkpoint
+    whose name is "publish".
     """
     kind = context.path("checkpoint_id")
-    # DELETE .../weights/publish deletes the checkpoint named "publish". DELETE
-    # .../weights/NAME/publish makes the checkpoint NAME private.
+    # DELETE .../weights/NAME/publish makes the checkpoint NAME private. In DELETE
+    # .../weights/publish, "publish" is the name of the checkpoint to delete.
     if "/" not in kind:
         path = stored_path(f"tinker://{context.path('run_id')}/{kind}/publish")
         await context.server.checkpoints.delete(context.tenant, path)

@@ -1,6 +1,7 @@
 """Endpoints for samplers, for samples, and for the results of all requests.
 
-The SDK sends each sample request by itself (/asample). planish's own client sends many at once:
+The SDK sends one sample request per HTTP request (/asample). planish's own client sends many in one
+HTTP request:
 
     POST /planish/draw     {"requests": [bodies of asample]}. The response is a stream of frames
                            (planish/wire/client_frames.py). Each accepted request has a first frame

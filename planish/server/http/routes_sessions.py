@@ -160,7 +160,7 @@ class Query:
 
     session_id: str | None
     words: tuple[str, ...]
-    """Lower-case words. The display name must contain all of them, in any case."""
+    """Lower-case words. The display name must contain all of them, in upper or lower case."""
     metadata: dict[str, str]
     states: tuple[str, ...]
     limit: int
@@ -216,7 +216,9 @@ async def search(context: RequestContext) -> Response:
 
 
 async def _sessions(context: RequestContext, query: Query) -> AsyncIterator[SessionRecord]:
-    """Yield the tenant's sessions from where the last page ended."""
+    """Yield the tenant's sessions, newest first, beginning after the last session of the previous
+    page.
+    """
     offset, passed = 0, query.after is None
     while ids := (await context.server.sessions.page(context.tenant, _SCAN_BLOCK, offset)).items:
         offset += len(ids)

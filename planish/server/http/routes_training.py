@@ -69,8 +69,9 @@ class _Parsed:
 async def submit(context: RequestContext, body: bytes, parse: Callable[[], _Parsed]) -> Response:
     """Decode an operation and submit it.
 
-    `parse` and `_Parsed.decode` run in one call. The parsed body takes many times the memory of the
-    body or of the operation, so it must not outlive this call.
+    `parse` returns the parsed body, and `_Parsed.decode` makes the operation from it. The parsed
+    body takes many times the memory of the body or of the operation. So `read` calls both
+    functions, and the memory of the parsed body is free when `read` returns.
     """
 
     def read() -> tuple[Place, str, Operation[Any] | ValueError]:

@@ -43,7 +43,7 @@ class Answer:
     parameter: str
     """The request parameter that contains the constraint."""
     constraint: Callable[[], Constraint]
-    """Creates the constraint for an answer that consists only of this text."""
+    """Creates the constraint for an answer without reasoning and tool calls."""
     rule: str | None
     """A Lark expression for the text, to be used in a larger grammar. None if the constraint is
     itself a grammar of several rules.

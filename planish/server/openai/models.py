@@ -50,9 +50,9 @@ _MAX_SAMPLERS = 16
 
 
 CHARACTERS_PER_TOKEN = 16
-"""Limit for the characters of a text, per token of the model's context. A token of English or code
-has 3 to 5 characters on average. Only long runs of one character, such as spaces, have tokens of
-more than 16 characters.
+"""A text may have this many characters for each token of the model's context. A token of English or
+code has 3 to 5 characters on average. Only long runs of one character, such as spaces, have tokens
+of more than 16 characters.
 """
 BYTES_PER_CHARACTER = 540
 """The maximum memory that a tokenizer needs per character of its input, in bytes. We measured 90 to

@@ -47,8 +47,8 @@ Token = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Annotated[list[Token], Field(fail_fast=True)]
 NonEmpty = Annotated[str, Field(min_length=1)]
 Neutral = Mapping[str, tuple[tuple[Any, ...], str]]
-"""Maps an unsupported parameter to the values that do not change the answer, and to the remedy in
-the error for any other value.
+"""Maps an unsupported parameter to (values, remedy). The values do not change the answer, so they
+are accepted. The remedy is a part of the error for any other value.
 """
 
 _CLIENT_INFORMATION = (
