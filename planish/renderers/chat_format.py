@@ -8,11 +8,12 @@ class, and one line in the registry.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, ClassVar, Protocol
 
-from planish.renderers.codec import Codec, Piece
+from planish.renderers.codec import Codec, Control, Piece, split_text
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed
+from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.tool_calls import as_text
 
 
 @dataclass(frozen=True)
@@ -72,3 +73,46 @@ class ChatFormat(Protocol):
     def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
         """Parse the sampled tokens of an assistant message."""
         ...
+
+
+class StopTokenFormat:
+    """The methods of formats whose sampled messages end with a stop token. A format derives from
+    this class and adds the other methods of `ChatFormat`.
+    """
+
+    begin: ClassVar[tuple[Piece, ...]] = ()
+    """The pieces before the first message, such as a beginning-of-sequence token."""
+    stops: ClassVar[tuple[Control, ...]]
+    """The tokens at which the model stops."""
+
+    def opening(self) -> tuple[Piece, ...]:
+        """Return the pieces before the first message."""
+        return self.begin
+
+    def tags(self) -> Sequence[str]:
+        """Return the tags of reasoning and tool calls that a message may contain."""
+        return ()
+
+    def prefill(self, text: str) -> tuple[Piece, ...]:
+        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
+        return tuple(split_text(text, self.tags()))
+
+    def overlap(self, last: Checked) -> tuple[Piece, ...]:
+        """Return no pieces: the model stops at a stop token."""
+        return ()
+
+    def stop(self, codec: Codec) -> list[int]:
+        """Return the ids of the stop tokens. Stop tokens that the vocabulary lacks are left out."""
+        ids = [codec.control_id(token.text) for token in self.stops]
+        return [id_ for id_ in ids if id_ is not None]
+
+    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
+        """Parse the sampled tokens of an assistant message. Never raises."""
+        body, ending = cut_at_stop(codec, tokens, *self.stop(codec))
+        return Parsed(self.read_message(codec.split(body, self.tags())), ending)
+
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain: an answer of plain text, unless a
+        format overrides this method.
+        """
+        return {"role": "assistant", "content": as_text(pieces)}

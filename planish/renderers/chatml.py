@@ -22,15 +22,15 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
 from planish.renderers.tool_calls import (
     CALL,
     CALL_TAGS,
     QWEN_CALLS,
+    ReadCall,
     as_text,
     call_pieces,
     read_calls,
@@ -40,6 +40,11 @@ from planish.renderers.tool_calls import (
 
 START, END = Control("<|im_start|>"), Control("<|im_end|>")
 EMPTY_THOUGHT: tuple[Piece, ...] = (THINK, "\n\n", THINK_END, "\n\n")
+NEVER_SAMPLED = (
+    "it has reasoning, which this renderer never samples; use the renderer that thinks, or remove "
+    "the thinking part"
+)
+"""Why a message with reasoning is no training target of a renderer that disables thinking."""
 
 
 class Thinking(StrEnum):
@@ -56,9 +61,10 @@ class Thinking(StrEnum):
 
 
 @dataclass(frozen=True)
-class ChatML:
+class ChatML(StopTokenFormat):
     """The ChatML format, with an optional default system message and one kind of `Thinking`."""
 
+    stops = (END,)
     default_system: str | None = None
     thinking: Thinking = Thinking.NONE
 
@@ -77,10 +83,6 @@ class ChatML:
             extends_in_turn=self.thinking is not Thinking.DISABLED,
         )
 
-    def opening(self) -> tuple[Piece, ...]:
-        """Return no pieces: the format has no beginning-of-sequence token."""
-        return ()
-
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return the turns of the messages, with the default system message first if needed."""
         turns: list[Turn] = []
@@ -95,7 +97,7 @@ class ChatML:
         for index, message in enumerate(messages):
             lead = ("\n",) if turns else ()
             if message.role == "tool":
-                turns.append(_tool_turn(lead, messages, index))
+                turns.append(tool_turn(lead, messages, index, message.text))
             elif message.role == "assistant":
                 is_last = index == len(messages) - 1
                 turns.append(
@@ -113,42 +115,22 @@ class ChatML:
         closed = self.thinking is Thinking.DISABLED and role == "assistant"
         return (*lead, START, f"{role}\n", *(EMPTY_THOUGHT if closed else ()))
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
-        tags = (
-            CALL_TAGS
-            if self.thinking is Thinking.NONE
-            else (THINK.text, THINK_END.text, *CALL_TAGS)
-        )
-        return tuple(split_text(text, tags))
-
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|im_end|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<|im_end|>`."""
-        stop = codec.control_id(END.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
+    def tags(self) -> Sequence[str]:
+        """Return the tags of tool calls and, for models that think, of reasoning."""
         if self.thinking is Thinking.NONE:
-            return Parsed({"role": "assistant", **read_calls(codec.split(body, CALL_TAGS))}, ending)
-        thought, rest = split_thought(codec.split(body, (THINK.text, THINK_END.text, *CALL_TAGS)))
+            return CALL_TAGS
+        return (THINK.text, THINK_END.text, *CALL_TAGS)
+
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain."""
+        if self.thinking is Thinking.NONE:
+            return {"role": "assistant", **read_calls(pieces)}
+        thought, rest = split_thought(pieces)
         message: dict[str, Any] = {"role": "assistant", **read_calls(rest)}
         if thought is not None:
             thought = thought.strip("\n")
             message["content"] = message["content"].lstrip("\n")
-        if thought:
-            text = {"type": "text", "text": message["content"]}
-            message["content"] = [
-                {"type": "thinking", "thinking": thought},
-                *([text] if text["text"] else []),
-            ]
-        return Parsed(message, ending)
+        return with_thought(message, thought)
 
     def _adds_system(self, messages: Sequence[Checked]) -> bool:
         return self.default_system is not None and messages[0].role != "system"
@@ -188,14 +170,22 @@ class ChatML:
         )
 
 
-def _tool_turn(lead: tuple[Piece, ...], messages: Sequence[Checked], index: int) -> Turn:
-    """Return the turn of one tool result. Neighbouring results share one user turn."""
+def tool_turn(
+    lead: tuple[Piece, ...],
+    messages: Sequence[Checked],
+    index: int,
+    text: str,
+    trailing: str = "",
+) -> Turn:
+    """Return the turn of the tool result messages[index], which is written as `text`.
+
+    Consecutive results share one user turn. `trailing` follows each result; if it is empty, a line
+    break separates the results.
+    """
     opens = index == 0 or messages[index - 1].role != "tool"
     closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
-    header: tuple[Piece, ...] = (*lead, START, "user\n") if opens else ("\n",)
-    return Turn(
-        header, (*response_pieces(messages[index].text), *((END,) if closes else ())), index
-    )
+    header = (*lead, START, "user\n") if opens else () if trailing else ("\n",)
+    return Turn(header, (*response_pieces(text), trailing, *((END,) if closes else ())), index)
 
 
 def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str | None, list[Piece]]:
@@ -212,3 +202,37 @@ def split_thought(pieces: Sequence[Piece], calls: Control = CALL) -> tuple[str |
     # A prompt may end with `<think>`; then the sample begins inside the block.
     thought = as_text(before[0 if start is None else start + 1 :])
     return thought, list(pieces[end + 1 :]) if end is not None else []
+
+
+def begun_in_thought(pieces: Sequence[Piece]) -> Sequence[Piece]:
+    """Return a message sampled after an open think block, with the tag that opened the block."""
+    return pieces if pieces and pieces[0] == THINK else [THINK, *pieces]
+
+
+def with_thought(message: dict[str, Any], thought: str | None) -> dict[str, Any]:
+    """Return a sampled message with its reasoning, if there is any, before its text."""
+    if not thought:
+        return message
+    parts: list[dict[str, str]] = [{"type": "thinking", "thinking": thought}]
+    if message["content"]:
+        parts.append({"type": "text", "text": message["content"]})
+    return {**message, "content": parts}
+
+
+def read_call_section(
+    pieces: Sequence[Piece],
+    begins_in_thought: bool,
+    tags: tuple[Control, Control, Control, Control],
+    read_call: ReadCall,
+) -> dict[str, Any]:
+    """Parse a sampled message of a format that writes all calls of a message in one section.
+
+    `begins_in_thought` says whether the prompt opened the think block. `tags` begin and end the
+    section, then a call.
+    """
+    section, section_end, begin, end = tags
+    pieces = begun_in_thought(pieces) if begins_in_thought else pieces
+    thought, rest = split_thought(pieces, section)
+    rest = [piece for piece in rest if piece not in (section, section_end)]
+    message = {"role": "assistant", **read_calls(rest, read_call, begin, end)}
+    return with_thought(message, thought)

@@ -16,21 +16,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.chatml import split_thought
-from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.chatml import read_call_section
+from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, ThoughtForm
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
-from planish.renderers.tool_calls import raw_call_pieces, read_calls, read_named_call
+from planish.renderers.tool_calls import raw_call_pieces, read_named_call
 
 BOS, EOS = Control("<｜begin▁of▁sentence｜>"), Control("<｜end▁of▁sentence｜>")
 USER, ASSISTANT = Control("<｜User｜>"), Control("<｜Assistant｜>")
 CALLS, CALLS_END = Control("<｜tool▁calls▁begin｜>"), Control("<｜tool▁calls▁end｜>")
 CALL, CALL_END = Control("<｜tool▁call▁begin｜>"), Control("<｜tool▁call▁end｜>")
+SECTION_TAGS = (CALLS, CALLS_END, CALL, CALL_END)
 SEPARATOR = Control("<｜tool▁sep｜>")
 OUTPUT, OUTPUT_END = Control("<｜tool▁output▁begin｜>"), Control("<｜tool▁output▁end｜>")
-TAGS = tuple(tag.text for tag in (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, SEPARATOR))
+TAGS = tuple(tag.text for tag in (THINK, THINK_END, *SECTION_TAGS, SEPARATOR))
 DEEPSEEK_CALLS = CallForm((CALL,), (SEPARATOR,), (CALL_END,), (CALLS,), (), (CALLS_END,))
 
 TOOLS_INTRODUCTION = "\n\n## Tools\nYou have access to the following tools:\n\n"
@@ -50,8 +50,11 @@ TOOLS_CONCLUSION: tuple[Piece, ...] = (
 
 
 @dataclass(frozen=True)
-class DeepSeekV3:
+class DeepSeekV3(StopTokenFormat):
     """The format of DeepSeek V3.1."""
+
+    begin = (BOS,)
+    stops = (EOS,)
 
     thinks: bool = False
 
@@ -68,10 +71,6 @@ class DeepSeekV3:
             extends=not self.thinks,
             extends_in_turn=not self.thinks,
         )
-
-    def opening(self) -> tuple[Piece, ...]:
-        """Return the beginning-of-sequence token."""
-        return (BOS,)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return one turn per message. ValueError for a system message that is not first."""
@@ -104,24 +103,13 @@ class DeepSeekV3:
             return ()
         return (ASSISTANT, THINK if self.thinks else THINK_END)
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
-        return tuple(split_text(text, TAGS))
+    def tags(self) -> Sequence[str]:
+        """Return the tags of reasoning and tool calls."""
+        return TAGS
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at its end token."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of the end-of-sentence token."""
-        stop = codec.control_id(EOS.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed(_read_message(codec.split(body, TAGS), self.thinks), ending)
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain."""
+        return read_call_section(pieces, self.thinks, SECTION_TAGS, _read_call)
 
     def _assistant_turn(
         self, message: Checked, index: int, is_last: bool, follows_tool: bool
@@ -138,20 +126,6 @@ class DeepSeekV3:
             )
         output = (*frame, message.text, *_call_pieces(message), EOS)
         return Turn(header, output, index, sampled=True, untrainable=reason)
-
-
-def _read_message(pieces: Sequence[Piece], begins_in_thought: bool) -> dict[str, Any]:
-    """Parse a sampled message into a dictionary with role, content and calls."""
-    if begins_in_thought and (not pieces or pieces[0] != THINK):
-        pieces = [THINK, *pieces]
-    thought, rest = split_thought(pieces, CALLS)
-    rest = [piece for piece in rest if piece not in (CALLS, CALLS_END)]
-    message: dict[str, Any] = {"role": "assistant", **read_calls(rest, _read_call, CALL, CALL_END)}
-    if thought:
-        text = {"type": "text", "text": message["content"]}
-        parts = [{"type": "thinking", "thinking": thought}]
-        message["content"] = [*parts, *([text] if text["text"] else [])]
-    return message
 
 
 def _read_call(inner: str) -> tuple[dict[str, Any] | None, str | None]:

@@ -8,26 +8,24 @@ of user and assistant messages is trimmed.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.codec import Control, Piece
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
 
 BOS, START, END = "<bos>", "<start_of_turn>", "<end_of_turn>"
 
 
 @dataclass(frozen=True)
-class Gemma3:
+class Gemma3(StopTokenFormat):
     """The format of Gemma 3 models."""
+
+    begin = (Control(BOS),)
+    stops = (Control(END),)
 
     @property
     def abilities(self) -> Abilities:
         """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END))
-
-    def opening(self) -> tuple[Piece, ...]:
-        """Return the beginning-of-sequence token."""
-        return (Control(BOS),)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return one turn per message.
@@ -67,22 +65,3 @@ class Gemma3:
         # part of the next header, not of the sampled output.
         lead = ("\n",) if any(message.role != "system" for message in messages) else ()
         return (*lead, Control(START), "model\n" if role == "assistant" else f"{role}\n")
-
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return `text` as one piece of ordinary text."""
-        return (text,)
-
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<end_of_turn>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<end_of_turn>`."""
-        stop = codec.control_id(END)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

@@ -21,12 +21,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.codec import Control, Piece, split_text
 from planish.renderers.forms import CallForm, ThoughtForm
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
-from planish.renderers.tool_calls import answered_call, as_text, read_named_call
+from planish.renderers.tool_calls import answered_call, as_text, has_calls, read_named_call
 from planish.renderers.typescript import harmony_namespace
 
 START, MESSAGE, END = Control("<|start|>"), Control("<|message|>"), Control("<|end|>")
@@ -42,8 +41,10 @@ _RECIPIENT = re.compile(r"to=(\S+)")
 
 
 @dataclass(frozen=True)
-class Harmony:
+class Harmony(StopTokenFormat):
     """The format of gpt-oss."""
+
+    stops = (RETURN, CALL)
 
     effort: str | None = None
     """The reasoning effort in the system message: low, medium or high. With None, the system
@@ -66,10 +67,6 @@ class Harmony:
             extends=False,
         )
 
-    def opening(self) -> tuple[Piece, ...]:
-        """Return no pieces: the format has no beginning-of-sequence token."""
-        return ()
-
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return one turn per message, with Harmony's own system message first if there is one."""
         turns: list[Turn] = []
@@ -80,13 +77,13 @@ class Harmony:
         answers = (
             index
             for index in range(len(messages) - 1, -1, -1)
-            if messages[index].role == "assistant" and not _has_calls(messages[index])
+            if messages[index].role == "assistant" and not has_calls(messages[index])
         )
         last_answer = next(answers, -1)
         for index, message in enumerate(messages):
             if message.role == "assistant":
                 is_last = index == len(messages) - 1
-                is_kept = is_last or (_has_calls(message) and index > last_answer)
+                is_kept = is_last or (has_calls(message) and index > last_answer)
                 turns.append(_assistant_turn(message, index, is_kept, is_last))
             elif message.role == "tool":
                 header = (START, f"functions.{_function_name(messages, index)} to=assistant")
@@ -107,23 +104,63 @@ class Harmony:
         """Return the header of the next message, which `role` will write."""
         return (START, "developer" if role == "system" else role)
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`, in which Harmony's tags become controls."""
-        return tuple(split_text(text, TAGS))
+    def tags(self) -> Sequence[str]:
+        """Return Harmony's tags."""
+        return TAGS
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|return|>` or `<|call|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the ids of `<|return|>` and `<|call|>`."""
-        ids = [codec.control_id(tag.text) for tag in (RETURN, CALL)]
-        return [id_ for id_ in ids if id_ is not None]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, *self.stop(codec))
-        return Parsed(_read_message(codec.split(body, TAGS)), ending)
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Parse the sampled messages of an assistant's turn into one message."""
+        thoughts: list[str] = []
+        texts: list[str] = []
+        calls: list[dict[str, Any]] = []
+        unparsed: list[dict[str, str]] = []
+        header: list[Piece] = []
+        at = 0
+        while at < len(pieces):
+            if pieces[at] != MESSAGE:
+                header.append(pieces[at])
+                at += 1
+                continue
+            end = next(
+                (to for to in range(at + 1, len(pieces)) if pieces[to] in (END, START)), len(pieces)
+            )
+            text = as_text(pieces[at + 1 : end])
+            head = as_text(header)
+            recipient = _RECIPIENT.search(head.replace(CHANNEL.text, " "))
+            if recipient and recipient.group(1).startswith("functions."):
+                name = recipient.group(1).removeprefix("functions.")
+                call, error = read_named_call(name, text)
+                if call is not None:
+                    calls.append(call)
+                else:
+                    raw = (
+                        head.removeprefix(START.text).removeprefix("assistant")
+                        + MESSAGE.text
+                        + text
+                    )
+                    unparsed.append({"raw_text": raw, "error": str(error)})
+            elif _channel(header) == "analysis":
+                thoughts.append(text)
+            else:
+                texts.append(text)
+            header = []
+            at = end + 1 if end < len(pieces) and pieces[end] == END else end
+        if not (thoughts or texts or calls or unparsed) and len(header) == 1:
+            # The model wrote plain text instead of the format, so the text is the answer. A short
+            # text may also be the beginning of a header, which is not an answer.
+            text = as_text(header)
+            looks_like_header = " to=".startswith(text[:4]) or isinstance(header[0], Control)
+            texts += [] if looks_like_header else [text]
+        parts = [{"type": "thinking", "thinking": text} for text in thoughts if text]
+        content: Any = "".join(texts)
+        if parts:
+            content = [*parts, *([{"type": "text", "text": content}] if content else [])]
+        message: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = calls
+        if unparsed:
+            message["unparsed_tool_calls"] = unparsed
+        return message
 
     def _system(self, has_tools: bool) -> str:
         lines = CALLS_LINE if has_tools else ""
@@ -135,10 +172,6 @@ class Harmony:
             "# Valid channels: analysis, commentary, final. Channel must be included for every "
             "message." + (f"\n{lines}" if lines else "")
         )
-
-
-def _has_calls(message: Checked) -> bool:
-    return bool(message.calls or message.unparsed_calls)
 
 
 def _developer_text(message: Checked) -> str:
@@ -164,70 +197,18 @@ def _assistant_turn(message: Checked, index: int, is_kept: bool, is_last: bool) 
     parts: list[tuple[Piece, ...]] = []
     if message.thinking and is_kept:
         parts.append((CHANNEL, "analysis", MESSAGE, message.thinking, END))
-    has_calls = _has_calls(message)
-    if message.text and has_calls:
+    if message.text and has_calls(message):
         parts.append((CHANNEL, "commentary", MESSAGE, message.text, END))
     parts += [
         (f" to=functions.{call.name}", *CALL_HEADER, call.arguments, CALL) for call in message.calls
     ]
     parts += [(*split_text(raw, TAGS), CALL) for raw in message.unparsed_calls]
-    if not has_calls:
+    if not has_calls(message):
         parts.append((*FINAL, message.text, RETURN if is_last else END))
     output: list[Piece] = []
     for number, part in enumerate(parts):
         output += [*((START, "assistant") if number else ()), *part]
     return Turn((START, "assistant"), tuple(output), index, sampled=True)
-
-
-def _read_message(pieces: Sequence[Piece]) -> dict[str, Any]:
-    """Parse the sampled messages of an assistant's turn into one message."""
-    thoughts: list[str] = []
-    texts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    unparsed: list[dict[str, str]] = []
-    header: list[Piece] = []
-    at = 0
-    while at < len(pieces):
-        if pieces[at] != MESSAGE:
-            header.append(pieces[at])
-            at += 1
-            continue
-        end = next(
-            (to for to in range(at + 1, len(pieces)) if pieces[to] in (END, START)), len(pieces)
-        )
-        text = as_text(pieces[at + 1 : end])
-        head = as_text(header)
-        recipient = _RECIPIENT.search(head.replace(CHANNEL.text, " "))
-        if recipient and recipient.group(1).startswith("functions."):
-            name = recipient.group(1).removeprefix("functions.")
-            call, error = read_named_call(name, text)
-            if call is not None:
-                calls.append(call)
-            else:
-                raw = head.removeprefix(START.text).removeprefix("assistant") + MESSAGE.text + text
-                unparsed.append({"raw_text": raw, "error": str(error)})
-        elif _channel(header) == "analysis":
-            thoughts.append(text)
-        else:
-            texts.append(text)
-        header = []
-        at = end + 1 if end < len(pieces) and pieces[end] == END else end
-    if not (thoughts or texts or calls or unparsed) and len(header) == 1:
-        # The model wrote plain text instead of the format, so the text is the answer. A short
-        # text may also be the beginning of a header, which is not an answer.
-        text = as_text(header)
-        looks_like_header = " to=".startswith(text[:4]) or isinstance(header[0], Control)
-        texts += [] if looks_like_header else [text]
-    parts = [{"type": "thinking", "thinking": text} for text in thoughts if text]
-    content: Any = "".join(texts)
-    if parts:
-        content = [*parts, *([{"type": "text", "text": content}] if content else [])]
-    message: dict[str, Any] = {"role": "assistant", "content": content}
-    if calls:
-        message["tool_calls"] = calls
-    if unparsed:
-        message["unparsed_tool_calls"] = unparsed
-    return message
 
 
 def _channel(header: Sequence[Piece]) -> str:

@@ -17,16 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.chatml import split_thought
-from planish.renderers.codec import Codec, Control, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.chatml import NEVER_SAMPLED, read_call_section
+from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import THINK, THINK_END, CallForm, Pattern, ThoughtForm
 from planish.renderers.messages import Abilities, Call, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
 from planish.renderers.tool_calls import (
     answered_call,
+    has_calls,
     raw_call_pieces,
-    read_calls,
     read_named_call,
 )
 from planish.renderers.typescript import kimi_namespace
@@ -41,8 +40,9 @@ ROLES = {
 CALLS = Control("<|tool_calls_section_begin|>")
 CALLS_END = Control("<|tool_calls_section_end|>")
 CALL, CALL_END = Control("<|tool_call_begin|>"), Control("<|tool_call_end|>")
+SECTION_TAGS = (CALLS, CALLS_END, CALL, CALL_END)
 ARGUMENTS = Control("<|tool_call_argument_begin|>")
-TAGS = tuple(tag.text for tag in (THINK, THINK_END, CALLS, CALLS_END, CALL, CALL_END, ARGUMENTS))
+TAGS = tuple(tag.text for tag in (THINK, THINK_END, *SECTION_TAGS, ARGUMENTS))
 KIMI_CALLS = CallForm(
     begin=(CALL, "functions."),
     before_arguments=(":", Pattern("[0-9]+"), ARGUMENTS),
@@ -55,8 +55,10 @@ _ID = re.compile(r"(?:functions\.)?(.+?)(?::\d+)?")
 
 
 @dataclass(frozen=True)
-class Kimi:
+class Kimi(StopTokenFormat):
     """The format of Kimi K2 Thinking, or with `opens` of Kimi K2.5 and K2.6."""
+
+    stops = (END,)
 
     opens: bool = False
     """Whether prompts end with `<think>` and tools are declared in TypeScript (K2.5 and K2.6)."""
@@ -77,10 +79,6 @@ class Kimi:
             required=(*(role.text for role in ROLES.values()), MIDDLE.text, END.text),
             extends=self.preserves or not self.thinks,
         )
-
-    def opening(self) -> tuple[Piece, ...]:
-        """Return no pieces: the format has no beginning-of-sequence token."""
-        return ()
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return the turns of the messages, after the tools and the default system message."""
@@ -115,37 +113,13 @@ class Kimi:
             return header
         return (*header, THINK, *(() if self.thinks else (THINK_END,)))
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
-        return tuple(split_text(text, TAGS))
+    def tags(self) -> Sequence[str]:
+        """Return the tags of reasoning and tool calls."""
+        return TAGS
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|im_end|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<|im_end|>`."""
-        stop = codec.control_id(END.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        pieces = codec.split(body, TAGS)
-        if self.opens and self.thinks and (not pieces or pieces[0] != THINK):
-            pieces = [THINK, *pieces]
-        thought, rest = split_thought(pieces, CALLS)
-        rest = [piece for piece in rest if piece not in (CALLS, CALLS_END)]
-        message: dict[str, Any] = {
-            "role": "assistant",
-            **read_calls(rest, _read_call, CALL, CALL_END),
-        }
-        if thought:
-            text = {"type": "text", "text": message["content"]}
-            parts = [{"type": "thinking", "thinking": thought}]
-            message["content"] = [*parts, *([text] if text["text"] else [])]
-        return Parsed(message, ending)
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain."""
+        return read_call_section(pieces, self.opens and self.thinks, SECTION_TAGS, _read_call)
 
     def _header(self, role: str) -> tuple[Piece, ...]:
         return (ROLES[role], role, MIDDLE)
@@ -160,10 +134,7 @@ class Kimi:
             supplied = 1 if self.thinks or thought else 3
             header, frame = (*header, *frame[:supplied]), frame[supplied:]
         if thought and not self.thinks:
-            reason = (
-                "it has reasoning, which this renderer never samples; use the renderer that "
-                "thinks, or remove the thinking part"
-            )
+            reason = NEVER_SAMPLED
         calls: list[Piece] = []
         for number, call in enumerate(message.calls):
             calls += [CALL, call_id(call, number), ARGUMENTS, call.arguments, CALL_END]
@@ -195,11 +166,6 @@ class Kimi:
         if self.opens:
             return kimi_namespace([spec["function"] for spec in specs])
         return json.dumps(specs, separators=(",", ":"), sort_keys=True, ensure_ascii=False)
-
-
-def has_calls(message: Checked) -> bool:
-    """Return whether an assistant message calls tools."""
-    return bool(message.calls or message.unparsed_calls)
 
 
 def call_id(call: Call, number: int) -> str:

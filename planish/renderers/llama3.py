@@ -9,26 +9,24 @@ system message. Both are omitted, because a prompt that changes every day makes 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.codec import Control, Piece
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
 
 BOS, START, END, EOT = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
 @dataclass(frozen=True)
-class Llama3:
+class Llama3(StopTokenFormat):
     """The format of Llama 3 models."""
+
+    begin = (Control(BOS),)
+    stops = (Control(EOT),)
 
     @property
     def abilities(self) -> Abilities:
         """What the format can express, and the tokens that it requires."""
         return Abilities(roles=("system", "user", "assistant"), required=(BOS, START, END, EOT))
-
-    def opening(self) -> tuple[Piece, ...]:
-        """Return the beginning-of-sequence token."""
-        return (Control(BOS),)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return one turn per message, with trimmed text."""
@@ -45,22 +43,3 @@ class Llama3:
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
         """Return the header of the next message, which `role` will write."""
         return (Control(START), role, Control(END), "\n\n")
-
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return `text` as one piece of ordinary text."""
-        return (text,)
-
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|eot_id|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<|eot_id|>`."""
-        stop = codec.control_id(EOT)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

@@ -7,10 +7,9 @@ blanks surround them, unlike in the format of Mistral 7B. Tools and thinking are
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.codec import Codec, Control, Piece
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.codec import Control, Piece
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
 
 BOS, EOS = Control("<s>"), Control("</s>")
 SYSTEM, SYSTEM_END = Control("[SYSTEM_PROMPT]"), Control("[/SYSTEM_PROMPT]")
@@ -18,8 +17,11 @@ USER, USER_END = Control("[INST]"), Control("[/INST]")
 
 
 @dataclass(frozen=True)
-class Mistral:
+class Mistral(StopTokenFormat):
     """The format of Mistral models with tokenizer version 7 or later."""
+
+    begin = (BOS,)
+    stops = (EOS,)
 
     @property
     def abilities(self) -> Abilities:
@@ -28,10 +30,6 @@ class Mistral:
         return Abilities(
             roles=("system", "user", "assistant"), required=tuple(tag.text for tag in required)
         )
-
-    def opening(self) -> tuple[Piece, ...]:
-        """Return the beginning-of-sequence token."""
-        return (BOS,)
 
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return one turn per message."""
@@ -48,22 +46,3 @@ class Mistral:
     def suffix(self, messages: Sequence[Checked], role: str) -> tuple[Piece, ...]:
         """Return the mark before the next message of `role`; an assistant message has none."""
         return {"system": (SYSTEM,), "user": (USER,)}.get(role, ())
-
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return `text` as one piece of ordinary text."""
-        return (text,)
-
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `</s>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `</s>`."""
-        stop = codec.control_id(EOS.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed({"role": "assistant", "content": codec.decode(body)}, ending)

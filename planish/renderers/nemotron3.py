@@ -19,13 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.chatml import END, START
-from planish.renderers.codec import Codec, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.chatml import END, NEVER_SAMPLED, START, tool_turn
+from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.qwen3_5 import TAGS, read_thinking_message, tool_turn
-from planish.renderers.termination import Parsed, cut_at_stop
+from planish.renderers.qwen3_5 import TAGS, read_thinking_message
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
     TOOLS_INTRODUCTION,
@@ -38,8 +37,10 @@ EMPTY: tuple[Piece, ...] = (THINK, THINK_END)
 
 
 @dataclass(frozen=True)
-class Nemotron3:
+class Nemotron3(StopTokenFormat):
     """The format of Nemotron 3 Nano and Super, or of Nemotron 3 Ultra and 3.5."""
+
+    stops = (END,)
 
     is_ultra: bool = False
     thinks: bool = True
@@ -68,10 +69,6 @@ class Nemotron3:
             extends=is_stable and not self.effort,
         )
 
-    def opening(self) -> tuple[Piece, ...]:
-        """Return no pieces: the format has no beginning-of-sequence token."""
-        return ()
-
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return the turns of the messages, after a system message, which may be empty."""
         has_system = messages[0].role == "system"
@@ -80,7 +77,7 @@ class Nemotron3:
         last_query = users[-1] if users else -1
         for index, message in enumerate(messages[has_system:], has_system):
             if message.role == "tool":
-                turns.append(tool_turn(("\n",), messages, index, trailing="\n"))
+                turns.append(tool_turn(("\n",), messages, index, message.text, "\n"))
             elif message.role == "assistant":
                 is_kept = self.preserves or index > last_query
                 turns.append(self._assistant_turn(message, index, is_kept))
@@ -97,24 +94,13 @@ class Nemotron3:
             return ("\n", START, f"{role}\n")
         return ("\n", START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY))
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
-        return tuple(split_text(text, TAGS))
+    def tags(self) -> Sequence[str]:
+        """Return the tags of reasoning and tool calls."""
+        return TAGS
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|im_end|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<|im_end|>`."""
-        stop = codec.control_id(END.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed(read_thinking_message(codec.split(body, TAGS), self.thinks), ending)
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain."""
+        return read_thinking_message(pieces, self.thinks)
 
     @property
     def _gap(self) -> tuple[str, ...]:
@@ -131,10 +117,7 @@ class Nemotron3:
             if self.is_ultra or text.strip() or calls:
                 frame = (*frame, *(self._gap if text.strip() else ()))
             if not self.thinks:
-                reason = (
-                    "it has reasoning, which this renderer never samples; use the renderer that "
-                    "thinks, or remove the thinking part"
-                )
+                reason = NEVER_SAMPLED
         else:
             header, frame = (*header, *EMPTY), ()
             if thought.strip() and not calls and text.strip():

@@ -19,13 +19,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from planish.renderers.chat_format import Turn
-from planish.renderers.chatml import EMPTY_THOUGHT, END, START, split_thought
-from planish.renderers.codec import Codec, Piece, split_text
+from planish.renderers.chat_format import StopTokenFormat, Turn
+from planish.renderers.chatml import (
+    EMPTY_THOUGHT,
+    END,
+    NEVER_SAMPLED,
+    START,
+    begun_in_thought,
+    split_thought,
+    tool_turn,
+    with_thought,
+)
+from planish.renderers.codec import Piece
 from planish.renderers.forms import THINK, THINK_END, ThoughtForm
 from planish.renderers.messages import Abilities, Checked
-from planish.renderers.termination import Parsed, cut_at_stop
-from planish.renderers.tool_calls import CALL_TAGS, read_calls, response_pieces
+from planish.renderers.tool_calls import CALL_TAGS, read_calls
 from planish.renderers.xml_calls import (
     TOOLS_CONCLUSION,
     TOOLS_INTRODUCTION,
@@ -48,8 +56,10 @@ TAGS = (THINK.text, THINK_END.text, *CALL_TAGS)
 
 
 @dataclass(frozen=True)
-class Qwen35:
+class Qwen35(StopTokenFormat):
     """The format of Qwen3.5 to Qwen3.8."""
+
+    stops = (END,)
 
     thinks: bool = True
     """Whether prompts open a think block. Otherwise they end with an empty one."""
@@ -72,10 +82,6 @@ class Qwen35:
             extends_in_turn=not self.thinks,
         )
 
-    def opening(self) -> tuple[Piece, ...]:
-        """Return no pieces: the format has no beginning-of-sequence token."""
-        return ()
-
     def turns(self, messages: Sequence[Checked]) -> list[Turn]:
         """Return the turns of the messages, with Qwen3.8's reasoning effort in a system message."""
         turns: list[Turn] = []
@@ -93,7 +99,7 @@ class Qwen35:
         for index, message in enumerate(messages):
             lead = ("\n",) if system or index > is_first else ()
             if message.role == "tool":
-                turns.append(tool_turn(lead, messages, index))
+                turns.append(tool_turn(lead, messages, index, message.text.strip()))
             elif message.role == "assistant":
                 is_last = index == len(messages) - 1
                 is_framed = self.preserves or index > last_query
@@ -111,24 +117,13 @@ class Qwen35:
             return (*lead, START, f"{role}\n")
         return (*lead, START, "assistant\n", *((THINK, "\n") if self.thinks else EMPTY_THOUGHT))
 
-    def prefill(self, text: str) -> tuple[Piece, ...]:
-        """Return the pieces of `text`. Tags of reasoning and tool calls become controls."""
-        return tuple(split_text(text, TAGS))
+    def tags(self) -> Sequence[str]:
+        """Return the tags of reasoning and tool calls."""
+        return TAGS
 
-    def overlap(self, last: Checked) -> tuple[Piece, ...]:
-        """Return no pieces: the model stops at `<|im_end|>`."""
-        return ()
-
-    def stop(self, codec: Codec) -> list[int]:
-        """Return the id of `<|im_end|>`."""
-        stop = codec.control_id(END.text)
-        assert stop is not None
-        return [stop]
-
-    def parse(self, codec: Codec, tokens: Sequence[int]) -> Parsed:
-        """Parse the sampled tokens of an assistant message. Never raises."""
-        body, ending = cut_at_stop(codec, tokens, self.stop(codec)[0])
-        return Parsed(read_thinking_message(codec.split(body, TAGS), self.thinks), ending)
+    def read_message(self, pieces: Sequence[Piece]) -> dict[str, Any]:
+        """Return the sampled message that `pieces` contain."""
+        return read_thinking_message(pieces, self.thinks)
 
     def _system(self, messages: Sequence[Checked]) -> tuple[Piece, ...]:
         """Return the pieces of the system message, () if it is left out."""
@@ -159,10 +154,7 @@ class Qwen35:
                 # The prompt ends with these pieces, so they are not a target.
                 header, frame = (*header, THINK, "\n"), (f"{thought}\n", *frame[2:])
             else:
-                reason = (
-                    "it has reasoning, which this renderer never samples; use the renderer that "
-                    "thinks, or remove the thinking part"
-                )
+                reason = NEVER_SAMPLED
         elif framed and last and self.thinks:
             header, frame = (*header, THINK, "\n"), ("\n", THINK_END, "\n\n")
         elif framed:
@@ -177,33 +169,11 @@ class Qwen35:
         return Turn(header, output, index, sampled=True, untrainable=reason)
 
 
-def tool_turn(
-    lead: tuple[Piece, ...], messages: Sequence[Checked], index: int, trailing: str = ""
-) -> Turn:
-    """Return the turn of one tool result.
-
-    Consecutive results share one user turn. `trailing` follows each result; if it is empty, a line
-    break separates the results.
-    """
-    opens = index == 0 or messages[index - 1].role != "tool"
-    closes = index == len(messages) - 1 or messages[index + 1].role != "tool"
-    header = (*lead, START, "user\n") if opens else () if trailing else ("\n",)
-    text = messages[index].text if trailing else messages[index].text.strip()
-    return Turn(header, (*response_pieces(text), trailing, *((END,) if closes else ())), index)
-
-
 def read_thinking_message(pieces: Sequence[Piece], begins_in_thought: bool) -> dict[str, Any]:
     """Parse a sampled message with XML tool calls. `begins_in_thought` says whether its prompt
     opened the think block.
     """
-    if begins_in_thought and (not pieces or pieces[0] != THINK):
-        pieces = [THINK, *pieces]
-    thought, rest = split_thought(pieces)
+    thought, rest = split_thought(begun_in_thought(pieces) if begins_in_thought else pieces)
     message: dict[str, Any] = {"role": "assistant", **read_calls(rest, read_xml_call)}
     message["content"] = message["content"].strip()
-    thought = (thought or "").strip()
-    if thought:
-        text = {"type": "text", "text": message["content"]}
-        parts = [{"type": "thinking", "thinking": thought}]
-        message["content"] = [*parts, *([text] if text["text"] else [])]
-    return message
+    return with_thought(message, (thought or "").strip())

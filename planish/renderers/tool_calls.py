@@ -158,6 +158,11 @@ def read_named_call(
     return named if id_ is None else {**named, "id": id_}, None
 
 
+def has_calls(message: Checked) -> bool:
+    """Return whether an assistant message calls tools."""
+    return bool(message.calls or message.unparsed_calls)
+
+
 def answered_call(messages: Sequence[Checked], index: int) -> Call | None:
     """Return the call that the tool result messages[index] answers, or None if there is none.
 
