@@ -24,6 +24,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from planish.server.durable.retries import retried
 from planish.server.metrics import Counters
 
 _log = logging.getLogger(__name__)
@@ -336,7 +337,7 @@ class AdapterCache:
             if not entry.pins:  # all callers were cancelled while they waited for memory
                 return
         try:
-            await entry.adapter.load()
+            await retried(entry.adapter.load, entry.adapter.id)
         except BaseException:
             entry.reserved = 0
             raise

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import pytest
 from server_client import run
 
-from planish.errors import StorageError
+from planish.errors import DamagedFileError, StorageError, UserError
+from planish.server.durable import retries
 from planish.server.metrics import Counters
 from planish.server.scheduling import AdapterCache
 
@@ -136,14 +137,52 @@ def test_an_adapter_larger_than_the_budget_is_loaded_alone(log):
 def test_an_error_of_loading_is_raised_and_takes_no_room(log):
     async def scenario() -> None:
         residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
-        a.errors = [StorageError("once")]
-        with pytest.raises(StorageError):
+        a.errors = [UserError("once")]
+        with pytest.raises(UserError):
             async with residency.pinned(a):
                 pass
         assert residency.used_bytes == 0
         async with residency.pinned(a):
             pass
         assert log == ["+a"]
+
+    run(scenario())
+
+
+def damaged(cause: OSError) -> DamagedFileError:
+    error = DamagedFileError("the file cannot be read")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize("error", [StorageError("once"), damaged(OSError(5, "once"))])
+def test_a_load_that_the_disk_fails_is_repeated(log, monkeypatch, error):
+    monkeypatch.setattr(retries, "_PAUSES", (0.0, 0.0))
+
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        a.errors = [error] * 2
+        async with residency.pinned(a):
+            assert log == ["+a"]
+        await residency.unload_idle(0)
+        a.errors = [error] * 3
+        with pytest.raises(type(error)):
+            async with residency.pinned(a):
+                pass
+        assert a.errors == []
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("error", [damaged(FileNotFoundError()), DamagedFileError("altered")])
+def test_a_load_of_a_missing_or_altered_file_is_not_repeated(log, error):
+    async def scenario() -> None:
+        residency, (a,) = AdapterCache(15, Counters()), fakes(log, "a")
+        a.errors = [error] * 2
+        with pytest.raises(DamagedFileError):
+            async with residency.pinned(a):
+                pass
+        assert a.errors == [error]
 
     run(scenario())
 
@@ -233,7 +272,7 @@ def test_a_load_error_without_a_caller_is_ignored(log, caplog):
 
         async def load() -> None:
             await gone.wait()
-            raise StorageError("once")
+            raise UserError("once")
 
         a.load = load
         using = asyncio.create_task(use(residency, a))

@@ -10,7 +10,7 @@ import pytest
 from server_client import TENANT, Client, gradient, make_core, run, running, sample, state
 
 from planish.server.durable.store import Store
-from planish.server.results import Done, Unavailable
+from planish.server.results import Done, TryAgain, Unavailable
 from planish.server.server import Server
 from planish.server.settings import ServerSettings
 
@@ -80,14 +80,12 @@ def test_answers_wait_until_a_full_disk_accepts_them(model_dir, tmp_path, monkey
             model = await client.model()
             request = await model.submit(gradient(model.model_id))
             refusing = full
-            assert isinstance(await client.answer(request), Done)  # told, though it is not on disk
             if full:
-                await asyncio.sleep(0.1)
+                assert await server.request_log.outcome(TENANT, request, 0.3) == TryAgain()
                 with pytest.raises(Unavailable):
                     await model.submit(gradient(model.model_id), 2)
                 refusing = False
-                while server.store.is_refused:
-                    await asyncio.sleep(0.05)
+            assert isinstance(await client.answer(request), Done)
             await model.step(1)
             return state(data_dir, await model.save("last"))
 

@@ -1,6 +1,7 @@
 """After a clean stop, and after adapters were evicted, everything resumes without a difference."""
 
 import asyncio
+import errno
 import logging
 import sqlite3
 from contextlib import closing
@@ -21,6 +22,8 @@ from server_client import (
     state,
 )
 
+from planish.server.durable import retries
+from planish.server.durable.store import Store, StoredBody
 from planish.server.results import Done, Failed, Gone, NotFound, TryAgain, Unavailable
 from planish.server.settings import ServerSettings
 from planish.service import ForwardBackward, LoadWeights, PublishSampler
@@ -176,6 +179,39 @@ def test_answers_and_numbers_survive_a_restart(model_dir, data_dir):
             assert isinstance(await server.request_log.outcome(TENANT, waiting, 0.05), TryAgain)
             await model.submit(gradient(model.model_id, 1), 3)
             assert orjson.loads(await client.done(waiting))["metrics"]["adam_step"] == 2
+
+    run(scenario())
+
+
+def test_a_disk_fault_after_a_restart_fails_no_request(model_dir, data_dir, monkeypatch):
+    """An unanswered request may have run before the restart, and later requests depend on it."""
+    faults = 0
+    read_body = Store.body
+
+    def read(store: Store, stored: StoredBody) -> bytes:
+        nonlocal faults
+        if faults:
+            faults -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return read_body(store, stored)
+
+    monkeypatch.setattr(Store, "body", read)
+    monkeypatch.setattr(retries, "_PAUSES", (0.0,) * 4)
+
+    async def scenario() -> None:
+        nonlocal faults
+        async with running(model_dir, data_dir) as server:
+            client = await Client.start(server)
+            model = await client.model()
+            await model.step()
+            await model.run(gradient(model.model_id))  # keeps the stop from taking a snapshot
+            server.models.services.stopping.set()
+            waiting = await model.submit(adam(model.model_id))
+            faults = 2
+        async with running(model_dir, data_dir) as server:
+            client.server = server
+            assert isinstance(await client.answer(waiting), Done)
+            assert faults == 0
 
     run(scenario())
 

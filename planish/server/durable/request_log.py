@@ -3,9 +3,8 @@ once, and its result can be read until the result expires.
 
 Unanswered requests are kept in memory. Their decoded operations are kept too, up to
 `request_memory_bytes`. Beyond this limit, an operation is read from the journal when its turn
-comes. A successful result is sent to the client before it is on disk, because a replay after a
-crash reproduces the result. A failure is written to disk first, because a replay might succeed and
-contradict the answer that was sent.
+comes. Each answer is on disk before it is sent. Otherwise a crash could lose an answer that a
+client has seen, and the request could fail when it runs again.
 """
 
 from __future__ import annotations
@@ -31,6 +30,7 @@ from planish.server.durable.journal import (
     is_as_written,
     operation_of,
 )
+from planish.server.durable.retries import retried
 from planish.server.durable.store import BODIES, DATABASE, Store, Transaction, crash_point
 from planish.server.metrics import Counters
 from planish.server.results import (
@@ -246,7 +246,7 @@ class RequestLog:
         if request.operation is not None:
             return request.operation
         async with self._crash_guard.reading(request.id):
-            return await self.journaled_operation(request.row)
+            return await retried(lambda: self.journaled_operation(request.row), request.id)
 
     async def journaled_operation(self, row: RequestRow) -> Operation[Any]:
         """Read the operation of a row from the journal. Raise DamagedFileError if the stored body
@@ -286,12 +286,10 @@ class RequestLog:
         also: AlsoWrite | None = None,
         state: SettledState | None = None,
     ) -> asyncio.Future[None]:
-        """Answer a request, and write the answer to disk. The returned future is done when the
-        answer is on disk. Only the first answer of a request counts.
-
-        A failure is written before it is sent. So is an answer with `also`, because `also` writes
-        rows that the answer refers to. By default, `state` is "done" for a result and "failed" for
-        a failure.
+        """Write the answer of a request to disk, and send it once it is there. `also` is called in
+        the same transaction. The returned future is done when the answer is on disk. Only the first
+        answer of a request counts. By default, `state` is "done" for a result and "failed" for a
+        failure.
         """
         if request.written is not None:
             return request.written
@@ -305,8 +303,6 @@ class RequestLog:
         )
         row = request.row
         self._counters.answered[row.kind, row.state] += 1
-        if also is None and isinstance(answer, Done):
-            request.answer.set_result(answer)
         written = self._store.keep(journal.finish, row, answer, time.time(), also)
         request.written = asyncio.ensure_future(self._written(request, answer, written))
         return request.written
@@ -364,8 +360,7 @@ class RequestLog:
         except StorageError:  # the process is ending, and the next start runs the request again
             _log.warning("the answer of %s is not on disk", request.id)
             return
-        if not request.answer.done():
-            request.answer.set_result(answer)
+        request.answer.set_result(answer)
         if self._active.get(request.id) is request:
             del self._active[request.id]
         self._recent[request.id] = (request.row.tenant, answer)

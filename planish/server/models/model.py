@@ -199,6 +199,7 @@ class Model:
             why = failure(error)
             await replay.repeat_failure(self._services.engine, request.row, why, self.adapter)
             self.adapter.applied = request.seq
+            await self.in_flight.drained()
             if request.seq == 0:
                 await self.close(f"it could not be created ({error})")
             self._settle(request, why)
@@ -271,11 +272,8 @@ class Model:
         submitted = self._services.clock.now()
         future = await self._begin_publishing(request.seq, operation)
 
-        async def make_ready() -> AlsoWrite:
+        async def make_ready() -> None:
             await samplers.published(sampler)
-            # There is nothing to write, but `settle` sends an answer with `also` only once the
-            # answer is on disk.
-            return lambda transaction: None
 
         self._expect(steps.Step(request, operation, future, submitted, make_ready))
 
@@ -322,6 +320,7 @@ class Model:
             answer = failure(error)
         seconds = self._services.clock.spent(step.submitted)
         self.adapter.add_cost(step.operation, seconds, request.row.body_bytes)
+        await self.in_flight.lowest(request.seq)
         self._settle(request, answer, also)
 
     def _settle(

@@ -159,6 +159,15 @@ class InFlight:
         """Wait until no request runs in the engine."""
         await self.wait_below(1)
 
+    async def lowest(self, seq: int) -> None:
+        """Wait until no request below `seq` runs in the engine.
+
+        Answers reach the disk in the order of the requests. Otherwise a crash could keep an
+        optim_step and lose its gradient, whose second run may fail.
+        """
+        while any(number < seq for number in self.running):
+            await self.change()
+
     async def durable(self, seq: int) -> None:
         """Wait until the answers and samplers of all requests up to `seq` are on disk."""
         while any(number <= seq for number in (*self.running, *self.unsaved)):

@@ -51,8 +51,8 @@ class Step:
     """The engine's result."""
     submitted: float
     """When the operation was submitted, by the device clock."""
-    also_write: Callable[[], Awaitable[AlsoWrite]] | None = None
-    """Called once the future has its result. Returns a function that adds its own rows to the
+    also_write: Callable[[], Awaitable[AlsoWrite | None]] | None = None
+    """Called once the future has its result. May return a function that adds its own rows to the
     transaction that writes the answer.
     """
 
