@@ -28,6 +28,7 @@ from transformers import (
     Olmo3Config,
     Phi3Config,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
@@ -39,6 +40,14 @@ from planish.tokenizer import save_tokenizer
 WINDOW = 24
 """The attention window of a tiny Gemma 3 or OLMo 3 in positions."""
 
+_DELTA_NETS: dict[str, int] = {
+    "full_attention_interval": 2,  # a keyword that the configs' signatures do not list
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+
 CONFIGS = {
     "gemma3": partial(Gemma3TextConfig, sliding_window=WINDOW),
     "llama": LlamaConfig,
@@ -49,14 +58,8 @@ CONFIGS = {
     "qwen2": Qwen2Config,
     "qwen3": Qwen3Config,
     "qwen3_moe": partial(Qwen3MoeConfig, norm_topk_prob=True),
-    "qwen3_5": partial(
-        Qwen3_5TextConfig,
-        **{"full_attention_interval": 2},  # a keyword that its signature does not list
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=16,
-        linear_value_head_dim=16,
-    ),
+    "qwen3_5": partial(Qwen3_5TextConfig, **_DELTA_NETS),
+    "qwen3_5_moe": partial(Qwen3_5MoeTextConfig, **_DELTA_NETS),
     "smollm3": partial(SmolLM3Config, no_rope_layer_interval=2),
 }
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -174,9 +177,11 @@ def tiny_model(
     "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
     Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a window, and only gemma3
     has `query_scalar`. By default attention scores do not have the usual scale, so that a test
-    notices a missing factor. Only qwen3_moe has `experts`, of which the router chooses
-    `experts_per_token`, each of hidden size `expert_size`, and `dense_layers` without experts. As on
-    the hub, each expert has tensors of its own.
+    notices a missing factor. qwen3_moe and qwen3_5_moe have `experts`, of which the router chooses
+    `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has `dense_layers` without
+    experts. The shared expert of qwen3_5_moe has hidden size `intermediate`. As on the hub, each
+    expert of qwen3_moe has tensors of its own, and all experts of a layer of qwen3_5_moe share
+    tensors.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
@@ -194,7 +199,7 @@ def tiny_model(
         # A short interval, so that a test notices a missing scale of the queries.
         scaled = {"llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 32}
         rope = scaled | rope
-    if family == "qwen3_5":
+    if family in ("qwen3_5", "qwen3_5_moe"):
         rope = {"partial_rotary_factor": 0.25, **rope}
     if family == "phi3" and "original_max_position_embeddings" in rope:
         # transformers prefers the field outside of rope_parameters, which has a default.
@@ -206,17 +211,19 @@ def tiny_model(
         options["layer_types"] = [kinds[layer % 2] for layer in range(layers)]
     if family == "gemma3":
         options["query_pre_attn_scalar"] = query_scalar
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_5_moe"):
         options |= {
             "num_experts": experts,
             "num_experts_per_tok": experts_per_token,
             "moe_intermediate_size": expert_size,
-            "mlp_only_layers": list(dense_layers),
         }
+    if family == "qwen3_moe":
+        options["mlp_only_layers"] = list(dense_layers)
+    inner = "shared_expert_intermediate_size" if family == "qwen3_5_moe" else "intermediate_size"
+    options[inner] = intermediate
     config = CONFIGS[family](
         vocab_size=vocab_size,
         hidden_size=hidden_size,
-        intermediate_size=intermediate,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -239,7 +246,7 @@ def tiny_model(
     tensors = {
         part: tensor.contiguous()
         for name, whole in model.state_dict().items()
-        for part, tensor in _hub_tensors(name, whole)
+        for part, tensor in _hub_tensors(family, name, whole)
     }
     if tied:
         tensors.pop("lm_head.weight")
@@ -247,12 +254,14 @@ def tiny_model(
     return save_byte_tokenizer(directory)
 
 
-def _hub_tensors(name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield a tensor of transformers under the names of files on the hub, where each expert has
-    tensors of its own.
+def _hub_tensors(
+    family: str, name: str, tensor: torch.Tensor
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield a tensor of transformers under the names of files on the hub, where each expert of
+    Qwen3 has tensors of its own.
     """
     layer, separator, part = name.rpartition(".experts.")
-    if not separator:
+    if not separator or family != "qwen3_moe":
         yield name, tensor
         return
     for expert, own in enumerate(tensor):

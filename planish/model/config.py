@@ -33,6 +33,7 @@ Family = Literal[
     "qwen3",
     "qwen3_moe",
     "qwen3_5",
+    "qwen3_5_moe",
     "smollm3",
     "gemma3",
     "olmo3",
@@ -47,6 +48,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3ForCausalLM": "qwen3",
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo3ForCausalLM": "olmo3",
@@ -61,16 +63,34 @@ MULTIMODAL = {
         ("MistralForCausalLM", "Ministral3ForCausalLM"),
     ),
     "Qwen3_5ForConditionalGeneration": ("qwen3_5", ("Qwen3_5ForCausalLM",)),
+    "Qwen3_5MoeForConditionalGeneration": ("qwen3_5_moe", ("Qwen3_5MoeForCausalLM",)),
 }
 """The supported multimodal architectures: the model_type, and the possible text models. The first
 text model is the default.
 """
 
-MODEL_TYPES = {"Gemma3ForCausalLM": "gemma3_text", "Qwen3_5ForCausalLM": "qwen3_5_text"}
+MODEL_TYPES = {
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Qwen3_5ForCausalLM": "qwen3_5_text",
+    "Qwen3_5MoeForCausalLM": "qwen3_5_moe_text",
+}
 """The model_type in config.json where it differs from the family's name."""
 
-PARTIAL_ROPE: tuple[Family, ...] = ("phi3", "qwen3_5")
+PARTIAL_ROPE: tuple[Family, ...] = ("phi3", "qwen3_5", "qwen3_5_moe")
 """The families whose RoPE may rotate only a part of each head."""
+
+_QWEN3_5_DEFAULTS = {
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "partial_rotary_factor": 0.25,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "full_attention_interval": 4,
+}
 
 _DEFAULTS: dict[Family, dict[str, Any]] = {
     "gemma3": {
@@ -91,17 +111,13 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
     "ministral3": {"head_dim": 128, "rms_norm_eps": 1e-5},
     "olmo3": {"sliding_window": 4096, "rms_norm_eps": 1e-5},
     "phi3": {"rms_norm_eps": 1e-5},
-    "qwen3_5": {
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "max_position_embeddings": 32768,
-        "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "full_attention_interval": 4,
+    "qwen3_5": _QWEN3_5_DEFAULTS,
+    "qwen3_5_moe": _QWEN3_5_DEFAULTS
+    | {
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
 }
 """The defaults of `transformers` that are specific to a family. They include dimensions, because
@@ -238,6 +254,10 @@ class ModelConfig:
     """Whether the router's probabilities of the chosen experts are divided by their sum."""
     dense_layers: tuple[int, ...] = ()
     """The layers with a dense MLP in a model with experts."""
+    has_shared_expert: bool = False
+    """Whether each mixture of experts also has a shared expert, an MLP of hidden size
+    `intermediate_size` that computes every token (Qwen3.5). A sigmoid gate multiplies its output.
+    """
 
     output_gate: bool = False
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
@@ -407,8 +427,8 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings",
     )
     outer_fields = {key: fields[key] for key in shared_keys if key in fields}
-    if fields["model_type"] == "qwen3_5":
-        # In transformers, only the outer config decides whether the head of this model is tied.
+    if fields["model_type"] in ("qwen3_5", "qwen3_5_moe"):
+        # In transformers, only the outer config decides whether the head of these models is tied.
         text = {**text, "tie_word_embeddings": bool(fields.get("tie_word_embeddings", False))}
     return {
         **outer_fields,
@@ -447,7 +467,7 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             "rope_interleaved is true; planish supports only RoPE that pairs dimension i with "
             "dimension i + head_dim / 2"
         )
-    expert_keys = family != "qwen3_moe" and [
+    expert_keys = family not in ("qwen3_moe", "qwen3_5_moe") and [
         key
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
         if (fields.get(key) or 0) > 1
@@ -486,7 +506,7 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
     """Return the attention window of each layer (see `ModelConfig.windows`)."""
     layers = positive(fields, "num_hidden_layers")
     layer_types = fields.get("layer_types")
-    if family == "qwen3_5":
+    if family in ("qwen3_5", "qwen3_5_moe"):
         return ()  # Its layer types are read in `_delta_net`.
     if family in ("mistral", "ministral3", "phi3"):
         layer_types = ["sliding_attention"] * layers
@@ -570,7 +590,10 @@ def _from_fields(
         family=family,
         vocab_size=positive(fields, "vocab_size"),
         hidden_size=hidden_size,
-        intermediate_size=positive(fields, "intermediate_size"),
+        intermediate_size=positive(
+            fields,
+            "intermediate_size" if family != "qwen3_5_moe" else "shared_expert_intermediate_size",
+        ),
         num_layers=positive(fields, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=positive(fields, "num_key_value_heads") if has_kv_heads else num_heads,
@@ -579,7 +602,7 @@ def _from_fields(
         rope=rope,
         max_context=context,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
-        qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_5", "gemma3", "olmo3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "olmo3"),
         qkv_bias=family == "qwen2",
         eos_token_ids=eos_token_ids,
         windows=windows,
@@ -590,7 +613,7 @@ def _from_fields(
 
 
 def _expert_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `ModelConfig` that describe the experts of Qwen3's mixtures."""
+    """Return the fields of `ModelConfig` that describe the experts of Qwen3 and Qwen3.5."""
     layers = positive(fields, "num_hidden_layers")
     # transformers 5 writes num_local_experts, older versions num_experts.
     expert_fields = {"num_experts": fields.get("num_local_experts", 128), **fields}
@@ -639,8 +662,13 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         }
     if family == "olmo3":
         return {"output_norms": True, "input_norms": False, "joint_qk_norm": True}
-    if family == "qwen3_5":
-        return {"norm_offset": 1.0, "output_gate": True, "delta_net": _delta_net(fields)}
+    if family in ("qwen3_5", "qwen3_5_moe"):
+        found = {"norm_offset": 1.0, "output_gate": True, "delta_net": _delta_net(fields)}
+        if family == "qwen3_5_moe":
+            # The router always divides by the sum, and every layer has experts.
+            found |= _expert_fields(fields) | {"normalizes_expert_weights": True}
+            found |= {"has_shared_expert": True, "dense_layers": ()}
+        return found
     if family == "phi3":
         return {"fused_projections": True}
     if family == "qwen3_moe":

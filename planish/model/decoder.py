@@ -28,7 +28,7 @@ from torch.utils.checkpoint import checkpoint
 
 from planish.model.config import ModelConfig
 from planish.model.delta_net import DeltaNetInputs, DeltaNetWeights, Recurrence
-from planish.model.experts import Experts, mixture_of_experts
+from planish.model.experts import Experts, SharedExpert, mixture_of_experts
 from planish.model.kernels.backend import AdapterBatch, Attend, Backend
 from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.linear import PackedLinear
@@ -246,10 +246,22 @@ class _ForwardPass:
 
     def mlp(self, x: Tensor, mlp: DenseMLP | Experts, layer: int) -> Tensor:
         """Return the output [T, D] of a layer's MLP. `x`: [T, D]."""
-        if isinstance(mlp, Experts):
-            return mixture_of_experts(self.backend, x, mlp, self.adapters, layer)
-        gate_up = self.linear(x, mlp.gate_up, layer, "mlp_in")
-        return self.linear(gated(self.backend, gate_up), mlp.down, layer, "mlp_out")
+        if not isinstance(mlp, Experts):
+            return self.gated_mlp(x, mlp, layer, "mlp")
+        out = mixture_of_experts(self.backend, x, mlp, self.adapters, layer)
+        if mlp.shared is None:
+            return out
+        shared = self.gated_mlp(x, mlp.shared, layer, "shared")
+        # The gate is float32, as the router is.
+        gate = self.frozen(x.float(), mlp.shared.output_gate)
+        return out + gated_output(shared, gate)
+
+    def gated_mlp(
+        self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str
+    ) -> Tensor:
+        """Return the output [T, D] of a gated MLP, whose target modules are `prefix`_in and _out."""
+        gate_up = self.linear(x, mlp.gate_up, layer, f"{prefix}_in")
+        return self.linear(gated(self.backend, gate_up), mlp.down, layer, f"{prefix}_out")
 
     def attention(self, projected: Tensor, layer: Layer, index: int) -> Tensor:
         """Return the attention output [T, Hq * E].
@@ -283,12 +295,7 @@ class _ForwardPass:
             "recurrence is None; a model with gated delta nets needs one"
         )
         qkv, z = projected.split([config.channels, projected.shape[1] - config.channels], 1)
-        # in_proj_b and in_proj_a have no adapter.
-        if torch.is_grad_enabled():
-            beta_decay = adapted_linear(self.backend, h, weights.beta_decay, None)
-        else:
-            beta_decay = self.backend.matmul(h, weights.beta_decay)
-        inputs = DeltaNetInputs(qkv, beta_decay, weights)
+        inputs = DeltaNetInputs(qkv, self.frozen(h, weights.beta_decay), weights)
         out = self.recurrence(self.index_in_kind[index], inputs)
         normed = self.add_rms_norm(out, None, weights.norm)[1].flatten(1)
         return gated(self.backend, torch.cat([z, normed], 1))
@@ -334,6 +341,12 @@ class _ForwardPass:
         """Return the RMSNorm of queries or keys [T, H, E], per head or over all heads together."""
         joint = x.flatten(1) if self.backend.config.joint_qk_norm else x
         return self.add_rms_norm(joint.float(), None, weight)[1].view(x.shape)
+
+    def frozen(self, x: Tensor, linear: PackedLinear) -> Tensor:
+        """Return the outputs [T, out] of linears that have no adapter."""
+        if torch.is_grad_enabled():
+            return adapted_linear(self.backend, x, linear, None)
+        return self.backend.matmul(x, linear)
 
     def linear(self, x: Tensor, linear: PackedLinear, layer: int, module: str) -> Tensor:
         """Return the outputs [T, out] of the linears that share the input `x` [T, in].
@@ -422,18 +435,26 @@ class _Loader:
         mlp_norm_name = (
             "pre_feedforward_layernorm" if config.output_norms else "post_attention_layernorm"
         )
-        attn_in, attn_out, mlp_in, mlp_out = fused_modules(config, index)
+        attn_in, attn_out, mlp_in, mlp_out, *shared = fused_modules(config, index)
 
         def mlp() -> DenseMLP | Experts:
             if not config.has_experts(index):
                 return DenseMLP(linear(*mlp_in), linear(*mlp_out))
-            router = self.weights[f"{prefix}mlp.gate.weight"]
             names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
             return Experts(
-                self.backend.pack([router.to(device=self.backend.device, dtype=torch.float32)]),
+                wide("mlp.gate.weight"),
                 tuple(linear(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
                 tuple(linear(f"{name}.down_proj") for name in names),
+                shared_expert() if config.has_shared_expert else None,
             )
+
+        def shared_expert() -> SharedExpert:
+            gate_up, down = (linear(*names) for names in shared)
+            return SharedExpert(gate_up, down, wide("mlp.shared_expert_gate.weight"))
+
+        def wide(name: str) -> PackedLinear:
+            stored = self.weights[prefix + name]
+            return self.backend.pack([stored.to(self.backend.device, torch.float32)])
 
         return Layer(
             input_norm=input_norm("input_layernorm"),

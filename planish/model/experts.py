@@ -39,6 +39,17 @@ class Experts:
     """For each expert, the linears [I, D] of gate and up."""
     down: tuple[PackedLinear, ...]
     """For each expert, the linear [D, I]."""
+    shared: SharedExpert | None = None
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The frozen weights of an MLP that computes every token, beside the chosen experts."""
+
+    gate_up: PackedLinear
+    down: PackedLinear
+    output_gate: PackedLinear
+    """The gate of the MLP's output: [1, D] in float32."""
 
 
 class ExpertRows:

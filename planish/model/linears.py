@@ -28,24 +28,32 @@ _EXPERT_MODULES = (
 """The linears of a layer with a mixture of experts. The name "mlp.experts.down_proj", for instance,
 stands for the down projections of all experts of the layer. Gate and up share one A, as in PEFT.
 """
+_SHARED_EXPERT_MODULES = (
+    ("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj"),
+    ("mlp.shared_expert.down_proj",),
+)
+"""The linears of the shared expert of a mixture of experts."""
 _DELTA_NET_MODULES = (
     ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
     ("linear_attn.out_proj",),
-    *FUSED_MODULES[2:],
 )
-"""The linears of a gated delta-net layer. As in Tinker, in_proj_a and in_proj_b have no adapter."""
+"""The linears of a gated delta net. As in Tinker, in_proj_a and in_proj_b have no adapter."""
 
 
 def fused_modules(model: ModelConfig, layer: int) -> tuple[tuple[str, ...], ...]:
     """Return the checkpoint names of a decoder layer's linears, in the field order of `LayerLora`.
 
-    Linears that read the same input form a group.
+    Linears that read the same input form a group. A model has the same number of groups in each
+    layer: six with shared experts, else four.
     """
-    if model.delta_net is not None and layer in model.delta_net.layers:
-        return _DELTA_NET_MODULES
+    found = _JOINED_MODULES if model.fused_projections else FUSED_MODULES
     if model.has_experts(layer):
-        return _EXPERT_MODULES
-    return _JOINED_MODULES if model.fused_projections else FUSED_MODULES
+        found = _EXPERT_MODULES
+        if model.has_shared_expert:
+            found += _SHARED_EXPERT_MODULES
+    if model.delta_net is not None and layer in model.delta_net.layers:
+        found = _DELTA_NET_MODULES + found[2:]
+    return found
 
 
 def distinct_fused_modules(model: ModelConfig) -> tuple[tuple[str, ...], ...]:
@@ -86,4 +94,4 @@ def linear_shape(model: ModelConfig, name: str) -> tuple[int, int]:
         "up_proj": (model.intermediate_size, model.hidden_size),
         "gate_up_proj": (2 * model.intermediate_size, model.hidden_size),
         "down_proj": (model.hidden_size, model.intermediate_size),
-    }[name.split(".")[1]]
+    }[name.split(".")[-1]]

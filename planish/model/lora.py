@@ -112,6 +112,9 @@ class LayerLora:
     attn_out: LoraMatrices | None
     mlp_in: LoraMatrices | None
     mlp_out: LoraMatrices | None
+    shared_in: LoraMatrices | None = None
+    """The gate and up projections of the shared expert."""
+    shared_out: LoraMatrices | None = None
 
     def target(self, module: str) -> LoraMatrices | None:
         """Return the matrices of a target module, or None if the adapter does not train it.
@@ -122,8 +125,16 @@ class LayerLora:
         return found
 
 
-FUSED_MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
-"""The names of the groups of `fused_modules`: "attn_in", "attn_out", "mlp_in", "mlp_out"."""
+_MODULE_NAMES = tuple(module.name for module in fields(LayerLora))
+FUSED_MODULE_NAMES = _MODULE_NAMES[:4]
+"""The names of the groups of `fused_modules` in a model without shared experts: "attn_in",
+"attn_out", "mlp_in", "mlp_out".
+"""
+
+
+def fused_module_names(model: ModelConfig) -> tuple[str, ...]:
+    """Return the names of the groups of `fused_modules`, which are fields of LayerLora."""
+    return _MODULE_NAMES[: len(fused_modules(model, 0))]
 
 
 class LoraLayout:
@@ -142,7 +153,7 @@ class LoraLayout:
         """The entries of each site (target module), the As before the Bs.
 
         A site is a group of linears that read the same input. The trained sites of each layer come
-        first (at most four per layer), then the head.
+        first (at most six per layer), then the head.
         """
         for layer in range(model.num_layers):
             for site in fused_modules(model, layer):
@@ -235,7 +246,7 @@ class LoraWeights:
         head = [found.get("lm_head")]
         self._packed_head = backend.pack_adapter(head, is_head=True)
         (self.head,) = _with_packed(head, self._packed_head)
-        n = len(FUSED_MODULE_NAMES)
+        n = len(fused_module_names(layout.model))
         self.layers = [
             LayerLora(*targets_of_layers[n * layer : n * (layer + 1)]) for layer in layers
         ]

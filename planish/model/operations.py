@@ -186,12 +186,15 @@ class _Gated(torch.autograd.Function):
 
 
 def gated_output(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x * sigmoid(gate) in the dtype of `x`. `x`, `gate`: [T, H * E] each."""
+    """Return x * sigmoid(gate) in the dtype of `x`.
+
+    `x`: [T, H * E]. `gate`: [T, H * E], or [T, 1] for one gate per row.
+    """
     return _GatedOutput.apply(x, gate)  # type: ignore[no-any-return]
 
 
 class _GatedOutput(torch.autograd.Function):
-    """The gate of the attention output, in float32. The backward pass recomputes the sigmoid."""
+    """The gate of an output, in float32. The backward pass recomputes the sigmoid."""
 
     @staticmethod
     def forward(ctx, x: Tensor, gate: Tensor) -> Tensor:
@@ -202,5 +205,5 @@ class _GatedOutput(torch.autograd.Function):
     def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, gate = ctx.saved_tensors
         share, grad = sigmoid(gate), grad.float()
-        of_gate = grad * x.float() * share * (1 - share)
+        of_gate = (grad * x.float() * share * (1 - share)).sum_to_size(gate.shape)
         return (grad * share).to(x.dtype), of_gate.to(gate.dtype)

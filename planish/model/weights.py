@@ -109,6 +109,8 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     if config.has_experts(layer):
         expert_size = config.expert_size
         yield "mlp.gate.weight", (config.num_experts, hidden)
+        if config.has_shared_expert:
+            yield "mlp.shared_expert_gate.weight", (1, hidden)
         for expert in range(config.num_experts):
             yield f"mlp.experts.{expert}.gate_proj.weight", (expert_size, hidden)
             yield f"mlp.experts.{expert}.up_proj.weight", (expert_size, hidden)

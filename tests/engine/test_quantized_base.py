@@ -97,17 +97,14 @@ def loss(engine: Engine, model_id: str) -> float:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe"])
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampled_and_trained_logprobs_agree(tmp_path, family, scheme, dtype):
     """The prompts share prefixes, and the trainer packs them into one tree. Experts are quantized,
     and routers are not.
     """
-    if family == "qwen3_moe":
-        tiny_model(tmp_path, family, expert_size=64)
-    else:
-        tiny_model(tmp_path, family, intermediate=128)
+    tiny_model(tmp_path, family, intermediate=128, expert_size=64)
     decoder = Decoder.load(tmp_path, dtype, CPU, quantize=scheme)
     found = np.abs(gap(decoder, 1.0))
     if decoder.backend.is_compiled:

@@ -32,9 +32,12 @@ from planish.types import Constraint, LoraConfig, ModelInput, SampleResponse, Sa
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory):
-    return tiny_model(tmp_path_factory.mktemp("model"), "qwen3_5", vocab_size=VOCAB_SIZE)
+@pytest.fixture(
+    scope="module",
+    params=["qwen3_5", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)],
+)
+def model_dir(tmp_path_factory, request):
+    return tiny_model(tmp_path_factory.mktemp("model"), request.param, vocab_size=VOCAB_SIZE)
 
 
 @pytest.fixture(scope="module")

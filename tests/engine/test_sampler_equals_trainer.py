@@ -119,7 +119,18 @@ def _kernels(request, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "qwen3_moe", "gemma3", "olmo3", "ministral3", "phi3", "qwen3_5"]
+    "family",
+    [
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3",
+        "olmo3",
+        "ministral3",
+        "phi3",
+        "qwen3_5",
+        "qwen3_5_moe",
+    ],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, temperature):
@@ -141,6 +152,7 @@ def test_sampled_and_trained_logprobs_agree_in_float32(tmp_path, family, tempera
         ("smollm3", {}),
         ("gemma3", {"vocab_size": 320}),
         ("qwen3_5", {"vocab_size": 320, "layers": 4}),
+        ("qwen3_5_moe", {"vocab_size": 320, "layers": 4}),
         ("mistral", {"window": 48}),
         ("olmo3", {"rope_scaling": YARN_SCALING}),
         ("ministral3", {}),

@@ -1,6 +1,7 @@
 """Mixtures of experts: weights, routing and gradients, against transformers, PEFT and autograd."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,16 +11,18 @@ from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder
+from planish.model.decoder import Decoder, _Forward
 from planish.model.experts import ExpertRows, Experts, mixture_of_experts, route
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.lora import AdapterRows, LoraLayout, LoraWeights
+from planish.model.operations import gated_output
 from planish.model.weights import load_weights
 from planish.testing import save_weights, tiny_model
 from planish.types import LoraConfig
 
 OPTIONS = {"layers": 3, "dense_layers": [1]}
+BOTH = pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -72,10 +75,14 @@ def change_config(directory, **fields):
 
 
 @pytest.mark.usefixtures("_kernels")
-@pytest.mark.parametrize("normalizes", [True, False])
-def test_gradients_equal_those_of_peft(tmp_path, normalizes):
-    tiny_model(tmp_path, "qwen3_moe", tied=False, experts_per_token=3, **OPTIONS)
-    change_config(tmp_path, norm_topk_prob=normalizes)
+@pytest.mark.parametrize(
+    ("family", "normalizes"),
+    [("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe", True)],
+)
+def test_gradients_equal_those_of_peft(tmp_path, family, normalizes):
+    tiny_model(tmp_path, family, tied=False, experts_per_token=3, **OPTIONS)
+    if family == "qwen3_moe":
+        change_config(tmp_path, norm_topk_prob=normalizes)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     weights = trained(decoder)
     layout, tokens = weights.layout, random_tokens(decoder, 50)
@@ -127,9 +134,10 @@ def mixture(decoder: Decoder, x: torch.Tensor, weights) -> torch.Tensor:
     return mixture_of_experts(decoder.backend, x, mlp, weights, 0)
 
 
-def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path):
+@BOTH
+def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     """Rounding changes the choice of experts in some rows, so the median of the rows counts."""
-    tiny_model(tmp_path, "qwen3_moe", layers=4, dtype="bfloat16")
+    tiny_model(tmp_path, family, layers=4, dtype="bfloat16")
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
     decoder = Decoder.load(tmp_path, torch.bfloat16, CPU)
@@ -143,13 +151,15 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path):
 
     our_error = error(logits_of(decoder, tokens))
     assert our_error < 1.1 * error(theirs(tokens[None]).logits[0])
-    assert our_error < 0.03
+    # The random gates of the delta nets amplify rounding, for transformers too.
+    assert our_error < (0.06 if family == "qwen3_5_moe" else 0.03)
 
 
 @pytest.mark.usefixtures("_kernels")
+@BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype):
-    tiny_model(tmp_path, "qwen3_moe", intermediate=128, **OPTIONS)
+def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype, family):
+    tiny_model(tmp_path, family, intermediate=128, **OPTIONS)
     decoder = Decoder.load(tmp_path, dtype, CPU)
     weights: list[LoraWeights | None] = [None]
     for seed, rank in enumerate((4, 32, 7)):
@@ -159,9 +169,14 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype):
     def itself(layer, q, k, v):
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
+    def values(layer, inputs):
+        # The recurrence of a sequence of one position, without its factors.
+        return inputs.qkv[:, -64:].float().unflatten(1, (4, 16))
+
     def run(rows, adapters):
         batch = decoder.backend.adapter_batch(adapters)
-        return decoder.forward(tokens[rows], torch.arange(40)[rows], itself, batch)
+        positions = torch.arange(40)[rows]
+        return decoder.forward(tokens[rows], positions, itself, batch, recurrence=values)
 
     with torch.inference_mode():
         together = run(
@@ -170,7 +185,8 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype):
         for i, own in enumerate(weights):
             rows = slice(10 * i, 10 * i + 10)
             alone = run(rows, [AdapterRows(0, 10, own)])
-            trainer = decoder.forward(tokens[rows], torch.arange(40)[rows], itself, own)
+            positions = torch.arange(40)[rows]
+            trainer = decoder.forward(tokens[rows], positions, itself, own, recurrence=values)
             if decoder.backend.is_compiled:
                 assert torch.equal(together[rows], alone)
                 assert torch.equal(together[rows], trainer)
@@ -180,9 +196,10 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype):
                 torch.testing.assert_close(together[rows], trainer, atol=gap, rtol=gap)
 
 
-def test_kernels_equal_torch(tmp_path):
+@BOTH
+def test_kernels_equal_torch(tmp_path, family):
     """The compiled backend and torch compute the same outputs and gradients in float32."""
-    tiny_model(tmp_path, "qwen3_moe", intermediate=128, **OPTIONS)
+    tiny_model(tmp_path, family, intermediate=128, **OPTIONS)
     config = ModelConfig.from_directory(tmp_path)
     found = []
     for backend in (None, TorchBackend(config, torch.float32, CPU)):
@@ -197,8 +214,9 @@ def test_kernels_equal_torch(tmp_path):
         torch.testing.assert_close(ours, reference, atol=1e-3, rtol=1e-3)
 
 
-def test_recomputing_layers_gives_the_same_gradient(tmp_path):
-    tiny_model(tmp_path, "qwen3_moe", **OPTIONS)
+@BOTH
+def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
+    tiny_model(tmp_path, family, **OPTIONS)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     gradients = []
     for recompute in (False, True):
@@ -225,6 +243,38 @@ def test_files_of_transformers_hold_the_same_weights(tmp_path):
     save_weights(tmp_path / "fused", tensors | {name: tensors[name][:-1].contiguous()})
     with pytest.raises(DamagedFileError, match=r"missing: model.layers.0.mlp.experts.5.down_proj"):
         load_weights(tmp_path / "fused", config)
+
+
+def test_the_output_gate_has_the_gradients_of_autograd():
+    x, gate = torch.randn(7, 12), torch.randn(7, 1)
+    grad, found = torch.randn(7, 12), []
+    for function in (gated_output, lambda x, gate: x * gate.sigmoid()):
+        leaves = x.clone().requires_grad_(), gate.clone().requires_grad_()
+        out = function(*leaves)
+        found.append((out, *torch.autograd.grad(out, leaves, grad)))
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_bits_of_a_shared_expert_do_not_depend_on_the_batch(tmp_path, dtype):
+    tiny_model(tmp_path, "qwen3_5_moe", intermediate=128)
+    decoder = Decoder.load(tmp_path, dtype, CPU)
+    mlp = decoder.layers[0].mlp
+    assert isinstance(mlp, Experts)
+    assert mlp.shared is not None
+    if not decoder.backend.is_compiled:
+        pytest.skip("bits are promised where the CPU's own kernels serve")
+    x = torch.randn(40, 64).to(dtype)
+    run = _Forward(decoder.backend, {}, lambda *_: x, None, {})
+    with torch.inference_mode():
+        together = run.mlp(x, mlp, 0)
+        for rows in (slice(3, 4), slice(5, 12)):
+            assert torch.equal(run.mlp(x[rows], mlp, 0), together[rows])
+    assert torch.equal(run.mlp(x.clone().requires_grad_(), mlp, 0), together)
+    # The shared expert's share of the output is large enough that the comparison sees it.
+    alone = run.mlp(x, replace(mlp, shared=None), 0)
+    assert (together - alone).norm() > 0.1 * together.norm()
 
 
 @pytest.mark.parametrize(
@@ -292,6 +342,36 @@ def test_adapters_have_matrices_for_experts_and_not_for_the_router(tmp_path):
         for name, shape in found.items()
         if ".layers.0." in name
     }
+    check_files(layout)
+
+
+def test_adapters_have_matrices_for_the_shared_expert(tmp_path):
+    tiny_model(tmp_path, "qwen3_5_moe")
+    config = ModelConfig.from_directory(tmp_path)
+    assert (config.has_shared_expert, config.intermediate_size) == (True, 96)
+    layout = LoraLayout(config, LoraConfig(rank=2, train_attn=False, train_unembed=False))
+    found = {entry.name: entry.shape for entry in layout.entries}
+    first = {name.split(".", 4)[4]: shape for name, shape in found.items() if "layers.0." in name}
+    assert first == {
+        "experts.gate_up_proj.lora_A": (6, 2, 64),
+        "experts.gate_up_proj.lora_B": (6, 64, 2),
+        "experts.down_proj.lora_A": (6, 2, 32),
+        "experts.down_proj.lora_B": (6, 64, 2),
+        "shared_expert.gate_proj.lora_A": (2, 64),
+        "shared_expert.up_proj.lora_A": (2, 64),
+        "shared_expert.gate_proj.lora_B": (96, 2),
+        "shared_expert.up_proj.lora_B": (96, 2),
+        "shared_expert.down_proj.lora_A": (2, 96),
+        "shared_expert.down_proj.lora_B": (64, 2),
+    }
+    assert len(found) == 2 * len(first)
+    check_files(layout)
+    attention = LoraLayout(config, LoraConfig(rank=2, train_mlp=False, train_unembed=False))
+    assert not any(".mlp." in entry.name for entry in attention.entries)
+
+
+def check_files(layout: LoraLayout) -> None:
+    """Check that matrices keep their numbers in the layout of PEFT's files."""
     views = layout.views(torch.arange(float(layout.size)))
     for entry in layout.entries:
         matrix = views[entry.name]

@@ -129,7 +129,11 @@ class SamplerSettings:
             # Each token is computed by several experts, so the experts' inputs and outputs have one
             # row per pair of a token and one of its experts.
             pair = 3 * config.expert_size + 3 * config.hidden_size
-            inner = max(inner if config.dense_layers else 0, config.experts_per_token * pair)
+            pairs = config.experts_per_token * pair
+            if config.has_shared_expert:
+                inner += pairs
+            else:
+                inner = max(inner if config.dense_layers else 0, pairs)
         narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + inner
         return (
             logits_bytes

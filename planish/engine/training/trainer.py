@@ -117,9 +117,13 @@ class TrainerSettings:
             return itemsize * (3 * config.intermediate_size + sum(low))
         # Each pair of a token and an expert stores gate, up and two LoRA hidden states. The router
         # stores its float32 input, its logits and its probabilities.
-        pair = 2 * config.expert_size + sum(low[2:])
+        pair = 2 * config.expert_size + sum(low[2:4])
         router = 4 * (config.hidden_size + 3 * config.num_experts)
-        return itemsize * (sum(low[:2]) + config.experts_per_token * pair) + router
+        shared = 0
+        if config.has_shared_expert:
+            # A dense MLP, and its output, which the gate multiplies.
+            shared = 3 * config.intermediate_size + config.hidden_size + sum(low[4:])
+        return itemsize * (sum(low[:2]) + config.experts_per_token * pair + shared) + router
 
     def reserved_bytes(self, backend: Backend) -> int:
         """Return the estimated bytes that forward and backward passes occupy, in use or cached.

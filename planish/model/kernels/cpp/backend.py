@@ -73,11 +73,11 @@ from planish.model.linears import (
     num_experts_of,
 )
 from planish.model.lora import (
-    FUSED_MODULE_NAMES,
     AdapterRows,
     LoraLayout,
     LoraWeights,
     StackRows,
+    fused_module_names,
 )
 from planish.model.prefix_tree import Packed
 from planish.model.quantization import QuantizedWeight
@@ -223,9 +223,9 @@ class CppBackend(TorchBackend):
         ]
         members = [(start, stop, cast("PanelAdapter", own)) for start, stop, own in packed]
         members = [member for member in members if not member[2].is_empty]
-        return (
-            PanelAdapterRows(members, FUSED_MODULE_NAMES) if members else super().adapter_batch(())
-        )
+        if not members:
+            return super().adapter_batch(())
+        return PanelAdapterRows(members, fused_module_names(self.config))
 
     # Forward pass
 

@@ -168,8 +168,10 @@ def probe(backend: Backend, *, at_any_cost: bool = False) -> RowTiling | None:
     shapes = {shape for shape in _base_shapes(config) if not backend.packs(*shape)}
     base = _prober(dtype, device).agreeing(shapes, backend)
     if config.num_experts:  # The router is float32, whatever the dtype of the model.
-        router = (config.num_experts, config.hidden_size)
-        base &= _prober(torch.float32, device).agreeing([router], backend)
+        wide = [(config.num_experts, config.hidden_size)]
+        if config.has_shared_expert:
+            wide.append((1, config.hidden_size))
+        base &= _prober(torch.float32, device).agreeing(wide, backend)
     sites = _torch_sites(backend)
     by_rank = {rank: _agreeing_with_lora(sites, rank, dtype, device) for rank in _LORA_RANKS}
     for multiple in _MULTIPLES:
