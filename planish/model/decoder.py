@@ -256,9 +256,7 @@ class _ForwardPass:
         gate = self.frozen(x.float(), mlp.shared.output_gate)
         return out + gated_output(shared, gate)
 
-    def gated_mlp(
-        self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str
-    ) -> Tensor:
+    def gated_mlp(self, x: Tensor, mlp: DenseMLP | SharedExpert, layer: int, prefix: str) -> Tensor:
         """Return the output [T, D] of a gated MLP, whose target modules are `prefix`_in and _out."""
         gate_up = self.linear(x, mlp.gate_up, layer, f"{prefix}_in")
         return self.linear(gated(self.backend, gate_up), mlp.down, layer, f"{prefix}_out")

@@ -22,7 +22,17 @@ from planish.export import weights
 from planish.export.lora_update import Matrices, read_update
 from planish.export.merging import Rounding, Source, merged
 
-FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe", "gemma3", "olmo3", "phi3", "qwen3_5", "qwen3_5_moe"]
+FAMILIES = [
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "olmo3",
+    "phi3",
+    "qwen3_5",
+    "qwen3_5_moe",
+]
 PARTS = [
     {"attn": attn, "mlp": mlp, "unembed": unembed}
     for attn in (True, False)
