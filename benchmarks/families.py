@@ -51,6 +51,15 @@ def _widths(
     }
 
 
+def _delta_net(key_heads: int, value_heads: int) -> dict[str, int]:
+    return {
+        "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+    }
+
+
 SLICES: Mapping[str, Mapping[str, Any]] = {
     "llama": _widths(2048, 8192, 32, 8, 64),
     "mistral": _widths(2048, 7168, 16, 4, 128, window=4096, max_context=8192),
@@ -58,13 +67,27 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
     "qwen2": _widths(896, 4864, 14, 2, 64),
     "qwen3": _widths(1024, 3072, 16, 8, 128),
     "qwen3_moe": _widths(2048, 768, 32, 4, 128, experts=16, experts_per_token=8, expert_size=768),
+    "qwen3_5": _widths(1024, 3584, 8, 2, 256, delta_net=_delta_net(16, 16)),
+    "qwen3_5_moe": _widths(
+        2048,
+        512,
+        16,
+        2,
+        256,
+        experts=16,
+        experts_per_token=8,
+        expert_size=512,
+        delta_net=_delta_net(16, 32),
+    ),
     "smollm3": _widths(2048, 11008, 16, 4, 128),
     "gemma3": _widths(1152, 6912, 4, 1, 256, window=512),
     "olmo3": _widths(2048, 5504, 16, 16, 128, window=1024),
     "phi3": _widths(3072, 8192, 24, 8, 128, rope_scaling={"partial_rotary_factor": 0.75}),
 }
 """Widths of Llama 3.2 1B, Mistral 7B (halved), Ministral 3 3B, Qwen2.5 0.5B, Qwen3 0.6B,
-Qwen3-30B-A3B (16 of its 128 experts), SmolLM3 3B, Gemma 3 1B, OLMo 3 7B (halved) and Phi-4-mini.
+Qwen3-30B-A3B (16 of its 128 experts), Qwen3.5 0.8B, Qwen3.5-35B-A3B (16 of its 256 experts),
+SmolLM3 3B, Gemma 3 1B, OLMo 3 7B (halved) and Phi-4-mini. Of the two layers of Qwen3.5, one is a
+gated delta net and one has attention.
 """
 
 

@@ -168,6 +168,7 @@ def tiny_model(
     experts_per_token: int = 2,
     expert_size: int = 32,
     dense_layers: Sequence[int] = (),
+    delta_net: Mapping[str, int] | None = None,
 ) -> Path:
     """Write a random model of `family`, a key of CONFIGS, as a Hugging Face directory and return
     its path.
@@ -181,7 +182,8 @@ def tiny_model(
     `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has `dense_layers` without
     experts. The shared expert of qwen3_5_moe has hidden size `intermediate`. As on the hub, each
     expert of qwen3_moe has tensors of its own, and all experts of a layer of qwen3_5_moe share
-    tensors.
+    tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`, the config's fields of gated delta nets
+    that replace the default ones.
     """
     if family not in CONFIGS or dtype not in DTYPES:
         raise ValueError(
@@ -219,6 +221,7 @@ def tiny_model(
         }
     if family == "qwen3_moe":
         options["mlp_only_layers"] = list(dense_layers)
+    options |= delta_net or {}
     inner = "shared_expert_intermediate_size" if family == "qwen3_5_moe" else "intermediate_size"
     options[inner] = intermediate
     config = CONFIGS[family](

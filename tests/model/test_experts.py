@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from planish.errors import DamagedFileError, UnsupportedError
 from planish.model.config import ModelConfig
-from planish.model.decoder import Decoder, _Forward
+from planish.model.decoder import Decoder, _ForwardPass
 from planish.model.experts import ExpertRows, Experts, mixture_of_experts, route
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.reference.backend import TorchBackend
@@ -266,7 +266,7 @@ def test_the_bits_of_a_shared_expert_do_not_depend_on_the_batch(tmp_path, dtype)
     if not decoder.backend.is_compiled:
         pytest.skip("bits are promised where the CPU's own kernels serve")
     x = torch.randn(40, 64).to(dtype)
-    run = _Forward(decoder.backend, {}, lambda *_: x, None, {})
+    run = _ForwardPass(decoder.backend, {}, lambda *_: x, None, {})
     with torch.inference_mode():
         together = run.mlp(x, mlp, 0)
         for rows in (slice(3, 4), slice(5, 12)):
