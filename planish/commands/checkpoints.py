@@ -15,6 +15,7 @@ from planish.commands.runs import add_source_arguments, check_run_id, limit_of
 from planish.commands.tables import print_fields, print_table, size, time, time_left
 from planish.engine.checkpoints.store import CheckpointStore, data_directory
 from planish.errors import UnsupportedError, UserError
+from planish.model.weight_sizes import SCHEMES
 
 _SHOWN = 20
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
@@ -69,6 +70,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--base-model",
         metavar="NAME",
         help="base model that the adapter was trained on (default: the one named in its files)",
+    )
+    imported.add_argument(
+        "--quantize",
+        choices=SCHEMES,
+        help="scheme with which the weights of that base model were quantized (default: the one "
+        "named in the files of planish, else none)",
     )
     imported.add_argument(
         "--run", metavar="RUN", help="RUN in the checkpoint's path (default: imported-DIR)"
@@ -140,6 +147,7 @@ def _import(arguments: argparse.Namespace) -> None:
         arguments.directory.expanduser(),
         CheckpointStore(data_directory(arguments.data_dir)),
         base_model=arguments.base_model,
+        quantize=arguments.quantize,
         run_id=arguments.run,
         name=arguments.name,
         overwrite=arguments.overwrite,
@@ -147,6 +155,7 @@ def _import(arguments: argparse.Namespace) -> None:
     row = {
         "path": str(found.path),
         "base_model": found.base_model,
+        "quantize": found.quantize,
         "rank": found.lora.rank,
         "linears": found.linears,
         "notes": list(found.notes),
@@ -154,7 +163,9 @@ def _import(arguments: argparse.Namespace) -> None:
     if arguments.json:
         print(as_json(row))
         return
-    print(f"{found.path}: rank {found.lora.rank}, {found.linears} linears of {found.base_model}")
+    scheme = f" quantized with {found.quantize}" if found.quantize else ""
+    linears = f"{found.linears} linears of {found.base_model}{scheme}"
+    print(f"{found.path}: rank {found.lora.rank}, {linears}")
     for note in found.notes:
         print(f"  {note}")
 

@@ -14,6 +14,7 @@ from planish.doctor.examination import Questions, examine
 from planish.doctor.findings import Report, Section, collected_warnings
 from planish.engine.settings import EngineSettings
 from planish.model.sources import DEFAULT_MODEL
+from planish.model.weight_sizes import SCHEMES
 from planish.server.options import ServeOptions
 
 _WIDTH = 100
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--device", default="auto", help="device: cpu, cuda, cuda:N, or auto (default: %(default)s)"
     )
     parser.add_argument(
+        "--quantize",
+        choices=SCHEMES,
+        help="quantization scheme of the base weights in the memory plan (default: none)",
+    )
+    parser.add_argument(
         "--data-dir",
         type=Path,
         default=ServeOptions.data_dir,
@@ -43,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the report and return 0 if nothing needs attention, else 1."""
     with collected_warnings():  # the findings say the same
-        settings = EngineSettings(device=arguments.device)
+        settings = EngineSettings(device=arguments.device, quantize=arguments.quantize)
         report = examine(Questions(arguments.data_dir, arguments.model, settings))
     if arguments.json:
         print(json.dumps(report.as_json(), indent=2))

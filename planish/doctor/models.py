@@ -11,8 +11,10 @@ from planish.engine.memory import DeviceMemory, gib, main_memory_bytes, usable_b
 from planish.engine.settings import EngineSettings
 from planish.errors import PlanishError, UnknownModelError
 from planish.files import short_path
+from planish.model.config import ModelConfig
 from planish.model.kernels.device import Device
 from planish.model.listing import list_models
+from planish.model.quantization import check_quantizable
 from planish.model.sources import DEFAULT_MODEL, resolve_model
 
 
@@ -65,7 +67,7 @@ def memory(name: str | None, settings: EngineSettings) -> Iterator[Finding]:
         remedy = "name a directory that `planish models` lists"
         yield Finding("plan", f"{name or DEFAULT_MODEL}: {error}", {"error": str(error)}, remedy)
         return
-    yield _plan(name or DEFAULT_MODEL, directory, plan)
+    yield _plan(name or DEFAULT_MODEL, directory, plan, settings.quantize)
 
 
 def _without_model(name: str | None, error: UnknownModelError) -> Finding:
@@ -80,18 +82,21 @@ def _without_model(name: str | None, error: UnknownModelError) -> Finding:
     return Finding("plan", f"--model {name}: not on this machine", value, remedy)
 
 
-def _plan(name: str, directory: Path, memory: DeviceMemory) -> Finding:
+def _plan(name: str, directory: Path, memory: DeviceMemory, scheme: str | None) -> Finding:
     try:
+        check_quantizable(ModelConfig.from_directory(directory), scheme)
         plan = memory.claim(directory)
     except PlanishError as error:
-        value = {"model": name, "error": str(error)}
+        value = {"model": name, "quantize": scheme, "error": str(error)}
         remedy = "use a smaller base model, or lower the sizes that the message names"
         return Finding("plan", f"{name}: {error}", value, remedy)
+    weights = f"{scheme} weights" if scheme else "weights"
     text = (
-        f"{name}: up to {gib(plan.total)}: weights {gib(plan.weights)}, an adapter in training "
+        f"{name}: up to {gib(plan.total)}: {weights} {gib(plan.weights)}, an adapter in training "
         f"{gib(plan.adapters)}, keys and values {gib(plan.keys_values)}, a sampling step "
         f"{gib(plan.sampling)}, a training step {gib(plan.training)} "
         f"({plan.trainer.micro_batch_tokens:,} tokens); at most {plan.sampler.max_batch} samples at "
         "once"
     )
-    return Finding("plan", text, {"model": name, "total": plan.total} | asdict(plan))
+    value = {"model": name, "quantize": scheme, "total": plan.total}
+    return Finding("plan", text, value | asdict(plan))

@@ -23,12 +23,15 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG
+from planish.engine.checkpoints.files import ADAPTER, ADAPTER_CONFIG, MANIFEST, read_manifest
 from planish.engine.checkpoints.store import CheckpointStore, Label, SavedAdapter
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
+from planish.export.writing import MARKER
 from planish.model.config import ModelConfig, read_json
 from planish.model.lora import EXPERT_FILE_NAMES, LoraLayout, expert_matrices
+from planish.model.quantization import check_quantizable
 from planish.model.sources import resolve_model
+from planish.model.weight_sizes import SCHEMES
 from planish.model.weights import load_weights, text_name, weights_fingerprint
 from planish.types import CheckpointPath, LoraConfig
 
@@ -66,6 +69,8 @@ class ImportedAdapter:
     path: CheckpointPath
     base_model: str
     lora: LoraConfig
+    quantize: str | None
+    """The quantization scheme of the base weights that the adapter was trained on, or None."""
     linears: int
     """The number of linear layers that the adapter changes."""
     notes: tuple[str, ...]
@@ -84,6 +89,7 @@ def import_adapter(
     store: CheckpointStore,
     *,
     base_model: str | None = None,
+    quantize: str | None = None,
     models: Mapping[str, str] | None = None,
     run_id: str | None = None,
     name: str = "imported",
@@ -92,7 +98,9 @@ def import_adapter(
     """Save the adapter in `directory` as the checkpoint tinker://RUN_ID/weights/NAME of `store`.
 
     `base_model` is the model that the adapter was trained on; by default the one that
-    adapter_config.json names. `run_id` is by default derived from the directory's name.
+    adapter_config.json names. `quantize` is the scheme with which the weights of that model were
+    quantized, by default the one that planish.json or planish_export.json names; without these
+    files, none. `run_id` is by default derived from the directory's name.
 
     Raise CheckpointError if the adapter does not fit the base model; UnsupportedError if it is not
     plain LoRA; DamagedFileError if a file is damaged.
@@ -101,8 +109,10 @@ def import_adapter(
     base_model = base_model or config.get("base_model_name_or_path")
     if not base_model:
         raise UserError(f"{directory / ADAPTER_CONFIG} names no base model; give --base-model NAME")
+    scheme = _scheme(directory, quantize)
     weights = resolve_model(base_model, models)
     model = ModelConfig.from_directory(weights)
+    check_quantizable(model, scheme)
     linears = {
         linear: _Linear(a, b, _factor(config, linear, a.shape[-2]))
         for linear, a, b in _by_target(_matrices(directory, weights, model), model)
@@ -119,12 +129,40 @@ def import_adapter(
     path = CheckpointPath(run_id, "training", name)
     metadata = {"imported": directory.resolve().name}
     saved = SavedAdapter(
-        state, layout, base_model, model.fingerprint(), weights_fingerprint(weights)
+        state, layout, base_model, model.fingerprint(), weights_fingerprint(weights), scheme
     )
     store.save(Label(path, overwrite=overwrite, user_metadata=metadata), saved)
-    return ImportedAdapter(
-        path, base_model, layout.lora, len(linears), _notes(config, layout, linears)
-    )
+    notes = _notes(config, layout, linears)
+    return ImportedAdapter(path, base_model, layout.lora, scheme, len(linears), notes)
+
+
+def _scheme(directory: Path, quantize: str | None) -> str | None:
+    """Return the quantization scheme of the base weights that an adapter was trained on.
+
+    `quantize`: the scheme that the user gave, or None.
+    """
+    if quantize not in (None, *SCHEMES):
+        raise UserError(f"quantize={quantize!r}: give {' or '.join(map(repr, SCHEMES))}")
+    found: str | None = None
+    if (directory / MANIFEST).is_file():
+        file, found = MANIFEST, read_manifest(directory).quantize
+    elif (directory / MARKER).is_file():
+        # Exports of earlier versions of planish do not name the scheme.
+        file, found = MARKER, read_json(directory / MARKER).get("base_quantization", quantize)
+    else:
+        return quantize
+    if found not in (None, *SCHEMES):
+        raise UnsupportedError(
+            f"{directory / file} names the quantization scheme {found!r}; this planish has "
+            f"{', '.join(SCHEMES)}"
+        )
+    if quantize not in (None, found):
+        raise UserError(
+            f"quantize={quantize!r}: {directory / file} says that the adapter was trained on base "
+            f"weights {f'quantized with {found}' if found else 'without quantization'}; leave "
+            "quantize out"
+        )
+    return found
 
 
 def _config(directory: Path) -> dict[str, Any]:
