@@ -83,12 +83,13 @@ def _without_model(name: str | None, error: UnknownModelError) -> Finding:
 
 
 def _plan(name: str, directory: Path, memory: DeviceMemory, scheme: str | None) -> Finding:
+    remedy = "use the other scheme, or none"
     try:
         check_quantizable(ModelConfig.from_directory(directory), scheme)
+        remedy = "use a smaller base model, or lower the sizes that the message names"
         plan = memory.claim(directory)
     except PlanishError as error:
         value = {"model": name, "quantize": scheme, "error": str(error)}
-        remedy = "use a smaller base model, or lower the sizes that the message names"
         return Finding("plan", f"{name}: {error}", value, remedy)
     weights = f"{scheme} weights" if scheme else "weights"
     text = (

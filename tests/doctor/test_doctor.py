@@ -414,6 +414,24 @@ def test_memory_that_is_too_small_for_a_model(here, monkeypatch):
     assert "smaller base model" in plan.remedy
 
 
+def test_the_memory_plan_has_the_quantization_scheme(here, capsys):
+    def plan(scheme: str | None) -> Finding:
+        return by_name(memory(None, EngineSettings(device="cpu", quantize=scheme)))["plan"]
+
+    plain, quantized = plan(None), plan("int8")
+    assert plain.value["quantize"] is None
+    assert quantized.value["quantize"] == "int8"
+    assert "int8 weights" in quantized.text
+    assert quantized.value["weights"] < plain.value["weights"]
+    # A tiny model has linears with 96 inputs.
+    rejected = plan("nf4")
+    assert "not a multiple of 64" in rejected.text
+    assert rejected.remedy == "use the other scheme, or none"
+    with pytest.raises(SystemExit):
+        main(["doctor", "--quantize", "int4"])
+    assert "int8" in capsys.readouterr().err
+
+
 def test_the_embedded_model_may_be_fetched_later(here, monkeypatch):
     monkeypatch.delenv("PLANISH_MODELS")
     monkeypatch.setenv("PLANISH_HOME", str(here / "nothing"))

@@ -1,6 +1,7 @@
 """The division of a device's memory, on simulated machines."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ from planish.engine.training.trainer import TrainerSettings
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.decoder import Decoder
+from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kv_cache import max_pool_bytes
+from planish.model.weight_sizes import kept_bytes, linear_bytes
 from planish.service import CreateSampler
 from planish.testing import tiny_model
 
@@ -30,6 +33,18 @@ SHAPES = {
     "Qwen3-0.6B": (151_936, 1024, 3072, 28, 16, 8, True),
     "SmolLM2-135M": (49_152, 576, 1536, 30, 9, 3, True),
 }
+DOCUMENTED = {
+    "SmolLM2-135M": (SHAPES["SmolLM2-135M"], 64, "llama"),
+    "Qwen3-0.6B": (SHAPES["Qwen3-0.6B"], 128, "qwen3"),
+    "Qwen3-1.7B": ((151_936, 2048, 6144, 28, 16, 8, True), 128, "qwen3"),
+    "Qwen3-4B": ((151_936, 2560, 9728, 36, 32, 8, True), 128, "qwen3"),
+    "Llama-3.1-8B": ((128_256, 4096, 14336, 32, 32, 8, False), 128, "llama"),
+    "Qwen3-14B": ((151_936, 5120, 17408, 40, 40, 8, False), 128, "qwen3"),
+    "Qwen3-32B": ((151_936, 5120, 25600, 64, 64, 8, False), 128, "qwen3"),
+    "Llama-3.3-70B": ((128_256, 8192, 28672, 80, 64, 8, False), 128, "llama"),
+}
+"""The published shapes of the models in the table of docs/models.md, their head sizes and families.
+"""
 NAMES = (
     "vocab_size",
     "hidden_size",
@@ -359,3 +374,48 @@ def test_a_mixture_of_experts_fits_a_gpu_of_80_gb(tmp_path, gpu):
     assert found.adapters == pytest.approx(5.2 * GB, rel=0.1)  # 160 million numbers
     assert found.total <= 76 * GIB
     assert found.trainer.micro_batch_tokens >= 128
+
+
+def test_the_documented_sizes_of_the_weights_follow_the_formula(tmp_path):
+    """The table of docs/models.md: one copy, and all copies on a CPU with the C++ kernels."""
+    text = Path("docs/models.md").read_text()
+    rows = re.findall(r"^\| ([A-Z][\w.-]+-[\w.]+[BM]) \|([\d.| ]+)\|$", text, re.MULTILINE)
+    documented = {name: cells.split("|") for name, cells in rows}
+    assert documented.keys() == DOCUMENTED.keys()
+    for name, (shape, head_dim, family) in DOCUMENTED.items():
+        config = documented_config(tmp_path / name, shape, head_dim, family)
+        for cells, copies in ((documented[name][:3], 1), (documented[name][3:], 3)):
+            for cell, scheme in zip(cells, (None, "int8", "nf4"), strict=True):
+                size = copies * kept_bytes(config, 2, scheme)
+                size += linear_bytes(config, scheme) if scheme else 0
+                digits = len(cell.strip().partition(".")[2])
+                assert size / GB == pytest.approx(float(cell), abs=0.5 * 10**-digits), (
+                    name,
+                    scheme,
+                )
+
+
+def test_the_memory_plan_of_a_cpu_has_all_copies_of_the_weights(tmp_path, machine):
+    machine(64 * GIB)
+    shape, head_dim, family = DOCUMENTED["Qwen3-0.6B"]
+    config = documented_config(tmp_path, shape, head_dim, family)
+    backend = choose_backend(config, torch.bfloat16, torch.device("cpu"), deterministic=False)
+    if not backend.is_compiled:
+        pytest.skip("the formula is that of the C++ kernels")
+    for scheme in (None, "int8", "nf4"):
+        settings = EngineSettings(dtype="bfloat16", device="cpu", quantize=scheme)
+        expected = 3 * kept_bytes(config, 2, scheme)
+        expected += linear_bytes(config, scheme) if scheme else 0
+        assert DeviceMemory(settings).claim(tmp_path).weights == expected
+
+
+def documented_config(
+    directory: Path, shape: tuple[Any, ...], head_dim: int, family: str
+) -> ModelConfig:
+    """Write the config.json of a model of docs/models.md, and return its ModelConfig."""
+    tiny_model(directory, family=family)
+    config = json.loads((directory / "config.json").read_text())
+    names = (*NAMES, "num_key_value_heads", "tie_word_embeddings")
+    config |= dict(zip(names, shape, strict=True)) | {"head_dim": head_dim}
+    (directory / "config.json").write_text(json.dumps(config))
+    return ModelConfig.from_directory(directory)

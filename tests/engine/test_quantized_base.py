@@ -33,9 +33,18 @@ from planish.service import (
     PublishSampler,
     Sample,
     SaveWeights,
+    SaveWeightsForSampler,
 )
 from planish.testing import CONFIGS, tiny_model
-from planish.types import AdamParams, Datum, LoraConfig, ModelInput, SampleResponse, SamplingParams
+from planish.types import (
+    AdamParams,
+    CheckpointPath,
+    Datum,
+    LoraConfig,
+    ModelInput,
+    SampleResponse,
+    SamplingParams,
+)
 
 CPU = torch.device("cpu")
 LORA = LoraConfig(rank=4, seed=1)
@@ -188,6 +197,20 @@ def test_checkpoints_name_their_scheme_and_need_it(engines, tmp_path, scheme):
             engine.submit(LoadWeights("d", path))
         engine.submit(CreateModel("e", "base", from_path=path)).result(WAIT)  # asked for by name
         assert loss(engine, "e") != expected
+
+
+def test_copies_of_checkpoints_name_the_scheme(engines, tmp_path):
+    engine = engines(quantize="int8")
+    engine.submit(CreateModel("a", "base", LORA))
+    copies = {
+        "tinker://b/weights/z": SaveWeights("a", "x"),
+        "tinker://b/sampler_weights/z": SaveWeightsForSampler("a", "y"),
+    }
+    for copy, save in copies.items():
+        engine.copy_checkpoint(engine.submit(save).result(WAIT).path, copy)
+        assert engine._store.manifest(CheckpointPath.parse(copy)).quantize == "int8"
+        with pytest.raises(CheckpointError, match="quantized with int8.*quantize='int8'"):
+            engines().submit(CreateSampler("s", model_path=copy))
 
 
 def test_a_checkpoint_of_unquantized_weights_is_rejected_by_name(engines, tmp_path):

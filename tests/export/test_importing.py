@@ -12,10 +12,12 @@ from trained_adapters import TOKENS
 from transformers import AutoModelForCausalLM
 
 from planish import AdamParams, Datum, ModelInput, ServiceClient
+from planish.client.checkpoint_records import LocalRecords
 from planish.commands.cli import main
 from planish.engine.checkpoints.store import CheckpointStore
 from planish.errors import CheckpointError, DamagedFileError, UnsupportedError, UserError
-from planish.export.importing import import_adapter
+from planish.export import weights
+from planish.export.importing import ImportedAdapter, import_adapter
 from planish.export.lora_update import read_update
 from planish.testing import tiny_model
 from planish.types import CheckpointPath
@@ -102,6 +104,62 @@ def test_an_adapter_of_one_linear_of_the_experts_is_rejected(tmp_path):
         import_adapter(tmp_path / "adapter", CheckpointStore(tmp_path / "data"))
     with pytest.raises(UnsupportedError, match="adapt both gate_up_proj and down_proj"):
         read_update(tmp_path / "adapter")
+
+
+def quantized_service(base: Path, data: Path, scheme: str | None) -> ServiceClient:
+    return ServiceClient(
+        models={str(base): str(base)}, data_dir=data, dtype="float32", quantize=scheme
+    )
+
+
+def check_scheme(base: Path, data: Path, found: ImportedAdapter) -> None:
+    """Check that the imported adapter needs a base quantized with int8."""
+    assert found.quantize == "int8"
+    with (
+        quantized_service(base, data, None) as client,
+        pytest.raises(CheckpointError, match="quantized with int8.*start it with quantize='int8'"),
+    ):
+        client.create_training_client_from_state(str(found.path))
+    with quantized_service(base, data, "int8") as client:
+        client.create_training_client_from_state(str(found.path))
+
+
+def test_an_import_names_the_scheme_that_was_given(base, tmp_path, capsys):
+    saved(base, tmp_path / "adapter", **VARIANTS["all linears"])
+    store = CheckpointStore(tmp_path / "data")
+    found = import_adapter(tmp_path / "adapter", store, quantize="int8")
+    check_scheme(base, tmp_path / "data", found)
+    command = ["checkpoints", "import", str(tmp_path / "adapter"), "--quantize", "int8"]
+    main([*command, "--data-dir", str(tmp_path / "data"), "--overwrite"])
+    assert f"of {base} quantized with int8" in capsys.readouterr().out
+    assert store.manifest(found.path).quantize == "int8"
+    with pytest.raises(UserError, match=r"quantize='int4': give 'int8' or 'nf4'"):
+        import_adapter(tmp_path / "adapter", store, quantize="int4")
+    with pytest.raises(UserError, match="not a multiple of 64"):
+        import_adapter(tmp_path / "adapter", store, quantize="nf4")
+
+
+def test_downloads_and_exports_name_the_scheme_to_another_machine(base, tmp_path):
+    with quantized_service(base, tmp_path / "first", "int8") as client:
+        trainer = client.create_lora_training_client(str(base), rank=2, seed=0)
+        path = trainer.save_state("x").result().path
+    download, export = tmp_path / "download", tmp_path / "export"
+    download.mkdir()
+    LocalRecords(tmp_path / "first").download(path, download)
+    weights.build_lora_adapter(
+        base_model=str(base), adapter_path=str(download), output_path=str(export)
+    )
+    for source in (download, export):
+        store = CheckpointStore(tmp_path / f"second-{source.name}")
+        found = import_adapter(source, store, base_model=str(base))
+        check_scheme(base, store.directory, found)
+        with pytest.raises(UserError, match="trained on base weights quantized with int8; leave"):
+            import_adapter(source, store, base_model=str(base), quantize="nf4")
+    marker = json.loads((export / "planish_export.json").read_text())
+    marker["base_quantization"] = "int3"
+    (export / "planish_export.json").write_text(json.dumps(marker))
+    with pytest.raises(UnsupportedError, match="scheme 'int3'; this planish has int8, nf4"):
+        import_adapter(export, store, base_model=str(base))
 
 
 def check_import(base: Path, tmp_path: Path, options: dict[str, Any]) -> None:
