@@ -82,7 +82,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Disk:
-    """What the data directory holds besides checkpoints, in bytes."""
+    """The sizes of the data directory's parts other than checkpoints, in bytes, and its free space."""
 
     database: int = metric(
         "planish_database_bytes", "The database with journal and results, and its log"

@@ -1,10 +1,11 @@
 """Scheduling: which tenant's request runs next, and which adapters are in memory.
 
 Turns. `FairQueue` gives the next turn to the tenant that has used the fewest tokens. Requests of
-one tenant wait in the order in which they were sent. The engine gets enough requests to be busy,
-and few enough that a newcomer does not wait for all the work of an earlier tenant. While other
-tenants are active, one tenant cannot take all slots, so some are free for newcomers. Some slots are
-kept for short requests of any tenant.
+one tenant wait in the order in which they were sent. The number of slots limits the requests in the
+engine. There are enough slots to keep the engine busy, and all other requests wait in the queue. So
+a new tenant need not wait for all earlier requests of the others. While other tenants are active,
+one tenant cannot take all slots, so some are free for a new tenant. Some slots are kept for short
+requests of any tenant.
 
 Memory. `AdapterCache` is an LRU cache. An adapter is loaded before its first use, stays in memory
 while it is pinned, and may be evicted afterwards. A caller that needs memory waits until enough
@@ -89,11 +90,13 @@ class FairQueue:
         """When each tenant sent its last request."""
         self._queues: dict[str, deque[_Waiting]] = {}
         self._clocks: dict[str, int] = {}
-        """Tokens that each tenant has used. A tenant without an entry counts as having used `_now`
-        tokens, so that a tenant that was absent has no advantage over the others.
+        """Tokens that each tenant has used. For a tenant without an entry, the value is `_now`, not
+        0. Otherwise a tenant that was absent would come before all others for a long time.
         """
         self._now = 0
-        """The tokens of the tenant that got the last turn, counted before that turn."""
+        """The value in `_clocks` of the tenant that got the last turn, before the cost of this turn
+        was added. Every tenant's value is at least this high.
+        """
 
     @property
     def waiting(self) -> int:
@@ -111,8 +114,8 @@ class FairQueue:
         """Wait for the tenant's turn.
 
         `tokens` is the known cost of the request. `ahead` is the cost of earlier requests of the
-        same model that are still running. The request also holds its slots while these requests
-        run, so `tokens + ahead` decides whether it is long.
+        same model that are still running. The request holds its slots until these requests and the
+        request itself have run. So it counts as long if `tokens + ahead` exceeds `long_tokens`.
         """
         size, is_long = min(size, self._capacity), tokens + ahead > self._long_tokens
         request = _Waiting(size, tokens, is_long, asyncio.get_running_loop().create_future())
@@ -156,8 +159,8 @@ class FairQueue:
             request.granted.set_result(None)
 
     def _next(self) -> str | None:
-        """Return the tenant whose turn it is. Return None if no tenant may have a turn, or if the
-        request of this tenant does not fit yet.
+        """Return the tenant that gets the next turn. Return None if no tenant may have more slots
+        now, or if the first request of the next tenant needs more slots than are free.
         """
         limit = self._capacity if self._is_alone() else self._max_per_tenant
         for tenant in sorted(self._tenants_waiting(), key=self._clock):

@@ -218,8 +218,8 @@ class CheckpointCatalog:
         rows = await self._store.read(lambda db: db.execute(query).fetchall())
         lost, now = list[str](), time.time()
         for path, tenant, expires in rows:
-            # A crash may have interrupted the replacement of a checkpoint. `_exists` reads the
-            # checkpoint, and this read restores the old checkpoint.
+            # A crash during the replacement of a checkpoint may leave the old one under a temporary
+            # name. Reading the checkpoint in `_exists` restores its name.
             if path in on_disk or await self._exists(path):
                 continue
             lost.append(path)

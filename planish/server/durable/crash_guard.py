@@ -7,14 +7,14 @@ next process watches its requests for an hour:
 
     marked     Before the engine gets a request, the database marks it as running. The answer
                removes the mark.
-    suspect    A request that was marked when the server crashed. Suspects that were marked at the
-               same number of crashes form a group. Only suspects of one group run together, and
-               only an eighth of the group at once. So after several crashes each suspect runs
-               alone. The server loads all base models before the first suspect, so that a crash
-               during the loading of a base model is not blamed on a request.
-    abandoned  A suspect that was the only running request at `_ENDS_ALONE` crashes. An abandoned
-               request without an answer fails. An abandoned replay or load of an adapter is
-               rejected from then on.
+    suspect    A request that was marked when the server crashed. The guard counts the crashes of
+               each suspect. Suspects with equal counts form a group. Only suspects of one group run
+               at the same time, and at most an eighth of the group. So after several crashes each
+               suspect runs alone. The server loads all base models before the first suspect, so
+               that a crash during the loading of a base model is not blamed on a request.
+    abandoned  A suspect that was the only running request at `_ENDS_ALONE` of its crashes. An
+               abandoned request without an answer fails. An abandoned replay or load of an adapter
+               is rejected from then on.
 
 A request is abandoned after `_ENDS_ALONE` + 2 crashes at the earliest. Before the first crash, the
 guard marks no requests. The second crash makes the request a suspect. A later crash counts only if
@@ -72,8 +72,8 @@ class _LookBack:
     suspects: dict[str, int] = field(default_factory=dict)
     """The number of crashes during which each suspect was running, by key."""
     abandoned: set[str] = field(default_factory=set)
-    """Abandoned keys of replays and loads of adapters. `enter` rejects these keys. They do not
-    belong to an unanswered request, so there is no request that could fail instead.
+    """Abandoned keys of replays and loads of adapters. `enter` rejects these keys. The keys of
+    unanswered requests are not in this set, because these requests fail (`failed`).
     """
     failed: list[str] = field(default_factory=list)
     """The ids of unanswered requests that were abandoned and failed at this start."""
@@ -95,8 +95,8 @@ class CrashGuard:
         self._active: Counter[str] = Counter()
         self._marked: set[str] = set()
         self._level = 0
-        """The group of the running suspects: the number of crashes at which each of them was
-        marked. It is 0 if the running keys are not suspects.
+        """The group of the running suspects, which all have this number of crashes. It is 0 if the
+        running keys are not suspects.
         """
         self._waiting: deque[tuple[str, asyncio.Future[None]]] = deque()
 

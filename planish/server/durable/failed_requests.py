@@ -11,8 +11,8 @@ failed optim_step clears the gradient. So only the first of several failed forwa
 matters, and a failed optim_step matters only if there is a gradient. Failed requests of all other
 kinds have no effect on the model.
 
-A model waits for missing sequence numbers. So that it does not wait for a deleted request, the
-deletion raises `passed` in the model's row above the numbers of the deleted requests.
+A model waits for missing sequence numbers, but not for numbers below `passed` in its row. So the
+deletion also raises `passed` above the numbers of the deleted requests.
 """
 
 from __future__ import annotations
@@ -163,9 +163,9 @@ def redundant(rows: Sequence[AnsweredRow], next_seq: int, passed: int) -> Iterat
     """Yield the failed rows of one model that a replay does not need. If the server deletes the
     rows in this order, a replay restores the same model after every single deletion.
 
-    `rows` are the model's requests from number `next_seq` on, in the order of their numbers. A
-    number below `passed` may be missing. The search ends at the first other missing number, and at
-    the first request without an answer, because these requests may still run.
+    `rows` are the model's requests from number `next_seq` on, in the order of their numbers. The
+    search ends at the first request that may still run: one without an answer, or a missing number
+    of at least `passed`.
     """
     has_gradient = False
     failed_part: AnsweredRow | None = None

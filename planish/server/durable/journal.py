@@ -277,7 +277,7 @@ def drop_results(transaction: Transaction, where: str, values: Sequence[Any]) ->
 
 _SEED_BITS = 62
 _SEEDED = ("create_model", "sample")
-"""Kinds whose stored bodies may have a seed that their digests do not cover."""
+"""Kinds whose stored bodies may contain a seed from the server. Their digests do not include it."""
 
 
 @dataclass(frozen=True)

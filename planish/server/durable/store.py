@@ -11,8 +11,8 @@ the file. The next start removes files that no row names.
 If the disk or the memory is full, `write` raises StorageError, and `keep` retries until it
 succeeds. If a read or a write meets a damaged part of the database, `read` and `write` raise
 StorageError and `keep` retries. The store never repairs or replaces a damaged part. If the database
-is missing but other files of a server exist, the store refuses to start. An empty database would
-name none of these files, so the store would delete them.
+is missing but other files of a server exist, the store refuses to start. A new, empty database
+would name none of these files, so the start would delete them.
 
 The module also defines the tables of the database, and the crash points that tests use. Times are
 seconds since 1970. Rows of ended sessions and closed samplers expire (maintenance.py). Rows of
@@ -377,7 +377,8 @@ class Store:
         only in the page cache: Linux does not write it again at the next sync. SQLite would read
         this part as valid and append to it, so a power loss would lose all later transactions.
         """
-        # SQLite's locks are not on this file, so closing it here releases none of them.
+        # Closing a file releases all POSIX locks of the process on it. SQLite has no locks on the
+        # log file, so closing it here is safe.
         with (
             suppress(FileNotFoundError),
             open(self.directory / (DATABASE + "-wal"), "r+b", buffering=0) as log,

@@ -72,12 +72,12 @@ class Model:
     ) -> None:
         """Open a model. `unload_seq` is the number of its unload request, if there is one."""
         self.row = row
-        """Without the metadata of the client, which only the database keeps."""
+        """The model's row. `user_metadata` is empty here, because only the database keeps it."""
         self.queue = queue
         self.in_flight = InFlight()
         self.adapter = AdapterState()
         self.private_paths: set[str] = set()
-        """Internal checkpoints from which the server restores this model."""
+        """Private checkpoints (checkpoints.py) from which the server restores this model."""
         self.worker: asyncio.Task[None] | None = None
         self.is_snapshotting = False
         self._registry = registry
@@ -312,7 +312,7 @@ class Model:
             )
             also = await step.also_write() if step.also_write is not None else None
         except EngineClosedError:
-            self.adapter.lost_work = True  # no snapshot may count this request as answered
+            self.adapter.lost_work = True  # a snapshot must not include this unanswered request
             self.in_flight.running.pop(request.seq, None)
             self.in_flight.notify()
             return
@@ -361,7 +361,7 @@ class Model:
 
     @property
     def is_evictable(self) -> bool:
-        """Always true: snapshot and journal bring the model back."""
+        """Always true, because the model can be restored from its snapshot and the journal."""
         return True
 
     async def load(self) -> None:
@@ -493,7 +493,9 @@ class Model:
             self.private_paths.discard(path)
 
     def _spawn(self, work: Coroutine[Any, Any, R]) -> asyncio.Task[R]:
-        """Run `work` in a task that the event loop cannot collect early."""
+        """Run `work` in a task. The event loop has only weak references to tasks, so keep one here
+        until the task ends.
+        """
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -6,9 +6,10 @@ repeats the effect of requests that failed or were rejected. A forward_backward 
 its part of the gradient missing, so the next optim_step must fail again.
 
 A snapshot holds the weights and the optimizer state after one request. It is taken while no
-gradient is pending. A snapshot of request n is recorded once the answers of all requests up to n
-are on disk, and the weights of all samplers that these requests published. The transaction that
-records it also drops the bodies of these requests. Older snapshots are deleted afterwards.
+gradient is pending. The server records a snapshot after request n once two things are on disk: the
+answers of all requests up to n, and the weights of all samplers that these requests published. The
+transaction that records it also drops the bodies of these requests. Older snapshots are deleted
+afterwards.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class ReplayCost:
-    """What a crash would make the server repeat for one model: everything since its snapshot."""
+    """The work of one model since its last snapshot, which the server repeats after a crash."""
 
     seconds: float = 0.0
     """Device time."""
@@ -82,10 +83,13 @@ class AdapterState:
     """Whether a gradient may be pending. A snapshot cannot store a pending gradient."""
     lost_work: bool = False
     """Whether a published sampler could not be saved, or a running request ended without an answer.
-    A snapshot would lose that work for good; loading the model again repeats it.
+    Then no snapshot is taken, because a replay from it would not repeat this work. Loading the
+    model again from the last snapshot repeats it.
     """
     has_warned: bool = False
-    """Whether a replay computed another result than the first run, which was logged."""
+    """Whether the log has a warning that a replay of this model computed another result than the
+    first run. The warning is logged once.
+    """
     cost: ReplayCost = field(default_factory=ReplayCost)
 
     def fresh(self) -> AdapterState:
@@ -197,7 +201,8 @@ async def repeat_failure(
     if row.kind not in ("forward_backward", "optim_step"):
         return
     adapter.has_gradient = row.kind == "forward_backward"
-    # The engine rejects the optim_step that follows a forward_backward whose data never arrived.
+    # A ForwardBackwardLater gets its data from a future. This future has an error, so the engine
+    # rejects the next optim_step, as in the first run.
     missing: Future[Sequence[Datum]] = Future()
     missing.set_exception(named_error(why.message, why.error_class))
     with suppress(ValueError):

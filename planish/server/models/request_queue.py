@@ -1,4 +1,5 @@
-"""The requests of one model: which are accepted, the order in which they run, and those in flight.
+"""The requests of one model: which requests are accepted, in which order they run, and what is
+unfinished.
 
 A rejected request has used up its number, because the client continues with the next one. The
 journal records it as refused, so that a replay knows of it: after a refused forward_backward the
@@ -194,9 +195,10 @@ class RequestIntake:
     async def submit(self, seq_id: int, operation: Operation[Any]) -> Accepted:
         """Journal and queue an operation, which runs once all lower numbers have run.
 
-        The same number with the same operation returns the same request id; with another operation
-        it raises BadRequest. An operation that is rejected (BadRequest, NotFound) has used up its
-        number. Raise Gone if the model or its session has ended.
+        A repeated request, with the same number and operation, returns the same request id. Raise
+        BadRequest if another operation has used this number. Raise BadRequest, NotFound or
+        UserError if the operation is invalid; its number is then used up. Raise Gone if the model
+        or its session has ended.
         """
         if not 1 <= seq_id <= _MAX_SEQ:
             raise BadRequest(f"seq_id={seq_id}: the requests of a model are numbered from 1")
@@ -253,8 +255,8 @@ class RequestIntake:
         return seq_id + RESTART if self._model.queue.skipped_below >= RESTART else seq_id
 
     async def _arrive(self, seq: int, work: Coroutine[Any, Any, R]) -> R:
-        """Run the acceptance of a request to its end, even if the caller is cancelled: a journaled
-        request must be queued.
+        """Run `work`, which accepts a request, and return its result. `work` continues even if the
+        caller is cancelled, because every journaled request must also be queued.
         """
         task = asyncio.create_task(work)
         self.arriving[seq] = task
@@ -358,8 +360,8 @@ class RequestIntake:
         await self._services.store.keep(refuse)
 
     async def _use_up(self, seq: int, error: Exception, kind: str) -> None:
-        """Journal a rejected request, unless its number is used already or is not below the number
-        of the unload request.
+        """Journal a rejected request. Do nothing if its number is used already, or if the model is
+        unloaded before this number.
         """
         is_late = self._unload_seq is not None and seq >= self._unload_seq
         if not (is_late or self._model.queue.is_used(seq) or seq in self.arriving):

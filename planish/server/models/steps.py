@@ -1,10 +1,11 @@
 """How the engine runs the training requests that read or write a checkpoint.
 
 A request that reads a checkpoint works on a private copy. The copy is made and recorded first, so
-that a replay finds it even if the checkpoint is gone by then. A save first records that its name
-was free, so that repeating the save after a crash does not take its own files for somebody else's.
+that a replay finds it even if the checkpoint was deleted. A save first records that its name was
+free. If the save is repeated after a crash, files under this name come from its own first run, and
+it overwrites them.
 
-These functions return what they did; the model writes its own state.
+These functions do not change the model's state. `Model` does so with the values that they return.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ async def begin_load(
     services: Services, request: QueuedRequest, operation: CreateModel | LoadWeights
 ) -> Step:
     """Give a load, or the creation of a model, to the engine. A creation has completed when this
-    returns; UserError if it failed.
+    returns. Raise UserError if the creation failed.
     """
     submitted, source = services.clock.now(), source_of(operation)
     copy = None if source is None else await _private_copy(services, request, source)
