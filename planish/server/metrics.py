@@ -82,7 +82,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class Disk:
-    """The sizes of the data directory's parts other than checkpoints, in bytes, and its free space."""
+    """The data directory without checkpoints: sizes in bytes, and the free space of its disk."""
 
     database: int = metric(
         "planish_database_bytes", "The database with journal and results, and its log"

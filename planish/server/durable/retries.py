@@ -12,12 +12,12 @@ R = TypeVar("R")
 _log = logging.getLogger(__name__)
 
 _PAUSES = (0.2, 0.5, 1.0, 2.0)
-"""Seconds before each further attempt."""
+"""The pauses between the attempts, in seconds."""
 
 
 async def retried(work: Callable[[], Awaitable[R]], name: str) -> R:
-    """Return the result of `work`. If a fault of the disk interrupts it, call it again after a
-    pause, four times at most. `name` is what the log says was interrupted.
+    """Return the result of `work()`. If a fault of the disk interrupts `work`, call it again after
+    a pause, at most four times. The log names the interrupted work `name`.
     """
     for pause in _PAUSES:
         try:

@@ -163,8 +163,9 @@ class InFlight:
     async def lowest(self, seq: int) -> None:
         """Wait until no request below `seq` runs in the engine.
 
-        Answers reach the disk in the order of the requests. Otherwise a crash could keep an
-        optim_step and lose its gradient, whose second run may fail.
+        Answers must reach the disk in the order of the requests. Otherwise a crash could keep the
+        answer of an optim_step and lose the answer of the forward_backward before it. The
+        forward_backward would then run again, and could fail.
         """
         while any(number < seq for number in self.running):
             await self.change()

@@ -51,7 +51,7 @@ class Step:
     future: asyncio.Future[Any]
     """The engine's result."""
     submitted: float
-    """When the operation was submitted, by the device clock."""
+    """The time of the submission, as `DeviceClock.now` returns it."""
     also_write: Callable[[], Awaitable[AlsoWrite | None]] | None = None
     """Called once the future has its result. May return a function that adds its own rows to the
     transaction that writes the answer.
