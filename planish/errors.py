@@ -85,6 +85,16 @@ class UnjudgedAnswerError(PlanishError):
     """
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Return whether a GPU or main memory ran out.
+
+    For main memory torch raises a plain RuntimeError, so its message is searched.
+    """
+    if isinstance(error, PlanishError) or not isinstance(error, RuntimeError):
+        return isinstance(error, MemoryError)
+    return type(error).__name__ == "OutOfMemoryError" or "DefaultCPUAllocator" in str(error)
+
+
 def refused_step(error: BaseException) -> UserError:
     """Return the error for an optim_step that follows a forward_backward which failed with `error`.
 

@@ -21,8 +21,6 @@ from queue import Empty, SimpleQueue
 from time import perf_counter
 from typing import Any, Literal
 
-import torch
-
 from planish.engine.base_models import BaseModel
 from planish.engine.fairness import FairShare
 from planish.engine.release_memory import clear_frames
@@ -42,7 +40,7 @@ from planish.engine.training_models import (
     TrainingModel,
 )
 from planish.engine.training_operations import TrainingOperations
-from planish.errors import EngineClosedError, PlanishError, UserError
+from planish.errors import EngineClosedError, PlanishError, UserError, lacks_memory
 from planish.model.kernels.cpp.threads import short_switch_interval
 from planish.model.kernels.linear import before_each_matmul
 from planish.model.lora import LoraWeights
@@ -446,7 +444,7 @@ def _prepare(error: BaseException, base: BaseModel) -> None:
     long as the exception does. An out-of-memory error gets a note that names the settings to lower.
     """
     clear_frames(error)
-    if _lacks_memory(error):
+    if lacks_memory(error):
         error.add_note(
             f"The memory of {base.device} is full: lower micro_batch_tokens (now {base.trainer.settings.micro_batch_tokens:,}) for training, "
             f"kv_cache_bytes (now {base.sampler.settings.kv_cache_bytes:,}) or max_batch (now {base.sampler.settings.max_batch:,}) for sampling"
@@ -464,16 +462,6 @@ def _check_device(error: BaseException, base: BaseModel) -> None:
             f"{base.device} is no longer usable in this process after this error: {error}; "
             "start the program again"
         ) from error
-
-
-def _lacks_memory(error: BaseException) -> bool:
-    """Return whether a GPU or main memory ran out.
-
-    For main memory torch raises a plain RuntimeError, so its message is searched.
-    """
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(
-        error
-    )
 
 
 def _fail_all(operations: Iterable[QueuedOperation], error: Exception) -> None:

@@ -30,6 +30,7 @@ from planish.errors import (
     StorageError,
     UnknownModelError,
     UserError,
+    lacks_memory,
     shortened,
 )
 from planish.types import Checkpoint
@@ -219,6 +220,17 @@ def stopping() -> Unavailable:
     return Unavailable(
         "the server is stopping; it resumes accepted requests at its next start", _STOPPING_SECONDS
     )
+
+
+OUT_OF_MEMORY = "the server is out of memory; send the request again later"
+_MEMORY_SECONDS = 1.0
+
+
+def client_error(error: Exception) -> Exception:
+    """Return the error to send to a client: Unavailable if the server's memory did not suffice,
+    otherwise `error`.
+    """
+    return Unavailable(OUT_OF_MEMORY, _MEMORY_SECONDS) if lacks_memory(error) else error
 
 
 def retry_headers(error: BaseException) -> dict[str, str]:

@@ -19,12 +19,14 @@ import openai
 import orjson
 import pytest
 import server_client
+import torch
 from http_thread import serving_app
 from server_client import TENANT, Client, run, running, sample
 
 from planish import AdamParams, Datum, ModelInput, SamplingParams, ServiceClient
 from planish.engine.engine import Engine
 from planish.engine.settings import EngineSettings
+from planish.errors import UserError
 from planish.renderers import get_renderer
 from planish.server.http import routes_sampling
 from planish.server.http.app import create_app
@@ -980,6 +982,54 @@ def test_an_internal_error_is_reported(served, client):
         with pytest.raises(openai.APIError, match="internal error of the server.*KeyError"):
             list(client.completions.create(model=BASE, prompt="x", stream=True))
     assert served.is_idle()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory"),
+    ],
+)
+def test_a_lack_of_memory_is_answered_with_503(served, client, error):
+    patient = client.with_options(max_retries=0)
+    with served.engine.saying("Some", served.tokenizer, error=error):
+        for send in (
+            lambda: patient.chat.completions.create(model=CHAT, messages=HELLO),
+            lambda: patient.completions.create(model=BASE, prompt="x"),
+        ):
+            with pytest.raises(openai.APIStatusError, match="out of memory; send") as refused:
+                send()
+            assert refused.value.status_code == 503
+            assert refused.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.APIError, match="out of memory; send"):
+            list(patient.completions.create(model=BASE, prompt="x", stream=True))
+    assert served.is_idle()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/tokenize"])
+def test_a_body_for_which_memory_does_not_suffice_is_answered_with_503(served, monkeypatch, path):
+    def parse(body: bytes) -> Any:
+        raise orjson.JSONDecodeError("Not enough memory to allocate buffer for parsing", "", 0)
+
+    monkeypatch.setattr("planish.wire.fields.orjson.loads", parse)
+    answer = httpx.post(
+        served.url + path,
+        content=b"{}",
+        headers={"authorization": f"Bearer {next(iter(KEYS))}"},
+    )
+    assert answer.status_code == 503
+    assert b"out of memory" in answer.content
+
+
+def test_an_error_that_quotes_a_client_is_no_lack_of_memory(served, client):
+    error = UserError("stop='DefaultCPUAllocator' is wrong")
+    with (
+        served.engine.saying("Some", served.tokenizer, error=error),
+        pytest.raises(openai.BadRequestError, match="is wrong"),
+    ):
+        client.chat.completions.create(model=CHAT, messages=HELLO)
 
 
 # Who hangs up, and many at once

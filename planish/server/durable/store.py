@@ -57,6 +57,7 @@ from filelock import FileLock, Timeout
 from planish.errors import DamagedFileError, StorageError, UserError
 from planish.files import make_directory, sync, write_remedy
 from planish.server.metrics import Disk
+from planish.server.results import OUT_OF_MEMORY
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,7 +74,6 @@ _INLINE_BYTES = 1 << 18
 _LOG_PIECE_BYTES = 1 << 20
 _GROUP = 512
 _RETRY_SECONDS = 0.5
-_OUT_OF_MEMORY = "the server is out of memory; send the request again later"
 _READERS = 2
 
 
@@ -342,7 +342,7 @@ class Store:
                 "error stays, restore the directory from a backup"
             )
         if isinstance(error, MemoryError):
-            return StorageError(_OUT_OF_MEMORY)
+            return StorageError(OUT_OF_MEMORY)
         remedy = "free space there, or grant the permissions it needs"
         if isinstance(error, OSError):
             remedy = write_remedy(error, remedy)
@@ -581,8 +581,8 @@ def _client_error(refusal: Exception) -> StorageError:
         return StorageError(
             "the server's database is damaged; its log tells the operator what to do"
         )
-    if str(refusal) == _OUT_OF_MEMORY:
-        return StorageError(_OUT_OF_MEMORY)
+    if str(refusal) == OUT_OF_MEMORY:
+        return StorageError(OUT_OF_MEMORY)
     return StorageError(
         "the server's disk is full or cannot be used; its log tells the operator what to do"
     )

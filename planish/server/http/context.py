@@ -43,6 +43,7 @@ from planish.server.results import (
     Tenant,
     Unauthorized,
     Unavailable,
+    client_error,
     retry_headers,
     status_of,
 )
@@ -341,10 +342,12 @@ def endpoint(path: str, handler: Handler, method: str = "POST") -> Route:
             return error_response(
                 UserError("the connection was closed before the body was complete")
             )
-        except MemoryError:
-            return error_response(
-                Unavailable("the server is out of memory; send the request again later", 1.0)
-            )
+        except Exception as error:
+            told = client_error(error)
+            if not isinstance(told, Unavailable):
+                raise
+            _log.error("%s %s", request.method, request.url.path, exc_info=error)
+            return error_response(told)
 
     return Route(API + path, answer, methods=[method])
 
@@ -553,10 +556,11 @@ def error_body(error: Exception) -> dict[str, Any]:
     """Return the body that reports an error to an OpenAI client. The details of internal errors are
     logged, and the client gets only the error's class.
     """
-    status = status_of(error)
-    message = str(error)
-    if status == 500:
+    told = client_error(error)
+    status, message = status_of(told), str(told)
+    if told is not error or status == 500:
         _log.error("an OpenAI-compatible request failed", exc_info=error)
+    if status == 500:
         message = f"internal error of the server ({type(error).__name__}); its log has the details"
     code = "invalid_api_key" if status == 401 else getattr(error, "code", None)
     return body_of(message, status, getattr(error, "param", None), code)
@@ -572,4 +576,5 @@ def body_of(
 
 def openai_error_response(error: Exception) -> Response:
     """Return the response for an error to an OpenAI client."""
-    return json_response(error_body(error), status_of(error), retry_headers(error))
+    told = client_error(error)
+    return json_response(error_body(error), status_of(told), retry_headers(told))

@@ -46,6 +46,7 @@ from planish.server.results import (
     Outcome,
     ServerError,
     TryAgain,
+    client_error,
     status_of,
     stopping,
 )
@@ -225,6 +226,7 @@ def _result(index: int, outcome: Done | Failed) -> Frame:
 
 
 def _refusal(index: int, error: Exception) -> Mapping[str, Any]:
+    error = client_error(error)
     status = status_of(error)
     return {
         "index": index,
