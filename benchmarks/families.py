@@ -79,6 +79,9 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
         expert_size=512,
         delta_net=_delta_net(16, 32),
     ),
+    "gpt_oss": _widths(
+        2880, 2880, 64, 8, 64, window=128, experts=8, experts_per_token=4, expert_size=2880
+    ),
     "smollm3": _widths(2048, 11008, 16, 4, 128),
     "gemma3": _widths(1152, 6912, 4, 1, 256, window=512),
     "olmo3": _widths(2048, 5504, 16, 16, 128, window=1024),
@@ -86,8 +89,8 @@ SLICES: Mapping[str, Mapping[str, Any]] = {
 }
 """Widths of Llama 3.2 1B, Mistral 7B (halved), Ministral 3 3B, Qwen2.5 0.5B, Qwen3 0.6B,
 Qwen3-30B-A3B (16 of its 128 experts), Qwen3.5 0.8B, Qwen3.5-35B-A3B (16 of its 256 experts),
-SmolLM3 3B, Gemma 3 1B, OLMo 3 7B (halved) and Phi-4-mini. Of the two layers of Qwen3.5, one is a
-gated delta net and one has attention.
+gpt-oss-20b (8 of its 32 experts, in bf16), SmolLM3 3B, Gemma 3 1B, OLMo 3 7B (halved) and
+Phi-4-mini. Of the two layers of Qwen3.5, one is a gated delta net and one has attention.
 """
 
 

@@ -22,6 +22,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     GenerationConfig,
+    GptOssConfig,
     LlamaConfig,
     Ministral3Config,
     MistralConfig,
@@ -38,7 +39,7 @@ from transformers import (
 from planish.tokenizer import save_tokenizer
 
 WINDOW = 24
-"""The attention window of a tiny Gemma 3 or OLMo 3 in positions."""
+"""The attention window of a tiny Gemma 3, OLMo 3 or gpt-oss in positions."""
 
 _DELTA_NETS: dict[str, int] = {
     "full_attention_interval": 2,  # a keyword that the configs' signatures do not list
@@ -50,6 +51,8 @@ _DELTA_NETS: dict[str, int] = {
 
 CONFIGS = {
     "gemma3": partial(Gemma3TextConfig, sliding_window=WINDOW),
+    # With the usual limit of 7, the activations of a tiny model would never be clamped.
+    "gpt_oss": partial(GptOssConfig, sliding_window=WINDOW, swiglu_limit=1.5),
     "llama": LlamaConfig,
     "ministral3": Ministral3Config,
     "mistral": partial(MistralConfig, sliding_window=None),
@@ -178,11 +181,11 @@ def tiny_model(
     "float32" or "bfloat16"; `shards` > 1 spreads the weights over that many files with an index.
     Only gemma3 and olmo3 have `local_theta`, the RoPE base of layers with a window, and only gemma3
     has `query_scalar`. By default attention scores do not have the usual scale, so that a test
-    notices a missing factor. qwen3_moe and qwen3_5_moe have `experts`, of which the router chooses
-    `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has `dense_layers` without
+    notices a missing factor. qwen3_moe, qwen3_5_moe and gpt_oss have `experts`, of which the router
+    chooses `experts_per_token`, each of hidden size `expert_size`. Only qwen3_moe has `dense_layers` without
     experts. The shared expert of qwen3_5_moe has hidden size `intermediate`. As on the hub, each
-    expert of qwen3_moe has tensors of its own, and all experts of a layer of qwen3_5_moe share
-    tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`, the config's fields of gated delta nets
+    expert of qwen3_moe has tensors of its own, and all experts of a layer of the other families
+    share tensors. Only qwen3_5 and qwen3_5_moe have `delta_net`, the config's fields of gated delta nets
     that replace the default ones.
     """
     if family not in CONFIGS or dtype not in DTYPES:
@@ -221,6 +224,9 @@ def tiny_model(
         }
     if family == "qwen3_moe":
         options["mlp_only_layers"] = list(dense_layers)
+    if family == "gpt_oss":
+        options |= {"num_local_experts": experts, "num_experts_per_tok": experts_per_token}
+        intermediate = expert_size
     options |= delta_net or {}
     inner = "shared_expert_intermediate_size" if family == "qwen3_5_moe" else "intermediate_size"
     options[inner] = intermediate

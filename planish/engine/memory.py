@@ -33,7 +33,13 @@ from planish.model.kernels.choose import choose_backend
 from planish.model.kernels.device import Device
 from planish.model.kv_cache import KVSpec, max_pool_bytes, max_reservable_bytes
 from planish.model.lora import LoraLayout
-from planish.model.weight_sizes import kept_bytes, linear_bytes, quantized_shapes, weight_bytes
+from planish.model.weight_sizes import (
+    kept_bytes,
+    linear_bytes,
+    mxfp4_bytes,
+    quantized_shapes,
+    weight_bytes,
+)
 from planish.service import AdapterBytes
 from planish.types import LoraConfig
 
@@ -247,13 +253,20 @@ class _ModelNeeds:
         adapters = adapter.training + adapter.sampling if reserves_adapters else 0
         scheme = settings.quantize
         one_copy = weight_bytes(config, dtype.itemsize, scheme)
-        all_copies = backend.weight_copies * kept_bytes(config, dtype.itemsize, scheme)
-        if scheme is not None:
-            all_copies += linear_bytes(config, scheme)
-            if not backend.packs(config.hidden_size, config.hidden_size):
-                # torch dequantizes two linears at a time, gate and up, for one matmul.
-                largest = max(map(prod, quantized_shapes(config).values()))
-                all_copies += 2 * largest * dtype.itemsize
+        # The codes that the checkpoint stores have a single copy too: the packed one.
+        stored_codes = mxfp4_bytes(config)
+        all_copies = backend.weight_copies * (
+            kept_bytes(config, dtype.itemsize, scheme) - stored_codes
+        )
+        all_copies += stored_codes + (linear_bytes(config, scheme) if scheme is not None else 0)
+        is_quantized = scheme is not None or config.mxfp4_experts
+        if is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
+            # torch dequantizes two linears at a time, gate and up, for one matmul.
+            largest = max(
+                (prod(shape) for shape in quantized_shapes(config).values()),
+                default=config.hidden_size * config.expert_size,
+            )
+            all_copies += 2 * largest * dtype.itemsize
         return cls(backend, settings, one_copy, all_copies, adapters)
 
     @property

@@ -96,10 +96,9 @@ class LoraUpdate:
             else self.config.get("base_model_name_or_path")
         )
 
-    @property
-    def by_weight(self) -> Mapping[str, Matrices]:
-        """The matrices by the name of a weight of the base model without ".weight": `linears`, with
-        separate matrices for each expert.
+    def by_weight(self, model: ModelConfig) -> Mapping[str, Matrices]:
+        """Return the matrices by the name of a weight of the base model without ".weight":
+        `linears`, with separate matrices for each expert.
         """
         found: dict[str, Matrices] = {}
         for linear, matrices in self.linears.items():
@@ -110,7 +109,8 @@ class LoraUpdate:
             experts = matrices.a.shape[0] // self.rank
             stacked = expert_matrices(matrices.a, matrices.b, experts)
             for expert, (a, b) in enumerate(zip(*stacked, strict=True)):
-                parts = ("gate_proj", "up_proj") if name == "gate_up_proj" else (name,)
+                is_split = name == "gate_up_proj" and not model.expert_biases
+                parts = ("gate_proj", "up_proj") if is_split else (name,)
                 prefix = f"{linear.removesuffix('.base_layer')}.{expert}"
                 for part, rows in zip(parts, b.chunk(len(parts)), strict=True):
                     found[f"{prefix}.{part}"] = Matrices(a, rows)
@@ -126,7 +126,7 @@ class LoraUpdate:
         shape.
         """
         shapes = {**expected_shapes(model), f"{HEAD}.weight": (model.vocab_size, model.hidden_size)}
-        for linear, matrices in self.by_weight.items():
+        for linear, matrices in self.by_weight(model).items():
             found = (matrices.b.shape[0], matrices.a.shape[1])
             if shapes.get(f"{linear}.weight") != found:
                 raise CheckpointError(

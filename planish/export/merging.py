@@ -24,6 +24,7 @@ from planish.errors import NonFiniteError, StorageError
 from planish.export.lora_update import HEAD, LoraUpdate, Matrices
 from planish.files import give_usual_mode
 from planish.model.config import ModelConfig, read_json, text_fields
+from planish.model.quantization import Mxfp4Weight
 from planish.model.weights import INDEX_FILE, SINGLE_FILE, load_weights
 
 SHARD_BYTES = 4 << 30
@@ -53,7 +54,7 @@ class Source:
     """A tensor of the base model with the update to add to it."""
 
     name: str
-    weight: Tensor
+    weight: Tensor | Mxfp4Weight
     """The tensor of the base model, memory-mapped."""
     matrices: Matrices | None
     dtype: torch.dtype
@@ -61,7 +62,68 @@ class Source:
     @property
     def size(self) -> int:
         """The size of the merged tensor in bytes."""
-        return self.weight.numel() * self.dtype.itemsize
+        return math.prod(self.weight.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class JointSource:
+    """The tensors of all experts of a layer that one tensor of the file contains (gpt-oss)."""
+
+    name: str
+    parts: Sequence[Source]
+    """The tensors of the experts. The file has matrices transposed: [experts, in, out]."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the merged tensor."""
+        return self.parts[0].dtype
+
+    @property
+    def size(self) -> int:
+        """The size of the merged tensor in bytes."""
+        return sum(part.size for part in self.parts)
+
+
+def _dequantizable(weights: Mapping[str, Tensor]) -> dict[str, Tensor | Mxfp4Weight]:
+    """Return the weights, with one entry for the two tensors of each weight in mxfp4."""
+    found: dict[str, Tensor | Mxfp4Weight] = {}
+    for name, weight in weights.items():
+        linear, _, part = name.rpartition(".")
+        if part == "blocks":
+            found[f"{linear}.weight"] = Mxfp4Weight(weight.flatten(1), weights[f"{linear}.scales"])
+        elif part != "scales":
+            found[name] = weight
+    return found
+
+
+def _dtype(weight: Tensor | Mxfp4Weight) -> torch.dtype:
+    return torch.bfloat16 if isinstance(weight, Mxfp4Weight) else weight.dtype
+
+
+def _joint(sources: Sequence[Source]) -> list[Source | JointSource]:
+    """Return the tensors of a file of gpt-oss, which has one tensor for all experts of a layer."""
+    found: list[Source | JointSource] = []
+    parts: dict[str, list[Source]] = {}
+    for source in sources:
+        layer, separator, part = source.name.rpartition(".experts.")
+        if not separator:
+            found.append(source)
+            continue
+        linear, _, kind = part.split(".", 1)[1].rpartition(".")
+        name = f"{layer}.experts.{linear}" + ("_bias" if kind == "bias" else "")
+        if name not in parts:
+            parts[name] = []
+            found.append(JointSource(name, parts[name]))
+        parts[name].append(source)
+    return found
+
+
+def _merged(source: Source | JointSource, scaling: float, rounding: Rounding) -> Tensor:
+    """Return one tensor of the merged model's files."""
+    if isinstance(source, Source):
+        return merged(source, scaling, rounding)
+    tensors = [merged(part, scaling, rounding) for part in source.parts]
+    return torch.stack([x.t() if x.dim() == 2 else x for x in tensors])
 
 
 def write_merged(
@@ -80,17 +142,18 @@ def write_merged(
     weights = load_weights(base, config)
     if config.tied_head and update.trains_head:
         weights[_HEAD_WEIGHT] = weights[_EMBEDDING]
-    matrices = update.by_weight
-    sources = [
-        Source(name, weight, matrices.get(name.removesuffix(".weight")), dtype or weight.dtype)
-        for name, weight in weights.items()
+    matrices = update.by_weight(config)
+    single = [
+        Source(name, weight, matrices.get(name.removesuffix(".weight")), dtype or _dtype(weight))
+        for name, weight in _dequantizable(weights).items()
     ]
+    sources = _joint(single) if config.expert_biases else single
     rounding = Rounding()
     shards = _shards(sources, shard_bytes)
     files = dict(zip(_file_names(len(shards)), shards, strict=True))
     for file, shard in files.items():
         _save(
-            {source.name: merged(source, update.scaling, rounding) for source in shard}, out / file
+            {source.name: _merged(source, update.scaling, rounding) for source in shard}, out / file
         )
     if len(files) > 1:
         _write_json(out / INDEX_FILE, _index(files))
@@ -100,15 +163,18 @@ def write_merged(
 
 def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
     """Return one tensor of the merged model; NonFiniteError if it overflows float16."""
+    weight = source.weight
+    if isinstance(weight, Mxfp4Weight):
+        weight = weight.dequantize(torch.bfloat16)
     if source.matrices is None:
-        out = source.weight.to(source.dtype)
+        out = weight.to(source.dtype)
     else:
-        out = torch.empty(source.weight.shape, dtype=source.dtype)
-        rows = max(1, _BLOCK_NUMBERS // source.weight.shape[1])
-        for start in range(0, source.weight.shape[0], rows):
+        out = torch.empty(weight.shape, dtype=source.dtype)
+        rows = max(1, _BLOCK_NUMBERS // weight.shape[1])
+        for start in range(0, weight.shape[0], rows):
             part = slice(start, start + rows)
             change = (source.matrices.b[part] * scaling) @ source.matrices.a
-            exact = source.weight[part].float() + change
+            exact = weight[part].float() + change
             out[part] = exact.to(source.dtype)
             rounding.squared_update += float(change.double().square().sum())
             rounding.squared_error += float((out[part].float() - exact).double().square().sum())
@@ -117,12 +183,14 @@ def merged(source: Source, scaling: float, rounding: Rounding) -> Tensor:
     return out
 
 
-def _shards(sources: Sequence[Source], shard_bytes: int) -> list[list[Source]]:
+def _shards(
+    sources: Sequence[Source | JointSource], shard_bytes: int
+) -> list[list[Source | JointSource]]:
     """Split the tensors, in order, into shards that are as full as possible.
 
     A tensor larger than `shard_bytes` has a shard to itself.
     """
-    shards: list[list[Source]] = []
+    shards: list[list[Source | JointSource]] = []
     filled = 0
     for source in sources:
         if not shards or filled + source.size > shard_bytes:
@@ -139,7 +207,7 @@ def _file_names(count: int) -> list[str]:
     return [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
 
 
-def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
+def _index(files: Mapping[str, Sequence[Source | JointSource]]) -> dict[str, Any]:
     return {
         "metadata": {
             "total_size": sum(source.size for shard in files.values() for source in shard)
@@ -149,14 +217,16 @@ def _index(files: Mapping[str, Sequence[Source]]) -> dict[str, Any]:
 
 
 def _config(
-    base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source]
+    base: Path, config: ModelConfig, update: LoraUpdate, sources: Sequence[Source | JointSource]
 ) -> dict[str, Any]:
     """Return the base model's config.json with the fields that a merge changes.
 
-    A multimodal base model becomes its text model.
+    A multimodal base model becomes its text model. A checkpoint in mxfp4 becomes one in bf16.
     """
     fields = text_fields(read_json(base / "config.json"))
     fields.pop("_name_or_path", None)
+    if config.mxfp4_experts:
+        del fields["quantization_config"]
     dtypes = {source.dtype for source in sources}
     named = str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None
     for key in ("dtype", "torch_dtype"):

@@ -34,6 +34,7 @@ Family = Literal[
     "qwen3_moe",
     "qwen3_5",
     "qwen3_5_moe",
+    "gpt_oss",
     "smollm3",
     "gemma3",
     "olmo3",
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Qwen3_5ForCausalLM": "qwen3_5",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "GptOssForCausalLM": "gpt_oss",
     "SmolLM3ForCausalLM": "smollm3",
     "Gemma3ForCausalLM": "gemma3",
     "Olmo3ForCausalLM": "olmo3",
@@ -119,6 +121,19 @@ _DEFAULTS: dict[Family, dict[str, Any]] = {
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
     },
+    "gpt_oss": {
+        "head_dim": 64,
+        "num_key_value_heads": 8,
+        "sliding_window": 128,
+        "num_local_experts": 128,
+        "num_experts_per_tok": 4,
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150_000.0,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+    },
 }
 """The defaults of `transformers` that are specific to a family. They include dimensions, because
 published configs of Gemma 3 omit dimensions that have their default.
@@ -134,6 +149,16 @@ _MINISTRAL3_ROPE = {
     "llama_4_scaling_beta": 0.1,
 }
 """The `rope_parameters` of a Ministral 3 config without this field."""
+
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+"""The `rope_parameters` of a gpt-oss config without this field."""
 
 _LAYER_ROPES: dict[Family, tuple[LayerRope, LayerRope]] = {
     "gemma3": (
@@ -204,8 +229,10 @@ class ModelConfig:
     """Tokens that end a sequence, from generation_config.json, else config.json; empty if neither
     names one.
     """
-    activation: Literal["silu", "gelu_tanh"] = "silu"
-    """The activation function of the MLP's gate."""
+    activation: Literal["silu", "gelu_tanh", "clamped_swiglu"] = "silu"
+    """The activation function of the MLP's gate, or the clamped SwiGLU of gpt-oss, in which the
+    columns of gate and up alternate (see `Backend.clamped_swiglu`).
+    """
     output_norms: bool = False
     """Whether the outputs of attention and MLP pass an RMSNorm before the residual addition (Gemma
     3, OLMo 3).
@@ -258,6 +285,22 @@ class ModelConfig:
     """Whether each mixture of experts also has a shared expert, an MLP of hidden size
     `intermediate_size` that computes every token (Qwen3.5). A sigmoid gate multiplies its output.
     """
+    attention_sinks: bool = False
+    """Whether each head has a sink: a learned score in the softmax of every row, without a value
+    (gpt-oss).
+    """
+    output_bias: bool = False
+    """Whether the output projection of the attention has a bias (gpt-oss)."""
+    expert_biases: bool = False
+    """Whether router and experts have biases, and the experts a joint matrix for gate and up
+    (gpt-oss).
+    """
+    swiglu_alpha: float = 1.0
+    """The factor of the gate in the sigmoid of a clamped SwiGLU."""
+    swiglu_limit: float = 0.0
+    """The limit of gate and up in a clamped SwiGLU."""
+    mxfp4_experts: bool = False
+    """Whether the checkpoint stores the experts' matrices in mxfp4. planish keeps their codes."""
 
     output_gate: bool = False
     """Whether q_proj also computes a gate for each attention output (Qwen3.5)."""
@@ -304,6 +347,11 @@ class ModelConfig:
                 f"num_experts_per_tok is {self.experts_per_token}; it must be at least 0, and at "
                 f"most num_experts, which is {self.num_experts}"
             )
+        if self.mxfp4_experts and (self.hidden_size % 32 or self.expert_size % 32):
+            raise UnsupportedError(
+                f"hidden_size {self.hidden_size} or intermediate_size {self.expert_size} is not a "
+                "multiple of 32, the block size of mxfp4"
+            )
         invalid_ids = [token for token in self.eos_token_ids if not 0 <= token < self.vocab_size]
         if invalid_ids:
             raise DamagedFileError(
@@ -333,6 +381,8 @@ class ModelConfig:
             fields = _DEFAULTS.get(family, {}) | fields
             if family == "ministral3" and not rope_parameters(fields):
                 fields["rope_parameters"] = _MINISTRAL3_ROPE
+            if family == "gpt_oss" and not rope_parameters(fields):
+                fields["rope_parameters"] = _GPT_OSS_ROPE
             _reject_unsupported(fields, family)
             return _from_fields(fields, family, eos_token_ids)
         except UnsupportedError as error:
@@ -345,9 +395,11 @@ class ModelConfig:
 
     def fingerprint(self) -> str:
         """Return a hash, in 16 hexadecimal digits, of the fields that determine weight shapes or
-        logits: all except `eos_token_ids` and `max_context`.
+        logits: all except `eos_token_ids`, `max_context` and `mxfp4_experts`.
         """
         values = asdict(self)
+        # The dequantized mxfp4 checkpoint of the same model has the same weights.
+        values["mxfp4_experts"] = False
         del values["eos_token_ids"], values["max_context"]
         # Checkpoints contain fingerprints, so a new field of ModelConfig must not change those of
         # existing models. Existing models have the field's default, so leave out defaults.
@@ -439,7 +491,7 @@ def text_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
-    if stored := fields.get("quantization_config"):
+    if (stored := fields.get("quantization_config")) and not _is_mxfp4(fields, family):
         method = stored.get("quant_method") if isinstance(stored, Mapping) else None
         raise UnsupportedError(
             f"quantization_config is set (quant_method {method!r}), and planish does not load such "
@@ -451,10 +503,12 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedError(
             f"hidden_act is {fields['hidden_act']!r}; planish supports only silu in this family"
         )
-    if fields.get("attention_bias") and family != "qwen2":
+    if fields.get("attention_bias") and family not in ("qwen2", "gpt_oss"):
         raise UnsupportedError(
-            "attention_bias is true; planish supports these biases only in Qwen2 models"
+            "attention_bias is true; planish supports these biases only in Qwen2 and gpt-oss models"
         )
+    if family == "gpt_oss" and not fields["attention_bias"]:
+        raise UnsupportedError("attention_bias is false; planish supports gpt-oss only with biases")
     if fields.get("mlp_bias"):
         raise UnsupportedError("mlp_bias is true; planish supports no biases in the MLP")
     if (fields.get("pretraining_tp") or 1) > 1:
@@ -467,7 +521,7 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
             "rope_interleaved is true; planish supports only RoPE that pairs dimension i with "
             "dimension i + head_dim / 2"
         )
-    expert_keys = family not in ("qwen3_moe", "qwen3_5_moe") and [
+    expert_keys = family not in ("qwen3_moe", "qwen3_5_moe", "gpt_oss") and [
         key
         for key in ("num_experts", "num_local_experts", "n_routed_experts")
         if (fields.get(key) or 0) > 1
@@ -475,7 +529,7 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
     if expert_keys:
         raise UnsupportedError(
             f"{expert_keys[0]} is {fields[expert_keys[0]]}; planish supports mixtures of experts "
-            "only in Qwen3 models"
+            "only in Qwen3 and gpt-oss models"
         )
     rotary_fraction = rope_parameters(fields).get(
         "partial_rotary_factor", fields.get("partial_rotary_factor")
@@ -484,6 +538,13 @@ def _reject_unsupported(fields: Mapping[str, Any], family: Family) -> None:
         raise UnsupportedError(
             f"partial_rotary_factor is {rotary_fraction}; planish supports only 1 in this family"
         )
+
+
+def _is_mxfp4(fields: Mapping[str, Any], family: Family) -> bool:
+    """Return whether the checkpoint stores the experts of a gpt-oss model in mxfp4."""
+    stored = fields.get("quantization_config")
+    method = stored.get("quant_method") if isinstance(stored, Mapping) else None
+    return family == "gpt_oss" and method == "mxfp4"
 
 
 def _reject_gemma_options(fields: Mapping[str, Any]) -> None:
@@ -515,6 +576,8 @@ def _windows(fields: Mapping[str, Any], family: Family, context: int) -> tuple[i
         layer_types = layer_types or _alternating(layers, pattern)
     elif family == "olmo3":
         layer_types = layer_types or _alternating(layers, 4)
+    elif family == "gpt_oss":
+        layer_types = layer_types or _alternating(layers, 2)
     elif not fields.get("use_sliding_window") and family in ("qwen2", "qwen3", "qwen3_moe"):
         layer_types = None
     elif family in ("qwen2", "qwen3", "qwen3_moe"):
@@ -603,7 +666,7 @@ def _from_fields(
         max_context=context,
         tied_head=bool(fields.get("tie_word_embeddings", False)),
         qk_norm=family in ("qwen3", "qwen3_moe", "qwen3_5", "qwen3_5_moe", "gemma3", "olmo3"),
-        qkv_bias=family == "qwen2",
+        qkv_bias=family in ("qwen2", "gpt_oss"),
         eos_token_ids=eos_token_ids,
         windows=windows,
         local_rope=read_rope(fields, local_source) if local_source is not None else None,
@@ -673,6 +736,21 @@ def _family_fields(fields: Mapping[str, Any], family: Family) -> dict[str, Any]:
         return {"fused_projections": True}
     if family == "qwen3_moe":
         return _expert_fields(fields)
+    if family == "gpt_oss":
+        return {
+            "activation": "clamped_swiglu",
+            "swiglu_alpha": number(fields, "swiglu_alpha"),
+            "swiglu_limit": number(fields, "swiglu_limit"),
+            "attention_sinks": True,
+            "output_bias": True,
+            "expert_biases": True,
+            "num_experts": positive(fields, "num_local_experts"),
+            "experts_per_token": positive(fields, "num_experts_per_tok"),
+            "expert_size": positive(fields, "intermediate_size"),
+            # The softmax over the chosen experts equals the normalized softmax over all.
+            "normalizes_expert_weights": True,
+            "mxfp4_experts": _is_mxfp4(fields, family),
+        }
     if family == "ministral3" and rope_parameters(fields).get("llama_4_scaling_beta"):
         parameters = rope_parameters(fields)
         return {

@@ -42,7 +42,7 @@ from planish.model.operations import (
     reorder,
     rope,
 )
-from planish.model.quantization import check_quantizable
+from planish.model.quantization import Mxfp4Weight, check_quantizable
 from planish.model.rope import RotaryEmbedding, Rotation, paired_halves, query_scales
 from planish.model.weights import load_weights
 
@@ -75,6 +75,8 @@ class Layer:
     `qkv` computes the inputs of the convolution and of the output gate. `o` is the output
     projection, and `rope` is not used.
     """
+    sinks: Tensor | None = None
+    """The attention sinks of the query heads, float32 [Hq] (see `Attend`); None: it has none."""
 
 
 class Decoder:
@@ -276,7 +278,8 @@ class _ForwardPass:
             q, gate = queries_and_gates.unflatten(1, (config.num_heads, 2, -1)).unbind(2)
             projected, gate = torch.cat([q.flatten(1), keys_values], 1), gate.flatten(1)
         q, k, v = self.qkv(projected, layer)
-        attended = self.attend(self.index_in_kind[index], q, k, v).flatten(-2)
+        sinks = () if layer.sinks is None else (layer.sinks,)
+        attended = self.attend(self.index_in_kind[index], q, k, v, *sinks).flatten(-2)
         return attended if gate is None else gated_output(attended, gate)
 
     def delta_net(
@@ -410,6 +413,9 @@ class _Loader:
         def linear(*names: str) -> PackedLinear:
             has_bias = f"{prefix}{names[0]}.bias" in self.weights
             biases = [self.weight(f"{prefix}{name}.bias") if has_bias else None for name in names]
+            if f"{prefix}{names[0]}.blocks" in self.weights:
+                codes = [self.mxfp4_weight(f"{prefix}{name}") for name in names]
+                return self.backend.pack_codes(codes, biases)
             weight_names = [f"{prefix}{name}.weight" for name in names]
             if self.quantize is not None:
                 # Quantize the stored numbers, so that the codes do not depend on the model's dtype.
@@ -439,8 +445,14 @@ class _Loader:
             if not config.has_experts(index):
                 return DenseMLP(linear(*mlp_in), linear(*mlp_out))
             names = [f"mlp.experts.{expert}" for expert in range(config.num_experts)]
+            if config.expert_biases:
+                return Experts(
+                    self.float32_linear(f"{prefix}mlp.router"),
+                    tuple(linear(f"{name}.gate_up_proj") for name in names),
+                    tuple(linear(f"{name}.down_proj") for name in names),
+                )
             return Experts(
-                wide("mlp.gate.weight"),
+                self.float32_linear(f"{prefix}mlp.gate"),
                 tuple(linear(f"{name}.gate_proj", f"{name}.up_proj") for name in names),
                 tuple(linear(f"{name}.down_proj") for name in names),
                 shared_expert() if config.has_shared_expert else None,
@@ -448,11 +460,8 @@ class _Loader:
 
         def shared_expert() -> SharedExpert:
             gate_up, down = (linear(*names) for names in shared)
-            return SharedExpert(gate_up, down, wide("mlp.shared_expert_gate.weight"))
-
-        def wide(name: str) -> PackedLinear:
-            stored = self.weights[prefix + name]
-            return self.backend.pack([stored.to(self.backend.device, torch.float32)])
+            gate = self.float32_linear(f"{prefix}mlp.shared_expert_gate")
+            return SharedExpert(gate_up, down, gate)
 
         return Layer(
             input_norm=input_norm("input_layernorm"),
@@ -466,14 +475,33 @@ class _Loader:
             mlp_output_norm=output_norm("post_feedforward_layernorm"),
             rope=rope,
             delta_net=self.delta_net(f"{prefix}linear_attn.") if is_recurrent else None,
+            sinks=self.float32_weight(f"{prefix}self_attn.sinks")
+            if config.attention_sinks
+            else None,
         )
+
+    def float32_weight(self, name: str) -> Tensor:
+        """Return one weight in float32."""
+        return self.weights[name].to(self.backend.device, torch.float32)
+
+    def float32_linear(self, name: str) -> PackedLinear:
+        """Return a linear whose weights are float32 in a model of any dtype, such as a router."""
+        bias = self.float32_weight(f"{name}.bias") if f"{name}.bias" in self.weights else None
+        return self.backend.pack([self.float32_weight(f"{name}.weight")], [bias])
+
+    def mxfp4_weight(self, name: str) -> Mxfp4Weight:
+        """Return the matrix of a linear that the checkpoint stores in mxfp4."""
+        blocks, scales = (
+            self.weights[f"{name}.{part}"].to(self.backend.device) for part in ("blocks", "scales")
+        )
+        return Mxfp4Weight(blocks.flatten(1), scales)
 
     def delta_net(self, prefix: str) -> DeltaNetWeights:
         """Return the weights of the gated delta net whose weight names start with `prefix`."""
 
         def float32_weight(name: str) -> Tensor:
             # No matmul reads these weights, so they stay float32.
-            return self.weights[prefix + name].to(self.backend.device, torch.float32)
+            return self.float32_weight(prefix + name)
 
         projections = self.joint_weights([f"{prefix}in_proj_{part}.weight" for part in ("b", "a")])
         return DeltaNetWeights(

@@ -36,7 +36,7 @@ class Experts:
     router: PackedLinear
     """[N, D] in float32."""
     gate_up: tuple[PackedLinear, ...]
-    """For each expert, the linears [I, D] of gate and up."""
+    """For each expert, the linears [I, D] of gate and up, or one linear [2 * I, D] of both."""
     down: tuple[PackedLinear, ...]
     """For each expert, the linear [D, I]."""
     shared: SharedExpert | None = None
@@ -183,9 +183,10 @@ class _Experts(torch.autograd.Function):
     Only the input, the router's weights, the output of gate and up, and the LoRA hidden states are
     stored. The backward pass recomputes the activations, but not the experts' outputs. By
     definition, the gradient of a pair's weight is the dot product of the expert's output and the
-    output's gradient. The output is linear in the activations. So the dot product of the
-    activations and their gradient has the same value. The backward pass computes this second dot
-    product, which does not need the outputs.
+    output's gradient. The output without its bias is linear in the activations. So for this part
+    the dot product of the activations and their gradient has the same value. The backward pass
+    computes this second dot product, which does not need the outputs, and adds the dot product of
+    the bias and the output's gradient.
     """
 
     @staticmethod
@@ -217,6 +218,11 @@ class _Experts(torch.autograd.Function):
             run, grad[rows.rows], *given, run.experts.down, run.lora_out
         )
         of_weights = (of_hidden.to(weights.dtype) * hidden.to(weights.dtype)).sum(1)
+        for expert, part in rows.parts:
+            bias = run.experts.down[expert].bias
+            if bias is not None:
+                wide = grad[rows.rows[part]].to(weights.dtype)
+                of_weights[part] += wide @ bias.to(weights.dtype)
         of_hidden = (of_hidden * of_pair).to(hidden.dtype)
         of_gate_up = activated_backward(backend, of_hidden, gate_up)
         of_gathered, grads_in = _backward(

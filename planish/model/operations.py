@@ -157,15 +157,25 @@ def gated(backend: Backend, gate_up: Tensor) -> Tensor:
 
 
 def activated(backend: Backend, gate_up: Tensor) -> Tensor:
-    """Return activation(gate) * up: [T, I], without gradients. `gate_up`: [T, 2 * I]."""
-    if backend.config.activation == "gelu_tanh":
+    """Return activation(gate) * up: [T, I], without gradients. `gate_up`: [T, 2 * I].
+
+    The clamped SwiGLU has another formula and order of columns (see `Backend.clamped_swiglu`).
+    """
+    config = backend.config
+    if config.activation == "clamped_swiglu":
+        return backend.clamped_swiglu(gate_up, config.swiglu_alpha, config.swiglu_limit)
+    if config.activation == "gelu_tanh":
         return backend.geglu(gate_up)
     return backend.swiglu(gate_up)
 
 
 def activated_backward(backend: Backend, grad: Tensor, gate_up: Tensor) -> Tensor:
-    """Return the gradient of `gate_up`: [T, 2 * I], given that of activation(gate) * up: [T, I]."""
-    if backend.config.activation == "gelu_tanh":
+    """Return the gradient of `gate_up`: [T, 2 * I], given that of the result of `activated`."""
+    config = backend.config
+    if config.activation == "clamped_swiglu":
+        alpha, limit = config.swiglu_alpha, config.swiglu_limit
+        return backend.clamped_swiglu_backward(grad, gate_up, alpha, limit)
+    if config.activation == "gelu_tanh":
         return backend.geglu_backward(grad, gate_up)
     return backend.swiglu_backward(grad, gate_up)
 

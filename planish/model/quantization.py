@@ -17,6 +17,11 @@ scale, among 16 fixed values. The scales are quantized too. The mean of all scal
 and groups of 256 scales share a float32 scale of their own. Their codes are indices into 256 fixed
 values. Codes and values are those of bitsandbytes.
 
+mxfp4 (`Mxfp4Weight`, Open Compute Project 2023): the experts of gpt-oss are published in this
+scheme, and planish reads their codes from the checkpoint. It quantizes no weights with mxfp4
+itself. The code of a weight is the index of one of 16 fixed values, and each block of 32 inputs of
+an output channel has a power of 2 as its scale. bf16 represents the dequantized weights exactly.
+
 Shapes: out, in: outputs and inputs of a linear.
 """
 
@@ -34,6 +39,7 @@ from torch import Tensor
 from planish.errors import UserError
 from planish.model.config import ModelConfig
 from planish.model.weight_sizes import NF4_BLOCK, SCHEMES, quantized_shapes
+from planish.model.weights import MXFP4_BLOCK
 
 _SMALLEST_SCALE = 2.0**-100
 """Channels with smaller scales become zero, because kernels do not support denormal numbers."""
@@ -59,6 +65,9 @@ NF4_VALUES = (
     1.0,
 )
 """The values of the nf4 codes: quantiles of a normal distribution, and exactly 0."""
+_POSITIVE_MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+MXFP4_VALUES = (*_POSITIVE_MXFP4, *(-value for value in _POSITIVE_MXFP4))
+"""The values of the mxfp4 codes: numbers with one sign, two exponent and one mantissa bit."""
 
 
 class QuantizedWeight(Protocol):
@@ -157,6 +166,29 @@ class Nf4Weight:
         return blocks.mul_(self.scales[..., None]).view(self.shape).to(dtype)
 
 
+@dataclass(frozen=True)
+class Mxfp4Weight:
+    """A weight [out, in] in mxfp4, with the codes and exponents of the checkpoint."""
+
+    codes: Tensor
+    """uint8 [out, in / 2]. The lower four bits are the code of the first of two inputs."""
+    exponents: Tensor
+    """uint8 [out, in / 32]: indices into `mxfp4_scales`."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape of the weight: (out, in)."""
+        return self.codes.shape[0], 2 * self.codes.shape[1]
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """Return the weight [out, in] in `dtype`."""
+        codes = torch.stack((self.codes & 15, self.codes >> 4), 2).int()
+        values = torch.tensor(MXFP4_VALUES, device=codes.device)[codes.view(-1)]
+        blocks = values.view(*self.exponents.shape, MXFP4_BLOCK)
+        scales = mxfp4_scales().to(codes.device)[self.exponents.int()]
+        return blocks.mul_(scales[..., None]).view(self.shape).to(dtype)
+
+
 _QUANTIZE: dict[str, Callable[[Tensor], QuantizedWeight]] = {
     "int8": Int8Weight.quantize,
     "nf4": Nf4Weight.quantize,
@@ -176,6 +208,11 @@ def dequantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> Tenso
 
 def check_quantizable(config: ModelConfig, scheme: str | None) -> None:
     """Raise UserError if the linears of this model cannot be quantized with `scheme`."""
+    if scheme is not None and config.mxfp4_experts:
+        raise UserError(
+            f"quantize={scheme!r}: the experts of this checkpoint are quantized with mxfp4 already; "
+            "omit quantize"
+        )
     if scheme != "nf4":
         return
     for name, (_, fan_in) in quantized_shapes(config).items():
@@ -207,6 +244,17 @@ def dynamic_values(device: torch.device = _CPU) -> Tensor:
         for sign in (1, -1):
             found += (sign * 10 ** (exponent - 6) * means).tolist()
     return torch.tensor(sorted(found), dtype=torch.float32, device=device)
+
+
+@cache
+def mxfp4_scales() -> Tensor:
+    """Return the 256 scales of mxfp4 blocks: float32, 2 ** (code - 127).
+
+    Scales below 2 ** -125 are 0, because the weights of such a block may be denormal numbers, which
+    kernels do not support.
+    """
+    scales = 2.0 ** (torch.arange(256, dtype=torch.float64) - 127)
+    return scales.where(scales >= 2.0**-125, 0.0).float()
 
 
 def _scaled(rows: Tensor, maxima: Tensor) -> Tensor:

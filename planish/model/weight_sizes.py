@@ -19,6 +19,9 @@ _QUANTIZED = ("_proj.weight", ".in_proj_qkv.weight", ".in_proj_z.weight")
 layers that adapters train.
 """
 
+_MXFP4 = (".blocks", ".scales")
+"""How the names of tensors in mxfp4 end, whose numbers have one byte."""
+
 
 def quantized_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
     """Return the shape (out, in) of each weight that quantization changes, by its name."""
@@ -50,8 +53,17 @@ def weight_bytes(config: ModelConfig, itemsize: int, scheme: str | None = None) 
     return kept_bytes(config, itemsize, scheme) + (linear_bytes(config, scheme) if scheme else 0)
 
 
-def kept_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
-    """Return the bytes of one copy of the weights that are not quantized."""
-    quantized = quantized_shapes(config) if scheme else {}
+def mxfp4_bytes(config: ModelConfig) -> int:
+    """Return the bytes of the codes and scales of weights that the checkpoint stores in mxfp4."""
     shapes = expected_shapes(config)
-    return itemsize * sum(prod(shape) for name, shape in shapes.items() if name not in quantized)
+    return sum(prod(shape) for name, shape in shapes.items() if name.endswith(_MXFP4))
+
+
+def kept_bytes(config: ModelConfig, itemsize: int, scheme: str | None) -> int:
+    """Return the bytes of one copy of the weights that `scheme` does not quantize."""
+    quantized = quantized_shapes(config) if scheme else {}
+    return sum(
+        prod(shape) * (1 if name.endswith(_MXFP4) else itemsize)
+        for name, shape in expected_shapes(config).items()
+        if name not in quantized
+    )

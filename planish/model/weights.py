@@ -30,6 +30,8 @@ if TYPE_CHECKING:  # importing torch takes seconds, and commands that list model
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FLOAT_DTYPES = ("BF16", "F16", "F32")
+MXFP4_BLOCK = 32
+"""The number of inputs that share a scale in mxfp4."""
 PICKLE_PATTERNS = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 _TEXT_PREFIXES = {"language_model.": "", "model.language_model.": "model."}
 """The prefixes of the text model's tensors in a multimodal checkpoint, with their replacements."""
@@ -60,7 +62,7 @@ def load_weights(directory: str | Path, config: ModelConfig) -> dict[str, torch.
             file: stack.enter_context(_open_safetensors(directory / file))
             for file in weight_files(directory)
         }
-        tensors = _stored_tensors(directory, handles)
+        tensors = _stored_tensors(directory, handles, config)
         _check_names_and_shapes(directory, config, tensors)
         weights = {name: tensors[name].tensor() for name in expected_shapes(config)}
         if config.tied_head and "lm_head.weight" in tensors:
@@ -89,8 +91,12 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
         for name in () if num_experts_of(config, group) else group:
             shape = linear_shape(config, name)
             yield f"{name}.weight", shape
-            if config.qkv_bias and group[0] == "self_attn.q_proj":
+            if (config.qkv_bias and group[0] == "self_attn.q_proj") or (
+                config.output_bias and name == "self_attn.o_proj"
+            ):
                 yield f"{name}.bias", shape[:1]
+    if config.attention_sinks:
+        yield "self_attn.sinks", (config.num_heads,)
     if config.delta_net is not None and layer in config.delta_net.layers:
         yield from _delta_net_shapes(config.delta_net, hidden)
     elif config.qk_norm:
@@ -106,7 +112,9 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
     yield "post_attention_layernorm.weight", (hidden,)
     if config.output_norms:
         yield "post_feedforward_layernorm.weight", (hidden,)
-    if config.has_experts(layer):
+    if config.has_experts(layer) and config.expert_biases:
+        yield from _biased_expert_shapes(config)
+    elif config.has_experts(layer):
         expert_size = config.expert_size
         yield "mlp.gate.weight", (config.num_experts, hidden)
         if config.has_shared_expert:
@@ -115,6 +123,26 @@ def _layer_shapes(config: ModelConfig, layer: int) -> Iterator[tuple[str, tuple[
             yield f"mlp.experts.{expert}.gate_proj.weight", (expert_size, hidden)
             yield f"mlp.experts.{expert}.up_proj.weight", (expert_size, hidden)
             yield f"mlp.experts.{expert}.down_proj.weight", (hidden, expert_size)
+
+
+def _biased_expert_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yield name and shape of each weight of a mixture of experts with biases (gpt-oss).
+
+    A matrix in mxfp4 has two tensors: the codes of each block of 32 inputs, and their scales.
+    """
+    yield "mlp.router.weight", (config.num_experts, config.hidden_size)
+    yield "mlp.router.bias", (config.num_experts,)
+    for expert in range(config.num_experts):
+        for part in ("gate_up_proj", "down_proj"):
+            fan_out, fan_in = linear_shape(config, f"mlp.experts.{part}")
+            name = f"mlp.experts.{expert}.{part}"
+            if config.mxfp4_experts:
+                blocks = fan_in // MXFP4_BLOCK
+                yield f"{name}.blocks", (fan_out, blocks, MXFP4_BLOCK // 2)
+                yield f"{name}.scales", (fan_out, blocks)
+            else:
+                yield f"{name}.weight", (fan_out, fan_in)
+            yield f"{name}.bias", (fan_out,)
 
 
 def _delta_net_shapes(
@@ -210,12 +238,16 @@ class _StoredTensor:
     """The index of the expert in a tensor with the weights of all experts."""
     rows: tuple[int, int] | None = None
     """The first row of the expert's part, and the row after its last one; None for all rows."""
+    transposed: bool = False
+    """Whether the stored matrix is (in, out)."""
 
     def tensor(self) -> torch.Tensor:
         """Return the tensor, memory-mapped."""
         tensor: torch.Tensor = self.handle.get_tensor(self.name)
         if self.expert is not None:
             tensor = tensor[self.expert]
+        if self.transposed:
+            tensor = tensor.t()
         return tensor if self.rows is None else tensor[slice(*self.rows)]
 
     @property
@@ -224,6 +256,8 @@ class _StoredTensor:
         shape = list(self.handle.get_slice(self.name).get_shape())
         if self.expert is not None:
             shape = shape[1:]
+        if self.transposed:
+            shape.reverse()
         if self.rows is not None:
             shape[0] = self.rows[1] - self.rows[0]
         return tuple(shape)
@@ -258,13 +292,51 @@ def _split_by_expert(name: str, stored: _StoredTensor) -> Iterator[tuple[str, _S
             )
 
 
-def _stored_tensors(directory: Path, handles: Mapping[str, Any]) -> dict[str, _StoredTensor]:
+_BIASED_EXPERT_PARTS = {
+    f"{linear}_proj{suffix}": f"{linear}_proj{expert_suffix}"
+    for linear in ("gate_up", "down")
+    for suffix, expert_suffix in (
+        ("", ".weight"),
+        ("_bias", ".bias"),
+        ("_blocks", ".blocks"),
+        ("_scales", ".scales"),
+    )
+}
+"""Maps the names of gpt-oss's tensors, each for all experts of a layer, to the names of one expert's
+parts in `expected_shapes`.
+"""
+
+
+def _split_by_biased_expert(
+    name: str, stored: _StoredTensor
+) -> Iterator[tuple[str, _StoredTensor]]:
+    """Yield a tensor of gpt-oss, or its part for each expert, under the names of `expected_shapes`.
+
+    The matrices in bf16 are [experts, in, out]. Those in mxfp4 are [experts, out, blocks, ...].
+    """
+    layer, separator, part = name.rpartition(".experts.")
+    if not separator or part not in _BIASED_EXPERT_PARTS:
+        yield name, stored
+        return
+    expert_part = _BIASED_EXPERT_PARTS[part]
+    is_matrix = expert_part.endswith(".weight") and len(stored.shape) == 3
+    for expert in range(stored.shape[0]):
+        yield (
+            f"{layer}.experts.{expert}.{expert_part}",
+            replace(stored, expert=expert, transposed=is_matrix),
+        )
+
+
+def _stored_tensors(
+    directory: Path, handles: Mapping[str, Any], config: ModelConfig
+) -> dict[str, _StoredTensor]:
     """Return the stored tensors of the text model by name, without the prefixes of a multimodal
     checkpoint.
 
     Raises DamagedFileError if two files contain the same tensor.
     """
     tensors: dict[str, _StoredTensor] = {}
+    split = _split_by_biased_expert if config.expert_biases else _split_by_expert
     skipped: list[str] = []
     for file, handle in handles.items():
         stored_names: list[str] = handle.keys()
@@ -272,9 +344,7 @@ def _stored_tensors(directory: Path, handles: Mapping[str, Any]) -> dict[str, _S
             if stored_name.startswith(_SKIPPED_PREFIXES):
                 skipped.append(stored_name)
                 continue
-            for name, tensor in _split_by_expert(
-                text_name(stored_name), _StoredTensor(handle, stored_name)
-            ):
+            for name, tensor in split(text_name(stored_name), _StoredTensor(handle, stored_name)):
                 if name in tensors:
                     raise DamagedFileError(
                         f"{directory / file} contains {name}, which another file contains too; "
@@ -332,7 +402,10 @@ def _check_names_and_shapes(
             f"{'; '.join(problems)}. Download the weights and config.json of one model"
         )
     for name, stored in present.items():
-        if stored.dtype not in FLOAT_DTYPES:
+        if name.endswith((".blocks", ".scales")):
+            if stored.dtype != "U8":
+                raise UnsupportedError(f"{name} in {directory} is {stored.dtype}; mxfp4 needs U8")
+        elif stored.dtype not in FLOAT_DTYPES:
             raise UnsupportedError(
                 f"{name} in {directory} is stored as {stored.dtype}; planish loads only "
                 f"{', '.join(FLOAT_DTYPES)}. Use the unquantized checkpoint"

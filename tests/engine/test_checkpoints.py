@@ -98,7 +98,7 @@ def test_peft_loads_a_checkpoint_and_computes_the_same_logits(store, model_dir, 
     decoder = Decoder.load(model_dir, torch.float32, CPU)
     weights = LoraWeights(adapter.layout, adapter.master, decoder.backend)
 
-    def attend(layer, q, k, v):
+    def attend(layer, q, k, v, sinks=None):
         mask = torch.ones(40, 40, dtype=torch.bool).tril()
         out = torch.nn.functional.scaled_dot_product_attention(
             *(x.transpose(0, 1)[None] for x in (q, k, v)), attn_mask=mask, enable_gqa=True

@@ -31,15 +31,16 @@ from planish.service import Sample
 from planish.testing import tiny_model
 from planish.types import SampleResponse
 
-OPTIONS = {"layers": 3, "dense_layers": [1], "intermediate": 128}
+OPTIONS = {
+    "qwen3_moe": {"layers": 3, "dense_layers": [1], "intermediate": 128},
+    "qwen3_5_moe": {"layers": 3, "dense_layers": [1], "intermediate": 128},
+    "gpt_oss": {"layers": 3},
+}
 
 
-BOTH = pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
-
-
-@pytest.fixture(name="decoder", scope="module", params=["qwen3_moe", "qwen3_5_moe"])
+@pytest.fixture(name="decoder", scope="module", params=OPTIONS)
 def _decoder(tmp_path_factory, request) -> Decoder:
-    path = tiny_model(tmp_path_factory.mktemp("model"), request.param, **OPTIONS)
+    path = tiny_model(tmp_path_factory.mktemp("model"), request.param, **OPTIONS[request.param])
     return Decoder.load(path, torch.float32, CPU)
 
 
@@ -63,7 +64,7 @@ def test_packed_training_equals_single_datums_and_any_split(decoder):
             torch.testing.assert_close(*logprobs, rtol=1e-5, atol=1e-4)
 
 
-@BOTH
+@pytest.mark.parametrize("family", OPTIONS)
 def test_activation_bytes_match_the_memory_autograd_saves(tmp_path, family):
     # As in real models, all experts of a token are wider than its hidden state.
     path = tiny_model(tmp_path, family, experts_per_token=4, expert_size=64)
@@ -110,7 +111,7 @@ def recorded(monkeypatch) -> Iterator[dict[bytes, bytes]]:
         yield found
 
 
-@BOTH
+@pytest.mark.parametrize("family", OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, monkeypatch):
     """Every row of the sampler comes again in the trainer, with the same bits, experts and weights,
@@ -118,7 +119,7 @@ def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, mo
     """
     if ops.load_library() is None:
         pytest.skip("bits are promised where the CPU's own kernels serve")
-    path = tiny_model(tmp_path, family, dtype="bfloat16", vocab_size=320, **OPTIONS)
+    path = tiny_model(tmp_path, family, dtype="bfloat16", vocab_size=320, **OPTIONS[family])
     decoder = Decoder.load(path, dtype, CPU)
     adapter, tiling = trained_adapter(decoder), probe(decoder.backend)
     prompt = ModelInput.from_ints(np.random.default_rng(0).integers(0, 256, 30).tolist())
@@ -135,9 +136,9 @@ def test_sampler_and_trainer_choose_the_same_experts(tmp_path, dtype, family, mo
     assert sampled.items() <= trained.items()
 
 
-@BOTH
+@pytest.mark.parametrize("family", OPTIONS)
 def test_a_saved_state_of_an_engine_continues_bit_for_bit(tmp_path, family):
-    path = tiny_model(tmp_path / "model", family, **OPTIONS)
+    path = tiny_model(tmp_path / "model", family, **OPTIONS[family])
     tokens = list(range(40, 70))
     datum = Datum(ModelInput.from_ints(tokens[:-1]), {"target_tokens": tokens[1:]})
 

@@ -34,9 +34,9 @@ def forest(seed: int, prompts: int = 3, samples: int = 4, longest: int = 40) -> 
     return packed
 
 
-def attention_gradients(attend, inputs, weight):
+def attention_gradients(attend, inputs, weight, sinks=None):
     leaves = [x.clone().requires_grad_() for x in inputs]
-    out = attend(0, *leaves)
+    out = attend(0, *leaves, sinks)
     (out.double() * weight).sum().backward()
     return [out.detach(), *(leaf.grad for leaf in leaves)]
 
@@ -71,6 +71,21 @@ def test_windowed_prefix_tree_attention_equals_dense_masked_attention(kernel, wi
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
     unlimited = dense_mask_attention(packed, CPU)(0, *qkv)
     assert torch.equal(slow[0], unlimited) == (window == 1000)
+
+
+@pytest.mark.parametrize("kernel", [FusedCpuKernel(), BlockKernel()], ids=["fused", "blocks"])
+@pytest.mark.parametrize("window", [None, 9])
+def test_prefix_tree_attention_with_sinks_equals_dense_masked_attention(kernel, window):
+    packed = forest(4)
+    qkv, weight = inputs(len(packed), 6, 2, torch.float64)
+    # The first head's sink takes nearly the whole weight, and the last one's nearly nothing.
+    sinks = torch.linspace(30, -30, 6).double()
+    fast = attention_gradients(ForestAttention(packed, CPU, kernel, (window,)), qkv, weight, sinks)
+    slow = attention_gradients(dense_mask_attention(packed, CPU, (window,)), qkv, weight, sinks)
+    for a, b in zip(fast, slow, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+    plain = dense_mask_attention(packed, CPU, (window,))(0, *qkv)
+    assert not torch.allclose(slow[0], plain)
 
 
 @pytest.mark.slow

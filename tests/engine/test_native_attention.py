@@ -53,9 +53,11 @@ def tensors(rows: int, shape: tuple[int, int, int], dtype: torch.dtype) -> list[
     ]
 
 
-def gradients(attend, qkv: list[Tensor], upstream: Tensor) -> list[Tensor]:
+def gradients(
+    attend, qkv: list[Tensor], upstream: Tensor, sinks: Tensor | None = None
+) -> list[Tensor]:
     leaves = [x.clone().requires_grad_() for x in qkv]
-    out = attend(0, *leaves)
+    out = attend(0, *leaves, sinks)
     return [out.detach(), *torch.autograd.grad(out, leaves, upstream)]
 
 
@@ -73,6 +75,19 @@ def test_prefix_tree_attention_equals_dense_masked_attention(shape, dtype, toler
         slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream)
         for ours, theirs in zip(fast, slow, strict=True):
             assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("window", [None, 20])
+def test_attention_with_sinks_equals_dense_masked_attention(dtype, tolerance, window):
+    packed = forest(1)
+    *qkv, upstream = tensors(len(packed), (9, 3, 64), dtype)
+    # The first head's sink takes nearly the whole weight, and the last one's nearly nothing.
+    sinks = torch.linspace(30, -30, 9)
+    fast = gradients(CppTreeAttention(packed, (window,)), qkv, upstream, sinks)
+    slow = gradients(dense_mask_attention(packed, CPU, (window,)), qkv, upstream, sinks)
+    for ours, theirs in zip(fast, slow, strict=True):
+        assert (ours - theirs).abs().max() <= tolerance * theirs.abs().max()
 
 
 @pytest.mark.slow
@@ -138,9 +153,11 @@ class Sample:
 @pytest.mark.parametrize(
     ("count", "shape"), [(1, (6, 2, 64)), (2, (3, 1, 80)), (2, (8, 1, 16)), (11, (6, 2, 32))]
 )
-@pytest.mark.parametrize("window", [None, 3, 65])
+@pytest.mark.parametrize(
+    ("window", "has_sinks"), [(None, False), (3, False), (65, False), (65, True)]
+)
 def test_prefill_and_decode_equal_training_attention_bitwise(
-    prompt_tokens, dtype, count, shape, window
+    prompt_tokens, dtype, count, shape, window, has_sinks
 ):
     """One sequence is computed as a path of a prefix tree, as a prefill in two chunks, and row by
     row after its prompt, each time in a batch with other sequences.
@@ -156,8 +173,9 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
     q[..., :half] *= 512
     q[..., half:] = q[..., :half] + 4 * q[..., half:]
     k[..., half:] = -k[..., :half]
+    sinks = torch.linspace(-2, 2, shape[0]) if has_sinks else None
     with torch.no_grad():
-        whole = CppTreeAttention(packed, (window,))(0, q, k, v)
+        whole = CppTreeAttention(packed, (window,))(0, q, k, v, sinks)
     shape = KVSpec(layers=1, heads=kv_heads, head_dim=size, dtype=dtype, device=CPU)
     prompts, samples = KVPools(shape), KVPools(shape)
     prompt = Prompt(prompt_tokens)
@@ -169,7 +187,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
         span = PrefillSpan(home, prompt.slot, 0, first, stop - first)
         if stop > first:
             prefill = CppPrefillAttention([span], (window,))
-            assert torch.equal(prefill(0, q[part], k[part], v[part]), whole[part])
+            assert torch.equal(prefill(0, q[part], k[part], v[part], sinks), whole[part])
     running = [Sample(prompt, prompt_tokens % SPAN) for _ in range(count)]
     pool = samples.pool_for(256)
     for sample in running:
@@ -185,7 +203,7 @@ def test_prefill_and_decode_equal_training_attention_bitwise(
             torch.cat([torch.zeros_like(x[:1]), x[position].expand(len(running), -1, -1)])
             for x in (q, k, v)
         )
-        found = CppDecodeAttention(rows, prompts, samples, (window,))(0, qs, ks, vs)
+        found = CppDecodeAttention(rows, prompts, samples, (window,))(0, qs, ks, vs, sinks)
         assert not found[0].any()
         assert all(torch.equal(row, whole[position]) for row in found[1:])
         for sample in running:

@@ -245,6 +245,8 @@ def plain_loss(name: str):
         ("qwen3_moe", {}, "importance_sampling"),
         ("qwen3_5_moe", {}, "cross_entropy"),
         ("qwen3_5_moe", {"layers": 3, "experts_per_token": 3}, "importance_sampling"),
+        ("gpt_oss", {"layers": 3, "window": 12}, "cross_entropy"),
+        ("gpt_oss", {"rope_scaling": YARN_SCALING, "window": 12}, "importance_sampling"),
         ("smollm3", {"layers": 4}, "importance_sampling"),
         ("gemma3", {"layers": 4, "window": 12}, "cross_entropy"),
         ("gemma3", {"layers": 4, "window": 12}, "importance_sampling"),
@@ -300,7 +302,9 @@ def test_gradients_of_partially_trained_adapters_equal_peft(model_path, decoder,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"qwen3_moe", "qwen3_5", "qwen3_5_moe"}))
+@pytest.mark.parametrize(
+    "family", sorted(CONFIGS.keys() - {"qwen3_moe", "qwen3_5", "qwen3_5_moe", "gpt_oss"})
+)
 def test_bfloat16_is_as_close_to_float32_as_transformers_bfloat16(tmp_path, family):
     path = tiny_model(tmp_path, family, layers=3, tied=False, dtype="bfloat16")
     wide, narrow = (Decoder.load(path, dtype, CPU) for dtype in (torch.float32, torch.bfloat16))

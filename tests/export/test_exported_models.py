@@ -27,6 +27,7 @@ FAMILIES = [
     "qwen2",
     "qwen3",
     "qwen3_moe",
+    "gpt_oss",
     "gemma3",
     "olmo3",
     "phi3",

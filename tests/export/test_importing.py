@@ -90,7 +90,7 @@ def test_imported_logprobs_equal_peft_and_training_continues(base, tmp_path, var
 # PEFT looks for its own patterns among modules, and experts are parameters.
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")
 @pytest.mark.parametrize("variant", EXPERT_VARIANTS)
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe", "gpt_oss"])
 def test_adapters_of_experts_are_imported(tmp_path, variant, family):
     base = tiny_model(tmp_path / "base", family, tied=False)
     check_import(base, tmp_path, EXPERT_VARIANTS[variant])

@@ -22,7 +22,8 @@ from planish.testing import save_weights, tiny_model
 from planish.types import LoraConfig
 
 OPTIONS = {"layers": 3, "dense_layers": [1]}
-BOTH = pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_5_moe"])
+OPTIONS_OF = {"qwen3_moe": OPTIONS, "qwen3_5_moe": OPTIONS, "gpt_oss": {"layers": 3}}
+EVERY = pytest.mark.parametrize("family", OPTIONS_OF)
 
 
 @pytest.fixture(params=["native", "torch"])
@@ -77,10 +78,10 @@ def change_config(directory, **fields):
 @pytest.mark.usefixtures("_kernels")
 @pytest.mark.parametrize(
     ("family", "normalizes"),
-    [("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe", True)],
+    [("qwen3_moe", True), ("qwen3_moe", False), ("qwen3_5_moe", True), ("gpt_oss", True)],
 )
 def test_gradients_equal_those_of_peft(tmp_path, family, normalizes):
-    tiny_model(tmp_path, family, tied=False, experts_per_token=3, **OPTIONS)
+    tiny_model(tmp_path, family, tied=False, experts_per_token=3, **OPTIONS_OF[family])
     if family == "qwen3_moe":
         change_config(tmp_path, norm_topk_prob=normalizes)
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
@@ -111,8 +112,9 @@ def master_of(weights: LoraWeights) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("_kernels")
-def test_bf16_gradients_are_close_to_float32(tmp_path):
-    tiny_model(tmp_path, "qwen3_moe", dtype="bfloat16", intermediate=128, **OPTIONS)
+@pytest.mark.parametrize("family", OPTIONS_OF)
+def test_bf16_gradients_are_close_to_float32(tmp_path, family):
+    tiny_model(tmp_path, family, dtype="bfloat16", intermediate=128, **OPTIONS_OF[family])
     found = []
     for dtype in (torch.float32, torch.bfloat16):
         decoder = Decoder.load(tmp_path, dtype, CPU)
@@ -134,7 +136,7 @@ def mixture(decoder: Decoder, x: torch.Tensor, weights) -> torch.Tensor:
     return mixture_of_experts(decoder.backend, x, mlp, weights, 0)
 
 
-@BOTH
+@EVERY
 def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
     """Rounding changes the choice of experts in some rows, so the median of the rows counts."""
     tiny_model(tmp_path, family, layers=4, dtype="bfloat16")
@@ -156,17 +158,17 @@ def test_bf16_is_as_close_to_float32_as_transformers_bf16(tmp_path, family):
 
 
 @pytest.mark.usefixtures("_kernels")
-@BOTH
+@EVERY
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype, family):
-    tiny_model(tmp_path, family, intermediate=128, **OPTIONS)
+    tiny_model(tmp_path, family, intermediate=128, **OPTIONS_OF[family])
     decoder = Decoder.load(tmp_path, dtype, CPU)
     weights: list[LoraWeights | None] = [None]
     for seed, rank in enumerate((4, 32, 7)):
         weights.append(trained(decoder, seed, rank=rank, train_mlp=rank != 7))
     tokens = random_tokens(decoder, 40)
 
-    def itself(layer, q, k, v):
+    def itself(layer, q, k, v, sinks=None):
         return v.repeat_interleave(q.shape[1] // v.shape[1], 1)
 
     def values(layer, inputs):
@@ -196,10 +198,10 @@ def test_adapters_in_one_batch_equal_each_adapter_alone(tmp_path, dtype, family)
                 torch.testing.assert_close(together[rows], trainer, atol=gap, rtol=gap)
 
 
-@BOTH
+@EVERY
 def test_kernels_equal_torch(tmp_path, family):
     """The compiled backend and torch compute the same outputs and gradients in float32."""
-    tiny_model(tmp_path, family, intermediate=128, **OPTIONS)
+    tiny_model(tmp_path, family, intermediate=128, **OPTIONS_OF[family])
     config = ModelConfig.from_directory(tmp_path)
     found = []
     for backend in (None, TorchBackend(config, torch.float32, CPU)):
@@ -214,9 +216,9 @@ def test_kernels_equal_torch(tmp_path, family):
         torch.testing.assert_close(ours, reference, atol=1e-3, rtol=1e-3)
 
 
-@BOTH
+@EVERY
 def test_recomputing_layers_gives_the_same_gradient(tmp_path, family):
-    tiny_model(tmp_path, family, **OPTIONS)
+    tiny_model(tmp_path, family, **OPTIONS_OF[family])
     decoder = Decoder.load(tmp_path, torch.float32, CPU)
     gradients = []
     for recompute in (False, True):
@@ -317,7 +319,9 @@ def test_more_chosen_experts_than_experts_are_an_error(tmp_path):
 def test_experts_of_another_family_are_an_error(tmp_path):
     tiny_model(tmp_path, "qwen3")
     change_config(tmp_path, num_experts=8)
-    with pytest.raises(UnsupportedError, match="num_experts is 8; .* only in Qwen3 models"):
+    with pytest.raises(
+        UnsupportedError, match="num_experts is 8; .* only in Qwen3 and gpt-oss models"
+    ):
         ModelConfig.from_directory(tmp_path)
 
 

@@ -35,15 +35,29 @@ if TYPE_CHECKING:
     from planish.model.kv_cache import KVPools, SlotOwner
     from planish.model.lora import AdapterRows, LoraLayout, StackRows
     from planish.model.prefix_tree import Packed
+    from planish.model.quantization import QuantizedWeight
     from planish.types import SamplingParams
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
-"""The attention function of one forward pass: (layer, q [T, Hq, E], k [T, Hkv, E], v [T, Hkv, E])
--> [T, Hq, E].
 
-RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5. In a layer
-with a window of W positions, a row attends to its own position and to the W - 1 before it.
-"""
+class Attend(Protocol):
+    """The attention function of one forward pass.
+
+    RoPE is already applied to q and k. The function itself scales the scores by E ** -0.5. In a
+    layer with a window of W positions, a row attends to its own position and to the W - 1 before
+    it.
+    """
+
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None, /
+    ) -> Tensor:
+        """Return the attention output [T, Hq, E].
+
+        `q`: [T, Hq, E]. `k`, `v`: [T, Hkv, E]. `sinks`: float32 [Hq], only for models with
+        attention sinks. The sink of a head is a score that takes part in the softmax of each row,
+        but has no value: it only makes the other weights smaller.
+        """
+        ...
+
 
 Exact = tuple[Tensor, Tensor]
 """Logits that were recomputed in float32: tokens int64 [R, k] and their values, float32 [R, k].
@@ -292,6 +306,15 @@ class Backend(Protocol):
         """
         ...
 
+    def pack_codes(
+        self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+    ) -> PackedLinear:
+        """Return linears that read the same input, with quantized weights, as one packed linear.
+
+        `weights`: [out_i, in] each, all of the same scheme. `biases`: as in `pack`.
+        """
+        ...
+
     def matmul(self, x: Tensor, linear: PackedLinear, *, training: bool = False) -> Tensor:
         """Return x @ weights.T plus the bias: [T, out], without gradients.
 
@@ -418,6 +441,23 @@ class Backend(Protocol):
 
     def geglu_backward(self, grad: Tensor, gate_up: Tensor) -> Tensor:
         """Return the gradient of `gate_up`: [T, 2 * I]."""
+        ...
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Return (up + 1) * gate * sigmoid(alpha * gate): [T, I].
+
+        `gate_up`: [T, 2 * I], where the columns of gate and up alternate. Before the activation,
+        the gate is clamped to at most `limit`, and up to between -limit and limit.
+        """
+        ...
+
+    def clamped_swiglu_backward(
+        self, grad: Tensor, gate_up: Tensor, alpha: float, limit: float
+    ) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I], given that of the result: [T, I].
+
+        Clamped numbers have the gradient 0.
+        """
         ...
 
     # Head

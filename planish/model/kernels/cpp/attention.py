@@ -67,9 +67,11 @@ class CppTreeAttention:
         )
         self._sums: Tensor | None = None
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
-        return _Forest.apply(q, k, v, self, layer)  # type: ignore[no-any-return]
+        return _Forest.apply(q, k, v, self, layer, sinks)  # type: ignore[no-any-return]
 
     def plan(self, keys: Tensor, values: Tensor, layer: int) -> AttentionPlan:
         """Return a plan for one layer, whose ranges point into `keys` and `values`.
@@ -111,11 +113,17 @@ class CppTreeAttention:
 class _Forest(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, q: Tensor, k: Tensor, v: Tensor, forest: CppTreeAttention, layer: int
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        forest: CppTreeAttention,
+        layer: int,
+        sinks: Tensor | None,
     ) -> Tensor:
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         lse = torch.empty(q.shape[:2])
-        out = ops.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse)
+        out = ops.attend(forest.plan(k, v, layer), 0, q, k.shape[1], lse, sinks)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.forest, ctx.layer = forest, layer
         return out
@@ -125,7 +133,8 @@ class _Forest(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         plan, ends = ctx.forest.plan(k, v, ctx.layer), ctx.forest.part_ends(k.shape[1])
         sums = ctx.forest.sums(len(ends), k)
-        return *ops.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums), None, None
+        grads = ops.attend_backward(plan, ends, grad.contiguous(), q, out, lse, k, sums)
+        return *grads, None, None, None
 
 
 class CppPrefillAttention:
@@ -154,7 +163,9 @@ class CppPrefillAttention:
             windows=windows,
         )
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E]; 0 for padding rows (see `Attend`)."""
         for span in self._spans:
             rows, positions = (
@@ -163,7 +174,7 @@ class CppPrefillAttention:
             )
             span.pool.keys[layer][span.slot, :, positions] = k[rows].transpose(0, 1)
             span.pool.values[layer][span.slot, :, positions] = v[rows].transpose(0, 1)
-        return ops.attend(self._plan, layer, q.contiguous(), k.shape[1], None)
+        return ops.attend(self._plan, layer, q.contiguous(), k.shape[1], None, sinks)
 
 
 class CppDecodeAttention(StoringAttention):

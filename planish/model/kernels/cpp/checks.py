@@ -33,7 +33,7 @@ from planish.model.kernels.cpp.matmul import (
 )
 from planish.model.kernels.cpp.quantized_matmul import QuantizedPanels
 from planish.model.kernels.verdicts import Verdict
-from planish.model.quantization import dequantized, quantize
+from planish.model.quantization import Mxfp4Weight, QuantizedWeight, dequantized, quantize
 from planish.model.weight_sizes import SCHEMES
 
 _TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1e-2}
@@ -146,8 +146,18 @@ def _quantized_matmul(dtype: torch.dtype) -> None:
     for rows, sizes, fan_in in ((1, (16,), 64), (5, (144, 32), 128), (37, (320,), 192)):
         given = [torch.randn(size, fan_in).to(dtype) for size in sizes]
         x, grad = torch.randn(rows, fan_in).to(dtype), torch.randn(rows, sum(sizes)).to(dtype)
-        for scheme in SCHEMES:
-            weights = [quantize(weight, scheme) for weight in given]
+        for scheme in (*SCHEMES, "mxfp4"):
+            weights: list[QuantizedWeight]
+            if scheme == "mxfp4":
+                weights = [
+                    Mxfp4Weight(
+                        torch.randint(256, (size, fan_in // 2)).to(torch.uint8),
+                        torch.randint(110, 130, (size, fan_in // 32)).to(torch.uint8),
+                    )
+                    for size in sizes
+                ]
+            else:
+                weights = [quantize(weight, scheme) for weight in given]
             whole = dequantized(weights, dtype)
             panels = QuantizedPanels(weights, WeightArena(0))
             expected = PanelWeight(whole, WeightArena(0)).matmul(x, None)
@@ -255,6 +265,19 @@ def _gelu(x: Tensor) -> Tensor:
 def _swiglu(dtype: torch.dtype, tolerance: float) -> None:
     _gated(dtype, tolerance, "SwiGLU", F.silu, ops.swiglu, ops.swiglu_backward)
     _gated(dtype, tolerance, "GeGLU", _gelu, ops.geglu, ops.geglu_backward)
+    alpha, limit = 1.702, 5.0
+    for width in (33, 640):
+        given, grad = torch.randn(70, 2 * width).to(dtype) * 4, torch.randn(70, width).to(dtype)
+        wide = given.double().requires_grad_()
+        gate, up = wide[:, ::2].clamp(max=limit), wide[:, 1::2].clamp(-limit, limit)
+        expected = (up + 1) * gate * (gate * alpha).sigmoid()
+        expected.backward(grad.double())
+        assert wide.grad is not None
+        found = ops.clamped_swiglu(given, alpha, limit)
+        _close("clamped SwiGLU", found, expected.detach(), tolerance)
+        _same("clamped SwiGLU", ops.clamped_swiglu(given[30:31], alpha, limit), found[30:31])
+        found = ops.clamped_swiglu_backward(grad, given, alpha, limit)
+        _close("the gradient", found, wide.grad, tolerance)
 
 
 def _gated(
@@ -379,7 +402,9 @@ def _tree_attention(
         windows=(window,),
     )
     lse = torch.empty(rows, heads)
-    found = ops.attend(plan, 0, q, of_keys, lse)
+    # Attention sinks, which are independent of the window, are checked together with it.
+    sinks = None if window is None else torch.randn(heads)
+    found = ops.attend(plan, 0, q, of_keys, lse, sinks)
     mask = torch.arange(rows)[:, None] >= torch.arange(rows)
     mask[32:, 24:32] = False
     mask &= visible[:, None] - visible < (window or rows)
@@ -388,7 +413,9 @@ def _tree_attention(
     keys, values = (x.repeat_interleave(group, 1) for x in wide[1:])
     scores = torch.einsum("qhe,khe->hqk", wide[0], keys) * e**-0.5
     scores = scores.masked_fill(~mask, float("-inf"))
-    expected = torch.einsum("hqk,khe->qhe", scores.softmax(-1), values)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks.double().view(-1, 1, 1).expand(-1, rows, 1)), 2)
+    expected = torch.einsum("hqk,khe->qhe", scores.softmax(-1)[..., :rows], values)
     _close("attention", found, expected.detach(), tolerance)
     _close(
         "its log-sum-exp",
@@ -411,8 +438,9 @@ def _decode_attention(
     """Check five samples of one prompt of 32 positions, each with some positions of its own."""
     step = _DecodeStep(dtype, layers=1, heads=of_keys, e=e, windows=(window,))
     q, k, v = (torch.randn(step.samples, n, e).to(dtype) for n in (heads, of_keys, of_keys))
-    found = ops.StoringAttention(step.plan)(0, q, k, v)
-    _close("attention of one row", found, step.attend(0, q, k, v), tolerance)
+    sinks = None if window is None else torch.randn(heads)
+    found = ops.StoringAttention(step.plan)(0, q, k, v, sinks)
+    _close("attention of one row", found, step.attend(0, q, k, v, sinks), tolerance)
 
 
 class _DecodeStep:
@@ -450,10 +478,12 @@ class _DecodeStep:
             windows,
         )
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output, computed by torch in float64: [samples, H, E].
 
-        `q`, `k`, `v`: the new rows, [samples, heads, E].
+        `q`, `k`, `v`: the new rows, [samples, heads, E]. `sinks`: see `Attend`.
         """
         out = []
         for sample, stored in enumerate(self.stored):
@@ -471,7 +501,10 @@ class _DecodeStep:
             window = self.windows[layer] or keys.shape[1]
             keys, values = keys[:, -window:], values[:, -window:]
             scores = torch.einsum("he,hpe->hp", q[sample].double(), keys) * q.shape[2] ** -0.5
-            out.append(torch.einsum("hp,hpe->he", scores.softmax(-1), values))
+            if sinks is not None:
+                scores = torch.cat((sinks.double()[:, None], scores), 1)
+            weights = scores.softmax(-1)[:, -keys.shape[1] :]
+            out.append(torch.einsum("hp,hpe->he", weights, values))
         return torch.stack(out)
 
 

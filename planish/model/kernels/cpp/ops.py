@@ -43,6 +43,8 @@ _SIGNATURES = {
     "swiglu_backward": "pppnni",
     "geglu": "ppnni",
     "geglu_backward": "pppnni",
+    "clamped_swiglu": "ppffnni",
+    "clamped_swiglu_backward": "pppffnni",
     "normalizers": "pppnpppnni",
     "normalizers_backward": "pppnfppppnni",
     "keep": "ppnpnpnnni",
@@ -94,6 +96,7 @@ class Attention(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("heads", "group", "e", "window")),
         ("scale", ctypes.c_float),
         *((name, ctypes.c_void_p) for name in ("blocks", "ranges", "rows", "visible", "own")),
+        ("sinks", ctypes.c_void_p),
     )
 
 
@@ -122,10 +125,13 @@ class AttentionPlan:
     In a layer with a window of W positions, a row attends only to the last W of its keys.
     """
 
-    def arguments(self, heads: tuple[int, int], e: int, layer: int) -> Attention:
+    def arguments(
+        self, heads: tuple[int, int], e: int, layer: int, sinks: Tensor | None = None
+    ) -> Attention:
         """Return the arguments of the kernels for one layer.
 
-        `heads`: the number of query heads and of key heads. `e`: the head_dim.
+        `heads`: the number of query heads and of key heads. `e`: the head_dim. `sinks`: the sinks
+        of the layer, contiguous float32 [Hq], or None. They must outlive the result.
         """
         blocks, ranges, visible = self._addresses
         ranges += layer * self.ranges.strides[0]
@@ -142,6 +148,7 @@ class AttentionPlan:
             self.rows_address,
             visible,
             own,
+            None if sinks is None else sinks.data_ptr(),
         )
 
     def own_ranges(self, layer: int) -> int | None:
@@ -333,15 +340,25 @@ def geglu_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     return _gated_backward("geglu_backward", grad, gate_up)
 
 
-def _gated(function: str, gate_up: Tensor) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Do the same as `Backend.clamped_swiglu`."""
+    return _gated("clamped_swiglu", gate_up, alpha, limit)
+
+
+def clamped_swiglu_backward(grad: Tensor, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """Do the same as `Backend.clamped_swiglu_backward`."""
+    return _gated_backward("clamped_swiglu_backward", grad, gate_up, alpha, limit)
+
+
+def _gated(function: str, gate_up: Tensor, *options: float) -> Tensor:
     out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
-    call(function, gate_up.dtype, gate_up, out, *out.shape)
+    call(function, gate_up.dtype, gate_up, out, *options, *out.shape)
     return out
 
 
-def _gated_backward(function: str, grad: Tensor, gate_up: Tensor) -> Tensor:
+def _gated_backward(function: str, grad: Tensor, gate_up: Tensor, *options: float) -> Tensor:
     out = torch.empty_like(gate_up)
-    call(function, grad.dtype, grad.contiguous(), gate_up, out, *grad.shape)
+    call(function, grad.dtype, grad.contiguous(), gate_up, out, *options, *grad.shape)
     return out
 
 
@@ -408,18 +425,25 @@ def store_kv(plan: AttentionPlan, layer: int, k: Tensor, v: Tensor) -> None:
     )
 
 
-def attend(plan: AttentionPlan, layer: int, q: Tensor, heads: int, lse: Tensor | None) -> Tensor:
+def attend(
+    plan: AttentionPlan,
+    layer: int,
+    q: Tensor,
+    heads: int,
+    lse: Tensor | None,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Return the attention output of `q` [T, Hq, E]: [T, Hq, E], 0 for rows without an entry.
 
     `heads`: the number of key heads. `lse`: an optional float32 output [T, Hq], which receives the
-    log-sum-exp.
+    log-sum-exp. `sinks`: the sinks of the layer, contiguous float32 [Hq] (see `Attend`), or None.
 
     The keys and values must have the dtype of `q` and must not move during the call. Sums are
     float32. If `q` is bf16 and the CPU has bf16 instructions, each weight exp(score - max) is
     rounded to bf16 before it multiplies its value.
     """
     out = q.new_empty(q.shape) if len(plan.rows) == q.shape[0] else q.new_zeros(q.shape)
-    arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer))
+    arguments = ctypes.byref(plan.arguments((q.shape[1], heads), q.shape[2], layer, sinks))
     call("attend", q.dtype, arguments, len(plan.blocks), q, out, lse)
     return out
 
@@ -433,10 +457,12 @@ class StoringAttention:
     def __init__(self, plan: AttentionPlan) -> None:
         self.plan = plan
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
         store_kv(self.plan, layer, k, v)
-        return attend(self.plan, layer, q.contiguous(), k.shape[1], None)
+        return attend(self.plan, layer, q.contiguous(), k.shape[1], None, sinks)
 
 
 def attend_backward(
@@ -452,7 +478,7 @@ def attend_backward(
     """Return the gradients of q, keys and values, given the gradient of the output.
 
     Every row of q must have an entry. The ranges of the plan must lie in `keys` [T, H, E] and in
-    values of the same shape.
+    values of the same shape. Sinks have no argument here, because `lse` and `out` contain them.
 
     The blocks are divided into runs, which end at `part_ends`. Each run has its own sums of the
     gradients of keys and values, which are added afterwards. `sums` is the scratch memory for them:

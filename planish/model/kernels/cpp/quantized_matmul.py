@@ -19,11 +19,14 @@ from torch import Tensor
 from planish.model.kernels.cpp import ops
 from planish.model.kernels.cpp.matmul import PANEL, WeightArena, supports_matmul
 from planish.model.quantization import (
+    MXFP4_VALUES,
     NF4_VALUES,
     Int8Weight,
+    Mxfp4Weight,
     Nf4Weight,
     QuantizedWeight,
     dynamic_values,
+    mxfp4_scales,
 )
 from planish.model.weight_sizes import NF4_BLOCK
 
@@ -38,7 +41,7 @@ _Codes = np.dtype(
     ]
 )
 """`struct Codes` of src/quantized.h, whose fields are numbers and addresses."""
-_SCHEMES = {Int8Weight: 1, Nf4Weight: 2}
+_SCHEMES = {Int8Weight: 1, Nf4Weight: 2, Mxfp4Weight: 3}
 
 
 def supports_quantized(weights: Sequence[QuantizedWeight], dtype: torch.dtype) -> bool:
@@ -62,11 +65,12 @@ class QuantizedPanels:
         self._fan_out = sum(weight.shape[0] for weight in weights)
         self._fan_in = weights[0].shape[1]
         scheme = type(weights[0])
-        self._tensors = (
-            _int8(cast("Sequence[Int8Weight]", weights), arena)
-            if scheme is Int8Weight
-            else _nf4(cast("Sequence[Nf4Weight]", weights), arena)
-        )
+        if scheme is Int8Weight:
+            self._tensors = _int8(cast("Sequence[Int8Weight]", weights), arena)
+        elif scheme is Nf4Weight:
+            self._tensors = _nf4(cast("Sequence[Nf4Weight]", weights), arena)
+        else:
+            self._tensors = _mxfp4(cast("Sequence[Mxfp4Weight]", weights), arena)
         self._record = np.zeros(1, _Codes)
         self._record["scheme"] = _SCHEMES[scheme]
         self._record["n"], self._record["k"] = self._fan_out, self._fan_in
@@ -132,6 +136,17 @@ def _nf4(weights: Sequence[Nf4Weight], arena: WeightArena) -> dict[str, Tensor]:
         "scale_scales": torch.cat([weight.scale_scales for weight in weights]),
         "offsets": torch.cat([weight.offset.expand(weight.shape[0]) for weight in weights]),
         "first_blocks": torch.cat(firsts),
+    }
+
+
+def _mxfp4(weights: Sequence[Mxfp4Weight], arena: WeightArena) -> dict[str, Tensor]:
+    codes = torch.cat([weight.codes for weight in weights])
+    exponents = torch.cat([weight.exponents for weight in weights])
+    return {
+        "codes": _panels(codes[..., None], arena),
+        "values": torch.tensor(MXFP4_VALUES),
+        "scale_codes": _panels(exponents[..., None]),
+        "scale_values": mxfp4_scales(),
     }
 
 

@@ -216,10 +216,12 @@ class ForestAttention:
         )
         self._windows = windows
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E], with gradients (see `Attend`)."""
         window = self._windows[layer] if self._windows else None
-        return _Forest.apply(q, k, v, self._plan, window)  # type: ignore[no-any-return]
+        return _Forest.apply(q, k, v, self._plan, window, sinks)  # type: ignore[no-any-return]
 
 
 def default_kernel(device: torch.device) -> Kernel:
@@ -238,7 +240,7 @@ def dense_mask_attention(
     position = torch.from_numpy(packed.positions).to(device)
     distance = position[:, None] - position
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> Tensor:
         """Return the attention output [T, Hq, E]; see `Attend` for the arguments."""
         group = q.shape[1] // k.shape[1]
         window = windows[layer] if windows else None
@@ -249,7 +251,10 @@ def dense_mask_attention(
             for x in (q, k.repeat_interleave(group, 1), v.repeat_interleave(group, 1))
         )
         scores = (q_h @ k_h.transpose(1, 2)) * q.shape[-1] ** -0.5
-        weights = scores.masked_fill(~allowed, float("-inf")).softmax(-1)
+        scores = scores.masked_fill(~allowed, float("-inf"))
+        if sinks is not None:
+            scores = torch.cat((scores, sinks.to(wide).view(-1, 1, 1).expand(-1, len(q), 1)), 2)
+        weights = scores.softmax(-1)[..., : len(q)]
         return (weights @ v_h).transpose(0, 1).to(q.dtype)
 
     return attend
@@ -287,12 +292,20 @@ class _Plan:
 
 class _Forest(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, window: int | None) -> Tensor:
+    def forward(
+        ctx,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: _Plan,
+        window: int | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2], dtype=wide, device=q.device)
         for path in plan.paths:
-            part, part_lse = _attend_path(q, k, v, path, window)
+            part, part_lse = _attend_path(q, k, v, path, window, sinks)
             out[path.rows[path.real]] = part[path.real].to(q.dtype)
             lse[path.rows[path.real]] = part_lse[path.real]
         ctx.save_for_backward(q, k, v, out, lse)
@@ -324,7 +337,9 @@ class _Forest(torch.autograd.Function):
             parts = plan.kernel.backward(*tensors, lse[rows].transpose(0, 1)[None], False, window)
             for total, part, where in zip(grads, parts, (rows, keys, keys), strict=True):
                 total[where] += part[0].transpose(0, 1)
-        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None, None
+        # The softmax's gradient of the scores is a function of `out` and `lse`, which contain the
+        # sinks. The sinks themselves are frozen.
+        return grads[0].to(q.dtype), grads[1].to(k.dtype), grads[2].to(v.dtype), None, None, None
 
 
 def _heads(x: Tensor) -> Tensor:
@@ -343,7 +358,7 @@ def _unbatch(x: Tensor) -> Tensor:
 
 
 def _attend_path(
-    q: Tensor, k: Tensor, v: Tensor, path: _Path, window: int | None
+    q: Tensor, k: Tensor, v: Tensor, path: _Path, window: int | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, n, Hq, E] and the log-sum-exp [B, n, Hq] of one batch of queries."""
     batch, n = path.rows.shape
@@ -352,7 +367,9 @@ def _attend_path(
     queries = q[path.rows].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
     keys, values = (x[path.keys].transpose(1, 2) for x in (k, v))
     visible = (path.positions + 1).repeat(1, group).unsqueeze(1)
-    out, lse = ordered_attention.attend(queries, keys, values, visible, window)
+    if sinks is not None:
+        sinks = sinks.view(-1, group).repeat_interleave(n, 1)
+    out, lse = ordered_attention.attend(queries, keys, values, visible, window, sinks)
     return (
         out.unflatten(2, (group, n)).permute(0, 3, 1, 2, 4).reshape(batch, n, q.shape[1], -1),
         lse.unflatten(2, (group, n)).permute(0, 3, 1, 2).reshape(batch, n, -1),

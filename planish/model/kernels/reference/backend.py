@@ -179,8 +179,13 @@ class TorchBackend:
         self, weights: Sequence[Tensor], biases: Sequence[Tensor | None], scheme: str
     ) -> PackedLinear:
         """Quantize linears that read the same input, and return them as one."""
-        quantized = [quantize(weight, scheme) for weight in weights]
-        return QuantizedLinear(quantized, biases, self.dtype, self._packed_codes(quantized))
+        return self.pack_codes([quantize(weight, scheme) for weight in weights], biases)
+
+    def pack_codes(
+        self, weights: Sequence[QuantizedWeight], biases: Sequence[Tensor | None]
+    ) -> PackedLinear:
+        """Return linears that read the same input, with quantized weights, as one."""
+        return QuantizedLinear(weights, biases, self.dtype, self._packed_codes(weights))
 
     def _packed_codes(self, weights: Sequence[QuantizedWeight]) -> PackedQuantizedWeight | None:
         """Return None, because torch computes the matmuls."""
@@ -341,6 +346,23 @@ class TorchBackend:
         gate, up = gate_up.chunk(2, -1)
         of_gate = torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh")
         return torch.cat([of_gate, F.gelu(gate, approximate="tanh").mul_(grad)], -1)
+
+    def clamped_swiglu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """Return (up + 1) * gate * sigmoid(alpha * gate) of the clamped numbers: [T, I]."""
+        gate, up = _clamped(gate_up, limit)
+        return (gate * torch.sigmoid(gate * alpha)).mul_(up + 1).to(gate_up.dtype)
+
+    def clamped_swiglu_backward(
+        self, grad: Tensor, gate_up: Tensor, alpha: float, limit: float
+    ) -> Tensor:
+        """Return the gradient of `gate_up`: [T, 2 * I]."""
+        gate, up = _clamped(gate_up, limit)
+        share, grad = torch.sigmoid(gate * alpha), grad.to(gate.dtype)
+        slope = share * (1 + alpha * gate * (1 - share))
+        given = gate_up.unflatten(-1, (-1, 2))
+        of_gate = (grad * (up + 1) * slope).masked_fill_(given[..., 0] > limit, 0.0)
+        of_up = (grad * gate * share).masked_fill_(given[..., 1].abs() > limit, 0.0)
+        return torch.stack((of_gate, of_up), -1).flatten(-2).to(gate_up.dtype)
 
     # Head
 
@@ -604,6 +626,12 @@ def _score_bytes(config: ModelConfig) -> int:
 def _wide_dtype(x: Tensor) -> torch.dtype:
     """Return float32, or the dtype of `x` if that is wider."""
     return torch.promote_types(x.dtype, torch.float32)
+
+
+def _clamped(gate_up: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Return gate and up [T, I] of a clamped SwiGLU, clamped, in float32 or wider."""
+    gate, up = gate_up.to(_wide_dtype(gate_up)).unflatten(-1, (-1, 2)).unbind(-1)
+    return gate.clamp(max=limit), up.clamp(-limit, limit)
 
 
 def _spans(total: int, size: int) -> list[slice]:

@@ -98,12 +98,18 @@ def add_spans(found: Tensor, peak: Tensor, values: Tensor, sums: Sums | None) ->
 
 
 def attend(
-    q: Tensor, keys: Tensor, values: Tensor, visible: Tensor, window: int | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    visible: Tensor,
+    window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [G, H, M, E] and the log-sum-exp [G, H, M] of the rows `q`.
 
     Each row attends to the first `visible` [G, 1, M] keys, or to the last `window` of these. The
-    keys start at position 0, and their number must be a multiple of SPAN.
+    keys start at position 0, and their number must be a multiple of SPAN. `sinks`: the sink of each
+    row, [H, M], or None (see `Attend`). The log-sum-exp contains the sink.
     """
     rows = q.shape[2]
     missing = max(0, QUERY_ROWS - rows)
@@ -111,7 +117,12 @@ def attend(
     first = None if window is None else visible - window
     found = scores(F.pad(q, (0, 0, 0, missing)), keys, visible, first)
     peak = peaks(found)
+    if sinks is not None:
+        sinks = F.pad(sinks, (0, missing)).unsqueeze(-1)
+        peak = torch.maximum(peak, sinks)
     sums = add_spans(found, peak, values, None)
+    if sinks is not None:
+        sums.weights.add_((sinks - peak).exp_())
     out, lse = sums.values / sums.weights, (peak + sums.weights.log()).squeeze(-1)
     return out[:, :, :rows], lse[:, :, :rows]
 

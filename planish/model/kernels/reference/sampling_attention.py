@@ -88,19 +88,29 @@ class PrefillAttention:
         """
         self._spans, self._windows = spans, windows
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output of one layer, with the shape and dtype of `q`.
 
-        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        `q`, `k` and `v` are [T, heads, head_dim]. `sinks`: float32 [Hq], or None (see `Attend`).
+        The output of padding rows is 0.
         """
         out = torch.zeros_like(q)
         for span in self._spans:
             rows = slice(span.row, span.row + span.count)
-            self._attend(span, layer, q[rows], k[rows], v[rows], out[rows])
+            self._attend(span, layer, q[rows], k[rows], v[rows], out[rows], sinks)
         return out
 
     def _attend(
-        self, span: PrefillSpan, layer: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor
+        self,
+        span: PrefillSpan,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        sinks: Tensor | None,
     ) -> None:
         keys, values = span.pool.keys[layer][span.slot], span.pool.values[layer][span.slot]
         keys[:, span.start : span.start + span.count] = k.transpose(0, 1)
@@ -117,6 +127,7 @@ class PrefillAttention:
                 values[None, :, :width],
                 seen.repeat(group)[None, None],
                 self._windows[layer] if self._windows else None,
+                None if sinks is None else sinks.view(heads, group).repeat_interleave(len(part), 1),
             )
             rows = attended[0].unflatten(1, (group, len(part))).permute(2, 0, 1, 3).flatten(1, 2)
             out[first : first + len(part)] = rows.to(out.dtype)
@@ -155,10 +166,13 @@ class DecodeAttention:
         ]
         self._parts = [*shared, *self._own]
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output of one layer, with the shape and dtype of `q`.
 
-        `q`, `k` and `v` are [T, heads, head_dim]. The output of padding rows is 0.
+        `q`, `k` and `v` are [T, heads, head_dim]. `sinks`: float32 [Hq], or None (see `Attend`).
+        The output of padding rows is 0.
         """
         for part in self._own:
             part.store(layer, k, v)
@@ -177,6 +191,9 @@ class DecodeAttention:
         where = [part.rows if part.span is None else part.span for part in self._parts]
         for part, rows, score in zip(self._parts, where, found, strict=True):
             peak[rows] = torch.maximum(peak[rows], part.taken(peaks(score), grouped.shape[2]))
+        if sinks is not None:
+            sinks = sinks.view(1, *grouped.shape[1:3], 1)
+            peak = torch.maximum(peak, sinks)
         for part, rows, score in zip(self._parts, where, found, strict=True):
             # A row's sums begin in the part with its prompt's slot. So only the parts with samples'
             # own slots continue earlier sums.
@@ -184,6 +201,8 @@ class DecodeAttention:
             after = add_spans(score, self._placed(part, peak), part.values(layer), before)
             sums.values[rows] = part.taken(after.values, grouped.shape[2])
             sums.weights[rows] = part.taken(after.weights, grouped.shape[2])
+        if sinks is not None:
+            sums.weights.add_((sinks - peak).exp_())
         # Padding rows have no keys, so their weights sum to 0 and the clamp avoids 0 / 0.
         return (
             (sums.values / sums.weights.clamp_(min=torch.finfo(wide).tiny))

@@ -136,8 +136,11 @@ class GpuPrefill:
             rows["position"] = np.arange(span.start, span.start + span.count)
         self._tables.send()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E]; 0 for padding rows (see `Attend`)."""
+        assert sinks is None, "the kernels have no attention sinks"
         kernels, on_device, bases = _kernels(), self._tables.on_device, self._bases.table[layer]
         kernels.keep(self._heads, on_device["rows"], bases, k, v)
         return kernels.prefill(self._heads, on_device["blocks"], bases, q)
@@ -209,8 +212,11 @@ class DecodeTables:
         records["part"][step.row], records["parts"][step.row] = first, parts
         self._tables.send()
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
+        assert sinks is None, "the kernels have no attention sinks"
         kernels, bases = _kernels(), self._bases.table[layer]
         kernels.keep(self._heads, self._work.rows, bases, k, v)
         return kernels.decode(self._heads, self._work, bases, q, self._programs)

@@ -57,8 +57,11 @@ class GpuForest:
         self._device = device
         self._tables: dict[tuple[torch.dtype, torch.Size, int], Table] = {}
 
-    def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def __call__(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> Tensor:
         """Return the attention output [T, Hq, E] (see `Attend`)."""
+        assert sinks is None, "the kernels have no attention sinks"
         return _Forest.apply(q, k, v, self)  # type: ignore[no-any-return]
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -49,10 +49,18 @@ void attend_block(const Attention& a, const Block& b, int64_t head, const X* q, 
     }
     Totals* totals = scratch.stats.of<Totals>(m);
     for (int64_t i = 0; i < m; i++) {
-        float peak = largest(s + i * width, width);
+        float peak = largest(s + i * width, width), sink = 0.0f;
+        if (a.sinks) {
+            sink = a.sinks[head * a.group + i % a.group] * By::PER_LN;
+            peak = std::max(peak, sink);
+        }
         if (!(peak > -std::numeric_limits<float>::infinity()))
             peak = std::isnan(peak) ? peak : 0.0f;
         totals[i] = By::soften(s + i * width, width, peak);
+        if (a.sinks) {
+            const float weight = By::weight(sink - peak);
+            totals[i].used += weight, totals[i].exact += weight;
+        }
         totals[i].exact = By::log_sum(peak, totals[i].exact);
     }
     at = 0;

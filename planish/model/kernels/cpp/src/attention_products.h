@@ -32,6 +32,7 @@ struct Attention {
     const int64_t* rows;
     const int64_t* visible;
     const Range* own;  // one for each entry, behind the shared positions; or null
+    const float* sinks;  // a score of each query head that adds to the sum of weights; or null
 };
 
 // The keys of one block that no window hides. Skipped keys are whole tiles, so that the remaining
@@ -424,6 +425,7 @@ struct Totals {
 // Attention's products in float32. Scores: by dots16; sums of values: in the order of positions.
 struct Floats {
     using Query = float;
+    static constexpr float PER_LN = 1.0f;
 
     // Scaled.
     static const float* queries(const Attention& a, const Block& b, int64_t head, const float* q,
@@ -451,6 +453,7 @@ struct Floats {
         }
         return {sum(total), sum(total)};
     }
+    static float weight(float score) { return std::exp(score); }
     static float log_sum(float peak, float total) { return peak + std::log(total); }
 
     // Adds to out [rows, E] the n values weighted by entries first .. of each row of weights.
@@ -519,6 +522,7 @@ struct Pairs {
         }
         return {sum(used), sum(exact)};
     }
+    static float weight(float score) { return std::exp2(score); }
     static float log_sum(float peak, float total) { return (peak + std::log2(total)) / PER_LN; }
 
     static void weigh_values(const Attention& a, const float* s, int64_t first, int64_t stride,

@@ -1,4 +1,4 @@
-// Norms, rotations, SwiGLU and GeGLU, forth and back.
+// Norms, rotations, SwiGLU, GeGLU and clamped SwiGLU, forth and back.
 
 #pragma once
 
@@ -125,6 +125,69 @@ void gated_backward(const X* grad, const X* gate_up, X* out, int64_t rows, int64
                 V dy = load(grad + t * d + i, m), s = Activation::gate(g);
                 store(out + t * 2 * d + i, mul(mul(dy, u), Activation::slope(g, s)), m);
                 store(out + t * 2 * d + d + i, mul(dy, mul(g, s)), m);
+            }
+    });
+}
+
+// The clamped SwiGLU of gpt-oss: (u + 1) * g * sigmoid(alpha * g), where g is the gate, at most
+// `limit`, and u is up, between -limit and limit. Gate and up alternate in a row: [T, d, 2].
+struct Clamp {
+    float alpha, limit;
+
+    // A NaN stays one: the comparisons return their second operand.
+    V gate(V g) const { return smaller(all(limit), g); }
+    V up(V u) const { return larger(all(-limit), smaller(all(limit), u)); }
+};
+
+// The numbers at even and at odd places of 2 * n numbers, n at most 16; 0 behind them.
+template <class X>
+inline void load_alternating(const X* from, int64_t n, V& even, V& odd) {
+    X first[LANES] = {}, second[LANES] = {};
+    for (int64_t i = 0; i < n; i++) first[i] = from[2 * i], second[i] = from[2 * i + 1];
+    even = load(first), odd = load(second);
+}
+
+template <class X>
+void clamped_swiglu(const X* gate_up, X* out, float alpha, float limit, int64_t rows, int64_t d,
+                    int threads) {
+    const Clamp clamp{alpha, limit};
+    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++)
+            for (int64_t i = 0; i < d; i += LANES) {
+                V g, u;
+                load_alternating(gate_up + (t * d + i) * 2, std::min<int64_t>(LANES, d - i), g, u);
+                g = clamp.gate(g), u = add(clamp.up(u), all(1.0f));
+                V y = mul(mul(g, sigmoid(mul(g, all(clamp.alpha)))), u);
+                store(out + t * d + i, y, tail(d - i));
+            }
+    });
+}
+
+// Numbers beyond the limit have the gradient 0.
+template <class X>
+void clamped_swiglu_backward(const X* grad, const X* gate_up, X* out, float alpha, float limit,
+                             int64_t rows, int64_t d, int threads) {
+    const Clamp clamp{alpha, limit};
+    parallel(rows, rows * d * 4, threads, [=](int64_t a, int64_t b) {
+        for (int64_t t = a; t < b; t++)
+            for (int64_t i = 0; i < d; i += LANES) {
+                const int64_t n = std::min<int64_t>(LANES, d - i);
+                V gate, up;
+                load_alternating(gate_up + (t * d + i) * 2, n, gate, up);
+                const V g = clamp.gate(gate), u = add(clamp.up(up), all(1.0f)),
+                        s = sigmoid(mul(g, all(clamp.alpha))),
+                        dy = load(grad + t * d + i, tail(d - i));
+                // s + alpha g s (1 - s)
+                const V slope = fma(mul(mul(g, all(clamp.alpha)), s), sub(all(1.0f), s), s);
+                float gates[LANES], ups[LANES];
+                X of_gate[LANES], of_up[LANES];
+                store(gates, gate), store(ups, up);
+                store(of_gate, mul(mul(dy, u), slope)), store(of_up, mul(dy, mul(g, s)));
+                X* to = out + (t * d + i) * 2;
+                for (int64_t j = 0; j < n; j++) {
+                    to[2 * j] = gates[j] > limit ? X(0) : of_gate[j];
+                    to[2 * j + 1] = std::abs(ups[j]) > limit ? X(0) : of_up[j];
+                }
             }
     });
 }

@@ -61,6 +61,16 @@ Told told(F f) {
                                    int64_t d, int threads) {                                       \
         return told([&] { gated_backward<Gelu>(grad, gate_up, out, rows, d, threads); });          \
     }                                                                                              \
+    EXPORT Told clamped_swiglu_##S(const X* gate_up, X* out, float alpha, float limit,             \
+                                   int64_t rows, int64_t d, int threads) {                         \
+        return told([&] { clamped_swiglu(gate_up, out, alpha, limit, rows, d, threads); });        \
+    }                                                                                              \
+    EXPORT Told clamped_swiglu_backward_##S(const X* grad, const X* gate_up, X* out, float alpha,  \
+                                            float limit, int64_t rows, int64_t d, int threads) {   \
+        return told([&] {                                                                          \
+            clamped_swiglu_backward(grad, gate_up, out, alpha, limit, rows, d, threads);           \
+        });                                                                                        \
+    }                                                                                              \
     EXPORT Told normalizers_##S(const X* logits, const int64_t* tokens, const float* exact,        \
                                 int64_t k, const float* temperature, float* weights, float* out,   \
                                 int64_t rows, int64_t v, int threads) {                            \

@@ -288,8 +288,10 @@ bool product_of_few(const Panels<X>& panels, int64_t output, int64_t outputs, in
         with_size<TILE_ROWS>(count, [&](auto size) {
             with_size<PANEL / LANES>(outputs / LANES, [&](auto vectors) {
                 constexpr int R = size, W = vectors;
-                const auto multiply = panels.codes->scheme == INT8 ? few_rows<Int8Pairs, R, W>
-                                                                   : few_rows<Nf4Pairs, R, W>;
+                const int64_t scheme = panels.codes->scheme;
+                const auto multiply = scheme == INT8  ? few_rows<Int8Pairs, R, W>
+                                      : scheme == NF4 ? few_rows<Nf4Pairs, R, W>
+                                                      : few_rows<Mxfp4Pairs, R, W>;
                 multiply(*panels.codes, output, column, x, rows, stretch);
             });
         });

@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t CODES_PANEL = 64, CODES_BLOCK = 64;  // outputs of a panel, columns of a block
+constexpr int64_t CODES_PANEL = 64;  // outputs of a panel
 
 // A weight [n, k]; n is a multiple of 16 and k one of 32 (nf4: of 64). Two columns of an output are
 // a pair. Codes lie in panels of 64 outputs, of which the last one has only the outputs that there
@@ -20,18 +20,20 @@ constexpr int64_t CODES_PANEL = 64, CODES_BLOCK = 64;  // outputs of a panel, co
 // columns of an output, and its scale is scale_values[scale_codes[n/64][k/64][64]] *
 // scale_scales[block / 256] + offsets[output], where first_blocks[output] counts the blocks of the
 // outputs before.
+// mxfp4: codes as nf4, but a block is 32 columns, and its scale is
+// scale_values[scale_codes[n/64][k/32][64]].
 struct Codes {
     int64_t scheme, n, k;
     const uint8_t* codes;
     const float* scales;
-    const float* values;  // nf4: what the 16 codes mean
+    const float* values;  // nf4 and mxfp4: what the 16 codes mean
     const uint8_t* scale_codes;
     const float *scale_values, *scale_scales, *offsets;
     const int64_t* first_blocks;
 };
-constexpr int64_t INT8 = 1;
+constexpr int64_t INT8 = 1, NF4 = 2;
 
-// Both read the pairs of W vectors of 16 outputs, after `move_to` was told the first output and a
+// These classes read the pairs of W vectors of 16 outputs, after `move_to` was told the first output and a
 // column of their block.
 template <int W>
 class Int8Pairs {
@@ -40,7 +42,7 @@ class Int8Pairs {
     PairScales pair_scales[W];
 
   public:
-    static constexpr int64_t BYTES = 2;  // of a pair
+    static constexpr int64_t BYTES = 2, BLOCK = 64;  // of a pair, columns of a block
     explicit Int8Pairs(const Codes& weight) : weight(weight) {}
     void move_to(int64_t output, int64_t) {
         scales = weight.scales + output;
@@ -64,12 +66,12 @@ class Nf4Pairs {
     V scale[W];
 
   public:
-    static constexpr int64_t BYTES = 1;
+    static constexpr int64_t BYTES = 1, BLOCK = 64;
     explicit Nf4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
     void move_to(int64_t output, int64_t column) {
         const int64_t panel = output / CODES_PANEL * CODES_PANEL,
                       width = std::min(CODES_PANEL, weight.n - panel),
-                      blocks = weight.k / CODES_BLOCK, block = column / CODES_BLOCK;
+                      blocks = weight.k / BLOCK, block = column / BLOCK;
         const uint8_t* codes =
             weight.scale_codes + panel * blocks + block * width + (output - panel);
         for (int c = 0; c < W; c++) {
@@ -83,6 +85,37 @@ class Nf4Pairs {
             // sum, which rounds once.
             asm("" : "+m"(products));
             scale[c] = add(load(products), load(weight.offsets + output + c * LANES));
+        }
+    }
+    ALWAYS_INLINE void read(const uint8_t* from, int c, V& even, V& odd) const {
+        table.load_pairs(from + c * LANES * BYTES, even, odd);
+        even = mul(even, scale[c]), odd = mul(odd, scale[c]);
+    }
+    ALWAYS_INLINE I words(const uint8_t* from, int c) const {
+        V even, odd;
+        read(from, c, even, odd);
+        return joined_fast(even, odd);
+    }
+};
+
+template <int W>
+class Mxfp4Pairs {
+    const Codes& weight;
+    const Table table;
+    V scale[W];
+
+  public:
+    static constexpr int64_t BYTES = 1, BLOCK = 32;
+    explicit Mxfp4Pairs(const Codes& weight) : weight(weight), table(weight.values) {}
+    void move_to(int64_t output, int64_t column) {
+        const int64_t panel = output / CODES_PANEL * CODES_PANEL,
+                      width = std::min(CODES_PANEL, weight.n - panel);
+        const uint8_t* codes = weight.scale_codes + panel * (weight.k / BLOCK) +
+                               column / BLOCK * width + (output - panel);
+        for (int c = 0; c < W; c++) {
+            float scales[LANES];
+            for (int i = 0; i < LANES; i++) scales[i] = weight.scale_values[codes[c * LANES + i]];
+            scale[c] = load(scales);
         }
     }
     ALWAYS_INLINE void read(const uint8_t* from, int c, V& even, V& odd) const {
@@ -125,11 +158,11 @@ const uint8_t* codes_at(const Codes& weight, int64_t output, int64_t column, int
 template <class Pairs, class F>
 ALWAYS_INLINE void each_pair(const Codes& weight, Pairs& pairs, int64_t output, int64_t column,
                              int64_t first, int64_t last, F f) {
-    for (int64_t block = first; block < last; block += CODES_BLOCK) {
+    for (int64_t block = first; block < last; block += Pairs::BLOCK) {
         pairs.move_to(output, column + block);
         int64_t stride;
         const uint8_t* from = codes_at<Pairs::BYTES>(weight, output, column + block, stride);
-        const int64_t end = std::min(last, block + CODES_BLOCK);
+        const int64_t end = std::min(last, block + Pairs::BLOCK);
         for (int64_t i = block; i < end; i += 2, from += stride) f(i, from);
     }
 }
@@ -202,12 +235,15 @@ void dequantize_transposed(const Codes& weight, int64_t output, int64_t outputs,
 template <class X>
 void panel_of_codes(const Codes& weight, bool transposed, int64_t output, int64_t outputs,
                     int64_t column, int64_t columns, X* panel) {
-    const bool is_int8 = weight.scheme == INT8;
-    const auto make = transposed ? is_int8 ? dequantize_transposed<Int8Pairs, X>
-                                           : dequantize_transposed<Nf4Pairs, X>
-                      : is_int8  ? dequantize<Int8Pairs, X>
-                                 : dequantize<Nf4Pairs, X>;
-    make(weight, output, outputs, column, columns, panel);
+    const auto make = [&](auto straight, auto turned) {
+        (transposed ? turned : straight)(weight, output, outputs, column, columns, panel);
+    };
+    if (weight.scheme == INT8)
+        make(dequantize<Int8Pairs, X>, dequantize_transposed<Int8Pairs, X>);
+    else if (weight.scheme == NF4)
+        make(dequantize<Nf4Pairs, X>, dequantize_transposed<Nf4Pairs, X>);
+    else
+        make(dequantize<Mxfp4Pairs, X>, dequantize_transposed<Mxfp4Pairs, X>);
 }
 
 }  // namespace
