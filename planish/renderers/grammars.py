@@ -15,7 +15,7 @@ from typing import Any
 from planish.errors import UnsupportedError
 from planish.renderers.codec import Control, Piece
 from planish.renderers.forms import Pattern
-from planish.renderers.messages import MODELS_WITH_TOOLS
+from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.renderer import Renderer
 
 ANY_TEXT = r"/(.|\n)*/"
@@ -101,7 +101,7 @@ def calls_rules(
     form = renderer.format.abilities.calls
     if form is None:
         raise UnsupportedError(
-            f"renderer {renderer.name} has no form for tool calls; use {MODELS_WITH_TOOLS}"
+            f"renderer {renderer.name} has no form for tool calls; use {RENDERERS_WITH_TOOLS}"
         )
     # The first piece of the first call marks the end of the text before it.
     first, *opening = [*form.opening, *form.begin]

@@ -92,8 +92,13 @@ class Message(TypedDict):
     """On a tool result: the name of the function that was called (read by gpt_oss and kimi_k2)."""
 
 
-MODELS_WITH_TOOLS = "qwen3, qwen3_instruct, chatml, qwen3_5 or another renderer with tools"
-"""The renderers whose formats have tools, for error messages."""
+RENDERERS_WITH_TOOLS = (
+    "qwen3 (Qwen3), chatml (Qwen2.5, SmolLM2), qwen3_5 (Qwen3.5, 3.6), qwen3_8 (Qwen3.8), gpt_oss, "
+    "deepseekv3, kimi_k2, kimi_k25, kimi_k26 or nemotron3"
+)
+"""The renderers whose formats have tools, and the models where the name does not tell them, for
+error messages. Variants such as `qwen3_instruct` begin with one of these names.
+"""
 MESSAGE_KEYS = tuple(Message.__annotations__)
 
 
@@ -310,7 +315,7 @@ def _read_calls(
         return (), ()
     if not abilities.tools:
         raise ValueError(
-            f"{where} has tool calls, which renderer {renderer} cannot write; use {MODELS_WITH_TOOLS}"
+            f"{where} has tool calls, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
         )
     if role != "assistant":
         raise ValueError(
@@ -362,7 +367,7 @@ def _read_tools(
         return ()
     if not abilities.tools:
         raise ValueError(
-            f"{where} offers tools, which renderer {renderer} cannot write; use {MODELS_WITH_TOOLS}"
+            f"{where} offers tools, which renderer {renderer} cannot write; use {RENDERERS_WITH_TOOLS}"
         )
     if message["role"] != "system" or index != 0:
         raise ValueError(

@@ -23,7 +23,7 @@ from planish.errors import UnsupportedError
 from planish.renderers.chat_format import ChatFormat, Turn
 from planish.renderers.codec import Codec
 from planish.renderers.messages import (
-    MODELS_WITH_TOOLS,
+    RENDERERS_WITH_TOOLS,
     Checked,
     Message,
     ToolSpec,
@@ -274,7 +274,7 @@ class Renderer:
         """
         if not self.format.abilities.tools:
             raise UnsupportedError(
-                f"renderer {self.name} has no form for tools; use {MODELS_WITH_TOOLS}"
+                f"renderer {self.name} has no form for tools; use {RENDERERS_WITH_TOOLS}"
             )
         if not tools:
             raise ValueError(

@@ -3,6 +3,7 @@ texts recorded from their oracles, targets, stability, parsing, streaming and gr
 """
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from planish.renderers.grammars import (
     calls_rules,
     message_grammar,
 )
+from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, marks_of, read_message
 
@@ -252,6 +254,15 @@ def test_call_grammars_accept_the_family_own_form(name, instead):
     plain = message_grammar(renderer, answer_rules(renderer, "/[0-9]+/"))
     assert accepts(sample_of(renderer, answer_for(renderer, "42"))[:-1], plain)
     assert not accepts(sample_of(renderer, answer_for(renderer, "Hi"))[:-1], plain)
+
+
+def test_errors_name_every_renderer_with_tools():
+    named = tuple(re.sub(r"\(.*?\)|,| or ", " ", RENDERERS_WITH_TOOLS).split())
+    assert all(any(name.startswith(begin) for name in FORMATS) for begin in named)
+    tokenizer = TOKENIZERS[family_of("qwen3_5")]
+    for name in FORMATS:
+        is_named = name != "deepseekv3_thinking" and name.startswith(named)
+        assert FORMATS[name](tokenizer).abilities.tools == is_named, name
 
 
 @pytest.mark.parametrize("name", ["mistral", "deepseekv3_thinking"])

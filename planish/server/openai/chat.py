@@ -18,7 +18,7 @@ from starlette.responses import Response
 
 from planish.errors import UserError
 from planish.renderers import Renderer
-from planish.renderers.messages import MODELS_WITH_TOOLS
+from planish.renderers.messages import RENDERERS_WITH_TOOLS
 from planish.renderers.registry import with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import WrongParameterError, json_response
@@ -335,7 +335,7 @@ def build_prompt(
         raise WrongParameterError(
             "tools",
             f"renderer {renderer.name} of {model.name} has no form for tools; leave tools out, or "
-            f"use a model with renderer {MODELS_WITH_TOOLS}",
+            f"use a model with renderer {RENDERERS_WITH_TOOLS}",
         )
     try:
         if functions:
