@@ -183,7 +183,7 @@ class _Streamed:
     """The part of the open call's arguments that was sent. None if there is no open call."""
 
     def chunks(self, reading: Reading) -> Iterator[dict[str, Any]]:
-        """Yield the choices that stream the new text and tool calls of `reading`. As in OpenAI's
+        """Yield stream choices with the text and the tool calls that `reading` adds. As in OpenAI's
         API, the first choice of a call has the function's name, and the next choices have parts of
         the arguments.
         """
@@ -197,8 +197,8 @@ class _Streamed:
             yield from self._call_chunks(reading.open_call["function"])
 
     def _call_chunks(self, function: Mapping[str, str]) -> Iterator[dict[str, Any]]:
-        """Yield the choices for the part of a call that was not sent yet. `function` is the call as
-        far as it is known.
+        """Yield the choices for the part of a call that was not sent yet. `function` is the name of
+        the function and the arguments that were sampled so far.
         """
         if self.open_arguments is None:
             head = _call({"function": {**function, "arguments": ""}})
