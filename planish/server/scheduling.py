@@ -250,7 +250,9 @@ class AdapterCache:
         self._entries: dict[str, _CacheEntry] = {}
         self._changed = asyncio.Event()
         self._room_lock = asyncio.Lock()
-        """Held by the caller for which memory is being freed. Later callers wait for the lock."""
+        """Held by the one caller that waits for memory to be freed. Later callers wait for the lock,
+        so callers get memory in their order.
+        """
 
     @property
     def used_bytes(self) -> int:

@@ -67,14 +67,15 @@ memory together with its decompressed copy.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
-"""Limit for the total size of the bodies above SMALL_BODY that are decoded at the same time. A body
-above the limit is decoded alone. Decoding takes many times the memory of the body.
+"""Limit for the bodies that are decoded at the same time, in bytes together. Bodies up to SMALL_BODY
+do not count. A body above the limit is decoded alone. The limit is necessary because decoding takes
+many times the memory of the body.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
 _MIN_BODY_RATE = 4096
-"""The minimum rate of a body, in bytes per second. A request fails if its body takes
-`_STALL_SECONDS` longer than it would take at this rate.
+"""The minimum rate of a body, in bytes per second. A request fails if its body is not complete
+`_STALL_SECONDS` after the time that it would take at this rate.
 """
 MAX_DOWNLOADS, MAX_TENANT_DOWNLOADS = 32, 8
 """The maximum numbers of simultaneous checkpoint downloads, of all tenants and of one tenant. Each
