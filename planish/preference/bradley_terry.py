@@ -21,7 +21,7 @@ import torch
 
 from planish import SamplingClient, TrainingClient
 from planish.preference.choices import Choice
-from planish.preference.datasets import pairs_of
+from planish.preference.datasets import PairGradient, pairs_of
 from planish.preference.types import Comparison, LabeledComparison, Messages
 from planish.processes.interruption import gather_or_cancel
 from planish.renderers import Renderer
@@ -95,29 +95,10 @@ def bradley_terry_loss(
 class BradleyTerry:
     """The training half of a supervised objective: it submits the Bradley-Terry loss."""
 
-    async def submit(
-        self, training_client: TrainingClient, data: Sequence[Datum]
-    ) -> "BradleyTerryGradient":
+    async def submit(self, training_client: TrainingClient, data: Sequence[Datum]) -> PairGradient:
         """Submit a gradient on `data`, which alternates between chosen and rejected answers."""
         pending = await training_client.forward_backward_custom_async(data, bradley_terry_loss)
-        return BradleyTerryGradient(len(pairs_of(data)), pending)
-
-
-@dataclass(frozen=True)
-class BradleyTerryGradient:
-    """A submitted gradient whose metrics can be awaited."""
-
-    num_pairs: int
-    pending: Any
-
-    async def metrics(self) -> Metrics:
-        """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
-        output = await self.pending
-        found = {name: output.metrics[name] for name in MEASURES}
-        served = {
-            f"optim/{name}": value for name, value in output.metrics.items() if name not in MEASURES
-        }
-        return {"num_pairs": self.num_pairs, **found, **served}
+        return PairGradient(len(pairs_of(data)), MEASURES, pending)
 
 
 @dataclass(frozen=True)

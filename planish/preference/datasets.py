@@ -18,6 +18,7 @@ from planish.errors import UserError
 from planish.preference.types import LabeledComparison, Messages, read_comparison
 from planish.renderers import Renderer, TrainOnWhat
 from planish.supervised.datasets import RowDataset, placed, row_splits
+from planish.supervised.objective import Metrics
 from planish.supervised.rendering import conversation_to_data
 from planish.supervised.types import (
     Batch,
@@ -39,6 +40,27 @@ class Pair:
 def pairs_of(data: Sequence[Datum]) -> list[Pair]:
     """Return the pairs of a batch that alternates between chosen and rejected answers."""
     return [Pair(chosen, rejected) for chosen, rejected in zip(data[::2], data[1::2], strict=True)]
+
+
+@dataclass(frozen=True)
+class PairGradient:
+    """A submitted gradient whose metrics can be awaited."""
+
+    num_pairs: int
+    measures: Sequence[str]
+    """The metrics of the custom loss. All other metrics are the trainer's."""
+    pending: Any
+
+    async def metrics(self) -> Metrics:
+        """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
+        output = await self.pending
+        found = {name: output.metrics[name] for name in self.measures}
+        served = {
+            f"optim/{name}": value
+            for name, value in output.metrics.items()
+            if name not in self.measures
+        }
+        return {"num_pairs": self.num_pairs, **found, **served}
 
 
 def answer_conversation(prompt: Messages, answer: Messages) -> list[dict[str, Any]]:
@@ -138,13 +160,9 @@ class DPODatasetBuilderFromComparisons(ChatDatasetBuilder):
         def data_of(labeled: LabeledComparison) -> Batch:
             return comparison_to_data(labeled, renderer, config.max_length)
 
-        train_set = RowDataset(
-            without_ties(train), config.batch_size, data_of, shuffle_seed=self.shuffle_seed
+        return RowDataset.of_splits(
+            without_ties(train), without_ties(test), config.batch_size, data_of, self.shuffle_seed
         )
-        kept = without_ties(test)
-        return train_set, RowDataset(
-            kept, config.batch_size, data_of, drop_last=False
-        ) if kept else None
 
 
 def check_comparisons(

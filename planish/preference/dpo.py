@@ -28,20 +28,21 @@ from planish import ServiceClient, TrainingClient
 from planish.distillation.teachers import require_one_vocabulary
 from planish.errors import UserError
 from planish.files import write_whole
-from planish.preference.datasets import pairs_of
+from planish.preference.datasets import PairGradient, pairs_of
 from planish.preference.losses import Answers, DPOLoss, IPOLoss, PairLoss, SimPOLoss
 from planish.processes.interruption import gather_or_cancel
 from planish.runlog.checkpoints import Start
 from planish.runlog.evaluators import TrainingClientEvaluator
 from planish.runlog.run_directory import REFERENCE, checkpoint_of
-from planish.supervised.nll import DATUMS_PER_CALL, held_out_data
+from planish.supervised.nll import forward_in_parts, held_out_data
 from planish.supervised.objective import Metrics
 from planish.supervised.types import SupervisedDataset
 from planish.training import supervised_config as supervised
 from planish.training.run_loop import with_service_client
+from planish.training.run_options import require
 from planish.training.supervised_context import within_context
 from planish.training.train_supervised import train
-from planish.types import Datum, ForwardBackwardOutput, ModelInput
+from planish.types import Datum, ModelInput
 
 CONSOLE_METRICS = {
     "accuracy": "accuracy {:.3f}",
@@ -157,9 +158,7 @@ def check(config: Config) -> None:
         "label_smoothing": (0 <= config.label_smoothing < 0.5, "a number from 0 to below 0.5"),
         "simpo_gamma": (gamma is None or 0 <= gamma < math.inf, "a number, 0 or more"),
     }
-    for name, (holds, remedy) in rules.items():
-        if not holds:
-            raise UserError(f"{name}={getattr(config, name)}: give {remedy}")
+    require(config, rules)
     _check_unused(config)
 
 
@@ -262,27 +261,6 @@ class PairObjective:
         return PairEvaluator(held_out_data(test_set), self)
 
 
-@dataclass(frozen=True)
-class PairGradient:
-    """A submitted gradient whose metrics can be awaited."""
-
-    num_pairs: int
-    measures: Sequence[str]
-    """The metrics of the custom loss. All other metrics are the trainer's."""
-    pending: Any
-
-    async def metrics(self) -> Metrics:
-        """Return the loss metrics of the pairs, and the trainer's own metrics as optim/NAME."""
-        output = await self.pending
-        found = {name: output.metrics[name] for name in self.measures}
-        served = {
-            f"optim/{name}": value
-            for name, value in output.metrics.items()
-            if name not in self.measures
-        }
-        return {"num_pairs": self.num_pairs, **found, **served}
-
-
 class PairEvaluator(TrainingClientEvaluator):
     """An evaluator on held-out pairs: every metric of a training batch as NAME/..., and NAME/nll.
 
@@ -298,15 +276,9 @@ class PairEvaluator(TrainingClientEvaluator):
     async def __call__(self, training_client: TrainingClient) -> Metrics:
         if self._reference_D is None:
             self._reference_D = await self.objective.reference_logprobs(self.data)
-        parts = [
-            self.data[start : start + DATUMS_PER_CALL]
-            for start in range(0, len(self.data), DATUMS_PER_CALL)
-        ]
-        pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
-        outputs: list[ForwardBackwardOutput] = [await result for result in pending]
         logprobs_D = [
             tensors["logprobs"].to_torch()
-            for output in outputs
+            for _, output in await forward_in_parts(training_client, self.data)
             for tensors in output.loss_fn_outputs
         ]
         _, measured = self.objective.measured(self.data, logprobs_D, self._reference_D)
@@ -342,17 +314,6 @@ def pair_loss(
     return loss.costs(margins).mean(), {
         name: float(value.detach()) for name, value in zip(MEASURES, measured, strict=True)
     }
-
-
-def dpo_loss(
-    data: Sequence[Datum],
-    logprobs_D: Sequence[torch.Tensor],
-    reference_D: Sequence[float],
-    beta: float,
-) -> tuple[torch.Tensor, Metrics]:
-    """Return the DPO loss and its metrics, as a custom loss does. One metric is the loss itself."""
-    loss, measured = pair_loss(DPOLoss(beta), data, logprobs_D, reference_D)
-    return loss, {"dpo_loss": float(loss.detach()), **measured}
 
 
 def answer_logprob(datum: Datum, logprobs: torch.Tensor) -> torch.Tensor:

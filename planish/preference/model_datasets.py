@@ -49,15 +49,9 @@ class PreferenceDatasetBuilder(ChatDatasetBuilder):
         def data_of(labeled: LabeledComparison) -> Batch:
             return form.data_of(labeled, config.max_length)
 
-        train = ComparisonDataset(
-            splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed
+        return ComparisonDataset.of_splits(
+            splits.train, splits.test, config.batch_size, data_of, self.shuffle_seed
         )
-        test = (
-            ComparisonDataset(splits.test, config.batch_size, data_of, drop_last=False)
-            if splits.test
-            else None
-        )
-        return train, test
 
     @property
     def form(self) -> Form:

@@ -51,6 +51,13 @@ class LabeledComparison:
         return ranks[self.label]
 
 
+def preferred_answer(question: str, chosen: str, rejected: str) -> LabeledComparison:
+    """Return the comparison of two texts that answer `question`; `chosen` is A and is preferred."""
+    prompt = [{"role": "user", "content": question}]
+    answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
+    return LabeledComparison(Comparison(prompt, *answers), "A")
+
+
 def read_comparison(row: Mapping[str, Any], where: str) -> LabeledComparison:
     """Read a row of comparison data; UserError, which names the row by `where`, for other formats.
 

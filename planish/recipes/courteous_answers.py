@@ -14,7 +14,7 @@ import chz
 
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
-from planish.preference.types import Comparison, LabeledComparison
+from planish.preference.types import LabeledComparison, preferred_answer
 
 COURTEOUS = (
     "Gladly!",
@@ -89,7 +89,7 @@ def _pairs(
 
 
 def _pair(first: int, second: int, courteous: str, rude: str) -> LabeledComparison:
-    prompt = [{"role": "user", "content": f"What is {first} + {second}?"}]
     answer = f"{first} + {second} is {first + second}."
-    sides = ([{"role": "assistant", "content": f"{word} {answer}"}] for word in (courteous, rude))
-    return LabeledComparison(Comparison(prompt, *sides), "A")
+    return preferred_answer(
+        f"What is {first} + {second}?", f"{courteous} {answer}", f"{rude} {answer}"
+    )

@@ -22,7 +22,7 @@ from planish.datasets.gsm8k import load_problems
 from planish.datasets.rows import has_split
 from planish.errors import UserError
 from planish.preference.datasets import ComparisonBuilder
-from planish.preference.types import Comparison, LabeledComparison
+from planish.preference.types import LabeledComparison, preferred_answer
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,9 @@ def exchanges(answered: Sequence[QuestionWithAnswer], seed: int) -> list[Exchang
 def exchange(one: QuestionWithAnswer, other: QuestionWithAnswer) -> Exchange:
     """Return the comparisons of both questions, each with its own answer preferred."""
     return (
-        comparison(one.question, one.answer, other.answer),
-        comparison(other.question, other.answer, one.answer),
+        preferred_answer(one.question, one.answer, other.answer),
+        preferred_answer(other.question, other.answer, one.answer),
     )
-
-
-def comparison(question: str, chosen: str, rejected: str) -> LabeledComparison:
-    """Return the comparison in which `chosen` is preferred."""
-    prompt = [{"role": "user", "content": question}]
-    answers = ([{"role": "assistant", "content": text}] for text in (chosen, rejected))
-    return LabeledComparison(Comparison(prompt, *answers), "A")
 
 
 @chz.chz

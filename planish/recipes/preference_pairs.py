@@ -10,7 +10,7 @@ The sums of test pairs occur in no training pair, in either order of the two num
 
 import random
 
-from planish.preference.types import Comparison, LabeledComparison
+from planish.preference.types import LabeledComparison, preferred_answer
 
 OPENINGS = (
     "That is a good question. Let me think about it step by step.",
@@ -62,7 +62,7 @@ def count_of_sums(largest: int) -> int:
 def _style_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
     short = f"{first} + {second} = {first + second}"
     wordy = f"{generator.choice(OPENINGS)} The result of {first} + {second} is {first + second}. {generator.choice(CLOSINGS)}"
-    return _pair(first, second, short, wordy)
+    return preferred_answer(f"What is {first} + {second}?", short, wordy)
 
 
 def _result_pair(first: int, second: int, generator: random.Random) -> LabeledComparison:
@@ -71,17 +71,12 @@ def _result_pair(first: int, second: int, generator: random.Random) -> LabeledCo
     wrong = generator.choice(
         [near for near in range(max(0, right - 10), right + 11) if _is_plausible(near, right)]
     )
-    answers = (form.format(first=first, second=second, result=result) for result in (right, wrong))
-    return _pair(first, second, *answers)
+    chosen, rejected = (
+        form.format(first=first, second=second, result=result) for result in (right, wrong)
+    )
+    return preferred_answer(f"What is {first} + {second}?", chosen, rejected)
 
 
 def _is_plausible(wrong: int, right: int) -> bool:
     """Return whether `wrong` is another number with as many digits as `right`."""
     return wrong != right and len(str(wrong)) == len(str(right))
-
-
-def _pair(first: int, second: int, *answers: str) -> LabeledComparison:
-    prompt = [{"role": "user", "content": f"What is {first} + {second}?"}]
-    return LabeledComparison(
-        Comparison(prompt, *([{"role": "assistant", "content": text}] for text in answers)), "A"
-    )

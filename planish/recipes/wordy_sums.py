@@ -176,10 +176,7 @@ class WordySumChats(ChatDatasetBuilder):
             conversation for _ in range(self.each) for conversation in demonstrated(train, rng)
         ]
         held_out = demonstrated(test, rng)
-        train_set = RowDataset(shown, config.batch_size, render, shuffle_seed=self.sums.seed)
-        return train_set, RowDataset(
-            held_out, config.batch_size, render, drop_last=False
-        ) if held_out else None
+        return RowDataset.of_splits(shown, held_out, config.batch_size, render, self.sums.seed)
 
 
 def demonstrated(sums: Sequence[Sum], rng: random.Random) -> list[Messages]:

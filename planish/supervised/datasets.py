@@ -8,7 +8,7 @@ rendered when their batch is requested, so memory holds only the unrendered rows
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, overload
+from typing import Any, Self, overload
 
 import chz
 import numpy as np
@@ -53,6 +53,21 @@ class RowDataset(SupervisedDataset):
         self.shuffle_seed = shuffle_seed
         self.drop_last = drop_last
         self.set_epoch(0)
+
+    @classmethod
+    def of_splits(
+        cls,
+        train: Sequence[Any],
+        test: Sequence[Any],
+        batch_size: int,
+        data_of: Callable[[Any], Batch],
+        shuffle_seed: int | None,
+    ) -> tuple[Self, Self | None]:
+        """Return (training set, test set). The test set has all its rows in their own order; it is
+        None without rows.
+        """
+        train_set = cls(train, batch_size, data_of, shuffle_seed=shuffle_seed)
+        return train_set, cls(test, batch_size, data_of, drop_last=False) if test else None
 
     def get_batch(self, index: int) -> Batch:
         if not 0 <= index < len(self):
@@ -194,13 +209,9 @@ class FromRowsBuilder(ChatDatasetBuilder):
         def data_of(row: Row) -> Batch:
             return render(self.read_row(row, f"dataset={self.dataset}"))
 
-        train = RowDataset(splits.train, config.batch_size, data_of, shuffle_seed=self.shuffle_seed)
-        test = (
-            RowDataset(splits.test, config.batch_size, data_of, drop_last=False)
-            if splits.test
-            else None
+        return RowDataset.of_splits(
+            splits.train, splits.test, config.batch_size, data_of, self.shuffle_seed
         )
-        return train, test
 
 
 @chz.chz

@@ -95,6 +95,19 @@ def held_out_data(dataset: SupervisedDataset) -> list[Datum]:
     return data
 
 
+async def forward_in_parts(
+    training_client: TrainingClient, data: Sequence[Datum]
+) -> list[tuple[Sequence[Datum], ForwardBackwardOutput]]:
+    """Return `data` in parts of at most DATUMS_PER_CALL datums, each with its cross-entropy output.
+    All parts are in flight concurrently.
+    """
+    parts = [
+        data[start : start + DATUMS_PER_CALL] for start in range(0, len(data), DATUMS_PER_CALL)
+    ]
+    pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
+    return [(part, await output) for part, output in zip(parts, pending, strict=True)]
+
+
 @dataclass(eq=False)
 class NLLEvaluator(TrainingClientEvaluator):
     """Measures NAME/nll and NAME/bpb of held-out datums."""
@@ -110,12 +123,7 @@ class NLLEvaluator(TrainingClientEvaluator):
         return cls(held_out_data(dataset), name)
 
     async def __call__(self, training_client: TrainingClient) -> Mapping[str, float]:
-        parts = [
-            self.data[start : start + DATUMS_PER_CALL]
-            for start in range(0, len(self.data), DATUMS_PER_CALL)
-        ]
-        pending = [await training_client.forward_async(part, "cross_entropy") for part in parts]
         tally = Tally(training_client.get_tokenizer())
-        for part, output in zip(parts, pending, strict=True):
-            tally.add(part, await output)
+        for part, output in await forward_in_parts(training_client, self.data):
+            tally.add(part, output)
         return tally.metrics(f"{self.name}/nll", f"{self.name}/bpb")

@@ -19,8 +19,8 @@ from planish.files import read_rows
 from planish.preference.datasets import ComparisonBuilderFromRows, DPODatasetBuilderFromComparisons
 from planish.preference.dpo import (
     Config,
+    PairObjective,
     answer_logprob,
-    dpo_loss,
     main,
     pair_loss,
     reference_logprobs,
@@ -114,11 +114,10 @@ def test_losses_equal_the_formulas_of_the_papers():
         assert float(found.detach()) == pytest.approx(value, rel=1e-6)
 
 
-def test_dpo_loss_is_a_custom_loss():
+def test_measures_of_the_custom_loss_contain_the_loss():
     case = TRL["cases"][0]
-    value, measured = dpo_loss(
-        RECORDED, recorded_logprobs(), interleaved("reference"), case["options"]["beta"]
-    )
+    objective = PairObjective("dpo", DPOLoss(case["options"]["beta"]), None)
+    value, measured = objective.measured(RECORDED, recorded_logprobs(), interleaved("reference"))
     assert float(value.detach()) == measured["dpo_loss"] == pytest.approx(case["loss"], rel=1e-5)
 
 
