@@ -17,20 +17,17 @@ from planish.datasets.rows import open_rows
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import read_messages
-from planish.rl.environments.datasets import ProblemDataset
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
 from planish.rl.environments.problem_env import only_step
 from planish.rl.types import (
     Action,
     ActionExtra,
     Env,
-    EnvGroupBuilder,
     InitialObservationOverflow,
     Observation,
     RLDataset,
-    RLDatasetBuilder,
     StepResult,
 )
-from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import Conversation, conversation_of
 
 
@@ -96,46 +93,23 @@ class PromptOnlyEnv(Env):
         return only_step(self.renderer, 0.0, extra)
 
 
-@dataclass(frozen=True)
-class PromptGroup(EnvGroupBuilder):
-    """`size` answers to one prompt. It holds names instead of a renderer, so that it pickles."""
-
-    messages: Conversation
-    size: int
-    model_name: str
-    renderer_name: str | None = None
-    max_prompt_tokens: int | None = None
-    tag: str = "prompts"
-
-    async def make_envs(self) -> Sequence[Env]:
-        renderer = model_renderer(self.model_name, self.renderer_name)
-        return [
-            PromptOnlyEnv(renderer, self.messages, self.max_prompt_tokens) for _ in range(self.size)
-        ]
-
-    def logging_tags(self) -> list[str]:
-        return [self.tag]
-
-
 @chz.chz
-class PromptOnlyDatasetBuilder(RLDatasetBuilder):
+class PromptOnlyDatasetBuilder(ProblemDatasetBuilder):
     """Builds a training set of prompts. There is no test set, because prompts have no rewards."""
 
     dataset: str = chz.field(doc="hub name, local directory or file; its train split")
-    model_name: str
-    renderer_name: str | None = None
-    batch_size: int = chz.field(default=16, doc="prompts per step")
     group_size: int = chz.field(default=4, doc="answers per prompt")
     max_prompt_tokens: int | None = chz.field(
         default=1024, doc="maximum tokens in a prompt; longer ones are skipped"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of the prompts")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
-        prompts = load_prompts(self.dataset, model_renderer(self.model_name, self.renderer_name))
-        return ProblemDataset(prompts, self._group, self.batch_size, shuffle_seed=self.seed), None
+        return self.shuffled(load_prompts(self.dataset, self.renderer)), None
 
-    def _group(self, messages: Conversation) -> PromptGroup:
-        return PromptGroup(
-            messages, self.group_size, self.model_name, self.renderer_name, self.max_prompt_tokens
-        )
+    def make_env(self, problem: Conversation) -> PromptOnlyEnv:
+        """Return the environment of one answer."""
+        return PromptOnlyEnv(self.renderer, problem, self.max_prompt_tokens)
+
+    def tag(self) -> str:
+        """Return "prompts"."""
+        return "prompts"

@@ -20,7 +20,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,9 @@ from planish.recipes import training_run
 from planish.recipes.arithmetic_expressions import decimal, evaluate, last_number
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv
-from planish.rl.environments.problem_env import ProblemGroupBuilder
-from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
-from planish.runlog.model_renderer import model_renderer
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.types import Env, Metrics, RLDataset
 from planish.tool_use import AgentToolMessageEnv, build_agent_tool_env, tool
 
 SHOWN_PROBLEMS = 3
@@ -137,59 +135,42 @@ class Grader:
         return float(self.is_right(messages))
 
 
-def calculator_group(
-    model_name: str, renderer_name: str | None, kind: Kind, expression: str, size: int
-) -> ProblemGroupBuilder:
-    """Return a group of `size` attempts at the same problem."""
-    make_env = partial(calculator_env, model_name, renderer_name, kind, expression)
-    return ProblemGroupBuilder(make_env, size, "", partial(episode_metrics, Grader(expression)))
-
-
-def calculator_env(
-    model_name: str, renderer_name: str | None, kind: Kind, expression: str
-) -> EnvFromMessageEnv:
-    """Return the environment of one attempt."""
-    return build_agent_tool_env(
-        model_renderer(model_name, renderer_name),
-        [calculator],
-        [*first_messages(kind), question(expression)],
-        Grader(expression),
-        max_turns=MAX_TURNS,
-    )
-
-
-def episode_metrics(grader: Grader, env: Env) -> Metrics:
-    """Return whether an episode ended with the right number."""
-    assert isinstance(env, EnvFromMessageEnv)
-    assert isinstance(env.message_env, AgentToolMessageEnv)
-    return {"correct": float(grader.is_right(env.message_env.history))}
-
-
 @chz.chz
-class CalculatorDatasetBuilder(RLDatasetBuilder):
+class CalculatorDatasetBuilder(ProblemDatasetBuilder):
     """Groups for random problems, and held-out problems for the test."""
 
-    model_name: str
-    renderer_name: str | None = None
     kind: Kind = Kind()
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="attempts per problem")
     test_problems: int = 64
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test problems, the latter is None."""
         held_out = self._held_out()
-        group = partial(calculator_group, self.model_name, self.renderer_name, self.kind)
 
-        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
+        def draw_expression(rng: random.Random) -> str:
             expression = self.kind.draw(rng)
             while expression in held_out:
                 expression = self.kind.draw(rng)
-            return group(expression, self.group_size)
+            return expression
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed)
-        return train, evaluation_dataset(sorted(held_out), partial(group, size=1))
+        return self.generated(draw_expression), self.evaluation(sorted(held_out))
+
+    def make_env(self, problem: str) -> EnvFromMessageEnv:
+        """Return the environment of one attempt at an expression."""
+        return build_agent_tool_env(
+            self.renderer,
+            [calculator],
+            [*first_messages(self.kind), question(problem)],
+            Grader(problem),
+            max_turns=MAX_TURNS,
+        )
+
+    def episode_metrics(self, env: Env) -> Metrics:
+        """Return whether an episode ended with the right number."""
+        assert isinstance(env, EnvFromMessageEnv)
+        game = env.message_env
+        assert isinstance(game, AgentToolMessageEnv)
+        assert isinstance(game.reward_fn, Grader)
+        return {"correct": float(game.reward_fn.is_right(game.history))}
 
     def _held_out(self) -> set[str]:
         """Return the test problems. They are the same for every seed, so that runs can be

@@ -4,20 +4,27 @@ rows of a collection.
 
 import random
 from collections.abc import Sequence
-from functools import partial
+from functools import cache
 from pathlib import Path
 
 import chz
 
 from planish.datasets.rows import has_split, load_rows
 from planish.errors import UserError
-from planish.recipes.code_env import Rules, as_answer, code_group, instruction
+from planish.recipes.code_env import (
+    CodeEnv,
+    Rules,
+    as_answer,
+    episode_metrics,
+    instruction,
+    process_sandbox,
+)
 from planish.recipes.code_functions import FunctionProblem, draw_function
 from planish.recipes.code_problems import CodeProblem, read_problem
 from planish.renderers import Message
-from planish.rl.environments.datasets import GeneratedDataset, ProblemDataset, evaluation_dataset
-from planish.rl.environments.problem_env import ProblemGroupBuilder
-from planish.rl.types import RLDataset, RLDatasetBuilder
+from planish.rl.environments.message_env import EnvFromMessageEnv
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.types import Env, Metrics, RLDataset
 
 SHOWN_EXAMPLES = 3
 TEST_FUNCTIONS = 64
@@ -25,45 +32,65 @@ FRUITLESS_DRAWS = 300
 
 
 @chz.chz
-class FunctionDatasetBuilder(RLDatasetBuilder):
+class AttemptsBuilder(ProblemDatasetBuilder):
+    """Options of a data set whose groups are attempts at a programming problem."""
+
+    rules: Rules = Rules()
+    batch_size: int = chz.field(default=8, doc="problems per step")
+
+    def prefix(self) -> Sequence[Message]:
+        """Return the messages before a problem, such as worked examples."""
+        return ()
+
+    def make_env(self, problem: CodeProblem) -> EnvFromMessageEnv:
+        """Return the environment of one attempt."""
+        sandbox = process_sandbox(self.rules.limits)
+        return EnvFromMessageEnv(
+            self.renderer,
+            CodeEnv(self.rules, problem, sandbox, self.prefix()),
+            failed_parse_reward=-self.rules.format_coef,
+            context_overflow_reward=-self.rules.format_coef,
+        )
+
+    def tag(self) -> str:
+        """Return "code"."""
+        return "code"
+
+    def episode_metrics(self, env: Env) -> Metrics:
+        """Return the metrics of a finished episode."""
+        return episode_metrics(env)
+
+
+@chz.chz
+class FunctionDatasetBuilder(AttemptsBuilder):
     """Generated functions without end. Test functions are never trained on."""
 
-    model_name: str
-    renderer_name: str | None = None
-    rules: Rules = Rules()
     steps: int = chz.field(default=1, doc="operations per function")
-    batch_size: int = chz.field(default=8, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="attempts per problem")
     eval_problems: int | None = chz.field(
         default=None, doc=f"number of test problems; none = {TEST_FUNCTIONS}"
     )
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test functions, the latter is None."""
-        shown = shown_functions(self.steps)
-        prefix = tuple(message for function in shown for message in exchange(function))
-        tests = self._held_out({function.problem.question for function in shown})
-        excluded = {problem.question for problem in tests} | {
-            function.problem.question for function in shown
-        }
-        group = partial(
-            code_group,
-            self.model_name,
-            self.renderer_name,
-            self.rules,
-            prefix=prefix,
-            tag="functions",
-        )
+        shown = {function.problem.question for function in shown_functions(self.steps)}
+        tests = self._held_out(shown)
+        excluded = shown | {problem.question for problem in tests}
 
-        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
+        def draw_problem(rng: random.Random) -> CodeProblem:
             problem = draw_function(rng, self.steps).problem
             while problem.question in excluded:
                 problem = draw_function(rng, self.steps).problem
-            return group(problem, size=self.group_size)
+            return problem
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed)
-        return train, evaluation_dataset(tests, partial(group, size=1))
+        return self.generated(draw_problem), self.evaluation(tests)
+
+    def prefix(self) -> Sequence[Message]:
+        """Return worked examples, the same for every problem."""
+        return [message for shown in shown_functions(self.steps) for message in exchange(shown)]
+
+    def tag(self) -> str:
+        """Return "functions"."""
+        return "functions"
 
     def _held_out(self, shown: set[str]) -> list[CodeProblem]:
         """Return the test problems. They are the same for every seed, so that runs can be compared.
@@ -88,6 +115,7 @@ class FunctionDatasetBuilder(RLDatasetBuilder):
         return list(found.values())[:count]
 
 
+@cache
 def shown_functions(steps: int) -> list[FunctionProblem]:
     """Return worked examples on a number, a text and a list. They are the same in every prompt."""
     rng = random.Random("shown")
@@ -107,15 +135,10 @@ def exchange(function: FunctionProblem) -> list[Message]:
 
 
 @chz.chz
-class CodeDatasetBuilder(RLDatasetBuilder):
+class CodeDatasetBuilder(AttemptsBuilder):
     """The rows of a file, a directory or a dataset of the hub."""
 
-    model_name: str
     dataset: str
-    renderer_name: str | None = None
-    rules: Rules = Rules()
-    batch_size: int = chz.field(default=8, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="attempts per problem")
     train_split: str = "train"
     test_split: str | None = chz.field(
         default=None,
@@ -131,16 +154,11 @@ class CodeDatasetBuilder(RLDatasetBuilder):
     max_tests: int | None = chz.field(
         default=None, doc="maximum number of tests per problem, the first ones; none = all"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test problems, the latter is None."""
         train, tests = self._splits()
-        group = partial(code_group, self.model_name, self.renderer_name, self.rules, prefix=())
-        data = ProblemDataset(
-            train, partial(group, size=self.group_size), self.batch_size, shuffle_seed=self.seed
-        )
-        return data, evaluation_dataset(tests, partial(group, size=1))
+        return self.shuffled(train), self.evaluation(tests)
 
     def _splits(self) -> tuple[Sequence[CodeProblem], Sequence[CodeProblem]]:
         train = self._problems(self.train_split)

@@ -16,7 +16,7 @@ episode.
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from typing import Literal
 
 import chz
@@ -24,9 +24,7 @@ import chz
 from planish.recipes.code_problems import CodeProblem
 from planish.renderers import Message, get_text_content
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.types import Env, Metrics, StopReason
-from planish.runlog.model_renderer import model_renderer
 from planish.sandbox import FunctionTest, Limits, Outcome, ProgramTest, Sandbox, TestResult
 
 BLOCK = re.compile(r"```[ \t]*(?:python3?|py)?[ \t]*\n(.*?)```", re.DOTALL)
@@ -132,36 +130,6 @@ def process_sandbox(limits: Limits) -> Sandbox:
     # Group builders are pickled for rollout processes. So they hold the limits instead of a
     # sandbox, and each process makes its own sandbox.
     return Sandbox(limits)
-
-
-def code_group(
-    model_name: str,
-    renderer_name: str | None,
-    rules: Rules,
-    problem: CodeProblem,
-    prefix: tuple[Message, ...],
-    size: int,
-    tag: str = "code",
-) -> ProblemGroupBuilder:
-    """Return a group of `size` attempts at the same problem."""
-    make_env = partial(code_env, model_name, renderer_name, rules, problem, prefix)
-    return ProblemGroupBuilder(make_env, size, tag, episode_metrics)
-
-
-def code_env(
-    model_name: str,
-    renderer_name: str | None,
-    rules: Rules,
-    problem: CodeProblem,
-    prefix: tuple[Message, ...],
-) -> EnvFromMessageEnv:
-    """Return the environment of one attempt."""
-    return EnvFromMessageEnv(
-        model_renderer(model_name, renderer_name),
-        CodeEnv(rules, problem, process_sandbox(rules.limits), prefix),
-        failed_parse_reward=-rules.format_coef,
-        context_overflow_reward=-rules.format_coef,
-    )
 
 
 def episode_metrics(env: Env) -> Metrics:

@@ -23,7 +23,7 @@ import math
 import re
 import sys
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +33,10 @@ from planish import ServiceClient
 from planish.recipes import training_run
 from planish.recipes.rl_options import RLOptions, run
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import BATCHES, ProblemDataset, evaluation_dataset
+from planish.rl.environments.datasets import BATCHES
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.environments.problem_env import ProblemGroupBuilder
-from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
-from planish.runlog.model_renderer import model_renderer
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.types import Env, Metrics, RLDataset
 
 TEST_GAMES = 64
 SHOWN_GAMES = 3
@@ -176,57 +175,33 @@ def first_messages(rules: Rules) -> tuple[Message, ...]:
     return (*messages, {"role": "user", "content": before + rules.question})
 
 
-def guess_number_group(
-    model_name: str, renderer_name: str | None, rules: Rules, secret: int, size: int
-) -> ProblemGroupBuilder:
-    """Return a group of `size` games with the same number."""
-    make_env = partial(guess_number_env, model_name, renderer_name, rules, secret)
-    return ProblemGroupBuilder(make_env, size, "", episode_metrics)
-
-
-def guess_number_env(
-    model_name: str, renderer_name: str | None, rules: Rules, secret: int
-) -> EnvFromMessageEnv:
-    """Return the environment of one game."""
-    renderer = model_renderer(model_name, renderer_name)
-    reward = -rules.waste_cost * rules.max_guesses
-    game = GuessNumberEnv(rules, secret)
-    return EnvFromMessageEnv(
-        renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
-    )
-
-
-def episode_metrics(env: Env) -> Metrics:
-    """Return whether the number was found in a game."""
-    assert isinstance(env, EnvFromMessageEnv)
-    assert isinstance(env.message_env, GuessNumberEnv)
-    return {"found": float(env.message_env.found)}
-
-
 @chz.chz
-class GuessNumberDatasetBuilder(RLDatasetBuilder):
+class GuessNumberDatasetBuilder(ProblemDatasetBuilder):
     """Groups for all numbers, in a new order each epoch."""
 
-    model_name: str
-    renderer_name: str | None = None
     rules: Rules = Rules()
-    batch_size: int = chz.field(default=16, doc="numbers to guess per step")
-    group_size: int = chz.field(default=8, doc="episodes per number")
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset)."""
         numbers = range(self.rules.largest + 1)
-        group = partial(guess_number_group, self.model_name, self.renderer_name, self.rules)
-        train = ProblemDataset(
-            numbers,
-            partial(group, size=self.group_size),
-            self.batch_size,
-            num_epochs=math.ceil(BATCHES * self.batch_size / len(numbers)),
-            shuffle_seed=self.seed,
+        train = self.shuffled(
+            numbers, num_epochs=math.ceil(BATCHES * self.batch_size / len(numbers))
         )
-        tested = numbers[:: math.ceil(len(numbers) / TEST_GAMES)]
-        return train, evaluation_dataset(tested, partial(group, size=1))
+        return train, self.evaluation(numbers[:: math.ceil(len(numbers) / TEST_GAMES)])
+
+    def make_env(self, problem: int) -> EnvFromMessageEnv:
+        """Return the environment of one game with a secret number."""
+        reward = -self.rules.waste_cost * self.rules.max_guesses
+        game = GuessNumberEnv(self.rules, problem)
+        return EnvFromMessageEnv(
+            self.renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
+        )
+
+    def episode_metrics(self, env: Env) -> Metrics:
+        """Return whether the number was found in a game."""
+        assert isinstance(env, EnvFromMessageEnv)
+        assert isinstance(env.message_env, GuessNumberEnv)
+        return {"found": float(env.message_env.found)}
 
 
 @chz.chz

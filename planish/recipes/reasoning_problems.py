@@ -13,7 +13,6 @@ if the score is 1. Test problems and the worked examples of the prompt are never
 import random
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import chz
@@ -22,10 +21,10 @@ from planish import logtree
 from planish.errors import UserError
 from planish.recipes.reasoning_tasks import Entry, Task, task_process
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ENDLESS, GeneratedDataset, evaluation_dataset
-from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.types import Action, ActionExtra, RLDataset, RLDatasetBuilder, StepResult
-from planish.runlog.model_renderer import model_renderer
+from planish.rl.environments.datasets import ENDLESS
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.environments.problem_env import ProblemEnv
+from planish.rl.types import Action, ActionExtra, RLDataset, StepResult
 
 TEST_ENTRIES = 100
 SUFFIX = "\nWrite the final answer between <answer> and </answer>."
@@ -101,13 +100,6 @@ class TaskEnv(ProblemEnv):
         return replace(result, reward=reward)
 
 
-def task_env(problem: TaskProblem, model_name: str, renderer_name: str | None) -> TaskEnv:
-    """Return the environment. The arguments are names instead of a renderer, since a renderer
-    cannot be pickled.
-    """
-    return TaskEnv(model_renderer(model_name, renderer_name), problem)
-
-
 def question_of(entry: Entry) -> str:
     """Return the question with instructions on the format of the answer."""
     return entry.question.rstrip() + SUFFIX
@@ -122,24 +114,19 @@ def exchange(entry: Entry) -> list[Message]:
 
 
 @chz.chz
-class TaskDatasetBuilder(RLDatasetBuilder):
+class TaskDatasetBuilder(ProblemDatasetBuilder):
     """Groups for random entries of a task, and held-out entries for the test."""
 
     task_name: str
-    model_name: str
-    renderer_name: str | None = None
     task: Mapping[str, Any] = chz.field(
         default_factory=dict, doc="options of the task, such as task.max_terms=3"
     )
     shown_examples: int = chz.field(
         default=2, doc="number of worked examples in the prompt; 0 for tasks without known answers"
     )
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
         default=None, doc=f"number of test problems; none = {TEST_ENTRIES}"
     )
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test entries, the latter is None."""
@@ -151,19 +138,19 @@ class TaskDatasetBuilder(RLDatasetBuilder):
         count = TEST_ENTRIES if self.eval_problems is None else self.eval_problems
         tests = draw_entries(task, rng, count, held_out)
 
-        def group(entry: Entry, size: int) -> ProblemGroupBuilder:
-            problem = TaskProblem(entry, shown)
-            return ProblemGroupBuilder(
-                partial(task_env, problem, self.model_name, self.renderer_name),
-                size,
-                self.task_name,
-            )
+        def draw_problem(rng: random.Random) -> TaskProblem:
+            return TaskProblem(draw_entry(task, rng, held_out), shown)
 
-        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
-            return group(draw_entry(task, rng, held_out), self.group_size)
+        test_problems = [TaskProblem(entry, shown) for entry in tests]
+        return self.generated(draw_problem, ENDLESS), self.evaluation(test_problems)
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
-        return train, evaluation_dataset(tests, partial(group, size=1))
+    def make_env(self, problem: TaskProblem) -> TaskEnv:
+        """Return the environment of one answer."""
+        return TaskEnv(self.renderer, problem)
+
+    def tag(self) -> str:
+        """Return the name of the task."""
+        return self.task_name
 
 
 def draw_entries(task: Task, rng: random.Random, count: int, held_out: set[str]) -> Sequence[Entry]:

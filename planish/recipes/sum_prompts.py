@@ -6,10 +6,11 @@ The test sums are those of planish/recipes/sums.py; no prompt asks for them.
 import random
 from functools import partial
 
-from planish.recipes.sums import SHOWN, Sum, held_out_sums, random_sum, shown_exchanges, sum_env
+from planish.recipes.sums import SHOWN, Sum, SumEnv, held_out_sums, random_sum, shown_exchanges
 from planish.rl.environments.datasets import ProblemDataset
 from planish.rl.environments.problem_env import ProblemGroupBuilder
 from planish.rl.rollout.evaluation import RLTestSetEvaluator
+from planish.runlog.model_renderer import model_renderer
 from planish.supervised.conversations import Conversation
 
 MAX_TOKENS = 16
@@ -37,12 +38,16 @@ def sum_test(
     """
 
     def attempt(problem: Sum) -> ProblemGroupBuilder:
-        make_env = partial(
-            sum_env, problem, model_name, renderer_name, shows_examples=shows_examples
-        )
+        make_env = partial(_sum_env, problem, model_name, renderer_name, shows_examples)
         return ProblemGroupBuilder(make_env, 1, "sums")
 
     tests = held_out_sums(max_operand, None)
     return RLTestSetEvaluator(
         ProblemDataset(tests, attempt, len(tests)), MAX_TOKENS, temperature=0.0
     )
+
+
+def _sum_env(
+    problem: Sum, model_name: str, renderer_name: str | None, shows_examples: bool
+) -> SumEnv:
+    return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)

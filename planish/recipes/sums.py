@@ -13,17 +13,16 @@ import random
 import re
 from collections.abc import Set
 from dataclasses import dataclass
-from functools import partial
 
 import chz
 
 from planish.errors import UserError
 from planish.recipes.arithmetic_expressions import last_number
 from planish.renderers import Message, Renderer
-from planish.rl.environments.datasets import ENDLESS, GeneratedDataset, evaluation_dataset
-from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.types import RLDataset, RLDatasetBuilder
-from planish.runlog.model_renderer import model_renderer
+from planish.rl.environments.datasets import ENDLESS
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.environments.problem_env import ProblemEnv
+from planish.rl.types import RLDataset
 
 TEST_SUMS = 100
 ANSWER = re.compile(r"(\d+ \+ \d+ = )?\d+\.?")
@@ -79,15 +78,6 @@ class SumEnv(ProblemEnv):
         return str(self.problem.answer)
 
 
-def sum_env(
-    problem: Sum, model_name: str, renderer_name: str | None, *, shows_examples: bool = True
-) -> SumEnv:
-    """Return the environment. The arguments are names instead of a renderer, since a renderer
-    cannot be pickled.
-    """
-    return SumEnv(model_renderer(model_name, renderer_name), problem, shows_examples=shows_examples)
-
-
 def shown_exchanges() -> list[Message]:
     """Return the worked examples that come before a question."""
     return [message for shown in SHOWN for message in exchange(shown)]
@@ -100,33 +90,31 @@ def exchange(shown: Sum) -> list[Message]:
 
 
 @chz.chz
-class SumDatasetBuilder(RLDatasetBuilder):
+class SumDatasetBuilder(ProblemDatasetBuilder):
     """Groups for random sums, and held-out sums for the test."""
 
-    model_name: str
-    renderer_name: str | None = None
     max_operand: int = chz.field(default=20, doc="largest operand")
-    batch_size: int = chz.field(default=16, doc="sums per step")
-    group_size: int = chz.field(default=8, doc="answers per sum")
     eval_problems: int | None = chz.field(
         default=None, doc=f"number of test sums; none = {TEST_SUMS}, or a third of all"
     )
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test sums, the latter is None."""
         tests = held_out_sums(self.max_operand, self.eval_problems)
         held_out = {test.pair for test in tests} | {shown.pair for shown in SHOWN}
 
-        def draw_group(rng: random.Random) -> ProblemGroupBuilder:
-            return self._group(self.group_size, random_sum(rng, self.max_operand, held_out))
+        def draw_problem(rng: random.Random) -> Sum:
+            return random_sum(rng, self.max_operand, held_out)
 
-        train = GeneratedDataset(draw_group, self.batch_size, self.seed, ENDLESS)
-        return train, evaluation_dataset(tests, partial(self._group, 1))
+        return self.generated(draw_problem, ENDLESS), self.evaluation(tests)
 
-    def _group(self, size: int, problem: Sum) -> ProblemGroupBuilder:
-        make_env = partial(sum_env, problem, self.model_name, self.renderer_name)
-        return ProblemGroupBuilder(make_env, size, "arithmetic")
+    def make_env(self, problem: Sum) -> SumEnv:
+        """Return the environment of one answer."""
+        return SumEnv(self.renderer, problem)
+
+    def tag(self) -> str:
+        """Return "arithmetic"."""
+        return "arithmetic"
 
 
 def held_out_sums(max_operand: int, count: int | None) -> list[Sum]:

@@ -37,11 +37,10 @@ from planish.recipes.rl_options import RLOptions, run
 from planish.recipes.twenty_questions_answerer import ANSWER_TOKENS, Answerer
 from planish.recipes.twenty_questions_words import held_out_words, training_words
 from planish.renderers import Message, get_text_content
-from planish.rl.environments.datasets import GeneratedDataset, evaluation_dataset
 from planish.rl.environments.message_env import EnvFromMessageEnv, MessageEnv, MessageStepResult
-from planish.rl.environments.problem_env import ProblemGroupBuilder
-from planish.rl.types import Env, Metrics, RLDataset, RLDatasetBuilder
-from planish.runlog.model_renderer import learn_renderer, model_renderer
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.types import Env, Metrics, RLDataset
+from planish.runlog.model_renderer import learn_renderer
 
 PRESETS: dict[str, dict[str, Any]] = {
     "classic": {"choices": 0, "max_questions": 20, "max_tokens": 64, "temperature": 1.0},
@@ -168,68 +167,40 @@ def first_messages(riddle: Riddle) -> list[Message]:
     return [*messages, {"role": "user", "content": opening + riddle.words_left(set())}]
 
 
-def twenty_questions_group(
-    model_name: str,
-    renderer_name: str | None,
-    rules: Rules,
-    answerer: Answerer,
-    riddle: Riddle,
-    size: int,
-) -> ProblemGroupBuilder:
-    """Return a group of `size` games with the same riddle."""
-    make_env = partial(twenty_questions_env, model_name, renderer_name, rules, answerer, riddle)
-    return ProblemGroupBuilder(make_env, size, "", episode_metrics)
-
-
-def twenty_questions_env(
-    model_name: str, renderer_name: str | None, rules: Rules, answerer: Answerer, riddle: Riddle
-) -> EnvFromMessageEnv:
-    """Return the environment of one game."""
-    renderer = model_renderer(model_name, renderer_name)
-    reward = -rules.waste_cost * rules.max_questions
-    game = TwentyQuestionsEnv(rules, riddle, answerer)
-    return EnvFromMessageEnv(
-        renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
-    )
-
-
-def episode_metrics(env: Env) -> Metrics:
-    """Return whether the word was found in a game."""
-    assert isinstance(env, EnvFromMessageEnv)
-    assert isinstance(env.message_env, TwentyQuestionsEnv)
-    return {"found": float(env.message_env.found)}
-
-
 @chz.chz
-class TwentyQuestionsDatasetBuilder(RLDatasetBuilder):
+class TwentyQuestionsDatasetBuilder(ProblemDatasetBuilder):
     """Groups for random words; a quarter of the words is held out for the test."""
 
-    model_name: str
-    renderer_name: str | None = None
     answerer: Answerer
     answerer_model: str | None = chz.field(
         default=None, doc="name of the answerer's model, for config.json"
     )
     rules: Rules = Rules()
     choices: int = chz.field(default=6, doc="number of candidate words that a game lists; 0 = none")
-    batch_size: int = chz.field(default=16, doc="secret words per step")
-    group_size: int = chz.field(default=8, doc="episodes per secret word")
-    seed: int = 0
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset)."""
         words, held_out = training_words(), held_out_words()
-        group = partial(
-            twenty_questions_group, self.model_name, self.renderer_name, self.rules, self.answerer
-        )
 
-        def generate(rng: random.Random) -> ProblemGroupBuilder:
-            riddle = riddle_of(rng.choice(words), words, self.choices, rng)
-            return group(riddle, self.group_size)
+        def draw_riddle(rng: random.Random) -> Riddle:
+            return riddle_of(rng.choice(words), words, self.choices, rng)
 
         tests = [riddle_of(word, held_out, self.choices, random.Random(word)) for word in held_out]
-        train = GeneratedDataset(generate, self.batch_size, self.seed)
-        return train, evaluation_dataset(tests, partial(group, size=1))
+        return self.generated(draw_riddle), self.evaluation(tests)
+
+    def make_env(self, problem: Riddle) -> EnvFromMessageEnv:
+        """Return the environment of one game."""
+        reward = -self.rules.waste_cost * self.rules.max_questions
+        game = TwentyQuestionsEnv(self.rules, problem, self.answerer)
+        return EnvFromMessageEnv(
+            self.renderer, game, failed_parse_reward=reward, context_overflow_reward=reward
+        )
+
+    def episode_metrics(self, env: Env) -> Metrics:
+        """Return whether the word was found in a game."""
+        assert isinstance(env, EnvFromMessageEnv)
+        assert isinstance(env.message_env, TwentyQuestionsEnv)
+        return {"found": float(env.message_env.found)}
 
 
 def riddle_of(secret: str, words: Sequence[str], choices: int, rng: random.Random) -> Riddle:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from planish.completers import TokenCompleter, TokensWithLogprobs
-from planish.distillation.prompts import PromptGroup, load_prompts, read_prompt
+from planish.distillation.prompts import PromptOnlyDatasetBuilder, load_prompts, read_prompt
 from planish.distillation.sampling import (
     PROMPTS_AT_ONCE,
     SampledFile,
@@ -78,12 +78,13 @@ class Says(TokenCompleter):
 
 
 def test_an_answer_to_a_prompt_has_no_reward_and_a_long_prompt_no_answer(models):
-    group = PromptGroup(QUESTION, 2, models[0], "qwen3_instruct")
+    named = {"model_name": models[0], "renderer_name": "qwen3_instruct", "dataset": "not read"}
+    group = PromptOnlyDatasetBuilder(**named).group(QUESTION, 2)
     played = asyncio.run(do_group_rollout(group, Says([65, 66])))
     assert played is not None
     assert played.get_total_rewards() == [0.0, 0.0]
     assert [len(one.transitions[0].ac.tokens) for one in played.trajectories_G] == [2, 2]
-    short = PromptGroup(QUESTION, 1, models[0], "qwen3_instruct", max_prompt_tokens=3)
+    short = PromptOnlyDatasetBuilder(**named, max_prompt_tokens=3).group(QUESTION, 1)
     played = asyncio.run(do_group_rollout(short, Says([65])))
     assert played is not None
     assert [one.stop_reason for one in played.trajectories_G] == ["context_overflow"]

@@ -1,7 +1,6 @@
 """A policy whose answers are a function of its prompt's text."""
 
 import asyncio
-import inspect
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -61,10 +60,9 @@ def is_one_sequence(trajectory: Trajectory) -> bool:
 
 def contents(groups: Any) -> list[Any]:
     """Return what the groups of a batch contain, in a form that can be compared."""
-    return [(group.env_thunk.func, group.env_thunk.args, group.num_envs) for group in groups]
+    return [(group.env_thunk.args, group.num_envs) for group in groups]
 
 
-def problems(groups: Any, parameter: str) -> list[Any]:
-    """Return the argument of this name with which each group makes its environments."""
-    names = list(inspect.signature(groups[0].env_thunk.func).parameters)
-    return [group.env_thunk.args[names.index(parameter)] for group in groups]
+def problems(groups: Any) -> list[Any]:
+    """Return the problem of each group."""
+    return [problem for group in groups for problem in group.env_thunk.args]

@@ -17,7 +17,6 @@ from planish.recipes.calculator import (
     Kind,
     Options,
     calculator,
-    calculator_group,
     first_messages,
     shown_problems,
 )
@@ -28,7 +27,7 @@ def call(expression, name="calculator", parameter="expression"):
 
 
 def group_of(model, expression="384 * 27", size=1):
-    return calculator_group(model, None, Kind(), expression, size)
+    return CalculatorDatasetBuilder(model_name=model).group(expression, size)
 
 
 def diligent(said):
@@ -111,12 +110,8 @@ def test_problems_of_the_test_are_not_trained_on(small_model):
         model_name=small_model, kind=Kind(digits=2), batch_size=50, group_size=2, test_problems=1000
     )
     train, test = made(builder)
-    tested = set(problems(test.get_batch(0), "expression"))
-    trained = {
-        expression
-        for index in range(40)
-        for expression in problems(train.get_batch(index), "expression")
-    }
+    tested = set(problems(test.get_batch(0)))
+    trained = {expression for index in range(40) for expression in problems(train.get_batch(index))}
     assert len(tested) == 1000
     assert len(trained) > 1000
     assert not tested & trained

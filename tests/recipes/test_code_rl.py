@@ -20,8 +20,6 @@ from planish.recipes.code_env import (
     Rules,
     as_answer,
     clipped,
-    code_env,
-    code_group,
     process_sandbox,
     read_program,
     report,
@@ -63,13 +61,17 @@ HALF = as_answer("def f(x):\n    return abs(2 * x) if x != 2 else 5")
 """Passes the public test, and one more."""
 
 
+def attempts(model: str, **rules: Any) -> CodeDatasetBuilder:
+    return CodeDatasetBuilder(model_name=model, dataset="not read", rules=Rules(**rules))
+
+
 @pytest.fixture
 def played(small_model):
     def one(answer: Any, problem=DOUBLE, **rules: Any):
         """Return (trajectory, its reward, its metrics, the text of the observations)."""
         answers: Any = answer if callable(answer) else lambda _: answer
         policy = ScriptedPolicy(small_model, answers)
-        group = play(code_group(small_model, None, Rules(**rules), problem, (), 1), policy)
+        group = play(attempts(small_model, **rules).group(problem, 1), policy)
         [trajectory], [reward], [metrics] = (
             group.trajectories_G,
             group.get_total_rewards(),
@@ -165,7 +167,7 @@ def test_repair_ends(played):
 
 def test_an_episode_that_a_limit_ends_counts_its_last_program(small_model):
     def limited_env():
-        env = code_env(small_model, None, Rules(max_turns=3, reward="fraction"), DOUBLE, ())
+        env = attempts(small_model, max_turns=3, reward="fraction").make_env(DOUBLE)
         env.rollout_limits = RolloutLimits(max_turns=1)
         return env
 
@@ -215,7 +217,7 @@ def questions_of(dataset, batches=1):
     return {
         problem.question
         for index in range(batches)
-        for problem in problems(dataset.get_batch(index), "problem")
+        for problem in problems(dataset.get_batch(index))
     }
 
 
@@ -282,7 +284,7 @@ def test_a_directory_has_splits(small_model, tmp_path):
 
     def tested(**options):
         _, test = made(CodeDatasetBuilder(**shared, **options))
-        return test and [problem.question for problem in problems(test.get_batch(0), "problem")]
+        return test and [problem.question for problem in problems(test.get_batch(0))]
 
     assert tested() == ["Add 10.", "Add 11.", "Add 12."]
     assert tested(eval_problems=2) == ["Add 10.", "Add 11."]
@@ -296,7 +298,7 @@ def test_a_directory_has_splits(small_model, tmp_path):
 def test_the_worked_examples_are_right(small_model):
     """A policy that copies them gives correct answers."""
     for function in shown_functions(2):
-        builder = code_group(small_model, None, Rules(), function.problem, (), 1)
+        builder = attempts(small_model).group(function.problem, 1)
         policy = ScriptedPolicy(
             small_model, lambda _, solution=function.solution: as_answer(solution)
         )

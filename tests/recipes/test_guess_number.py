@@ -13,7 +13,6 @@ from planish.recipes.guess_number import (
     Options,
     Rules,
     first_messages,
-    guess_number_group,
     read_guess,
 )
 from planish.renderers import get_text_content
@@ -37,7 +36,8 @@ class Halver:
 
 
 def group_of(model, secret, size=1, hints=False):
-    return guess_number_group(model, None, Rules(hints=hints), secret, size)
+    builder = GuessNumberDatasetBuilder(model_name=model, rules=Rules(hints=hints))
+    return builder.group(secret, size)
 
 
 def test_halving_finds_every_number_but_one(small_model):
@@ -129,12 +129,10 @@ def test_the_same_index_gives_the_same_batch_and_every_number_comes_as_often(sma
     again, _ = made(builder)
     assert contents(train.get_batch(7)) == contents(again.get_batch(7))
     assert contents(train.get_batch(7)) != contents(train.get_batch(5))
-    counts = Counter(
-        secret for index in range(20) for secret in problems(train.get_batch(index), "secret")
-    )
+    counts = Counter(secret for index in range(20) for secret in problems(train.get_batch(index)))
     assert set(counts.values()) == {10}
     assert len(counts) == 16
-    assert problems(test.get_batch(0), "secret") == list(range(16))
+    assert problems(test.get_batch(0)) == list(range(16))
     assert {group.num_envs for group in test.get_batch(0)} == {1}
     assert contents(pickle.loads(pickle.dumps(train.get_batch(0)))) == contents(train.get_batch(0))
 
@@ -142,7 +140,7 @@ def test_the_same_index_gives_the_same_batch_and_every_number_comes_as_often(sma
 def test_the_test_of_a_long_range_is_a_sample_of_it(small_model):
     builder = GuessNumberDatasetBuilder(model_name=small_model, rules=Rules(largest=999))
     _, test = made(builder)
-    secrets = problems(test.get_batch(0), "secret")
+    secrets = problems(test.get_batch(0))
     assert len(test) == 1
     assert len(secrets) <= guess_number.TEST_GAMES
     assert secrets[0] == 0

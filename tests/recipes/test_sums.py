@@ -91,7 +91,7 @@ def test_all_sums_that_are_left_are_trained_on():
 def test_groups_pickle():
     builder = built(max_operand=50)[0].get_batch(random.randrange(10))[0]
     assert pickle.loads(pickle.dumps(builder)) is not builder
-    assert len(pickle.dumps(builder)) < 500
+    assert len(pickle.dumps(builder)) < 1000
 
 
 def test_more_tests_than_half_of_the_sums_are_rejected():

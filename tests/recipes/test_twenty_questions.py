@@ -15,7 +15,6 @@ from planish.recipes.twenty_questions import (
     TwentyQuestionsDatasetBuilder,
     first_messages,
     read_guess,
-    twenty_questions_group,
 )
 from planish.recipes.twenty_questions_answerer import Answerer
 from planish.recipes.twenty_questions_words import KINDS, held_out_words, training_words
@@ -37,9 +36,10 @@ class Oracle(MessageCompleter):
 
 
 def group_of(model, oracle, choices=WORDS, size=1, **rules):
-    return twenty_questions_group(
-        model, None, Rules(**rules), Answerer(oracle), Riddle("rose", choices), size
+    builder = TwentyQuestionsDatasetBuilder(
+        model_name=model, answerer=Answerer(oracle), rules=Rules(**rules)
     )
+    return builder.group(Riddle("rose", choices), size)
 
 
 def played(model, answers, oracle=None, **options):
@@ -137,10 +137,8 @@ def builder_of(model, **options):
 
 def test_words_of_the_test_are_held_out(small_model):
     train, test = made(builder_of(small_model, batch_size=30))
-    riddles = [
-        riddle for index in range(20) for riddle in problems(train.get_batch(index), "riddle")
-    ]
-    tests = problems(test.get_batch(0), "riddle")
+    riddles = [riddle for index in range(20) for riddle in problems(train.get_batch(index))]
+    tests = problems(test.get_batch(0))
     assert {riddle.secret for riddle in tests} == set(held_out_words())
     assert not {word for riddle in tests for word in riddle.choices} & {
         w for r in riddles for w in r.choices
@@ -155,7 +153,7 @@ def test_words_of_the_test_are_held_out(small_model):
 def test_batches_are_functions_of_seed_and_index(small_model):
     def riddles(seed, index):
         train, _ = made(builder_of(small_model, seed=seed))
-        return problems(train.get_batch(index), "riddle")
+        return problems(train.get_batch(index))
 
     assert riddles(0, 3) == riddles(0, 3)
     assert riddles(0, 3) != riddles(0, 4)

@@ -14,7 +14,7 @@ from planish.commands.cli import main
 from planish.errors import UserError
 from planish.model.sources import DEFAULT_MODEL
 from planish.recipes import guess_number
-from planish.recipes.guess_number import Rules, guess_number_group
+from planish.recipes.guess_number import GuessNumberDatasetBuilder
 from planish.renderers import get_renderer
 from planish.rl.rollout.play import Answer, FirstEnv, ScriptedPolicy, play
 from planish.runlog import model_renderer
@@ -41,7 +41,7 @@ def tokenizer(model):
 
 
 def guessing(size):
-    return guess_number_group(DEFAULT_MODEL, None, Rules(), 7, size)
+    return GuessNumberDatasetBuilder(model_name=DEFAULT_MODEL).group(7, size)
 
 
 def test_written_answers_run_an_episode(mapped, tokenizer):

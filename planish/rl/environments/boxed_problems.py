@@ -7,8 +7,6 @@ math_rl.
 `format`: there is a box, and the message ends with a stop sequence.
 """
 
-from functools import partial
-
 import chz
 
 from planish.datasets.grading import extract_boxed
@@ -16,10 +14,9 @@ from planish.datasets.gsm8k import QUESTION_SUFFIX, Problem, shown_example
 from planish.datasets.math_problems import COLLECTIONS, load_splits
 from planish.datasets.process_grader import process_grader
 from planish.renderers import Renderer
-from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
-from planish.rl.environments.problem_env import ProblemEnv, ProblemGroupBuilder
-from planish.rl.types import RLDataset, RLDatasetBuilder
-from planish.runlog.model_renderer import model_renderer
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.environments.problem_env import ProblemEnv
+from planish.rl.types import RLDataset
 
 
 class BoxedProblemEnv(ProblemEnv):
@@ -49,33 +46,19 @@ class BoxedProblemEnv(ProblemEnv):
         return self.problem.answer
 
 
-def boxed_problem_env(
-    problem: Problem, suffix: str, model_name: str, renderer_name: str | None
-) -> BoxedProblemEnv:
-    """Return the environment. The arguments are names instead of a renderer, since a renderer
-    cannot be pickled.
-    """
-    return BoxedProblemEnv(model_renderer(model_name, renderer_name), problem, suffix)
-
-
 @chz.chz
-class BoxedProblemDatasetBuilder(RLDatasetBuilder):
+class BoxedProblemDatasetBuilder(ProblemDatasetBuilder):
     """The problems of a collection of planish/datasets/math_problems.py. Training samples
     `group_size` answers to each problem, and an evaluation one answer to each test problem.
     """
 
     collection: str
-    model_name: str
     dataset: str | None = chz.field(
         default=None, doc="hub name, local directory or file; none = the published one"
     )
-    renderer_name: str | None = None
-    batch_size: int = chz.field(default=16, doc="problems per step")
-    group_size: int = chz.field(default=8, doc="answers per problem")
     eval_problems: int | None = chz.field(
         default=None, doc="number of test problems; none = the whole test split"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of the data")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). Without test problems, the latter is None."""
@@ -87,15 +70,12 @@ class BoxedProblemDatasetBuilder(RLDatasetBuilder):
         )
         for note in splits.notes:
             print(note)
-        train = ProblemDataset(
-            splits.train,
-            partial(self._group, self.group_size),
-            self.batch_size,
-            shuffle_seed=self.seed,
-        )
-        return train, evaluation_dataset(splits.test, partial(self._group, 1))
+        return self.shuffled(splits.train), self.evaluation(splits.test)
 
-    def _group(self, size: int, problem: Problem) -> ProblemGroupBuilder:
-        suffix = COLLECTIONS[self.collection].suffix
-        make_env = partial(boxed_problem_env, problem, suffix, self.model_name, self.renderer_name)
-        return ProblemGroupBuilder(make_env, size, self.collection)
+    def make_env(self, problem: Problem) -> BoxedProblemEnv:
+        """Return the environment of one answer."""
+        return BoxedProblemEnv(self.renderer, problem, COLLECTIONS[self.collection].suffix)
+
+    def tag(self) -> str:
+        """Return the name of the collection."""
+        return self.collection

@@ -12,7 +12,6 @@ function may be async.
 import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, TypeAlias
 
 import chz
@@ -22,8 +21,8 @@ from planish.completers import StopCondition
 from planish.datasets.rows import has_split, located_rows
 from planish.errors import UserError
 from planish.renderers import Message, Renderer, get_text_content
-from planish.rl.environments.datasets import ProblemDataset, evaluation_dataset
-from planish.rl.environments.problem_env import ProblemGroupBuilder, only_step
+from planish.rl.environments.problem_datasets import ProblemDatasetBuilder
+from planish.rl.environments.problem_env import only_step
 from planish.rl.rollout.single_rollout import validate_reward
 from planish.rl.types import (
     Action,
@@ -31,10 +30,8 @@ from planish.rl.types import (
     Env,
     Observation,
     RLDataset,
-    RLDatasetBuilder,
     StepResult,
 )
-from planish.runlog.model_renderer import model_renderer
 
 Row: TypeAlias = Mapping[str, Any]
 Reward: TypeAlias = float | Mapping[str, float]
@@ -90,21 +87,16 @@ class RewardEnv(Env):
 
 
 @chz.chz
-class RewardDatasetBuilder(RLDatasetBuilder):
+class RewardDatasetBuilder(ProblemDatasetBuilder):
     """Groups of `RewardEnv`, one for each row with "prompt" or "messages"."""
 
     dataset: str = chz.field(
         doc="JSONL file, directory with train.jsonl and test.jsonl, or hub name"
     )
     reward: RewardFunction
-    model_name: str
-    renderer_name: str | None = chz.field(default=None, doc="chat format; none = the model's own")
-    batch_size: int = chz.field(default=16, doc="questions per step")
-    group_size: int = chz.field(default=8, doc="answers per question")
     test_size: int = chz.field(
         default=0, doc="single file: number of rows at its end that are held out for evaluation"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of the questions")
 
     async def __call__(self) -> tuple[RLDataset, RLDataset | None]:
         """Return (training dataset, test dataset). The test dataset is None without test rows.
@@ -123,31 +115,19 @@ class RewardDatasetBuilder(RLDatasetBuilder):
             train, test = train[: -self.test_size], train[-self.test_size :]
         elif await asyncio.to_thread(has_split, self.dataset, "test"):
             test = await asyncio.to_thread(self._questions, "test")
-        batches = ProblemDataset(
-            train, partial(self._group, self.group_size), self.batch_size, shuffle_seed=self.seed
-        )
-        return batches, evaluation_dataset(test, partial(self._group, 1))
+        return self.shuffled(train), self.evaluation(test)
+
+    def make_env(self, problem: tuple[list[Message], Row]) -> RewardEnv:
+        """Return the environment of one answer."""
+        return RewardEnv(self.renderer, *problem, self.reward)
+
+    def tag(self) -> str:
+        """Return "rewards"."""
+        return "rewards"
 
     def _questions(self, split: str) -> list[tuple[list[Message], Row]]:
         rows = located_rows(self.dataset, split)
         return [(_messages(row, where), row) for where, row in rows]
-
-    def _group(self, size: int, question: tuple[list[Message], Row]) -> ProblemGroupBuilder:
-        make_env = partial(_reward_env, self.model_name, self.renderer_name, *question, self.reward)
-        return ProblemGroupBuilder(make_env, size, "rewards")
-
-
-def _reward_env(
-    model_name: str,
-    renderer_name: str | None,
-    messages: list[Message],
-    row: Row,
-    reward: RewardFunction,
-) -> RewardEnv:
-    """Return the environment. The arguments are names instead of a renderer, since a renderer
-    cannot be pickled.
-    """
-    return RewardEnv(model_renderer(model_name, renderer_name), messages, row, reward)
 
 
 def _messages(row: Row, where: str) -> list[Message]:
