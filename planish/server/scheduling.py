@@ -250,8 +250,8 @@ class AdapterCache:
         self._entries: dict[str, _CacheEntry] = {}
         self._changed = asyncio.Event()
         self._room_lock = asyncio.Lock()
-        """Held by the one caller that waits for memory to be freed. Later callers wait for the lock,
-        so callers get memory in their order.
+        """Held by the one caller that waits for memory to be freed. Later callers wait for the
+        lock, so callers get memory in their order.
         """
 
     @property

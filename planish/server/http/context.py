@@ -67,9 +67,9 @@ memory together with its decompressed copy.
 """
 _INLINE_BODY = 64 * 1024
 _READ_TOGETHER = 64 * MIB
-"""Limit for the bodies that are decoded at the same time, in bytes together. Bodies up to SMALL_BODY
-do not count. A body above the limit is decoded alone. The limit is necessary because decoding takes
-many times the memory of the body.
+"""Limit for the total size of the bodies that are decoded at the same time, in bytes. Bodies up to
+SMALL_BODY do not count. A body above the limit is decoded alone. The limit is necessary because
+decoding takes many times the memory of the body.
 """
 _STALL_SECONDS = 30.0
 """A request fails if no bytes of its body arrive for this long."""
