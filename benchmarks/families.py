@@ -9,8 +9,10 @@ head counts less than in a real model. Both libraries run in this process, one a
 each round. `decode`: `samples` samples of `new_tokens` tokens each from one prompt, by
 `SamplingClient.sample` and by `generate` with a KV cache. `training`: the gradient of one batch of
 different sequences for an adapter on the linears of attention and MLP, by `forward_backward` and by
-PEFT. Adapters of experts are left out of both. The script prints one JSON object with medians, and
-the ratio of the rates (above 1: planish is faster).
+PEFT. Adapters of experts are left out of both. The script prints one JSON object with medians, the
+ratio of the rates (above 1: planish is faster), and `others`, the largest share of the cores that
+other programs used in a round. Beside other programs the ratio says more about the scheduler than
+about the two libraries.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from typing import Any
 
 import chz
 import torch
+from machine import CpuTime
 from peft import LoraConfig as PeftConfig
 from peft import get_peft_model
 from transformers import AutoModelForCausalLM
@@ -135,16 +138,25 @@ def _slice(directory: Path, family: str) -> Path:
 def _compared(
     ours: Callable[[], None], theirs: Callable[[], None], rounds: int, tokens: int
 ) -> dict[str, float]:
-    """Return tokens per second of both functions and their ratio, after one round of warm-up."""
+    """Return tokens per second of both functions, their ratio, and the cores that others used.
+
+    The first round warms up and does not count.
+    """
     seconds: dict[str, list[float]] = {"planish": [], "transformers": []}
+    others: list[float] = []
     for _ in range(rounds + 1):
         for name, run in (("planish", ours), ("transformers", theirs)):
-            began = time.perf_counter()
+            began, own, machine = time.perf_counter(), time.process_time(), CpuTime.now()
             run()
             seconds[name].append(time.perf_counter() - began)
+            others.append(machine.others(time.process_time() - own))
     rates = {name: tokens / statistics.median(found[1:]) for name, found in seconds.items()}
     ratio = rates["planish"] / rates["transformers"]
-    return {**{name: round(rate, 1) for name, rate in rates.items()}, "ratio": round(ratio, 2)}
+    return {
+        **{name: round(rate, 1) for name, rate in rates.items()},
+        "ratio": round(ratio, 2),
+        "others": round(max(others[2:]), 2),
+    }
 
 
 def _decoders(

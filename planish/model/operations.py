@@ -47,7 +47,9 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        grad_x = ctx.backend.matmul_backward(grad, ctx.linear)
+        # The first layer reads the frozen embedding, whose gradient nobody needs.
+        needs_grad_x = ctx.needs_input_grad[1]
+        grad_x = ctx.backend.matmul_backward(grad, ctx.linear) if needs_grad_x else None
         saved = ctx.saved_tensors
         if not saved:
             return None, grad_x, None, None

@@ -5,9 +5,11 @@ import torch
 import torch.nn.functional as F
 from backends import CONFIG, backend_of, torch_backend
 
+from planish.model.kernels.backend import LoraMatrices
 from planish.model.kernels.linear import onednn_packs_bfloat16
 from planish.model.kernels.reference.backend import TorchBackend
 from planish.model.kernels.reference.row_tiling import cancelling
+from planish.model.operations import adapted_linear
 
 SIZES = (64, 16, 16)
 
@@ -60,6 +62,34 @@ def test_joined_linears_equal_separate_linears(dtype, biased, rows, keep_unpacke
     torch.testing.assert_close(
         backend.matmul_backward(grad, linear), expected, rtol=tolerance, atol=tolerance * 20
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_frozen_input_costs_no_backward_matmul(dtype, route, monkeypatch):
+    """The first layer reads the frozen embedding. The adapter's gradients keep their bits."""
+    torch.manual_seed(0)
+    backend = route[0](dtype)
+    weights, biases = linears(dtype, False)
+    linear = backend.pack(weights, biases)
+    x, grad = torch.randn(20, 64).to(dtype), torch.randn(20, sum(SIZES)).to(dtype)
+    a, bs = torch.randn(3 * 4, 64).to(dtype), [torch.randn(size, 4).to(dtype) for size in SIZES]
+    packed = backend.pack_adapter([LoraMatrices(a, tuple(bs))])
+    matrices = [matrix.requires_grad_() for matrix in (a, *bs)]
+    lora = LoraMatrices(a, tuple(bs), None if packed is None else packed.target(0))
+    backward, calls = backend.matmul_backward, []
+
+    def counted(*given):
+        calls.append(given)
+        return backward(*given)
+
+    monkeypatch.setattr(backend, "matmul_backward", counted)
+    trained = adapted_linear(backend, x.clone().requires_grad_(), linear, lora)
+    expected = torch.autograd.grad(trained, matrices, grad)
+    assert len(calls) == 1
+    found = torch.autograd.grad(adapted_linear(backend, x, linear, lora), matrices, grad)
+    assert len(calls) == 1
+    for own, wanted in zip(found, expected, strict=True):
+        assert torch.equal(own, wanted)
 
 
 @pytest.mark.parametrize("fan_out", [96, 100])

@@ -97,8 +97,11 @@ class PackedMatrices(Protocol):
         """Do the same as `Backend.add_lora_`."""
         ...
 
-    def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return the gradient of the LoRA hidden states, and add that of the input to `grad_x`."""
+    def backward_(self, grad: Tensor, grad_x: Tensor | None, sizes: Sequence[int]) -> Tensor:
+        """Return the gradient of the LoRA hidden states, and add that of the input to `grad_x`.
+
+        `grad_x` may be None if the gradient of the input is not needed.
+        """
         ...
 
     def gradients(
@@ -362,14 +365,14 @@ class Backend(Protocol):
         grad: Tensor,
         x: Tensor,
         lora_hidden: Tensor,
-        grad_x: Tensor,
+        grad_x: Tensor | None,
         sizes: Sequence[int],
         lora: LoraMatrices,
     ) -> tuple[Tensor, Sequence[Tensor]]:
         """Return the gradients of A and of the Bs, and add the gradient of the input to `grad_x`.
 
         `grad`: gradient of the output [T, sum(sizes)]. `x`, `lora_hidden`: input and result of
-        `add_lora_`. `grad_x`: [T, in].
+        `add_lora_`. `grad_x`: [T, in], or None if the gradient of the input is not needed.
         """
         ...
 

@@ -284,10 +284,11 @@ class PanelModule:
         _add(_whole(self._record, x), x, out, sizes, lora_hidden)
         return lora_hidden[:, : self._columns]
 
-    def backward_(self, grad: Tensor, grad_x: Tensor, sizes: Sequence[int]) -> Tensor:
+    def backward_(self, grad: Tensor, grad_x: Tensor | None, sizes: Sequence[int]) -> Tensor:
         """Add the gradient of the input to `grad_x` [T, in], given `grad` [T, sum(sizes)].
 
-        Return the gradient of the LoRA hidden states [T, n * r].
+        Return the gradient of the LoRA hidden states [T, n * r]. With `grad_x` None, compute
+        nothing else.
         """
         lora_hidden = grad.new_empty(grad.shape[0], padded_lora_columns(self._columns))
         adapters = _whole(self._panels.backward[self._index : self._index + 1], grad)
@@ -298,7 +299,7 @@ class PanelModule:
             len(columns),
             lora_hidden,
             grad_x,
-            grad_x.shape[1],
+            self._panels.matrices(self._index)[0].shape[1],
         )
         ops.call("lora_backward", grad.dtype, adapters.ctypes.data, 1, *given)
         return lora_hidden[:, : self._columns]

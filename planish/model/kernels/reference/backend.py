@@ -249,7 +249,7 @@ class TorchBackend:
         grad: Tensor,
         x: Tensor,
         lora_hidden: Tensor,
-        grad_x: Tensor,
+        grad_x: Tensor | None,
         sizes: Sequence[int],
         lora: LoraMatrices,
     ) -> tuple[Tensor, Sequence[Tensor]]:

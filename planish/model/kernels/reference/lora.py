@@ -42,7 +42,7 @@ def lora_backward_(
     grad: Tensor,
     x: Tensor,
     lora_hidden: Tensor,
-    grad_x: Tensor,
+    grad_x: Tensor | None,
     sizes: Sequence[int],
     lora: LoraMatrices,
 ) -> tuple[Tensor, list[Tensor]]:
@@ -52,7 +52,8 @@ def lora_backward_(
     """
     parts = grad.split(list(sizes), 1)
     grad_hidden = torch.cat([part @ b for part, b in zip(parts, lora.bs, strict=True)], 1)
-    grad_x.addmm_(grad_hidden, lora.a)
+    if grad_x is not None:
+        grad_x.addmm_(grad_hidden, lora.a)
     shares = lora_hidden.chunk(len(lora.bs), 1)
     grad_bs = [part.t() @ share for part, share in zip(parts, shares, strict=True)]
     return grad_hidden.t() @ x, grad_bs

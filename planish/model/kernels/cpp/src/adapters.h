@@ -59,8 +59,9 @@ void add_lora(const LoraRows<X>* adapters, int64_t n, const X* x, int64_t in, X*
 }
 
 // The way back: low_grad [T, L] = the linears' parts of grad [T, sum of sizes] times their Bs, and
-// grad_x [T, in] += low_grad A. Here the panels are of the matrices turned: each b of B^T [rank,
-// out], a of A^T [in, columns], with a column of zeros more if there are oddly many.
+// grad_x [T, in] += low_grad A, unless grad_x is null. Here the panels are of the matrices turned:
+// each b of B^T [rank, out], a of A^T [in, columns], with a column of zeros more if there are oddly
+// many.
 template <class X>
 void lora_backward(const LoraRows<X>* adapters, int64_t n, const X* grad, const int64_t* sizes,
                    int64_t linears, X* low_grad, X* grad_x, int64_t in, int threads) {
@@ -84,6 +85,7 @@ void lora_backward(const LoraRows<X>* adapters, int64_t n, const X* grad, const 
                 for (int64_t r = 0; r < count; r++)
                     std::fill(low_grad + (first + r) * columns + own.columns,
                               low_grad + (first + r + 1) * columns, 0);
+                if (!grad_x) return;
                 X* to = grad_x + first * in;
                 product_part(Panels<X>{own.a, in, (own.columns + 1) / 2 * 2},
                              {low_grad + first * columns, columns, to, in, to, in}, count);
