@@ -263,8 +263,8 @@ class _ModelNeeds:
         if is_quantized and not backend.packs(config.hidden_size, config.hidden_size):
             # torch dequantizes two linears at a time, gate and up, for one matmul.
             largest = max(
-                (prod(shape) for shape in quantized_shapes(config).values()),
-                default=config.hidden_size * config.expert_size,
+                config.hidden_size * config.expert_size,
+                *(map(prod, quantized_shapes(config).values())),
             )
             all_copies += 2 * largest * dtype.itemsize
         return cls(backend, settings, one_copy, all_copies, adapters)

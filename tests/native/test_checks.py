@@ -16,6 +16,8 @@ OUTPUTS = {
     "swiglu_backward": ("swiglu", (2,)),
     "geglu": ("swiglu", (1,)),
     "geglu_backward": ("swiglu", (2,)),
+    "clamped_swiglu": ("swiglu", (1,)),
+    "clamped_swiglu_backward": ("swiglu", (2,)),
     "normalizers": ("log_sum_exp", (5, 6)),
     "normalizers_backward": ("log_sum_exp", (0,)),
     "attend": ("attention", (3, 4)),

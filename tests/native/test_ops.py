@@ -161,6 +161,7 @@ def test_kernel_rows_do_not_depend_on_batch_or_threads(dtype):
             ops.rms_norm(x[part].contiguous(), None, weight, 1e-5, dtype)[1],
             ops.swiglu(x[part].to(dtype).contiguous()),
             ops.geglu(x[part].to(dtype).contiguous()),
+            ops.clamped_swiglu(x[part].to(dtype).contiguous(), 1.702, 1.0),
             ops.rope(heads[part], angles[part].cos(), angles[part].sin()),
         ]
 
