@@ -125,12 +125,7 @@ class ChatML(StopTokenFormat):
         """Return the sampled message that `pieces` contain."""
         if self.thinking is Thinking.NONE:
             return {"role": "assistant", **read_calls(pieces)}
-        thought, rest = split_thought(pieces)
-        message: dict[str, Any] = {"role": "assistant", **read_calls(rest)}
-        if thought is not None:
-            thought = thought.strip("\n")
-            message["content"] = message["content"].lstrip("\n")
-        return with_thought(message, thought)
+        return read_thought_message(pieces)
 
     def _adds_system(self, messages: Sequence[Checked]) -> bool:
         return self.default_system is not None and messages[0].role != "system"
@@ -217,6 +212,16 @@ def with_thought(message: dict[str, Any], thought: str | None) -> dict[str, Any]
     if message["content"]:
         parts.append({"type": "text", "text": message["content"]})
     return {**message, "content": parts}
+
+
+def read_thought_message(pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Parse a sampled message with JSON tool calls, which may begin with a think block."""
+    thought, rest = split_thought(pieces)
+    message: dict[str, Any] = {"role": "assistant", **read_calls(rest)}
+    if thought is not None:
+        thought = thought.strip("\n")
+        message["content"] = message["content"].lstrip("\n")
+    return with_thought(message, thought)
 
 
 def read_call_section(

@@ -19,6 +19,7 @@ from planish.renderers.nemotron3 import Nemotron3
 from planish.renderers.qwen3_5 import Qwen35
 from planish.renderers.renderer import Renderer
 from planish.renderers.role_colon import RoleColon
+from planish.renderers.smollm3 import SmolLM3
 from planish.renderers.templates import chat_template_of, default_system_message
 from planish.tokenizer import ModelTokenizer
 
@@ -38,6 +39,10 @@ def _role_colon(tokenizer: ModelTokenizer) -> ChatFormat:
 
 def _harmony(effort: str, tokenizer: ModelTokenizer) -> ChatFormat:
     return Harmony(effort, date.today().isoformat())
+
+
+def _smollm3(thinks: bool, tokenizer: ModelTokenizer) -> ChatFormat:
+    return SmolLM3(date.today().isoformat(), thinks)
 
 
 FIXED_FORMATS: dict[str, ChatFormat] = {
@@ -83,6 +88,8 @@ FORMATS: dict[str, Callable[[Any], ChatFormat]] = {
         f"gpt_oss_{effort}_reasoning": partial(_harmony, effort)
         for effort in ("low", "medium", "high")
     },
+    "smollm3": partial(_smollm3, True),
+    "smollm3_disable_thinking": partial(_smollm3, False),
 }
 """Maps each renderer name to a function that makes its format for a tokenizer."""
 
@@ -99,8 +106,8 @@ def get_renderer(
 
     `default_system` (chatml only) replaces the default system message of the tokenizer's chat
     template; "" means none. `strip_thinking_from_history=False` (qwen3 only) keeps all reasoning in
-    prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning
-    only), such as "2025-06-28", is the date in the system message, by default today's. ValueError
+    prompts, so that each prompt extends the one before it. `current_date` (gpt_oss_*_reasoning and
+    smollm3 only), such as "2025-06-28", is the date in the system message, by default today's. ValueError
     for an unknown name or an option of another renderer.
     """
     if name not in FORMATS:
@@ -115,10 +122,11 @@ def get_renderer(
         )
     chat_format = FORMATS[name](tokenizer)
     if current_date is not None:
-        if not isinstance(chat_format, Harmony) or chat_format.effort is None:
+        has_date = isinstance(chat_format, Harmony) and chat_format.effort is not None
+        if not has_date and not isinstance(chat_format, SmolLM3):
             raise ValueError(
-                f"current_date is an option of the renderers gpt_oss_*_reasoning, not of {name}; "
-                "remove it"
+                "current_date is an option of the renderers gpt_oss_*_reasoning and smollm3*, not "
+                f"of {name}; remove it"
             )
         return Renderer(name, tokenizer, replace(chat_format, date=current_date))
     if name == "chatml" and default_system is not None:
@@ -139,6 +147,7 @@ _WITHOUT_THINKING = {
     "kimi_k25": "kimi_k25_disable_thinking",
     "kimi_k26": "kimi_k26_disable_thinking",
     "kimi_k26_preserve_thinking": "kimi_k26_disable_thinking",
+    "smollm3": "smollm3_disable_thinking",
     "nemotron3": "nemotron3_disable_thinking",
     "nemotron3_low_thinking": "nemotron3_disable_thinking",
     "nemotron3_preserve_thinking": "nemotron3_disable_thinking",

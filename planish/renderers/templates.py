@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import jinja2
-from jinja2.ext import loopcontrols
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from planish.errors import DamagedFileError
@@ -57,13 +58,26 @@ def render_template(
         ) from error
 
 
+class _Generation(Extension):
+    """The tag `{% generation %}` of `transformers`, which marks the text of assistant messages. The
+    text is written unchanged.
+    """
+
+    tags = {"generation"}  # noqa: RUF012 (declared so in jinja2)
+
+    def parse(self, parser: Parser) -> list[jinja2.nodes.Node]:
+        """Return the statements between the tags."""
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
 @lru_cache(maxsize=8)
 def _compiled(template: str) -> jinja2.Template:
     """Return a compiled template. It is cached because each format is compared with it on several
     probes.
     """
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _Generation]
     )
     environment.filters["tojson"] = lambda value, **options: json.dumps(
         value, ensure_ascii=False, **options

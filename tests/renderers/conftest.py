@@ -16,6 +16,8 @@ RENDERERS = {
     "qwen3": ("qwen", "qwen3"),
     "qwen3_disable_thinking": ("qwen", "qwen3"),
     "qwen3_instruct": ("qwen", "qwen3_instruct_2507"),
+    "smollm3": ("smollm3", "smollm3"),
+    "smollm3_disable_thinking": ("smollm3", "smollm3"),
     "qwen3_instruct without word tokens": ("smollm2", "qwen3_instruct_2507"),
     **{
         name: (family_of(name), None)

@@ -86,6 +86,7 @@ SPECIAL = {
         "<|message|>",
         "<|call|>",
     ],
+    "smollm3": ["<|begin_of_text|>", "<|end_of_text|>", "<|im_start|>", "<|im_end|>"],
     "mistral": ["<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"],
 }
 # In Qwen's tokenizers these are single tokens, but not special ones.
@@ -101,6 +102,7 @@ QWEN_WORDS = [
 # Tokens that are single, but not special, in the other families' tokenizers.
 OTHER_WORDS = {
     "qwen": QWEN_WORDS,
+    "smollm3": QWEN_WORDS[:6],
     "deepseek": ["<think>", "</think>"],
     "kimi": ["<think>", "</think>"],
 }
@@ -112,6 +114,7 @@ ROLES = {
         "unk_token": "<|endoftext|>",
     },
     "llama3": {"bos_token": "<|begin_of_text|>", "eos_token": "<|eot_id|>"},
+    "smollm3": {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>"},
     "deepseek": {"bos_token": "<｜begin▁of▁sentence｜>", "eos_token": "<｜end▁of▁sentence｜>"},
     "kimi": {"bos_token": "[BOS]", "eos_token": "[EOS]"},
     "gpt_oss": {"bos_token": "<|endoftext|>", "eos_token": "<|return|>"},

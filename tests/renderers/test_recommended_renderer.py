@@ -80,6 +80,8 @@ LLAMA31 = """{{- bos_token }}
         ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", "mistral"),
         ("mistralai/Mistral-Small-24B-Instruct-2501", "mistral"),
         ("mistralai/Mistral-7B-v0.3", "role_colon"),
+        ("HuggingFaceTB/SmolLM3-3B", "smollm3"),
+        ("HuggingFaceTB/SmolLM3-3B-Base", "role_colon"),
         ("mistralai/Mistral-Nemo-Base-2407", "role_colon"),
         ("mistralai/Mistral-Small-24B-Base-2501", "role_colon"),
     ],
@@ -92,7 +94,6 @@ def test_known_model_names_have_a_renderer(name, renderer):
     "name",
     [
         "zai-org/GLM-5.3",
-        "HuggingFaceTB/SmolLM3-3B",
         "mistralai/Mistral-7B-Instruct-v0.3",
         "Qwen/Qwen3-4B-Thinking-2507",
         "no/such/directory",
@@ -179,6 +180,7 @@ def test_a_saved_tokenizer_of_each_family_is_recognised(tmp_path):
         ("qwen", "qwen3", "qwen3"),
         ("smollm2", "smollm2", "chatml"),
         ("llama3", "llama3", "llama3"),
+        ("smollm3", "smollm3", "smollm3"),
     ]:
         path = tmp_path / family
         tokenizer = family_tokenizer(family, chat_template)

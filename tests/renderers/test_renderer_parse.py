@@ -221,7 +221,7 @@ def test_rendered_answers_are_parsed_back(renderers, text):
             text.strip()
             if case.startswith(("llama3", "gemma3", "qwen3_5", "qwen3_8", "nemotron3"))
             else text.lstrip("\n")
-            if case.startswith("qwen3")
+            if case.startswith(("qwen3", "smollm3"))
             else text
         )
         messages = [{"role": "user", "content": text}, {"role": "assistant", "content": content}]

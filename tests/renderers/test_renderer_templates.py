@@ -17,6 +17,8 @@ CASES = [
     ("qwen3", "qwen", "qwen3"),
     ("qwen3_disable_thinking", "qwen", "qwen3"),
     ("qwen3_instruct", "qwen", "qwen3_instruct_2507"),
+    ("smollm3", "smollm3", "smollm3"),
+    ("smollm3_disable_thinking", "smollm3", "smollm3"),
 ]
 MADE = {case: get_renderer(case[0], family_tokenizer(case[1], case[2])) for case in CASES}
 QWENS = [case for case in CASES if case[1] == "qwen"]
@@ -35,7 +37,7 @@ TOOLS = [
 
 
 def by_template(renderer: Renderer, messages, prompt: bool, **names) -> list[int]:
-    if renderer.name == "qwen3_disable_thinking":
+    if renderer.name.endswith("_disable_thinking"):
         names["enable_thinking"] = False
     tokenizer: Any = renderer.tokenizer
     text = tokenizer.apply_chat_template(
