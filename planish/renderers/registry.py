@@ -188,3 +188,41 @@ def with_thinking(name: str, thinks: bool) -> str:
             f"renderer {name} does not think; leave it out, or use {', '.join(_WITHOUT_THINKING)}"
         )
     return thinking
+
+
+_EFFORT_VARIANTS: tuple[dict[str, str], ...] = (
+    {effort: f"gpt_oss_{effort}_reasoning" for effort in ("low", "medium", "high")},
+    {effort: f"qwen3_8_{effort}_reasoning" for effort in ("low", "medium", "xhigh")},
+    {"low": "nemotron3_low_thinking", "high": "nemotron3"},
+    {"medium": "nemotron3_ultra_medium_thinking", "high": "nemotron3_ultra"},
+)
+"""For each family with several reasoning efforts, the renderer of each effort."""
+
+
+def with_effort(name: str, effort: str) -> str:
+    """Return the renderer of the same models as `name` with a reasoning effort.
+
+    "none" stands for no thinking. Models with a single way of thinking have the effort "high".
+    UnsupportedError, with the list of efforts, if the models do not have this one.
+    """
+    efforts = _efforts(name)
+    if effort not in efforts:
+        raise UnsupportedError(
+            f"the models of renderer {name} have no effort {effort!r}; "
+            + (f"give {' or '.join(efforts)}" if efforts else "leave it out")
+        )
+    return efforts[effort]
+
+
+def _efforts(name: str) -> dict[str, str]:
+    """Return the renderers of the same models as `name` by reasoning effort."""
+    quiet = with_thinking(name, False) if name not in _ALWAYS_THINKING else None
+    found = {} if quiet is None else {"none": quiet}
+    for variants in _EFFORT_VARIANTS:
+        family = {*variants.values(), *(_WITHOUT_THINKING.get(one) for one in variants.values())}
+        if name in family or (name.startswith("gpt_oss") and "gpt_oss_low_reasoning" in family):
+            return found | variants
+    try:
+        return found | {"high": with_thinking(name, True)}
+    except UnsupportedError:  # a model that does not think
+        return found

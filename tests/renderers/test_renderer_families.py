@@ -38,7 +38,7 @@ from planish.renderers.grammars import (
     message_grammar,
 )
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
-from planish.renderers.registry import with_thinking
+from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Growing, marks_of, read_message
 
 RECORDED = json.loads(Path(__file__).with_name("recorded_texts.json").read_text(encoding="utf-8"))
@@ -365,3 +365,58 @@ def test_the_date_of_gpt_oss_is_an_option():
     assert "Current date: 1999-12-31\n\nReasoning: low" in str(text)
     with pytest.raises(ValueError, match="current_date is an option of"):
         get_renderer("gpt_oss_no_sysprompt", tokenizer, current_date=DATE)
+
+
+@pytest.mark.parametrize(
+    ("name", "efforts"),
+    [
+        (
+            "gpt_oss_medium_reasoning",
+            {e: f"gpt_oss_{e}_reasoning" for e in ("low", "medium", "high")},
+        ),
+        (
+            "gpt_oss_no_sysprompt",
+            {e: f"gpt_oss_{e}_reasoning" for e in ("low", "medium", "high")},
+        ),
+        (
+            "qwen3_8_disable_thinking",
+            {
+                "none": "qwen3_8_disable_thinking",
+                "low": "qwen3_8_low_reasoning",
+                "medium": "qwen3_8_medium_reasoning",
+                "xhigh": "qwen3_8_xhigh_reasoning",
+            },
+        ),
+        (
+            "nemotron3",
+            {
+                "none": "nemotron3_disable_thinking",
+                "low": "nemotron3_low_thinking",
+                "high": "nemotron3",
+            },
+        ),
+        (
+            "nemotron3_ultra_disable_thinking",
+            {
+                "none": "nemotron3_ultra_disable_thinking",
+                "medium": "nemotron3_ultra_medium_thinking",
+                "high": "nemotron3_ultra",
+            },
+        ),
+        (
+            "nemotron3_preserve_thinking",
+            {"none": "nemotron3_disable_thinking", "high": "nemotron3_preserve_thinking"},
+        ),
+        ("qwen3_disable_thinking", {"none": "qwen3_disable_thinking", "high": "qwen3"}),
+        ("deepseekv3", {"none": "deepseekv3", "high": "deepseekv3_thinking"}),
+        ("kimi_k2", {"high": "kimi_k2"}),
+        ("llama3", {"none": "llama3"}),
+    ],
+)
+def test_an_effort_chooses_the_renderer_of_the_same_models(name, efforts):
+    for effort in ("none", "minimal", "low", "medium", "high", "xhigh"):
+        if effort in efforts:
+            assert with_effort(name, effort) == efforts[effort]
+        else:
+            with pytest.raises(UnsupportedError, match=f"{effort!r}; give {' or '.join(efforts)}$"):
+                with_effort(name, effort)

@@ -13,7 +13,7 @@ from test_renderer_templates import TOOLS, assert_equal, by_template
 
 from planish.renderers import Renderer, get_renderer
 from planish.renderers.grammars import ANY_TEXT, CallableTool, calls_rules, message_grammar
-from planish.renderers.registry import with_thinking
+from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Growing, marks_of, read_message
 
 TOKENIZER = family_tokenizer("smollm3", "smollm3")
@@ -119,6 +119,7 @@ def test_a_tag_in_the_system_message_is_no_flag():
 
 def test_thinking_can_be_switched():
     assert with_thinking("smollm3", False) == "smollm3_disable_thinking"
+    assert with_effort("smollm3_disable_thinking", "high") == "smollm3"
 
 
 def answers(renderer: Renderer) -> list[dict[str, Any]]:

@@ -40,6 +40,7 @@ from planish.tokenizer import load_tokenizer
 from planish.types import SampledSequence, SampleResponse
 
 BASE, CHAT, THINKER = "tiny/base", "Qwen/Qwen3-4B-Instruct-2507", "Qwen/Qwen3-8B"
+EFFORTS = "Qwen/Qwen3.8-27B"
 KEYS = {"tml-first": "first", "tml-second": "second"}
 HELLO: Any = [{"role": "user", "content": "Hello"}]
 WAIT = 60.0
@@ -104,7 +105,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(model_dir, tmp_path_factory) -> Iterator[Served]:
-    models: dict[str, Path] = dict.fromkeys((BASE, CHAT, THINKER), model_dir)
+    models: dict[str, Path] = dict.fromkeys((BASE, CHAT, THINKER, EFFORTS), model_dir)
     data = tmp_path_factory.mktemp("openai")
     engine = ScriptedEngine(
         {name: str(path) for name, path in models.items()},
@@ -339,7 +340,7 @@ def test_a_checkpoint_selects_its_renderer(served, client, trained):
 def test_tenants_list_only_their_own_models(served, client, trained):
     path = trained.save_weights_for_sampler("private").result(WAIT).path
     with served.client("tml-second") as second:
-        assert [model.id for model in second.models.list()] == [BASE, CHAT, THINKER]
+        assert [model.id for model in second.models.list()] == [BASE, CHAT, THINKER, EFFORTS]
         for call in (
             lambda: second.models.retrieve(path),
             lambda: second.completions.create(model=path, prompt="x"),
@@ -577,6 +578,48 @@ def test_thinking_can_be_switched_off(served, client, options, renderer):
     )
     prompt = get_renderer(renderer, served.tokenizer).build_generation_prompt(HELLO)
     assert answer.usage.prompt_tokens == prompt.length
+
+
+@pytest.mark.parametrize(
+    ("effort", "renderer"),
+    [
+        ("none", "qwen3_8_disable_thinking"),
+        ("low", "qwen3_8_low_reasoning"),
+        ("medium", "qwen3_8_medium_reasoning"),
+        ("xhigh", "qwen3_8_xhigh_reasoning"),
+    ],
+)
+def test_a_reasoning_effort_chooses_the_renderer(served, client, effort, renderer):
+    answer: Any = client.chat.completions.create(
+        model=EFFORTS,
+        messages=HELLO,
+        max_tokens=1,
+        reasoning_effort=effort,
+        extra_body={"return_token_ids": True},
+    )
+    prompt = get_renderer(renderer, served.tokenizer).build_generation_prompt(HELLO)
+    assert answer.prompt_token_ids == prompt.to_ints()
+
+
+@pytest.mark.parametrize(
+    ("model", "options", "message"),
+    [
+        (EFFORTS, {"reasoning_effort": "high"}, "'high'; give none or low or medium or xhigh"),
+        (THINKER, {"reasoning_effort": "low"}, "'low'; give none or high"),
+        (CHAT, {"reasoning_effort": "high"}, "'high'; give none"),
+        (
+            THINKER,
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            "contradicts chat_template_kwargs.enable_thinking=false",
+        ),
+    ],
+)
+def test_other_reasoning_efforts_are_rejected(client, model, options, message):
+    with pytest.raises(openai.BadRequestError, match=message) as caught:
+        client.chat.completions.create(
+            model=model, messages=HELLO, max_tokens=1, extra_body=options
+        )
+    assert caught.value.param == "reasoning_effort"
 
 
 def test_stop_tokens_end_an_answer(served, client):

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from planish.errors import UserError
 from planish.renderers import Renderer
 from planish.renderers.messages import RENDERERS_WITH_TOOLS
-from planish.renderers.registry import with_thinking
+from planish.renderers.registry import with_effort, with_thinking
 from planish.renderers.stream_parser import Growing, Reading, marks_of, read_message
 from planish.server.http.context import WrongParameterError, json_response
 from planish.server.openai.constraints import chat_constraint, constrains_calls, named
@@ -115,18 +115,27 @@ def _parsed(model: Served, options: ChatRequest) -> Chat:
 
 
 def renderer_of(model: Served, options: ChatRequest | TokenizeRequest) -> Renderer:
-    """Return the renderer of a request, with or without thinking. Raise WrongParameterError if the
-    request asks for thinking and the model's chat format does not support it.
+    """Return the renderer of a request, with its reasoning effort, or with or without thinking.
+    Raise WrongParameterError if the model's chat format does not support what the request asks for.
     """
     renderer = model.texts.renderer(model.renderer_name)
-    name, thinks = "chat_template_kwargs", options.chat_template_kwargs.enable_thinking
+    thinks = options.chat_template_kwargs.enable_thinking
     effort = options.reasoning_effort if isinstance(options, ChatRequest) else None
-    if thinks is None and effort is not None:
-        name, thinks = "reasoning_effort", effort != "none"
-    if thinks is None:
-        return renderer
+    name = "chat_template_kwargs" if effort is None else "reasoning_effort"
+    if effort is not None and thinks not in (None, effort != "none"):
+        raise WrongParameterError(
+            name,
+            f"reasoning_effort={effort!r} contradicts chat_template_kwargs.enable_thinking="
+            f"{str(thinks).lower()}; leave one of them out",
+        )
     try:
-        return model.texts.renderer(with_thinking(renderer.name, thinks))
+        if effort is not None:
+            return model.texts.renderer(with_effort(renderer.name, effort))
+        return (
+            renderer
+            if thinks is None
+            else model.texts.renderer(with_thinking(renderer.name, thinks))
+        )
     except UserError as error:
         raise WrongParameterError(name, f"{name}: {error}") from None
 
