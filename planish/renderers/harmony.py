@@ -187,8 +187,8 @@ def _function_name(messages: Sequence[Checked], index: int) -> str:
     name = messages[index].name or (call.name if call else "")
     if not name:
         raise ValueError(
-            f"messages[{index}] is a tool result without 'name', and no call before it is without "
-            "a result; give the name of the function that was called"
+            f"messages[{index}] is a tool result without 'name', and every call before it has a "
+            "result already; give the name of the function that was called"
         )
     return name.removeprefix("functions.")
 

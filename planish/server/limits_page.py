@@ -23,8 +23,8 @@ fails for a field without a limit. Another test sends each field of the JSON req
 and one beyond.
 
 Beyond a limit, the answer is status 400 with a sentence that names the field and the remedy, unless
-the tables say otherwise. A rejected request changes nothing. As for every rejected training request, the
-model's sequence number is used up.
+the tables say otherwise. A rejected request changes nothing, except that a training request uses up
+its sequence number.
 
 [reliability.md](reliability.md#test-sizes-and-counts) has the test that sends every field far too
 large.
@@ -74,8 +74,8 @@ def page() -> str:
         _table(("what", "setting", "default", "beyond it"), _settings(_TENANT)),
         "",
         "A tenant may use half of the memory for bodies, and half of the server's connections, whose",
-        "number follows from the limit of open files. Beyond either, the answer is 503. Turns in the",
-        "engine and in the decoding of large bodies are shared fairly by tenant.\n",
+        "number follows from the limit of open files. Beyond either, the answer is 503. Tenants take",
+        "turns in the engine and in the decoding of large bodies.\n",
         "These are bounds of all tenants together:\n",
         _table(("what", "setting", "default", "beyond it"), _settings(_SHARED)),
         "",
@@ -91,12 +91,12 @@ def page() -> str:
         "",
         "## Requests of OpenAI clients\n",
         "The JSON of one parameter has at most "
-        f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and `prompt` has at most as",
-        f"many characters as the model's context can hold, counting {CHARACTERS_PER_TOKEN} for each "
-        "token, or those of the",
-        "longest token of the vocabulary if they are fewer; of all prompts together 8 Mi characters,",
-        f"if that is more. Bodies of {TEXT_AT_ONCE >> 20} MiB together are tokenized at once; the",
-        "others wait for their tenant's turn.\n",
+        f"{MAX_OPTION_BYTES >> 10} KiB. The text of `messages`, `tools` and a prompt has at most as many",
+        "characters as the model's context can hold. Each token is counted as the longest token of",
+        f"the vocabulary, and as at most {CHARACTERS_PER_TOKEN} characters. All prompts of a request",
+        "together have the same limit, or 8,388,608 characters if that is more. The server tokenizes",
+        f"bodies of up to {TEXT_AT_ONCE >> 20} MiB in total at once; further bodies wait for their",
+        "tenant's turn.\n",
     ]
     for path, fields in openai_fields().items():
         rows = [(f"`{name}`", limit) for name, limit in fields.items()]

@@ -143,7 +143,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prefix-cache-gib",
         type=float,
-        help="memory for cached prefixes, 0 for none (1; on a GPU an eighth of it)",
+        help="memory for cached prefixes, 0 for none (1; on a GPU an eighth of its memory)",
     )
     parser.add_argument(
         "--share-prefix-cache",
@@ -253,7 +253,7 @@ def _number(name: str, text: str, whole: bool) -> float:
     if found is None or (found[2] and not name.endswith("_bytes")):
         raise UserError(
             f"--set {name}={text}: give a "
-            f"number{', or one with KiB, MiB, GiB' * name.endswith('_gib_bytes')}"
+            f"number{', or one with a unit such as 64MiB' * name.endswith('_bytes')}"
         )
     value = float(found[1]) * _UNITS[found[2]]
     if whole and not value.is_integer():

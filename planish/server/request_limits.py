@@ -176,7 +176,7 @@ _TENSOR = {
     ".data[]": Limit("float32 or int64"),
     ".dtype": one_of("float32", "int64", answer="give 'float32' or 'int64'"),
     ".shape": _DIMENSIONS,
-    ".shape[]": Limit("the number of values; of a CSR tensor 2^26 elements in the body"),
+    ".shape[]": Limit("product: the number of values, or 2^26 for all CSR tensors of a body"),
     ".sparse_crow_indices": _LARGE_LIST,
     ".sparse_crow_indices[]": _INT64,
     ".sparse_col_indices": _LARGE_LIST,

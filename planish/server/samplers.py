@@ -120,7 +120,9 @@ class Sampler:
     async def _creation(self) -> CreateSampler:
         row = self.row
         if row.source is None:
-            assert row.model is None, f"{row.id} can only come back through its model"
+            assert row.model is None, (
+                f"{row.id} has no weights of its own: only its model can create it again"
+            )
             return CreateSampler(row.id, row.base_model)
         made_for = (await self._engine.checkpoint_info(row.source)).base_model
         # The engine rejects a checkpoint that was trained on other base weights, unless the

@@ -52,7 +52,10 @@ def parsed(*options: str) -> argparse.Namespace:
         (["--set", "training_slots=0"], "training_slots"),
         (["--set", "training_slots=1.5"], "training_slots"),
         (["--set", "training_slots=1GiB"], "training_slots"),
-        (["--set", "storage_bytes=much"], "storage_bytes"),
+        (
+            ["--set", "storage_bytes=much"],
+            "storage_bytes=much: give a number, or one with a unit such as 64MiB",
+        ),
     ],
 )
 def test_an_invalid_option_is_named(options: list[str], named: str):

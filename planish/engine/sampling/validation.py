@@ -41,7 +41,8 @@ def check_sample(op: Sample, config: ModelConfig) -> None:
     max_tokens = max_tokens_of(op, config)
     if not op.prompt_only and len(tokens) == config.max_context:
         raise UserError(
-            f"the prompt's {len(tokens)} tokens are all that the model's context holds; shorten the prompt"
+            f"the prompt's {len(tokens)} tokens fill the model's context, so no token can be sampled; "
+            "shorten the prompt"
         )
     if not op.prompt_only and len(tokens) + max_tokens > config.max_context:
         raise UserError(

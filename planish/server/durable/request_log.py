@@ -392,8 +392,8 @@ class RequestLog:
         self._was_full = is_full
         if is_full:
             raise Unavailable(
-                "the server's disk is full or cannot be written to, and no new work is accepted "
-                "until it can; accepted requests are kept",
+                "the server's disk is full or cannot be written to. Until that ends, the server "
+                "accepts no new work; it keeps the requests that it has accepted",
                 _RETRY_SECONDS,
             )
 

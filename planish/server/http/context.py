@@ -422,9 +422,9 @@ def _refuse_web_pages(request: Request) -> None:
     )
     if is_foreign or not is_loopback(host):
         raise Unauthorized(
-            "this server has no keys, and serves programs on its own machine only: Host "
-            f"{host[:100]!r} or the Origin of a web page "
-            "is rejected"
+            "this server has no keys, so it serves only programs on its own machine. It rejects "
+            f"requests with Host {host[:100]!r}, or with the Origin of another web page; call "
+            "127.0.0.1, or start the server with --api-key-file"
         )
 
 

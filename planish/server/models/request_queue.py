@@ -303,8 +303,8 @@ class RequestIntake:
             case ForwardBackward(forward_only=False) if self._model.adapter.cost.bytes > limit:
                 raise BadRequest(
                     f"model_id={self._model.id!r}: the data of one gradient have "
-                    f"{self._model.adapter.cost.bytes:,} bytes, and may have {limit:,}; the next "
-                    "optim_step will fail, take steps with less data"
+                    f"{self._model.adapter.cost.bytes:,} bytes, and may have {limit:,}. The next "
+                    "optim_step will fail; after it, send less data for each step"
                 )
             case SaveWeights(name=name) | SaveWeightsForSampler(name=name):
                 check_name_is_not_private(name)
