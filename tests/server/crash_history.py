@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 from server_client import BASE, RANK, adam, drawn, gradient, sample
@@ -33,6 +34,28 @@ from planish.service import (
 from planish.types import Datum, LoraConfig, ModelInput
 from planish.wire.sampling import sample_response_from_message
 from planish.wire.training import output_from_message
+
+R = TypeVar("R")
+
+
+async def together(*works: Coroutine[Any, Any, R]) -> list[R]:
+    """Run coroutines at once, and return their results. If one fails or the caller is cancelled,
+    cancel the others and wait until they have ended.
+    """
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await ended(*tasks)
+
+
+async def ended(*tasks: asyncio.Task[Any]) -> None:
+    """Cancel tasks, and wait until they have ended. Their errors are read, so that asyncio does not
+    log them.
+    """
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 @dataclass
@@ -136,11 +159,13 @@ class CrashModel:
         """Send requests together, the last one first."""
         numbered = [(self.seq + 1 + index, operation) for index, operation in enumerate(operations)]
         self.seq += len(operations)
-        sent = [
-            asyncio.create_task(self.client.call("submit_training", seq, operation))
-            for seq, operation in reversed(numbered)
-        ]
-        return [await task for task in reversed(sent)]
+        sent = await together(
+            *(
+                self.client.call("submit_training", seq, operation)
+                for seq, operation in reversed(numbered)
+            )
+        )
+        return sent[::-1]
 
     async def do(self, operation: Operation[Any]) -> Done | Failed:
         return await self.client.answer((await self.send(operation))[0])
@@ -218,10 +243,10 @@ async def script(client: CrashClient, offset: int) -> list[str]:
     assert isinstance(taken, Failed), taken
     await model.bad_step(offset + 10)
     other = await client.create(offset + 50, base_model=None, from_path=path, with_optimizer=True)
-    await asyncio.gather(model.step(offset + 20), other.step(offset + 30))
+    await together(model.step(offset + 20), other.step(offset + 30))
     saved = await client.sampler(101, path)
     await client.draw("saved", saved)
-    await asyncio.gather(client.other_session(), client.short_model(offset + 60))
+    await together(client.other_session(), client.short_model(offset + 60))
     model.note("load", await model.do(LoadWeights(model.model_id, path, with_optimizer=True)))
     await delete(client, path)
     await model.step(offset + 40)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from crash_history import CrashClient, script
+from crash_history import CrashClient, ended, script, together
 from crash_server import CrashServer, Start, free_port
 from disk_shim import Shim, compiler
 from power_loss import LOSSES, Disk
@@ -201,7 +201,8 @@ async def play(
     director = Director(model_dir, data_dir, deaths, most, settings, power)
     wires = [WireClient(director.url, key) for key in list(KEYS)[:number]]
     clients = [CrashClient(wire) for wire in wires]
-    work = asyncio.gather(*(script(client, 100 * index) for index, client in enumerate(clients)))
+    scripts = [script(client, 100 * index) for index, client in enumerate(clients)]
+    work = asyncio.create_task(together(*scripts))
     running = asyncio.create_task(director.run())
     try:
         async with asyncio.timeout(300 + 20 * most):
@@ -210,8 +211,7 @@ async def play(
             running.result()
         paths = work.result()
     finally:
-        work.cancel()
-        running.cancel()
+        await ended(work, running)
         await director.end()
         await asyncio.gather(*(wire.close() for wire in wires))
     states = [state(data_dir, path) for own in paths for path in own]

@@ -14,14 +14,14 @@ import signal
 import sqlite3
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import orjson
-from crash_history import CrashClient, CrashModel
+from crash_history import CrashClient, CrashModel, ended
 from crash_server import CrashServer, Start, free_port
 from disk_shim import Shim
 from power_loss import LOSSES, Disk
@@ -97,13 +97,13 @@ class Machine:
         self.note(f"power loss: {loss}")
         self._disk.lose_power(loss, self._chance)
 
-    async def run(self, work: Awaitable[R], memory_error_at: int | None = None) -> R:
+    async def run(self, work: Coroutine[Any, Any, R], memory_error_at: int | None = None) -> R:
         """Serve until `work` is done, and kill the server then. AssertionError if the server ends
         in a way that it must not.
         """
         self._is_ended = False
         serving = asyncio.create_task(self._serve(memory_error_at))
-        working = asyncio.ensure_future(work)
+        working = asyncio.create_task(work)
         try:
             async with asyncio.timeout(SECONDS):
                 await asyncio.wait([serving, working], return_when=asyncio.FIRST_COMPLETED)
@@ -112,7 +112,7 @@ class Machine:
             return working.result()
         finally:
             self._is_ended = True
-            working.cancel()
+            await ended(working)
             if self._server is not None:
                 self._server.kill_between_calls(self.shim)
             await asyncio.wait([serving])

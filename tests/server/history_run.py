@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from crash_history import CrashModel, delete, told
+from crash_history import CrashModel, delete, ended, together, told
 from crash_run import CALM, KEYS, SETTINGS
 from disk_shim import compiler
 from faulty_machine import FaultClient, Machine
@@ -155,7 +155,7 @@ class Program(FaultClient):
         if len(self._open) > 1:
             both = self._chance.sample(self._open, 2)
             second = self._step_choice()
-            await asyncio.gather(self._step(both[0], *first), self._step(both[1], *second))
+            await together(self._step(both[0], *first), self._step(both[1], *second))
 
     def _step_choice(self) -> tuple[int, int]:
         self._numbers += 1
@@ -359,9 +359,9 @@ async def play(
     async def work() -> list[list[str]]:
         failing = asyncio.create_task(misfortunes(machine, seed, faults, counts))
         try:
-            return await asyncio.gather(*(program.run() for program in programs))
+            return await together(*(program.run() for program in programs))
         finally:
-            failing.cancel()
+            await ended(failing)
             machine.shim.heal()
 
     try:
@@ -369,7 +369,7 @@ async def play(
         if faults:
             machine.lose_power()
             counts["power loss"] += 1
-        await machine.run(asyncio.wait_for(asyncio.gather(*(p.check() for p in programs)), 60))
+        await machine.run(asyncio.wait_for(together(*(p.check() for p in programs)), 60))
     except BaseException:
         kept = Path(tempfile.mkdtemp(prefix=f"planish-history-{seed}-"))
         shutil.copytree(directory, kept, dirs_exist_ok=True)

@@ -1,9 +1,11 @@
 """Short generated histories (history_run.py), and faults that their checks must find."""
 
 import asyncio
+import gc
 from collections import Counter
 
 import pytest
+from crash_history import ended, together
 from disk_shim import compiler
 from history_run import Contract, Outcome, checked, differences, play
 from wire_client import Refused
@@ -24,6 +26,41 @@ def test_a_history_with_faults_keeps_the_contract(model_dir, tmp_path):
 def test_a_history_on_a_disk_that_ignores_syncs_breaks_the_contract(model_dir, tmp_path):
     with pytest.raises((AssertionError, Refused)):
         asyncio.run(play(model_dir, tmp_path, 1, 15, 20, ignores_syncs=True))
+
+
+def test_programs_that_end_early_leave_no_unread_errors():
+    """asyncio would log "exception was never retrieved" at the end of a failing history."""
+    unread = list[str]()
+    has_failed = asyncio.Event()
+
+    async def fail() -> None:
+        has_failed.set()
+        raise Refused(400, "it failed")
+
+    async def fail_when_cancelled() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await fail()
+
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: unread.append(context["message"]))
+        with pytest.raises(Refused):
+            await together(fail(), fail_when_cancelled(), fail_when_cancelled())
+        has_failed.clear()
+        cancelled = asyncio.create_task(together(fail_when_cancelled(), fail_when_cancelled()))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not has_failed.is_set()
+        await ended(cancelled)
+        assert has_failed.is_set()
+        del cancelled
+        gc.collect()
+        await asyncio.sleep(0)
+
+    asyncio.run(scenario())
+    assert unread == []
 
 
 def test_a_sampler_must_repeat_itself():
