@@ -93,7 +93,7 @@ class BaseModel:
             shares_prefixes=settings.share_prefix_cache,
             vocabulary=self._texts.written,
         )
-        self.sampler.record()
+        self.sampler.record_cuda_graphs()
 
     @property
     def dtype(self) -> torch.dtype:

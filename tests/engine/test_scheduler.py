@@ -72,11 +72,11 @@ class Run:
     def step(self) -> None:
         scheduler = self.scheduler
         for prompt in scheduler.admit(self.cache):
-            prompt.computed = len(self.cache.find(prompt.version, prompt.tokens)) * CHUNK
+            prompt.num_computed = len(self.cache.find(prompt.version, prompt.tokens)) * CHUNK
         assert scheduler._reserved <= scheduler.max_positions
         assert len(scheduler.running) <= scheduler.max_batch
         for prompt, count in scheduler.prefill_batch():
-            prompt.computed += count
+            prompt.num_computed += count
             if prompt.ready:
                 self.cache.add(
                     prompt.version, prompt.tokens, self.cache.missing(prompt.version, prompt.tokens)
@@ -86,7 +86,7 @@ class Run:
                     for asked in self._left
                     if asked.prompt is prompt and not asked.num_samples
                 ]:
-                    prompt.waiting -= 1
+                    prompt.pending_samples -= 1
                     self._count(asked)
                 self._release(prompt)
         for sample in [sample for sample in scheduler.running if sample.prompt.ready]:
@@ -112,7 +112,7 @@ class Run:
             self.answered.append(asked.number)
 
     def _release(self, prompt: Prompt) -> None:
-        if not prompt.waiting and prompt in self.scheduler.prompts:
+        if not prompt.pending_samples and prompt in self.scheduler.prompts:
             self.scheduler.release(prompt)
 
 

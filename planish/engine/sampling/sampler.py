@@ -123,23 +123,26 @@ class SamplerSettings:
         # There are three float32 logits tensors: the logits of the step, the copy that tokens are
         # sampled from, and the logits of the prompts' last positions.
         logits_bytes = 3 * 4 * config.vocab_size * max(self.max_batch, SCORED_ROWS)
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        inner = 3 * config.intermediate_size
+        query_size, kv_size = (
+            config.num_heads * config.head_dim,
+            config.num_kv_heads * config.head_dim,
+        )
+        mlp_numbers = 3 * config.intermediate_size
         if config.num_experts:
             # Each token is computed by several experts, so the experts' inputs and outputs have one
             # row per pair of a token and one of its experts.
-            pair = 3 * config.expert_size + 3 * config.hidden_size
-            pairs = config.experts_per_token * pair
+            numbers_per_pair = 3 * config.expert_size + 3 * config.hidden_size
+            pairs = config.experts_per_token * numbers_per_pair
             if config.has_shared_expert:
-                inner += pairs
+                mlp_numbers += pairs
             else:
-                inner = max(inner if config.dense_layers else 0, pairs)
-        narrow = 4 * config.hidden_size + 3 * queries + 4 * keys + inner
+                mlp_numbers = max(mlp_numbers if config.dense_layers else 0, pairs)
+        numbers_per_token = 4 * config.hidden_size + 3 * query_size + 4 * kv_size + mlp_numbers
         return (
             logits_bytes
             + backend.workspace_bytes
             + self.max_prefill_tokens_per_step
-            * (8 * config.hidden_size + backend.dtype.itemsize * narrow)
+            * (8 * config.hidden_size + backend.dtype.itemsize * numbers_per_token)
             + sampling_bytes(
                 config, backend.dtype, self.max_batch, self.max_prefill_tokens_per_step
             )
@@ -207,15 +210,15 @@ class Sampler:
         self._last_hidden: dict[Prompt, Tensor] = {}
         """The hidden state [1, D] of each ready prompt's last token."""
         self._requests: list[Request] = []
-        self._count = 0
+        self._next_number = 0
 
     def _cache_chunk(self) -> int:
         """Return the positions of one prefix cache entry."""
         if not self._state_bytes:
             return CHUNK
         # A step must be able to prefill a whole chunk.
-        most = self.settings.max_prefill_tokens_per_step // CHUNK * CHUNK
-        return min(STATE_CHUNK, max(CHUNK, most))
+        largest_chunk = self.settings.max_prefill_tokens_per_step // CHUNK * CHUNK
+        return min(STATE_CHUNK, max(CHUNK, largest_chunk))
 
     def _make_scheduler(self) -> Scheduler:
         per_position = self._kv_spec.bytes_per_position
@@ -227,7 +230,7 @@ class Sampler:
             -(-self._state_bytes // per_position),
         )
 
-    def record(self) -> None:
+    def record_cuda_graphs(self) -> None:
         """Record the CUDA graphs of decoding steps if this model uses them, else do nothing."""
         if isinstance(self._runner, CudaGraphRunner):
             self._runner.record()
@@ -279,7 +282,7 @@ class Sampler:
         seed = params.seed if params.seed is not None else secrets.randbits(64)
         request = Request(
             op=op,
-            number=self._count,
+            number=self._next_number,
             tokens=tokens,
             is_adjusted=is_adjusted(params),
             max_tokens=max_tokens_of(op, self._decoder.config),
@@ -293,7 +296,7 @@ class Sampler:
             new_grammar=new_grammar,
             future=future,
         )
-        self._count += 1
+        self._next_number += 1
         self._requests.append(request)
         self._scheduler.waiting.append(request)
 
@@ -308,20 +311,20 @@ class Sampler:
         batch = self._scheduler.prefill_batch()
         if batch:
             self._prefill(batch)
-        fresh = [
+        starting = [
             sample
             for sample in self._scheduler.running
             if not sample.tokens and sample.prompt.ready and not sample.awaits_mask
         ]
-        if fresh:
-            self._sample_first(fresh)
-        going = [sample for sample in self._scheduler.running if sample.tokens]
+        if starting:
+            self._sample_first(starting)
+        decoding = [sample for sample in self._scheduler.running if sample.tokens]
         # The runner decodes every sample that has a slot. This includes a sample whose mask is
         # missing: its logits are discarded, and a later step decodes it again.
-        if going and not all(sample.awaits_mask for sample in going):
-            self._decode(going)
-        elif not fresh and not batch:
-            self._wait_for_a_mask()
+        if decoding and not all(sample.awaits_mask for sample in decoding):
+            self._decode(decoding)
+        elif not starting and not batch:
+            self._wait_for_masks()
         if not self.busy:
             self._runner.release_adapters()
 
@@ -338,18 +341,18 @@ class Sampler:
         requests, self._requests = self._requests, []
         self._scheduler = self._make_scheduler()
         self._make_pools()
-        for kept in (self._last_hidden, self._hidden, self._states, self._chunk_states):
-            kept.clear()
+        for per_prompt in (self._last_hidden, self._hidden, self._states, self._chunk_states):
+            per_prompt.clear()
         for request in requests:
             request.fail(error)
 
     def _make_pools(self) -> None:
-        kind = GappedKVPool if isinstance(self._runner, CudaGraphRunner) else KVPool
+        pool_class = GappedKVPool if isinstance(self._runner, CudaGraphRunner) else KVPool
         self._budget = KVBudget(
             max_pool_bytes(self.settings.kv_cache_bytes) // self._kv_spec.bytes_per_position
         )
         self._prompts, self._samples = (
-            KVPools(self._kv_spec, kind, self._budget) for _ in range(2)
+            KVPools(self._kv_spec, pool_class, self._budget) for _ in range(2)
         )
 
     # Prompts
@@ -358,36 +361,40 @@ class Sampler:
         """Assign a slot to a new prompt and fill it with the cached prefix."""
         pool = self._prompts.pool_for(prompt.capacity)
         pool.allocate(prompt)
-        known = (
+        cached_chunks = (
             self._cache.find(prompt.version, prompt.tokens) if not prompt.num_alternatives else []
         )
         request = prompt.scored_for
-        first = (
-            len(known)
+        first_scored_chunk = (
+            len(cached_chunks)
             if request is None or request.scores is None
             else request.scores.first_position // self._chunk
         )
         # Cached positions that need scores are all scored in this step, while other requests wait.
         # So their number is limited to `max_prefill_tokens_per_step`. The rest of the cache hit is
         # discarded, and later steps prefill those positions again.
-        known = known[: first + self.settings.max_prefill_tokens_per_step // self._chunk]
-        if known:
+        cached_chunks = cached_chunks[
+            : first_scored_chunk + self.settings.max_prefill_tokens_per_step // self._chunk
+        ]
+        if cached_chunks:
             pool.write(
                 prompt.slot,
                 0,
                 (
-                    torch.cat([chunk.keys for chunk in known], 2),
-                    torch.cat([chunk.values for chunk in known], 2),
+                    torch.cat([chunk.keys for chunk in cached_chunks], 2),
+                    torch.cat([chunk.values for chunk in cached_chunks], 2),
                 ),
             )
-        hidden = self._hidden[prompt] = [chunk.hidden for chunk in known]
+        hidden = self._hidden[prompt] = [chunk.hidden for chunk in cached_chunks]
         if self._state_bytes:
-            states = [chunk.state for chunk in known if chunk.state is not None]
+            states = [chunk.state for chunk in cached_chunks if chunk.state is not None]
             self._chunk_states[prompt] = states
             self._states[prompt] = states[-1] if states else self._new_state()
-        if request is not None and hidden[first:]:
-            self._score(request, first * self._chunk, torch.cat(hidden[first:]))
-        prompt.computed = prompt.cached = len(known) * self._chunk
+        if request is not None and hidden[first_scored_chunk:]:
+            self._score(
+                request, first_scored_chunk * self._chunk, torch.cat(hidden[first_scored_chunk:])
+            )
+        prompt.num_computed = prompt.num_cached = len(cached_chunks) * self._chunk
 
     def _new_state(self) -> RecurrentState:
         """Return the recurrent state before position 0."""
@@ -407,16 +414,16 @@ class Sampler:
         """
         if not self._state_bytes:
             return []
-        start, stop = prompt.computed, prompt.computed + count
+        start, stop = prompt.num_computed, prompt.num_computed + count
         first_border = (start // self._chunk + 1) * self._chunk
         ends = [*range(first_border, stop, self._chunk), stop]
-        runs, known = [], self._chunk_states[prompt]
+        runs, kept_states = [], self._chunk_states[prompt]
         for end in ends:
             after = self._new_state()
             runs.append(StateRun(row, row + end - start, self._states[prompt], after))
             self._states[prompt] = after
             if end % self._chunk == 0 and end // self._chunk <= self._cache.capacity:
-                known.append(after)
+                kept_states.append(after)
             row, start = row + end - start, end
         return runs
 
@@ -427,7 +434,7 @@ class Sampler:
         tokens, positions = [0] * layout.total, [0] * layout.total
         spans, runs = [], []
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
-            start = prompt.computed
+            start = prompt.num_computed
             runs += self._state_runs(prompt, row, count)
             tokens[row : row + count] = prompt.tokens[start : start + count]
             positions[row : row + count] = range(start, start + count)
@@ -437,20 +444,20 @@ class Sampler:
         recurrence = self._backend.sequence_recurrence(runs, layout.total)
         hidden = self._runner.prefill(Rows(tokens, positions, layout, recurrence), spans)
         for (prompt, count), row in zip(batch, layout.starts, strict=True):
-            self._computed(prompt, hidden[row : row + count])
+            self._add_hidden_states(prompt, hidden[row : row + count])
 
-    def _computed(self, prompt: Prompt, hidden: Tensor) -> None:
+    def _add_hidden_states(self, prompt: Prompt, hidden: Tensor) -> None:
         """Record newly computed hidden states [count, D] of a prompt.
 
         A prompt that is complete now is added to the prefix cache.
         """
         request = prompt.scored_for
         if request is not None:
-            self._score(request, prompt.computed, hidden)
-        known = self._hidden[prompt]
+            self._score(request, prompt.num_computed, hidden)
+        chunk_hidden = self._hidden[prompt]
         size = self._chunk
-        known += [chunk.clone() for chunk in hidden.split(size) if len(chunk) == size]
-        prompt.computed += hidden.shape[0]
+        chunk_hidden += [chunk.clone() for chunk in hidden.split(size) if len(chunk) == size]
+        prompt.num_computed += hidden.shape[0]
         if not prompt.ready:
             return
         del self._hidden[prompt]
@@ -465,14 +472,14 @@ class Sampler:
         chunks = [
             _CachedChunk(
                 *pool.read(prompt.slot, i * size, (i + 1) * size),
-                known[i],
+                chunk_hidden[i],
                 states[i] if states else None,
             )
             for i in missing
         ]
         self._cache.add(prompt.version, tokens, chunks)
         if request is not None and not request.num_samples:
-            prompt.waiting -= 1
+            prompt.pending_samples -= 1
             self._deliver(request)
             self._release_unused([prompt])
 
@@ -502,7 +509,9 @@ class Sampler:
     def _release_unused(self, prompts: Sequence[Prompt]) -> None:
         """Free the slots of all `prompts` that no sample or response needs any more."""
         unused = [
-            p for p in dict.fromkeys(prompts) if p.waiting == 0 and p in self._scheduler.prompts
+            p
+            for p in dict.fromkeys(prompts)
+            if p.pending_samples == 0 and p in self._scheduler.prompts
         ]
         _remove(self._prompts, unused)
         for prompt in unused:
@@ -547,7 +556,7 @@ class Sampler:
             rows_of[sample.prompt.weights] += sample.num_rows
         multiple = self._runner.multiple(len(rows_of))
 
-        def place(sample: RunningSample) -> tuple[Any, ...]:
+        def batch_order(sample: RunningSample) -> tuple[Any, ...]:
             weights = sample.prompt.weights
             return (
                 shape_of(weights),
@@ -559,7 +568,7 @@ class Sampler:
 
         # Adapters that can share a batched matmul become neighbours. The rows of an adapter are in
         # the order of their slots. Attention can then read adjacent slots without copying them.
-        samples = sorted(samples, key=place)
+        samples = sorted(samples, key=batch_order)
         layout = RowLayout(
             [(sample.prompt.weights, sample.num_rows) for sample in samples], multiple
         )
@@ -599,11 +608,11 @@ class Sampler:
             wait_for_masks(pending, _FORCED_SECONDS, for_all=True)
         for sample in samples:
             sample.num_rows = 1
-        spare = self.settings.max_batch - len(samples)
+        rows_left = self.settings.max_batch - len(samples)
         for sample in constrained:
-            left = sample.request.max_tokens - len(sample.tokens) - 1
-            more = min(len(sample.forced), left, spare)
-            sample.num_rows, spare = 1 + more, spare - more
+            tokens_left = sample.request.max_tokens - len(sample.tokens) - 1
+            num_forced = min(len(sample.forced), tokens_left, rows_left)
+            sample.num_rows, rows_left = 1 + num_forced, rows_left - num_forced
 
     def _sample_runs(self, samples: Sequence[RunningSample], rows: Sequence[int]) -> list[StateRun]:
         """Return the runs of a decoding step, one per sample.
@@ -693,12 +702,12 @@ class Sampler:
         """
         adjustments: dict[int, Adjustment] = {}
         exhausted: list[RunningSample] = []
-        places = [len(sample.tokens) for sample in samples]
+        token_indices = [len(sample.tokens) for sample in samples]
         if any(sample.request.is_adjusted for sample in samples):
-            samples, rows, places, adjustments, exhausted = self._adjustments(samples, rows)
+            samples, rows, token_indices, adjustments, exhausted = self._adjustments(samples, rows)
         if samples:
             ended = self._append_tokens(
-                samples, rows, places, adjustments, hidden, logits, adapters
+                samples, rows, token_indices, adjustments, hidden, logits, adapters
             )
         else:
             ended = []
@@ -714,7 +723,7 @@ class Sampler:
         self,
         samples: list[RunningSample],
         rows: list[int],
-        places: list[int],
+        token_indices: list[int],
         adjustments: dict[int, Adjustment],
         hidden: Tensor,
         logits: Tensor,
@@ -722,11 +731,14 @@ class Sampler:
     ) -> list[RunningSample]:
         """Sample one token from each row rows[i] and append it to samples[i].
 
-        places[i] is the index of this token within its sample. Return the samples that have
+        token_indices[i] is the index of this token within its sample. Return the samples that have
         stopped.
         """
         params = [sample.request.op.sampling_params for sample in samples]
-        uniforms = [sample.stream.at(place) for sample, place in zip(samples, places, strict=True)]
+        uniforms = [
+            sample.stream.at(token_index)
+            for sample, token_index in zip(samples, token_indices, strict=True)
+        ]
         if adjustments:
             sampled = sample_batch(self._backend, logits, params, uniforms, rows, adjustments)
         else:
@@ -736,12 +748,16 @@ class Sampler:
             [p.temperature or 1.0 for p in params], torch.float32, logits.device
         )
         logprobs = (exact / temperature - sampled.log_normalizer).tolist()
-        most = max(sample.request.op.topk_sample_logprobs for sample in samples)
-        if most and rows != list(range(logits.shape[0])):
+        max_topk = max(sample.request.op.topk_sample_logprobs for sample in samples)
+        if max_topk and rows != list(range(logits.shape[0])):
             logits = logits[on_device(rows, torch.int64, logits.device)]
-        tops = top_logprobs(logits, sampled.log_normalizer, temperature, most) if most else None
+        tops = (
+            top_logprobs(logits, sampled.log_normalizer, temperature, max_topk)
+            if max_topk
+            else None
+        )
         top_ids, top_values = (tops[0].tolist(), tops[1].tolist()) if tops else ([], [])
-        done: list[RunningSample] = []
+        stopped: list[RunningSample] = []
         constrained: list[tuple[GrammarState, int]] = []
         for i, (sample, token, logprob) in enumerate(
             zip(samples, sampled.tokens.tolist(), logprobs, strict=True)
@@ -769,7 +785,7 @@ class Sampler:
                 # The tokenizer failed on these tokens, which belong to this request alone.
                 sample.request.fail(error)
             if sample.stop_reason is not None:
-                done.append(sample)
+                stopped.append(sample)
             elif sample.grammar is not None:
                 if adjustments[i].forced is None:
                     constrained.append((sample.grammar, token))
@@ -777,20 +793,21 @@ class Sampler:
                     del sample.grammar.forced[0]
         if constrained and self._grammars is not None:
             self._grammars.advance(constrained)
-        return done
+        return stopped
 
     def _adjustments(
         self, samples: list[RunningSample], rows: list[int]
     ) -> tuple[
         list[RunningSample], list[int], list[int], dict[int, Adjustment], list[RunningSample]
     ]:
-        """Prepare the tokens to sample: return (samples, rows, places, adjustments, exhausted).
+        """Prepare the tokens to sample: return (samples, rows, token_indices,
+        adjustments, exhausted).
 
-        Item i of the first three lists is the sample, the row and the place of token i. The place
-        of a token is its index within its sample. The keys of `adjustments` are indices i. A
-        sample with forced tokens is in the lists once per token. Samples whose mask is missing, and
-        samples whose grammar failed, are left out. `exhausted` has the samples whose text is
-        complete and cannot be continued.
+        Item i of the first three lists is the sample and the row of token i, and the token's index
+        within that sample. The keys of `adjustments` are indices i. A sample with forced tokens is
+        in the lists once per token. Samples whose mask is missing, and samples whose grammar
+        failed, are left out. `exhausted` has the samples whose text is complete and cannot be
+        continued.
         """
         missing = [s.grammar for s in samples if s.grammar is not None and not s.grammar.is_ready]
         if missing:
@@ -798,13 +815,13 @@ class Sampler:
             # Without its mask, a sample would have to be decoded again in a later step. That would
             # advance a recurrent state twice, so models with such states wait without a limit.
             wait_for_masks(on_time, None if self._state_bytes else _MASK_SECONDS, for_all=True)
-        able: list[RunningSample] = []
-        able_rows: list[int] = []
-        places: list[int] = []
+        ready_samples: list[RunningSample] = []
+        ready_rows: list[int] = []
+        token_indices: list[int] = []
         adjustments: dict[int, Adjustment] = {}
         exhausted: list[RunningSample] = []
         for sample, row in zip(samples, rows, strict=True):
-            place = len(sample.tokens)
+            token_index = len(sample.tokens)
             if sample.request.is_adjusted:
                 if sample.grammar is not None and not _has_mask(sample, sample.grammar):
                     continue
@@ -813,35 +830,35 @@ class Sampler:
                 # rows. The next step decodes the others.
                 forced = sample.forced[: sample.num_rows]
                 for number, token in enumerate(forced):
-                    adjustments[len(able)] = Adjustment(None, _NO_TOKENS, (), token)
-                    able.append(sample)
-                    able_rows.append(row + number)
-                    places.append(place + number)
+                    adjustments[len(ready_samples)] = Adjustment(None, _NO_TOKENS, (), token)
+                    ready_samples.append(sample)
+                    ready_rows.append(row + number)
+                    token_indices.append(token_index + number)
                 if len(forced) == sample.num_rows:
                     continue
-                row, place = row + len(forced), place + len(forced)
-                allowed = self._allowed(sample, place)
+                row, token_index = row + len(forced), token_index + len(forced)
+                allowed = self._allowed(sample, token_index)
                 if allowed is None and sample.grammar is not None:
                     exhausted.append(sample)
                     continue
                 penalty = sample.request.op.sampling_params.repetition_penalty
                 prompt = sample.prompt.distinct_tokens if penalty != 1 else _NO_TOKENS
                 tokens = [*sample.tokens, *forced] if forced else sample.tokens
-                adjustments[len(able)] = Adjustment(allowed, prompt, tokens)
-            able.append(sample)
-            able_rows.append(row)
-            places.append(place)
-        return able, able_rows, places, adjustments, exhausted
+                adjustments[len(ready_samples)] = Adjustment(allowed, prompt, tokens)
+            ready_samples.append(sample)
+            ready_rows.append(row)
+            token_indices.append(token_index)
+        return ready_samples, ready_rows, token_indices, adjustments, exhausted
 
-    def _allowed(self, sample: RunningSample, place: int) -> np.ndarray | None:
-        """Return the tokens that may become token number `place` (see `Adjustment.allowed`).
+    def _allowed(self, sample: RunningSample, token_index: int) -> np.ndarray | None:
+        """Return the tokens that may become token number `token_index` (see `Adjustment.allowed`).
 
         For a sample without a constraint, None means that all tokens are allowed. For a sample with
         a constraint, None means that no token is allowed. This happens if the text is complete, the
         grammar allows no further text, and the request has no stop tokens.
         """
         stop_tokens = sample.request.stop_bits(self._decoder.config.vocab_size)
-        may_stop = place >= sample.request.op.sampling_params.min_tokens
+        may_stop = token_index >= sample.request.op.sampling_params.min_tokens
         if sample.grammar is None:
             return None if may_stop else ~stop_tokens
         mask = sample.grammar.mask
@@ -854,7 +871,7 @@ class Sampler:
             return mask.bits | stop_tokens
         return None if mask.is_empty else mask.bits
 
-    def _wait_for_a_mask(self) -> None:
+    def _wait_for_masks(self) -> None:
         """Wait a moment for the masks of samples that cannot run without them."""
         states = [s.grammar for s in self._scheduler.running if s.grammar and s.awaits_mask]
         if states:
@@ -899,17 +916,17 @@ class Sampler:
             topk_prompt_logprobs_np=scores.top if scores else None,
             target_prompt_logprobs=scores.targets if scores else None,
             prompt_alt_tokens=scores.alternatives if scores else None,
-            prompt_cache_hit_tokens=request.prompt.cached,
+            prompt_cache_hit_tokens=request.prompt.num_cached,
         )
         self._requests.remove(request)
-        if request.claim():
+        if request.claim_response():
             request.future.set_result(response)
 
     def _drop_finished_requests(self) -> None:
         """Remove the requests whose futures are done: cancelled requests and failed requests."""
         for request in [request for request in self._requests if request.future.done()]:
             # Without this call, concurrent.futures.wait() would never see a cancellation.
-            request.claim()
+            request.claim_response()
             self._requests.remove(request)
             self._remove_samples(self._scheduler.withdraw(request))
             if request.prompt is not None:
@@ -924,8 +941,8 @@ def _remove(pools: KVPools, owners: Sequence[Prompt] | Sequence[RunningSample]) 
     by_capacity: dict[int, list[Prompt | RunningSample]] = {}
     for owner in owners:
         by_capacity.setdefault(owner.capacity, []).append(owner)
-    for capacity, some in by_capacity.items():
-        pools.pool_for(capacity).free(*some)
+    for capacity, same_capacity in by_capacity.items():
+        pools.pool_for(capacity).free(*same_capacity)
 
 
 def _has_mask(sample: RunningSample, grammar: GrammarState) -> bool:
@@ -953,6 +970,6 @@ def _call_on_token(sample: RunningSample, on_token: Callable[[SampledToken], Non
 
 def _not_finite(sampler_id: str) -> NonFiniteError:
     return NonFiniteError(
-        f"sampler_id={sampler_id!r}: its logits are not finite, so no token can be sampled; its weights are too large: "
-        "go back to an earlier checkpoint and lower learning_rate"
+        f"sampler_id={sampler_id!r}: the logits are not finite, so no token can be sampled. The "
+        "sampler's weights are too large; load an earlier checkpoint and lower learning_rate"
     )

@@ -85,7 +85,7 @@ class Request:
         """The number of samples to generate: 0 if the request only scores its prompt."""
         return self.op.num_samples if self.max_tokens else 0
 
-    def claim(self) -> bool:
+    def claim_response(self) -> bool:
         """Claim the right to answer this request. Return True at most once per request.
 
         Return False if the request was claimed before or its future was cancelled. After True the
@@ -98,7 +98,7 @@ class Request:
 
     def fail(self, error: BaseException) -> None:
         """Set `error` on the future, unless the request was answered or cancelled."""
-        if self.claim():
+        if self.claim_response():
             self.future.set_exception(error)
 
 
@@ -116,11 +116,11 @@ class Prompt:
     """
     slot: int = -1
     """The slot's index in its pool; -1 without a slot."""
-    computed: int = 0
+    num_computed: int = 0
     """The number of positions in the KV cache so far, including the cached prefix."""
-    cached: int = 0
+    num_cached: int = 0
     """The number of positions taken from the prefix cache."""
-    waiting: int = 0
+    pending_samples: int = 0
     """The number of samples (or prompt-only responses) still to come. The prompt is freed at 0."""
 
     @property
@@ -131,7 +131,7 @@ class Prompt:
     @property
     def ready(self) -> bool:
         """Whether all positions are computed, so that samples can continue the prompt."""
-        return self.computed == len(self.tokens)
+        return self.num_computed == len(self.tokens)
 
     @cached_property
     def distinct_tokens(self) -> np.ndarray:
@@ -292,7 +292,7 @@ class Scheduler:
         for prompt in self.prompts:
             if prompt.weights not in adapters and len(adapters) == self.max_batch:
                 continue
-            remaining = prompt.length - prompt.computed
+            remaining = prompt.length - prompt.num_computed
             count = min(remaining, tokens_left)
             if prompt.num_alternatives:
                 # The batch's first prompt with alternatives gets at least one chunk. Otherwise a
@@ -312,7 +312,7 @@ class Scheduler:
         """Remove a sample from the batch and end its reservation."""
         self.running.remove(sample)
         self._reserved -= self._sample_positions(sample.prompt.length, sample.request.max_tokens)
-        sample.prompt.waiting -= 1
+        sample.prompt.pending_samples -= 1
 
     def release(self, prompt: Prompt) -> None:
         """Remove a prompt that no sample or response needs and end its reservation."""
@@ -327,9 +327,9 @@ class Scheduler:
         if request in self.waiting:
             self.waiting.remove(request)
         if request.prompt is not None:
-            request.prompt.waiting -= request.num_samples - request.started
+            request.prompt.pending_samples -= request.num_samples - request.started
             if not request.num_samples:
-                request.prompt.waiting -= 1
+                request.prompt.pending_samples -= 1
         return [sample for sample in self.running if sample.request is request]
 
     def _activate(self, request: Request, active: list[Prompt]) -> bool:
@@ -356,7 +356,7 @@ class Scheduler:
             self._reserved += self._prompt_positions(shared.length)
             self.prompts.append(shared)
             active.append(shared)
-        shared.waiting += request.num_samples or 1
+        shared.pending_samples += request.num_samples or 1
         request.prompt = shared
         return True
 
@@ -387,9 +387,10 @@ class Scheduler:
         in_prefill = [p for p in self.prompts if not p.ready and p.version == request.version]
         if not in_prefill or any(self._can_share(p, request) for p in in_prefill):
             return False
-        longer = (len(cache.find(request.version, request.tokens)) + 1) * self.chunk
-        if request.op.prompt_alt_tokens_k or longer > len(request.tokens) - 1:
+        shared_length = (len(cache.find(request.version, request.tokens)) + 1) * self.chunk
+        if request.op.prompt_alt_tokens_k or shared_length > len(request.tokens) - 1:
             return False
         return any(
-            p.length >= longer and p.tokens[:longer] == request.tokens[:longer] for p in in_prefill
+            p.length >= shared_length and p.tokens[:shared_length] == request.tokens[:shared_length]
+            for p in in_prefill
         )

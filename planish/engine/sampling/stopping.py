@@ -16,7 +16,7 @@ from functools import cached_property
 
 from planish.types import SamplingParams
 
-_MAX_KNOWN = 4096
+_MAX_CACHED = 4096
 """The maximum number of entries in a condition's cache. A full cache is cleared.
 
 The stop strings of a request have at most 4,096 bytes together. Even a text that contains all of
@@ -43,31 +43,31 @@ class TokenTexts:
         """
         self.decode = decode
         self._vocabulary = vocabulary
-        self._known: dict[int, bytes | None] = {}
+        self._cache: dict[int, bytes | None] = {}
 
     def bytes_of(self, token: int) -> bytes | None:
         """Return the bytes that a token adds after other tokens, or None if they are unknown."""
         try:
-            return self._known[token]
+            return self._cache[token]
         except KeyError:
-            found = self._known[token] = self._bytes_of(token)
-            return found
+            text_bytes = self._cache[token] = self._bytes_of(token)
+            return text_bytes
 
     def _bytes_of(self, token: int) -> bytes | None:
         # Some tokenizers drop the space at the start of a text, so look at the second token.
-        first, both = self.decode([token]), self.decode([token, token])
-        text = both[len(first) :]
-        if not both.startswith(first) or (first and not text):
+        first, twice = self.decode([token]), self.decode([token, token])
+        text = twice[len(first) :]
+        if not twice.startswith(first) or (first and not text):
             return None
         if _REPLACEMENT not in text:
             return text.encode("utf-8", "surrogatepass")
-        written = self._vocabulary(token)
-        if written is None:
+        entry = self._vocabulary(token)
+        if entry is None:
             return None
-        if byte := _BYTE_TOKEN.fullmatch(written):
+        if byte := _BYTE_TOKEN.fullmatch(entry):
             return bytes([int(byte[1], 16)])
-        if all(character in _BYTE_OF for character in written):
-            return bytes(_BYTE_OF[character] for character in written)
+        if all(character in _BYTE_OF for character in entry):
+            return bytes(_BYTE_OF[character] for character in entry)
         return None
 
 
@@ -95,7 +95,7 @@ class StopCondition:
     strings: tuple[str, ...] = ()
     min_tokens: int = 0
     """Stop strings are searched only in the text after the first `min_tokens` tokens."""
-    _known: dict[tuple[bytes, int], tuple[bytes, bool] | None] = field(
+    _cache: dict[tuple[bytes, int], tuple[bytes, bool] | None] = field(
         default_factory=dict, repr=False, compare=False
     )
     """The cached results of `_advance`."""
@@ -123,7 +123,7 @@ class StopCondition:
         return sorted(string.encode("utf-8", "surrogatepass") for string in self.strings)
 
     @cached_property
-    def _ends(self) -> dict[int, tuple[bytes, ...]]:
+    def _by_last_byte(self) -> dict[int, tuple[bytes, ...]]:
         """The stop strings by their last byte."""
         return {
             last: tuple(string for string in self._sorted if string[-1] == last)
@@ -141,40 +141,40 @@ class StopCondition:
         """
         return max(len(string) for string in self._sorted) + 3
 
-    def advance(self, begun: bytes, token: int) -> tuple[bytes, bool] | None:
-        """Extend the matched suffix `begun` of a text by one token.
+    def advance(self, matched: bytes, token: int) -> tuple[bytes, bool] | None:
+        """Extend the suffix `matched` of a text by one token.
 
-        `begun` is the longest suffix of the text that is a prefix of a stop string. Return this
+        `matched` is the longest suffix of the text that is a prefix of a stop string. Return this
         suffix of the new text, and whether a stop string ends in the token. Return None if the
         token's bytes are unknown.
         """
-        key = (begun, token)
+        key = (matched, token)
         try:
-            return self._known[key]
+            return self._cache[key]
         except KeyError:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            found = self._known[key] = self._advance(begun, token)
-            return found
+            if len(self._cache) >= _MAX_CACHED:
+                self._cache.clear()
+            result = self._cache[key] = self._advance(matched, token)
+            return result
 
-    def _advance(self, begun: bytes, token: int) -> tuple[bytes, bool] | None:
+    def _advance(self, matched: bytes, token: int) -> tuple[bytes, bool] | None:
         added = self.texts.bytes_of(token)
         if added is None:
             return None
-        text, strings = begun + added, self._sorted
-        ends = any(
-            text.endswith(self._ends.get(byte, ()), 0, at)
-            for at, byte in enumerate(added, len(begun) + 1)
+        text, strings = matched + added, self._sorted
+        is_match = any(
+            text.endswith(self._by_last_byte.get(byte, ()), 0, at)
+            for at, byte in enumerate(added, len(matched) + 1)
         )
         # The loop tries the suffixes of the text, the longest first. Each failed try shortens the
         # result by one byte, and each token lengthens it by at most the token's bytes. So over a
         # long text, the loop runs about once per byte.
         for start in range(len(text)):
-            end = text[start:]
-            at = bisect_left(strings, end)
-            if at < len(strings) and strings[at].startswith(end):
-                return end, ends
-        return b"", ends
+            suffix = text[start:]
+            index = bisect_left(strings, suffix)
+            if index < len(strings) and strings[index].startswith(suffix):
+                return suffix, is_match
+        return b"", is_match
 
     def is_found(self, tokens: Sequence[int]) -> bool:
         """Return whether the text of the last tokens contains a stop string."""
@@ -202,7 +202,7 @@ class StopMatcher:
     def __init__(self, condition: StopCondition) -> None:
         """Start before the first token of a sample."""
         self._condition = condition
-        self._begun = b""
+        self._matched = b""
         self._unknown_until = 0
         """The number of tokens up to which the text is decoded after every token. A token with
         unknown bytes sets this number, because a stop string may include that token.
@@ -220,9 +220,9 @@ class StopMatcher:
             return True
         if not condition.strings or len(tokens) <= condition.min_tokens:
             return False
-        advanced = condition.advance(self._begun, token)
+        advanced = condition.advance(self._matched, token)
         if advanced is None:
-            self._begun, self._unknown_until = b"", len(tokens) + condition.window
+            self._matched, self._unknown_until = b"", len(tokens) + condition.window
             return condition.is_found(tokens)
-        self._begun, ends = advanced
-        return (ends or len(tokens) <= self._unknown_until) and condition.is_found(tokens)
+        self._matched, is_match = advanced
+        return (is_match or len(tokens) <= self._unknown_until) and condition.is_found(tokens)
